@@ -1,10 +1,9 @@
-"""What this machine has, found out without importing torch.
+"""What this machine has: cores, memory, GPUs, and the type in which a run computes on them.
 
-Which type a run computes in; imports no torch, since a stage's key asks.
+Imports no torch: a command line and the key of a stage ask too.
 """
 
 import ctypes
-import functools
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +11,11 @@ from pathlib import Path
 
 _NO_LIMIT = 2**62
 """What version 1 of control groups says where there is none, in whole pages."""
+BF16_CAPABILITY = 80
+"""First CUDA compute capability (times 10) with bf16 tensor cores: Ampere."""
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+_CUDA_CAPABILITY_MAJOR = 75
+_CUDA_CAPABILITY_MINOR = 76
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,88 @@ class Hardware:
         return _detect()
 
 
-@functools.cache
+def resolve_precision(precision: str, device_type: str) -> str:
+    """Compute type of a run: "fp32", "bf16" or "fp16".
+
+    Args:
+        precision: `train.precision`; "auto" means bf16 where the hardware multiplies it natively,
+            else fp32.
+        device_type: "cpu" or "cuda".
+    """
+    if precision != "auto":
+        return precision
+    native = (
+        cuda_capability() >= BF16_CAPABILITY if device_type == "cuda" else cpu_multiplies_bf16()
+    )
+    return "bf16" if native else "fp32"
+
+
+@cache
+def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU has instructions for products of bf16.
+
+    Without them bf16 is slower than fp32.
+    """
+    return not _BF16_FLAGS.isdisjoint(_cpu_flags(cpuinfo))
+
+
+@cache
+def cuda_capability() -> int:
+    """Compute capability of the first visible GPU times 10 (80 is Ampere), 0 without one.
+
+    The driver is asked directly: no context is made, so no GPU memory is taken.
+    """
+    driver = _cuda_driver()
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return 0
+    for value, attribute in ((major, _CUDA_CAPABILITY_MAJOR), (minor, _CUDA_CAPABILITY_MINOR)):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return 0
+    return major.value * 10 + minor.value
+
+
+@cache
 def _detect() -> Hardware:
     gpus = _visible_gpus()
     native = resolve_precision("auto", "cuda" if gpus else "cpu") == "bf16"
     return Hardware(len(os.sched_getaffinity(0)), _main_memory(), gpus, _cpu_flags(), native)
+
+
+def _visible_gpus() -> tuple[Gpu, ...]:
+    """Return name and memory of each GPU; no context is made, so no GPU memory is taken."""
+    driver = _cuda_driver()
+    count = ctypes.c_int()
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    gpus = []
+    for index in range(count.value):
+        device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
+        failed = (
+            driver.cuDeviceGet(ctypes.byref(device), index)
+            or driver.cuDeviceGetName(name, len(name), device)
+            or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+        )
+        if not failed:
+            gpus.append(Gpu(name.value.decode("utf-8", errors="replace"), memory.value))
+    return tuple(gpus)
+
+
+def _cuda_driver() -> ctypes.CDLL | None:
+    """Return the initialised driver; None where there is none, or no GPU that it may use."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return None if driver.cuInit(0) else driver
+
+
+def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    try:
+        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def _main_memory() -> int:
@@ -107,92 +188,3 @@ def memory_limit(
             except (OSError, ValueError):  # not seen from here, or no limit ("max")
                 continue
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
-
-
-def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    try:
-        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
-
-
-def _visible_gpus() -> tuple[Gpu, ...]:
-    """Name and memory of each GPU, from the driver.
-
-    No context is made, so no GPU memory is taken.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return ()
-    gpus = []
-    for index in range(count.value):
-        device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
-        failed = (
-            driver.cuDeviceGet(ctypes.byref(device), index)
-            or driver.cuDeviceGetName(name, len(name), device)
-            or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-        )
-        if not failed:
-            gpus.append(Gpu(name.value.decode("utf-8", errors="replace"), memory.value))
-    return tuple(gpus)
-
-
-BF16_CAPABILITY = 80
-"""First CUDA compute capability (times 10) with bf16 tensor cores: Ampere."""
-_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-_CUDA_CAPABILITY_MAJOR = 75
-_CUDA_CAPABILITY_MINOR = 76
-
-
-def resolve_precision(precision: str, device_type: str) -> str:
-    """Compute type of a run: "fp32", "bf16" or "fp16".
-
-    Args:
-        precision: `train.precision`; "auto" means bf16 where the hardware multiplies it natively,
-            else fp32.
-        device_type: "cpu" or "cuda".
-    """
-    if precision != "auto":
-        return precision
-    native = (
-        cuda_capability() >= BF16_CAPABILITY if device_type == "cuda" else cpu_multiplies_bf16()
-    )
-    return "bf16" if native else "fp32"
-
-
-@cache
-def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU has instructions for products of bf16.
-
-    Without them bf16 is slower than fp32.
-    """
-    try:
-        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return False
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return not _CPU_FLAGS.isdisjoint(flags.split())
-
-
-@cache
-def cuda_capability() -> int:
-    """Compute capability of the first visible GPU times 10 (80 is Ampere), 0 without one.
-
-    The driver is asked directly: no context is made, so no GPU memory is taken.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return 0
-    for value, attribute in ((major, _CUDA_CAPABILITY_MAJOR), (minor, _CUDA_CAPABILITY_MINOR)):
-        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
-            return 0
-    return major.value * 10 + minor.value

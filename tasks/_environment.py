@@ -1,10 +1,10 @@
 """Settings that Prefect and MLflow read when imported: import this module before either."""
 
-import json
 import os
 import urllib.request
 
 from megacore.artifact import Workspace
+from megacore.artifact.files import read_json
 
 
 def prepare_environment() -> Workspace:
@@ -35,9 +35,7 @@ def prepare_environment() -> Workspace:
 def mlflow_server(workspace: Workspace) -> str | None:
     """Address of the MLflow server that `make server` has started and that answers, or None."""
     try:
-        address = str(
-            json.loads((workspace.root / "servers.json").read_text(encoding="utf-8"))["mlflow_url"]
-        )
+        address = str(read_json(workspace.root / "servers.json")["mlflow_url"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return address if answers(f"{address}/health") else None

@@ -4,10 +4,11 @@ transformers 5 has no pipeline for encoder-decoders: such a model is loaded as m
 (`mlflow.transformers.load_model(uri, return_type="components")`), and has no `pyfunc`.
 """
 
-import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from megacore.artifact.files import read_json
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _NEW_TOKENS = 256
@@ -31,7 +32,7 @@ class Task(NamedTuple):
 
 def task_of(directory: Path) -> Task:
     """The task that the model of a transformers directory is for."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_json(directory / "config.json")
     architecture: str = config["architectures"][0]
     if architecture.endswith("ForSequenceClassification"):
         return Task("text-classification", "TextClassificationPipeline", architecture, {})

@@ -7,7 +7,6 @@ start, a failure, a kill) is compared with the store's history first. Nothing he
 wait: deliveries run in a thread, failures are tried again later.
 """
 
-import json
 import logging
 import threading
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.errors import DataFormatError, TrackingError
 from megacore.observe.events import EventReader
 from tasks._checkpoint_models import ensure_checkpoint_model, mark_deleted
@@ -307,7 +306,7 @@ class Forwarder:
     def _committed_offset(self, run_id: str) -> int:
         path = self._directory / OFFSET_FILE
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
+            state = read_json(path)
             offset = int(state["offset"]) if state["run_id"] == run_id else 0
             return offset if _ends_an_event(self._events, offset) else 0
         except FileNotFoundError:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from megacore.artifact import Artifact, Workspace, lock
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.errors import TrackingError
 from megacore.redact import redact, redact_values
 from tasks._flow_config import FlowConfig
@@ -265,7 +265,7 @@ def versions() -> dict[str, str]:
 
 def _read_state(path: Path) -> dict[str, str | None]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         return {"token": values["token"], "run_id": values["run_id"]}
     except FileNotFoundError:
         return {"token": None, "run_id": None}

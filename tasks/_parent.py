@@ -3,7 +3,6 @@
 Where its files are, and whose child the new model is.
 """
 
-import json
 import re
 import shutil
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from megacore.artifact import Manifest, Workspace, lock
-from megacore.artifact.files import sync_tree, workspace_errors
+from megacore.artifact.files import read_json, sync_tree, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import DOWNLOADS
 from megacore.config.finetune import FinetuneConfig
@@ -129,7 +128,7 @@ def note_parent(artifact: Path, parent: Parent) -> None:
     from megacore.finetune.pretrained import LINEAGE_NAME
 
     path = artifact / LINEAGE_NAME
-    lineage: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    lineage: dict[str, Any] = read_json(path)
     write_json(path, lineage | {"registry": parent.tags()})
 
 

@@ -3,13 +3,12 @@
 The run and its model in MLflow, and a receipt for it.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megacore.artifact import StageKey, Workspace
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build
 from tasks._environment import mlflow_server
 from tasks._flow_config import FlowConfig
@@ -23,7 +22,7 @@ RECEIPT = "receipt.json"
 
 def read_receipt(directory: Path) -> dict[str, str]:
     """What was published: model_name, version, uri, model_id, run_id, digest."""
-    receipt: dict[str, str] = json.loads((directory / RECEIPT).read_text(encoding="utf-8"))
+    receipt: dict[str, str] = read_json(directory / RECEIPT)
     return receipt
 
 

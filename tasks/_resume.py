@@ -1,6 +1,5 @@
 """What a run goes on from, compared with its configuration before anything starts."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Workspace
+from megacore.artifact.files import read_json
 from megacore.artifact.manifest import file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, read_state, verify
@@ -125,7 +125,7 @@ def _runs_of_name(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The job file and the configuration of each run of this name."""
     for job in Workspace.of().folder("train").glob("*/run.json"):
         try:
-            before = json.loads(job.read_text(encoding="utf-8"))["config"]
+            before = read_json(job)["config"]
             if before["name"] == name:
                 yield job, before
         except (OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,5 @@
 """Retries of a training: counted as long as no new checkpoint comes, and never more than those."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,7 +10,7 @@ from prefect import get_run_logger
 from prefect.context import TaskRunContext
 from prefect.states import State
 
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_record, write_json
 from megacore.errors import MegacoreError, PreemptedError, RankLostError
 
 FAILURES_FILE = "failures.json"
@@ -39,11 +38,8 @@ class Failures:
 
         None where it has noted none yet, whatever other task runs did.
         """
-        try:
-            found = cls(**json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8")))
-            return found if found.task_run == task_run else cls(task_run, 0, 0)
-        except (OSError, ValueError, TypeError):
-            return cls(task_run, 0, 0)
+        noted = read_record(directory / FAILURES_FILE, cls)
+        return noted if noted is not None and noted.task_run == task_run else cls(task_run, 0, 0)
 
     def after(self, before: int, now: int) -> "Failures":
         """With one more failure, of an attempt that led from checkpoint `before` to `now`."""

@@ -1,12 +1,11 @@
 """Stage `evaluate`: perplexity of the test split for every kept checkpoint."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, StageKey, lock
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.jobs.run import EvaluateJob
@@ -77,7 +76,7 @@ def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) 
 
 def read_evaluation(artifact: Artifact) -> dict[str, Any]:
     """The report of an evaluation: `checkpoints` (a row each) and `unigram`."""
-    report: dict[str, Any] = json.loads((artifact.directory / REPORT).read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(artifact.directory / REPORT)
     return report
 
 

@@ -3,7 +3,6 @@
 One epoch at that size is run for each, and they stand side by side.
 """
 
-import json
 import os
 import shutil
 from importlib import metadata
@@ -14,7 +13,7 @@ from prefect import get_run_logger
 from prefect.artifacts import create_table_artifact
 
 from megacore.artifact import Artifact, StageKey, Workspace
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of
 from megacore.config.keys import key_parameters
@@ -170,7 +169,7 @@ def counts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def read_report(artifact: Artifact) -> dict[str, Any]:
     """One method's row, as `compare` returned it."""
-    report: dict[str, Any] = json.loads((artifact.directory / REPORT).read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(artifact.directory / REPORT)
     return report
 
 

@@ -1,6 +1,5 @@
 """Stage `finetune`: training with Accelerate under supervision, resumed where it stopped."""
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from prefect.states import State
 
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import read_json, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.keys import key_parameters
@@ -147,7 +146,7 @@ def read_result(directory: Path) -> dict[str, Any]:
     """What the ranks wrote at the end. Raises CheckpointError."""
     path = directory / RESULT_FILE
     try:
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        result: dict[str, Any] = read_json(path)
         return result
     except (OSError, ValueError) as error:
         raise CheckpointError(

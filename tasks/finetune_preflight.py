@@ -11,6 +11,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
+from megacore.artifact.files import read_json
 from megacore.cluster.start import check_launcher, shown_commands
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
@@ -142,7 +143,7 @@ def parameter_count(directory: Path) -> int:
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return sum(map(_numbers, files))
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_json(directory / "config.json")
 
     def first(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)

@@ -25,7 +25,7 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
     """
     train = config.train
     return (
-        BatchSchedule.of(config).consumed_after(train.train_iters),
+        BatchSchedule.of(train).consumed_after(train.train_iters),
         train.eval_iters * train.global_batch_size,
         None,
     )

@@ -278,7 +278,7 @@ def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
         }
         for path, marker in complete_checkpoints(directory / "checkpoints").items()
     ]
-    samples = BatchSchedule.of(config).consumed_after(config.train.train_iters)
+    samples = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
     return {
         "iterations": config.train.train_iters,
         "tokens": samples * config.data.seq_length,

@@ -1,12 +1,11 @@
 """Stage `zeroshot`: the best checkpoint on texts that it was not trained for."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest, lock
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.checkpoint.spec import read_spec
 from megacore.cluster.hosts.elastic import choose_hosts
 from megacore.config import RunConfig
@@ -164,9 +163,7 @@ def _log(config: RunConfig, trained: Artifact, tokens: Artifact, scored: Artifac
 
 def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
     """What was measured on each text."""
-    scores: dict[str, dict[str, Any]] = json.loads(
-        (artifact.directory / REPORT).read_text(encoding="utf-8")
-    )
+    scores: dict[str, dict[str, Any]] = read_json(artifact.directory / REPORT)
     return scores
 
 

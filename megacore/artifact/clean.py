@@ -5,7 +5,6 @@ Temporaries of dead processes, and artifacts nobody needs.
 
 import fcntl
 import itertools
-import json
 import os
 import shutil
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.artifact.build import remove_tree
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import read_json, workspace_errors
 from megacore.artifact.manifest import Manifest
 from megacore.artifact.workspace import DOWNLOADS, FOLDERS, Workspace
 from megacore.errors import ArtifactError
@@ -148,7 +147,7 @@ def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
         *((workspace.root / FOLDERS[stage]).glob("*/run.json") for stage in RUNS)
     ):
         try:
-            values = json.loads(job.read_text(encoding="utf-8"))
+            values = read_json(job)
             if "examples_directory" in values:
                 yield Path(values["examples_directory"])
                 yield Path(values["pretrained_directory"])

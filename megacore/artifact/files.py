@@ -1,6 +1,6 @@
-"""Writing that survives a crash: sync, then rename.
+"""Files that survive a crash: JSON in one place, replaced atomically; directories whole or absent.
 
-An output directory that appears whole, or not at all.
+What is written goes to a temporary name, is synced, and is renamed.
 """
 
 import errno
@@ -11,54 +11,60 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megacore.errors import ConfigError, WorkspaceError
 
+Record = TypeVar("Record")
 
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
+    """Replace the content of `path`, atomically: a reader sees the old content or the new.
+
+    Args:
+        path: a file, which need not exist.
+        data: its new content.
+        durable: sync, so that the new content survives a crash of the machine.
+        mode: permissions of the new file, before the umask.
+
+    Raises:
+        OSError: the file system refuses; the old content is untouched.
+    """
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` to the disk."""
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with open(Path(folder, name), "rb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(os.open(temporary, flags, mode), "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
                 os.fsync(file.fileno())
-        sync_directory(Path(folder))
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_directory(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, atomically: a reader sees the old content or the new."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    """Replace `path` by `value` as JSON, atomically and durably. Raises WorkspaceError."""
     with workspace_errors(path):
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(value, file, indent=2, sort_keys=True)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+        text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+        replace_file(path, text.encode("utf-8"))
     remove_dead_temporaries(path)
 
 
-def remove_dead_temporaries(target: Path) -> None:
-    """Remove files and directories `<target>.tmp-<pid>` of processes that were killed."""
-    for path in target.absolute().parent.glob(f"{glob.escape(target.name)}.tmp-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
-            with suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises OSError or ValueError."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """Return the dataclass whose fields a JSON file holds; None where it is missing or damaged."""
+    try:
+        return kind(**read_json(path))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def canonical_json(value: Any) -> bytes:
@@ -97,15 +103,6 @@ def workspace_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_output(output: Path) -> None:
-    """Refuse an output that is a file or holds something. Raises ConfigError."""
-    for place in (output.absolute(), *output.absolute().parents):
-        if place.exists() and not place.is_dir():
-            raise ConfigError(f"{place} is a file: give another --output")
-    if output.is_dir() and any(output.iterdir()):
-        raise ConfigError(f"{output} is not empty: give another --output, or remove it")
-
-
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
     """A directory that takes the name `output` when the block ends well, else is removed.
@@ -137,8 +134,44 @@ def staged(output: Path) -> Iterator[Path]:
         sync_directory(target.parent)
 
 
+def check_output(output: Path) -> None:
+    """Refuse an output that is a file or holds something. Raises ConfigError."""
+    for place in (output.absolute(), *output.absolute().parents):
+        if place.exists() and not place.is_dir():
+            raise ConfigError(f"{place} is a file: give another --output")
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty: give another --output, or remove it")
+
+
 def _remove_empty(directories: Sequence[Path]) -> None:
-    """Remove those that hold nothing, the innermost first."""
+    """Remove the empty ones of `directories`, the innermost first."""
     for path in directories:
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
+
+
+def remove_dead_temporaries(target: Path) -> None:
+    """Remove files and directories `<target>.tmp-<pid>` of processes that were killed."""
+    for path in target.absolute().parent.glob(f"{glob.escape(target.name)}.tmp-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def sync_tree(path: Path) -> None:
+    """Flush every file and directory below `path` to the disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with open(Path(folder, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(folder))
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

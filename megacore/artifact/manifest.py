@@ -4,12 +4,11 @@ It is written last, so that its presence means completeness.
 """
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import canonical_json, write_json
+from megacore.artifact.files import canonical_json, read_json, write_json
 from megacore.errors import ArtifactError
 from megacore.redact import redact_values
 
@@ -69,7 +68,7 @@ class Manifest:
         """Read a directory's manifest. Raises ArtifactError when it is missing or damaged."""
         path = directory / MANIFEST_NAME
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
             values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
             return cls(**values)
         except FileNotFoundError as error:

@@ -1,6 +1,6 @@
-"""The one directory below which everything is written.
+"""The one directory below which everything is written, and the names in a run's directory.
 
-Names within a run's directory and within its checkpoints; nothing here imports torch.
+Imports no torch.
 """
 
 import os
@@ -35,9 +35,16 @@ FOLDERS = {
 }
 """Where each stage's artifacts lie."""
 
-
 DOWNLOADS = ".downloads"
 """Folder among the corpora with the files of web servers, whole and begun."""
+CHECKPOINTS_NAME = "checkpoints"
+"""Below the run directory."""
+STOP_FILE = "stop"
+"""In the run directory: whoever writes it asks the training to save and end."""
+WEIGHTS_PREFIX = "model."
+"""Of the names of a checkpoint's weights."""
+CONFIG_KEY = "config"
+"""Of a checkpoint's state: the configuration that it was written with, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +100,3 @@ class Workspace:
     def prefect_home(self) -> Path:
         """Prefect's database, results and settings."""
         return self.root / "prefect"
-
-
-CHECKPOINTS_NAME = "checkpoints"
-"""Below the run directory."""
-STOP_FILE = "stop"
-"""In the run directory: whoever writes it asks the training to save and end."""
-WEIGHTS_PREFIX = "model."
-"""Of the names of a checkpoint's weights."""
-CONFIG_KEY = "config"
-"""Of a checkpoint's state: the configuration that it was written with, as JSON."""

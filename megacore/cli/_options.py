@@ -1,6 +1,6 @@
-"""What a configuration's key is called on the command line.
+"""Options of the command line: configuration keys by their names there, and several values at once.
 
-Options that take several values, as Megatron-LM's tools have them: --data-prefix 0.3 A 0.7 B.
+`--data-prefix 0.3 A 0.7 B` is an option with several values, as Megatron-LM's tools have them.
 """
 
 import re

@@ -1,11 +1,4 @@
-"""What `megacore generate` and `megacore evaluate` have in common.
-
-A model, the ranks that run it, a place for them.
-
-`megacore evaluate`: zero-shot scores of a model.
-
-`megacore generate`: text from a model.
-"""
+"""`megacore generate` and `megacore evaluate`: text from a model, and zero-shot scores of it."""
 
 import json
 import sys
@@ -22,7 +15,6 @@ from megacore.errors import ConfigError, DataFormatError, ParallelLayoutError
 
 if TYPE_CHECKING:
     from megacore.tokenizer import Tokenizer
-
 
 CheckpointOption = Annotated[
     Path,
@@ -41,59 +33,7 @@ TensorParallelOption = Annotated[
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="compute type: fp32, bf16, fp16 or auto")
 ]
-
-
-def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[str, Any]:
-    """The fields of a job that say how it is run.
-
-    Raises ParallelLayoutError for more ranks than GPUs or than can share the model, and ConfigError
-    for an unknown precision.
-    """
-    from megacore.config.train import Precision
-    from megacore.hardware import Hardware
-
-    if precision not in get_args(Precision):
-        raise ConfigError(
-            f"--precision is {precision}: give one of {', '.join(get_args(Precision))}"
-        )
-    _check_divided(spec, tensor)
-    hardware, ranks = Hardware.detect(), tensor * data
-    if hardware.gpus and ranks > len(hardware.gpus):
-        raise ParallelLayoutError(
-            f"{ranks} ranks were asked for and this machine has {len(hardware.gpus)} visible "
-            f"GPU{'s' if len(hardware.gpus) > 1 else ''}: ask for at most as many"
-        )
-    return {
-        "ranks": ranks,
-        "threads_per_rank": max(1, hardware.cores // ranks),
-        "tensor_model_parallel_size": tensor,
-        "precision": precision,
-    }
-
-
-def _check_divided(spec: ModelSpec, tensor: int) -> None:
-    """What the ranks would refuse too, but later."""
-    model = spec.model
-    for what, length in (
-        ("model.num_attention_heads", model.num_attention_heads),
-        ("the width of the MLP", model.ffn_size),
-        ("the padded vocabulary of", spec.padded_vocab_size),
-    ):
-        if length % tensor:
-            raise ParallelLayoutError(
-                f"{what} {length} is not a multiple of --tensor-model-parallel-size {tensor}: give "
-                "a size that divides it"
-            )
-
-
-@contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """A directory for a job file and the ranks' log, removed afterwards."""
-    with TemporaryDirectory(prefix="megacore-") as directory:
-        yield Path(directory)
-
-
-_FIRST = ("word_ppl", "token_ppl", "accuracy", "target_ppl")
+_FIRST_MEASURES = ("word_ppl", "token_ppl", "accuracy", "target_ppl")
 """What a reader looks for."""
 _LARGE = 1e6
 
@@ -139,7 +79,7 @@ def evaluate(
     from megacore.ranks.zeroshot import MODULE
     from megacore.zeroshot.texts import check_windows
 
-    _check_files(wikitext, lambada, overlapping_eval, output)
+    _check_score_files(wikitext, lambada, overlapping_eval, output)
     source = find_model(checkpoint)
     require_family(source, ("gpt",), "megacore evaluate")
     find_tokenizer(source, tokenizer)
@@ -160,10 +100,10 @@ def evaluate(
         scores = run_job(MODULE, job, scratch)
     if output is not None:
         write_json(output, {"model": source.directory, **scores})
-    _show(source.directory, scores)
+    _print_scores(source.directory, scores)
 
 
-def _check_files(
+def _check_score_files(
     wikitext: Path | None, lambada: Path | None, overlapping_eval: int | None, output: Path | None
 ) -> None:
     """What can be said before anything starts. Raises ConfigError, DataFormatError."""
@@ -186,7 +126,7 @@ def _check_files(
         )
 
 
-def _show(model: str, scores: dict[str, dict[str, Any]]) -> None:
+def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -194,7 +134,7 @@ def _show(model: str, scores: dict[str, dict[str, Any]]) -> None:
     for column in ("text", "measure", "value"):
         table.add_column(column, justify="right" if column == "value" else "left")
     for text, measures in scores.items():
-        for name in sorted(measures, key=lambda name: (name not in _FIRST, name)):
+        for name in sorted(measures, key=lambda name: (name not in _FIRST_MEASURES, name)):
             value = measures[name]
             shown = (
                 f"{value:,}"
@@ -251,7 +191,7 @@ def generate(
     source = find_model(checkpoint)
     require_family(source, ("gpt", "t5"), "megacore generate")
     own = find_tokenizer(source, tokenizer)
-    answers, end = source.spec.family == "t5", _end(source.spec, own)
+    answers, end = source.spec.family == "t5", _end_token(source.spec, own)
     prompts = _encoded(own, texts, end if answers else None)
     new_token_limits(prompts, options, source.spec.max_position_embeddings, answers=answers)
     with scratch_directory() as scratch:
@@ -266,10 +206,10 @@ def generate(
         )
         found = run_job(MODULE, job, scratch)["continuations"]
     rows = [
-        _row(own, text, ids, one, answers)
+        _continuation_row(own, text, ids, one, answers)
         for text, ids, one in zip(texts, prompts, found, strict=True)
     ]
-    _generate_show(rows, as_json, answers)
+    _print_continuations(rows, as_json, answers)
 
 
 def _prompts(given: list[str], file: Path | None) -> list[str]:
@@ -303,14 +243,14 @@ def _encoded(
     return tuple(tuple(ids + last if ids else ids) for ids in found)
 
 
-def _end(spec: "ModelSpec", tokenizer: "Tokenizer") -> int:
+def _end_token(spec: "ModelSpec", tokenizer: "Tokenizer") -> int:
     """Id of the token that ends a text: T5's </s>, else the end of a document."""
     roles = spec.special_tokens
     own = roles.sep if spec.family == "t5" and roles.sep is not None else roles.eod
     return tokenizer.eod_id if own is None else own
 
 
-def _row(
+def _continuation_row(
     tokenizer: "Tokenizer", prompt: str, ids: tuple[int, ...], found: dict[str, Any], answers: bool
 ) -> dict[str, Any]:
     """What is reported of a prompt; its text ends where the model has ended it."""
@@ -321,7 +261,7 @@ def _row(
     return {"prompt": prompt, "continuation": added, "prompt_tokens": len(ids), **found}
 
 
-def _generate_show(rows: list[dict[str, Any]], as_json: bool, answers: bool) -> None:
+def _print_continuations(rows: list[dict[str, Any]], as_json: bool, answers: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(rows, ensure_ascii=False, indent=2) + "\n")
         return
@@ -329,3 +269,53 @@ def _generate_show(rows: list[dict[str, Any]], as_json: bool, answers: bool) -> 
         if len(rows) > 1:
             sys.stdout.write(f"== prompt {number} ==\n")
         sys.stdout.write(f"{'' if answers else row['prompt']}{row['continuation']}\n")
+
+
+def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[str, Any]:
+    """The fields of a job that say how it is run.
+
+    Raises ParallelLayoutError for more ranks than GPUs or than can share the model, and ConfigError
+    for an unknown precision.
+    """
+    from megacore.config.train import Precision
+    from megacore.hardware import Hardware
+
+    if precision not in get_args(Precision):
+        raise ConfigError(
+            f"--precision is {precision}: give one of {', '.join(get_args(Precision))}"
+        )
+    _check_divided(spec, tensor)
+    hardware, ranks = Hardware.detect(), tensor * data
+    if hardware.gpus and ranks > len(hardware.gpus):
+        raise ParallelLayoutError(
+            f"{ranks} ranks were asked for and this machine has {len(hardware.gpus)} visible "
+            f"GPU{'s' if len(hardware.gpus) > 1 else ''}: ask for at most as many"
+        )
+    return {
+        "ranks": ranks,
+        "threads_per_rank": max(1, hardware.cores // ranks),
+        "tensor_model_parallel_size": tensor,
+        "precision": precision,
+    }
+
+
+def _check_divided(spec: ModelSpec, tensor: int) -> None:
+    """What the ranks would refuse too, but later."""
+    model = spec.model
+    for what, length in (
+        ("model.num_attention_heads", model.num_attention_heads),
+        ("the width of the MLP", model.ffn_size),
+        ("the padded vocabulary of", spec.padded_vocab_size),
+    ):
+        if length % tensor:
+            raise ParallelLayoutError(
+                f"{what} {length} is not a multiple of --tensor-model-parallel-size {tensor}: give "
+                "a size that divides it"
+            )
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A directory for a job file and the ranks' log, removed afterwards."""
+    with TemporaryDirectory(prefix="megacore-") as directory:
+        yield Path(directory)

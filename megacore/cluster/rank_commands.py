@@ -1,6 +1,4 @@
-"""The command that starts the ranks of one node, and the environment they get.
-
-DeepSpeed's launcher on this machine alone; `node_command` has its command for one among several.
+"""The command that starts the ranks of one machine alone, and the environment they get.
 
 DeepSpeed is started as a program and not imported. Of its two programs this is the inner one, which
 starts the ranks of one machine (`deepspeed.launcher.launch`). The outer one (`deepspeed`,
@@ -69,6 +67,24 @@ def _meeting_place(directory: Path, *, shown: bool) -> Path:
     return directory / f"{_MEETING}{secrets.token_hex(8)}"
 
 
+def deepspeed_alone(
+    module: str,
+    config_path: Path,
+    ranks: int,
+    *,
+    devices: Sequence[int] | None = None,
+    shown: bool = False,
+) -> list[str]:
+    """What starts `python -m module --config config_path` as `ranks` processes of this machine.
+
+    They meet at 127.0.0.1, on a port that is free now, which one that is only `shown` leaves open;
+    the GPUs are `devices`, else the first ones that are visible.
+    """
+    port = "<free port>" if shown else free_port()
+    gpus = {"localhost": visible_devices(ranks) if devices is None else [*devices]}
+    return deepspeed_command(gpus, 0, module, config_path, master=LOOPBACK, port=port)
+
+
 def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str]:
     """Environment variables for every rank.
 
@@ -91,21 +107,3 @@ def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str
         "PYTHONUNBUFFERED": "1",
         **loopback,
     }
-
-
-def deepspeed_alone(
-    module: str,
-    config_path: Path,
-    ranks: int,
-    *,
-    devices: Sequence[int] | None = None,
-    shown: bool = False,
-) -> list[str]:
-    """What starts `python -m module --config config_path` as `ranks` processes of this machine.
-
-    They meet at 127.0.0.1, on a port that is free now, which one that is only `shown` leaves open;
-    the GPUs are `devices`, else the first ones that are visible.
-    """
-    port = "<free port>" if shown else free_port()
-    gpus = {"localhost": visible_devices(ranks) if devices is None else [*devices]}
-    return deepspeed_command(gpus, 0, module, config_path, master=LOOPBACK, port=port)

@@ -42,35 +42,6 @@ class Start:
     """Seconds that the command needs beyond the ranks' own grace when it is asked to stop."""
 
 
-def start_here(module: str, job: RankJob, job_file: Path) -> Start:
-    """The job's ranks on this machine through torchrun, one of them as a plain process."""
-    return Start(
-        rank_commands.torchrun_alone(module, job_file, job.ranks),
-        rank_commands.rank_environment(job.threads_per_rank),
-    )
-
-
-def ssh_of(launch: LaunchConfig) -> Ssh:
-    """How the hosts are reached."""
-    return Ssh(None if launch.ssh_config is None else Path(launch.ssh_config).absolute())
-
-
-def check_launcher(launch: LaunchConfig) -> None:
-    """Raise, before anything runs, what `start_ranks` would for want of a file or a program."""
-    if launch.kind in ("slurm", "kubernetes"):
-        from megacore.cluster.batch.start import check_batch
-
-        check_batch(launch)
-    check_ssh(hosts_of(launch))
-    if launch.ssh_config is not None and not Path(launch.ssh_config).is_file():
-        raise ConfigError(
-            f"launch.ssh_config {launch.ssh_config} is not there: correct launch.ssh_config"
-        )
-    endpoint(launch.rdzv_endpoint)
-    if launch.env_file is not None:
-        read_env_file(Path(launch.env_file))
-
-
 def start_ranks(
     launch: LaunchConfig,
     module: str,
@@ -145,6 +116,48 @@ def _start_alone(
     return Start(command, variables)
 
 
+def start_here(module: str, job: RankJob, job_file: Path) -> Start:
+    """The job's ranks on this machine through torchrun, one of them as a plain process."""
+    return Start(
+        rank_commands.torchrun_alone(module, job_file, job.ranks),
+        rank_commands.rank_environment(job.threads_per_rank),
+    )
+
+
+def plan_of(
+    launch: LaunchConfig,
+    module: str,
+    job: RankJob,
+    job_file: Path,
+    hosts: Mapping[str, int],
+    *,
+    own_env: list[str],
+) -> Plan:
+    """What the head of a job on `hosts` has to know.
+
+    `own_env` are the names of the variables set for it.
+    """
+    return Plan(
+        kind=launch.kind,
+        module=module,
+        job_file=str(job_file.absolute()),
+        hosts=dict(hosts),
+        devices={host: [*slots] for host, slots in devices_of(launch).items() if host in hosts},
+        ssh_config=None if launch.ssh_config is None else str(Path(launch.ssh_config).absolute()),
+        forward_env=[*launch.forward_env],
+        own_env=own_env,
+        env_file=env_file_of(launch.env_file),
+        interface=launch.interface,
+        rdzv_endpoint=launch.rdzv_endpoint,
+        host_timeout=launch.host_timeout,
+        stop_grace=launch.stop_grace,
+        stall_limit=launch.stall_limit,
+        exit_directory=str(Path(job.exit_directory).absolute()),
+        copy_files=launch.data_placement == "node_local",
+        retried=getattr(job, "attempt", 1) > 1,
+    )
+
+
 def shown_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: Path) -> list[str]:
     """For a dry run: the command of each host, as one line with its name.
 
@@ -186,35 +199,22 @@ def _line(variables: Mapping[str, str], command: list[str]) -> str:
     return shlex.join([*(["env", *words] if words else []), *command])
 
 
-def plan_of(
-    launch: LaunchConfig,
-    module: str,
-    job: RankJob,
-    job_file: Path,
-    hosts: Mapping[str, int],
-    *,
-    own_env: list[str],
-) -> Plan:
-    """What the head of a job on `hosts` has to know.
+def check_launcher(launch: LaunchConfig) -> None:
+    """Raise, before anything runs, what `start_ranks` would for want of a file or a program."""
+    if launch.kind in ("slurm", "kubernetes"):
+        from megacore.cluster.batch.start import check_batch
 
-    `own_env` are the names of the variables set for it.
-    """
-    return Plan(
-        kind=launch.kind,
-        module=module,
-        job_file=str(job_file.absolute()),
-        hosts=dict(hosts),
-        devices={host: [*slots] for host, slots in devices_of(launch).items() if host in hosts},
-        ssh_config=None if launch.ssh_config is None else str(Path(launch.ssh_config).absolute()),
-        forward_env=[*launch.forward_env],
-        own_env=own_env,
-        env_file=env_file_of(launch.env_file),
-        interface=launch.interface,
-        rdzv_endpoint=launch.rdzv_endpoint,
-        host_timeout=launch.host_timeout,
-        stop_grace=launch.stop_grace,
-        stall_limit=launch.stall_limit,
-        exit_directory=str(Path(job.exit_directory).absolute()),
-        copy_files=launch.data_placement == "node_local",
-        retried=getattr(job, "attempt", 1) > 1,
-    )
+        check_batch(launch)
+    check_ssh(hosts_of(launch))
+    if launch.ssh_config is not None and not Path(launch.ssh_config).is_file():
+        raise ConfigError(
+            f"launch.ssh_config {launch.ssh_config} is not there: correct launch.ssh_config"
+        )
+    endpoint(launch.rdzv_endpoint)
+    if launch.env_file is not None:
+        read_env_file(Path(launch.env_file))
+
+
+def ssh_of(launch: LaunchConfig) -> Ssh:
+    """How the hosts are reached."""
+    return Ssh(None if launch.ssh_config is None else Path(launch.ssh_config).absolute())

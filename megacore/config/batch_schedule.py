@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
-if TYPE_CHECKING:
-    from megacore.config.run import RunConfig
+from megacore.config.train import TrainConfig
 
 
 class _Level(NamedTuple):
@@ -36,9 +35,9 @@ class BatchSchedule:
     """Consumed samples at which global_batch_size is reached."""
 
     @classmethod
-    def of(cls, config: "RunConfig") -> Self:
-        """The schedule that a configuration describes."""
-        total, rampup = config.train.global_batch_size, config.train.rampup_batch_size
+    def of(cls, train: TrainConfig) -> Self:
+        """The schedule that a training loop's configuration describes."""
+        total, rampup = train.global_batch_size, train.rampup_batch_size
         if rampup is None:
             return cls(total, total)
         return cls(total, rampup.start, rampup.increment, rampup.samples)

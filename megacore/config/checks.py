@@ -1,6 +1,6 @@
 """Checks that cross the sections of a configuration; each raises ValueError with one sentence.
 
-Checks of models that read whole sentences (BERT, T5); each raises ValueError with one sentence.
+Those of models that read whole sentences (BERT, T5) stand last.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,13 @@ from megacore.config.data import (
     holds_tokens,
 )
 from megacore.config.deepspeed_checks import check_deepspeed
-from megacore.config.model import check_model
+from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.optim import OptimConfig
-from megacore.config.parallel import Layout, check_layout
-from megacore.config.train import TrainConfig
+from megacore.config.parallel import ParallelLayout, check_layout
+from megacore.config.train import TrainConfig, ZeroShotConfig
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
-
 
 _TOKENS_ALONE = {
     "packing": "packed",
@@ -46,145 +45,20 @@ _SPAN_WITHOUT_MEAN = 3.0
 """Tokens of a span that the decoder must have room for where data.span_corruption gives no mean."""
 
 
-def most_noise(data: DataConfig) -> int:
-    """Tokens that the spans of a T5 sample hold at most."""
-    return max(1, round((data.seq_length - 2) * data.span_corruption.noise_density))
-
-
-def most_spans(data: DataConfig) -> int:
-    """Sentinels that a T5 sample may take."""
-    corruption = data.span_corruption
-    if corruption.mean_span_length is not None:
-        return max(1, round(most_noise(data) / corruption.mean_span_length))
-    return min(most_noise(data), (corruption.decoder_seq_length - 1) // 2)
-
-
-def check_sentences(config: "RunConfig") -> None:
-    """Raise ValueError for data that a family's samples cannot be made of.
-
-    Options of another family are refused too.
-    """
-    family, data = config.family, config.data
-    if family != "bert" and data.masked_lm != MaskedLmConfig():
-        raise ValueError(
-            f"data.masked_lm is given but family is {family}: it is for bert alone; remove it"
-        )
-    if family != "t5" and data.span_corruption != SpanCorruptionConfig():
-        raise ValueError(
-            f"data.span_corruption is given but family is {family}: it is for t5 alone; remove it"
-        )
-    if family == "gpt":
-        return
-    _check_reading(config)
-    if family == "bert":
-        _check_bert(config)
-    else:
-        _check_t5(data)
-
-
-def _check_reading(config: "RunConfig") -> None:
-    family, data = config.family, config.data
-    if not data.split_sentences:
-        raise ValueError(
-            f"data.split_sentences is false but family {family} reads sentences: set it to true"
-        )
-    if data.append_eod:
-        raise ValueError(
-            f"data.append_eod is true but samples of family {family} have special tokens of their "
-            "own: set it to false"
-        )
-    for name, default in _TOKENS_ALONE.items():
-        if getattr(data, name) != default:
-            raise ValueError(
-                f"data.{name} is given but family is {family}: it is for samples of gpt, which are "
-                "cut from documents; remove it"
-            )
-    if data.seq_length < 8:
-        raise ValueError(
-            f"data.seq_length is {data.seq_length}: a sample of family {family} takes 8 tokens or "
-            "more"
-        )
-    section = data.masked_lm if family == "bert" else data.span_corruption
-    if 0 < section.short_seq_prob < 1e-6:
-        raise ValueError(
-            f"short_seq_prob is {section.short_seq_prob}: give 0, or at least 0.000001"
-        )
-
-
-def _check_bert(config: "RunConfig") -> None:
-    data = config.data
-    if not config.model.bert_binary_head and data.masked_lm.sentence_task != "sop":
-        raise ValueError(
-            f"data.masked_lm.sentence_task is {data.masked_lm.sentence_task} but "
-            "model.bert_binary_head is false: set the latter to true, or remove the former"
-        )
-    tokenizer = data.tokenizer
-    if isinstance(tokenizer, Gpt2BpeTokenizer | SentencePieceTokenizer):
-        raise ValueError(
-            f"data.tokenizer.kind is {tokenizer.kind}, whose vocabularies have no "
-            f"{', '.join(_BERT_TOKENS)}: take bert-wordpiece, train-wordpiece, or hf for family "
-            "bert"
-        )
-    if isinstance(tokenizer, TrainBpeTokenizer):
-        missing = [token for token in _BERT_TOKENS if token not in tokenizer.special_tokens]
-        if missing:
-            raise ValueError(
-                f"family bert needs the tokens {', '.join(missing)}: add them to "
-                "data.tokenizer.special_tokens"
-            )
-
-
-def _check_t5(data: DataConfig) -> None:
-    tokenizer, room = data.tokenizer, data.span_corruption.decoder_seq_length
-    if isinstance(tokenizer, Gpt2BpeTokenizer):
-        raise ValueError(
-            "data.tokenizer.kind is gpt2-bpe, whose vocabularies have no padding token: take "
-            "another for family t5"
-        )
-    if isinstance(tokenizer, TrainBpeTokenizer) and not set(_PADDING) & set(
-        tokenizer.special_tokens
-    ):
-        raise ValueError(
-            "family t5 needs a padding token: add <pad> to data.tokenizer.special_tokens"
-        )
-    spans = most_spans(data)
-    if (
-        not isinstance(tokenizer, HfTokenizer | SentencePieceTokenizer)
-        and tokenizer.vocab_extra_ids < spans
-    ):
-        raise ValueError(
-            f"data.tokenizer.vocab_extra_ids is {tokenizer.vocab_extra_ids}, but a sample of "
-            f"data.seq_length {data.seq_length} may have {spans} spans, each with a sentinel: "
-            f"raise it to at least {spans}"
-        )
-    noise = most_noise(data)
-    needed = (
-        noise
-        + max(1, round(noise / (data.span_corruption.mean_span_length or _SPAN_WITHOUT_MEAN)))
-        + 1
-    )
-    if needed > room:
-        raise ValueError(
-            f"data.span_corruption.decoder_seq_length is {room}, but the {noise} tokens of the "
-            f"spans of a sample of data.seq_length {data.seq_length}, with their sentinels and an "
-            f"end, take {needed}: raise it to at least {needed}, or lower noise_density"
-        )
-
-
 def check_sections(config: "RunConfig") -> None:
     """Raise ValueError for the first combination of values that cannot work."""
     _check_data(config.data)
-    check_sentences(config)
+    check_sentences(config.family, config.model, config.data)
     check_model(config.family, config.model, config.data.seq_length)
-    _check_reset_positions(config)
+    _check_reset_positions(config.data, config.model)
     _check_rampup(config.train)
     _check_recompute(config.train)
     _check_profile(config.train)
-    _check_compile(config)
+    _check_compile(config.train, config.engine)
     _check_warmup(config)
-    _check_decay(config)
+    _check_decay(config.optim, config.lr_warmup_iters, config.lr_decay_iters)
     _check_weight_decay(config.optim)
-    _check_zero_shot(config)
+    _check_zero_shot(config.evaluate.zero_shot, config.family, config.data.seq_length)
     _check_resume(config)
     launch = config.launch
     ranks = (
@@ -194,7 +68,9 @@ def check_sections(config: "RunConfig") -> None:
     )
     if ranks is not None and launch.kind in ("slurm", "kubernetes"):
         ranks = None if launch.elastic else ranks * (launch.node_range or (1, 1))[0]
-    check_deepspeed(config, None if ranks is None else Layout.of(config, ranks).data)
+    check_deepspeed(
+        config, None if ranks is None else ParallelLayout.of(config.parallel, ranks).data
+    )
     check_layout(config, ranks)
 
 
@@ -331,9 +207,9 @@ def check_split(split: str) -> None:
         )
 
 
-def _check_reset_positions(config: "RunConfig") -> None:
-    kind = config.model.position_embedding_type
-    if config.data.reset_position_ids and kind not in ("learned_absolute", "rope"):
+def _check_reset_positions(data: DataConfig, model: ModelConfig) -> None:
+    kind = model.position_embedding_type
+    if data.reset_position_ids and kind not in ("learned_absolute", "rope"):
         raise ValueError(
             f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which "
             "counts no positions: set the former to false (data.reset_attention_mask keeps "
@@ -376,8 +252,8 @@ def _check_profile(train: TrainConfig) -> None:
         )
 
 
-def _check_compile(config: "RunConfig") -> None:
-    if config.train.compile == "on" and config.engine == "deepspeed":
+def _check_compile(train: TrainConfig, engine: str) -> None:
+    if train.compile == "on" and engine == "deepspeed":
         raise ValueError(
             "train.compile is on and engine is deepspeed, whose hooks torch.compile would lose: "
             "set train.compile to auto, or engine to native"
@@ -394,7 +270,9 @@ def _check_warmup(config: "RunConfig") -> None:
         raise ValueError(f"{' and '.join(given)} are given together: keep one of them")
     if warmup >= decay:
         in_samples = optim.lr_warmup_samples is not None
-        limit = BatchSchedule.of(config).consumed_after(decay - 1) + 1 if in_samples else decay
+        limit = (
+            BatchSchedule.of(config.train).consumed_after(decay - 1) + 1 if in_samples else decay
+        )
         raise ValueError(
             f"{given[0]}{f', which are {warmup} iterations,' if in_samples else ''} does not end "
             f"before the decay does at {decay}: set it below {limit}"
@@ -416,8 +294,7 @@ def _check_warmup(config: "RunConfig") -> None:
         )
 
 
-def _check_decay(config: "RunConfig") -> None:
-    optim, warmup, decay = config.optim, config.lr_warmup_iters, config.lr_decay_iters
+def _check_decay(optim: OptimConfig, warmup: int, decay: int) -> None:
     for name, value in (("min_lr", optim.min_lr), ("lr_warmup_init", optim.lr_warmup_init)):
         if value > optim.lr:
             raise ValueError(f"optim.{name} {value} is above optim.lr {optim.lr}: lower it")
@@ -460,13 +337,12 @@ def _check_weight_decay(optim: OptimConfig) -> None:
         )
 
 
-def _check_zero_shot(config: "RunConfig") -> None:
-    zero_shot, seq_length = config.evaluate.zero_shot, config.data.seq_length
+def _check_zero_shot(zero_shot: ZeroShotConfig, family: Family, seq_length: int) -> None:
     for name in ("wikitext", "lambada"):
-        if config.family != "gpt" and getattr(zero_shot, name) is not None:
+        if family != "gpt" and getattr(zero_shot, name) is not None:
             raise ValueError(
                 f"evaluate.zero_shot.{name} is {getattr(zero_shot, name)} but family is "
-                f"{config.family}: only gpt predicts a text from left to right: remove it"
+                f"{family}: only gpt predicts a text from left to right: remove it"
             )
     stride = zero_shot.overlapping_eval
     if stride is not None and zero_shot.wikitext is None:
@@ -479,3 +355,125 @@ def _check_zero_shot(config: "RunConfig") -> None:
             f"evaluate.zero_shot.overlapping_eval {stride} exceeds data.seq_length {seq_length}, "
             f"so that windows would leave tokens out: lower it to at most {seq_length}"
         )
+
+
+def check_sentences(family: Family, model: ModelConfig, data: DataConfig) -> None:
+    """Raise ValueError for data that a family's samples cannot be made of.
+
+    Options of another family are refused too.
+    """
+    if family != "bert" and data.masked_lm != MaskedLmConfig():
+        raise ValueError(
+            f"data.masked_lm is given but family is {family}: it is for bert alone; remove it"
+        )
+    if family != "t5" and data.span_corruption != SpanCorruptionConfig():
+        raise ValueError(
+            f"data.span_corruption is given but family is {family}: it is for t5 alone; remove it"
+        )
+    if family == "gpt":
+        return
+    _check_reading(family, data)
+    if family == "bert":
+        _check_bert(model, data)
+    else:
+        _check_t5(data)
+
+
+def _check_reading(family: Family, data: DataConfig) -> None:
+    if not data.split_sentences:
+        raise ValueError(
+            f"data.split_sentences is false but family {family} reads sentences: set it to true"
+        )
+    if data.append_eod:
+        raise ValueError(
+            f"data.append_eod is true but samples of family {family} have special tokens of their "
+            "own: set it to false"
+        )
+    for name, default in _TOKENS_ALONE.items():
+        if getattr(data, name) != default:
+            raise ValueError(
+                f"data.{name} is given but family is {family}: it is for samples of gpt, which are "
+                "cut from documents; remove it"
+            )
+    if data.seq_length < 8:
+        raise ValueError(
+            f"data.seq_length is {data.seq_length}: a sample of family {family} takes 8 tokens or "
+            "more"
+        )
+    section = data.masked_lm if family == "bert" else data.span_corruption
+    if 0 < section.short_seq_prob < 1e-6:
+        raise ValueError(
+            f"short_seq_prob is {section.short_seq_prob}: give 0, or at least 0.000001"
+        )
+
+
+def _check_bert(model: ModelConfig, data: DataConfig) -> None:
+    if not model.bert_binary_head and data.masked_lm.sentence_task != "sop":
+        raise ValueError(
+            f"data.masked_lm.sentence_task is {data.masked_lm.sentence_task} but "
+            "model.bert_binary_head is false: set the latter to true, or remove the former"
+        )
+    tokenizer = data.tokenizer
+    if isinstance(tokenizer, Gpt2BpeTokenizer | SentencePieceTokenizer):
+        raise ValueError(
+            f"data.tokenizer.kind is {tokenizer.kind}, whose vocabularies have no "
+            f"{', '.join(_BERT_TOKENS)}: take bert-wordpiece, train-wordpiece, or hf for family "
+            "bert"
+        )
+    if isinstance(tokenizer, TrainBpeTokenizer):
+        missing = [token for token in _BERT_TOKENS if token not in tokenizer.special_tokens]
+        if missing:
+            raise ValueError(
+                f"family bert needs the tokens {', '.join(missing)}: add them to "
+                "data.tokenizer.special_tokens"
+            )
+
+
+def _check_t5(data: DataConfig) -> None:
+    tokenizer, room = data.tokenizer, data.span_corruption.decoder_seq_length
+    if isinstance(tokenizer, Gpt2BpeTokenizer):
+        raise ValueError(
+            "data.tokenizer.kind is gpt2-bpe, whose vocabularies have no padding token: take "
+            "another for family t5"
+        )
+    if isinstance(tokenizer, TrainBpeTokenizer) and not set(_PADDING) & set(
+        tokenizer.special_tokens
+    ):
+        raise ValueError(
+            "family t5 needs a padding token: add <pad> to data.tokenizer.special_tokens"
+        )
+    spans = most_spans(data)
+    if (
+        not isinstance(tokenizer, HfTokenizer | SentencePieceTokenizer)
+        and tokenizer.vocab_extra_ids < spans
+    ):
+        raise ValueError(
+            f"data.tokenizer.vocab_extra_ids is {tokenizer.vocab_extra_ids}, but a sample of "
+            f"data.seq_length {data.seq_length} may have {spans} spans, each with a sentinel: "
+            f"raise it to at least {spans}"
+        )
+    noise = most_noise(data)
+    needed = (
+        noise
+        + max(1, round(noise / (data.span_corruption.mean_span_length or _SPAN_WITHOUT_MEAN)))
+        + 1
+    )
+    if needed > room:
+        raise ValueError(
+            f"data.span_corruption.decoder_seq_length is {room}, but the {noise} tokens of the "
+            f"spans of a sample of data.seq_length {data.seq_length}, with their sentinels and an "
+            f"end, take {needed}: raise it to at least {needed}, or lower noise_density"
+        )
+
+
+def most_noise(data: DataConfig) -> int:
+    """Tokens that the spans of a T5 sample hold at most."""
+    return max(1, round((data.seq_length - 2) * data.span_corruption.noise_density))
+
+
+def most_spans(data: DataConfig) -> int:
+    """Sentinels that a T5 sample may take."""
+    corruption = data.span_corruption
+    if corruption.mean_span_length is not None:
+        return max(1, round(most_noise(data) / corruption.mean_span_length))
+    return min(most_noise(data), (corruption.decoder_seq_length - 1) // 2)

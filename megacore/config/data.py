@@ -1,9 +1,4 @@
-"""From documents to samples.
-
-Where documents come from.
-
-How text becomes tokens.
-"""
+"""The section `data`: where documents come from, how text becomes tokens, and tokens samples."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megacore.config.base import Section, keyed, unkeyed
+
+DEFAULT_SPLIT = "969,30,1"
 
 
 class SourceTreeSource(Section):
@@ -228,9 +225,6 @@ TokenizerChoice = Annotated[
     | HfTokenizer,
     Field(discriminator="kind"),
 ]
-
-
-DEFAULT_SPLIT = "969,30,1"
 
 
 class FimConfig(Section):

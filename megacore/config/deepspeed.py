@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from megacore.config.base import Section, unkeyed
-from megacore.foreign.deepspeed import pretraining, read_keys
+from megacore.foreign.deepspeed import pretraining_keys, read_keys
 from megacore.foreign.deepspeed_keys import AUTO
 from megacore.foreign.files import shown
 
@@ -139,7 +139,7 @@ def asked_of(config: "RunConfig") -> Asked:
         for name, value in changed.items():
             _fill(values, name, value)
     autos = frozenset(key for key, value in values.items() if value == AUTO)
-    values |= _by_width(autos, values, config)
+    values |= _by_width(autos, values, config.model.hidden_size)
     values = {key: value for key, value in values.items() if value != AUTO}
     values.setdefault(f"{_ZERO}.stage", int(config.parallel.use_distributed_optimizer))
     return Asked(values, autos, section.config is not None)
@@ -166,11 +166,8 @@ def _fill(values: dict[str, Any], name: str, value: Any) -> None:
         values[key] = value
 
 
-def _by_width(
-    autos: frozenset[str], values: Mapping[str, Any], config: "RunConfig"
-) -> dict[str, int]:
+def _by_width(autos: frozenset[str], values: Mapping[str, Any], width: int) -> dict[str, int]:
     """Sizes that Hugging Face's integrations fill from the model's width."""
-    width = config.model.hidden_size
     sizes = {f"{_ZERO}.reduce_bucket_size": width * width}
     if values.get(f"{_ZERO}.stage") == 3:
         sizes[f"{_ZERO}.stage3_prefetch_bucket_size"] = width * width * 9 // 10
@@ -210,7 +207,7 @@ def _defaults(
     said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Fields of optim, and what DeepSpeed takes for the keys that a JSON does not have."""
-    known = pretraining().definitions
+    known = pretraining_keys().definitions
     silent = {key: known.default(key) for key in known.keys if key not in said}
     if "optimizer.params.max_grad_norm" not in said and "gradient_clipping" in silent:
         yield "clip_grad", silent["gradient_clipping"]

@@ -4,10 +4,13 @@ import math
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from megacore.config.deepspeed import LOSS_SCALE, Asked, asked_of
-from megacore.foreign.deepspeed import pretraining
+from megacore.config.deepspeed import LOSS_SCALE, Asked, DeepSpeedConfig, asked_of
+from megacore.config.optim import LossScaleConfig, OptimConfig
+from megacore.config.train import TrainConfig
+from megacore.foreign.deepspeed import pretraining_keys
 
 if TYPE_CHECKING:
+    from megacore.config.parallel import ParallelConfig
     from megacore.config.run import RunConfig
 
 _STAGE = "zero_optimization.stage"
@@ -28,15 +31,15 @@ def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None
     if config.engine == "native":
         return
     asked = asked_of(config)
-    _check_stage(config, asked)
-    _check_offload(config, asked)
-    _check_recompute(config, asked)
+    _check_stage(config.parallel, asked)
+    _check_offload(config.deepspeed, asked)
+    _check_recompute(config.train, config.parallel, asked)
     if config.train.precision != "auto":
         accumulation_type(asked, config.train.precision)
     if asked.in_file:
         check_agreement(config, asked, data_parallel_size)
     if config.train.precision == "fp16":
-        _check_scale(config, asked)
+        _check_scale(config.optim.loss_scale, asked)
 
 
 def accumulation_type(asked: Asked, precision: str) -> str:
@@ -55,9 +58,9 @@ def accumulation_type(asked: Asked, precision: str) -> str:
     return wanted
 
 
-def _check_stage(config: "RunConfig", asked: Asked) -> None:
+def _check_stage(parallel: "ParallelConfig", asked: Asked) -> None:
     stage = asked.stage
-    if stage == 0 and config.parallel.use_distributed_optimizer:
+    if stage == 0 and parallel.use_distributed_optimizer:
         raise ValueError(
             f"{asked.named(_STAGE)} is 0 but parallel.use_distributed_optimizer is true, which is "
             "stage 1: change one of them"
@@ -96,7 +99,7 @@ def _check_buckets(asked: Asked) -> None:
             )
 
 
-def _check_offload(config: "RunConfig", asked: Asked) -> None:
+def _check_offload(section: DeepSpeedConfig, asked: Asked) -> None:
     devices = {what: asked.device(what) for what in ("offload_optimizer", "offload_param")}
     for what, device in devices.items():
         key, least = (
@@ -114,7 +117,6 @@ def _check_offload(config: "RunConfig", asked: Asked) -> None:
                 f"{asked.named(key)} is nvme but {asked.named(path)} is missing: name a directory "
                 "on a local disk"
             )
-    section = config.deepspeed
     if section.nvme_path is not None and "nvme" not in devices.values():
         raise ValueError(
             f"deepspeed.nvme_path is {section.nvme_path} but nothing is offloaded to nvme: remove "
@@ -135,22 +137,22 @@ def _check_offload(config: "RunConfig", asked: Asked) -> None:
         )
 
 
-def _check_recompute(config: "RunConfig", asked: Asked) -> None:
+def _check_recompute(train: TrainConfig, parallel: "ParallelConfig", asked: Asked) -> None:
     block = "activation_checkpointing"
     wanted = {key: value for key, value in asked.values.items() if key.startswith(block) and value}
     for key, value in wanted.items():
-        if config.train.recompute != "full":
+        if train.recompute != "full":
             raise ValueError(
                 f"{asked.named(key)} is {str(value).lower()} but train.recompute is "
-                f"{config.train.recompute}: set the latter to full, or remove the former"
+                f"{train.recompute}: set the latter to full, or remove the former"
             )
-    divided, tensor = f"{block}.partition_activations", config.parallel.tensor_model_parallel_size
+    divided, tensor = f"{block}.partition_activations", parallel.tensor_model_parallel_size
     if divided in wanted and tensor == 1:
         raise ValueError(
             f"{asked.named(divided)} is true but parallel.tensor_model_parallel_size is 1: there "
             "are no ranks to divide activations, remove the former"
         )
-    if divided in wanted and config.parallel.sequence_parallel:
+    if divided in wanted and parallel.sequence_parallel:
         raise ValueError(
             f"{asked.named(divided)} is true but parallel.sequence_parallel is true, with which "
             "tensor-parallel ranks keep a part of each layer's input already: remove the former"
@@ -163,9 +165,8 @@ def _check_recompute(config: "RunConfig", asked: Asked) -> None:
             )
 
 
-def _check_scale(config: "RunConfig", asked: Asked) -> None:
+def _check_scale(scale: LossScaleConfig, asked: Asked) -> None:
     """DeepSpeed scales losses with ZeRO alone, from a power of two on and down to an integer."""
-    scale = config.optim.loss_scale
     if math.frexp(scale.initial)[0] != 0.5 or scale.initial < 1:
         raise ValueError(
             f"optim.loss_scale.initial is {scale.initial:g} but engine is deepspeed, whose first "
@@ -222,11 +223,11 @@ def check_agreement(config: "RunConfig", asked: Asked, data_parallel_size: int |
     """
     for key, name in SAME.items():
         _same(asked, key, name, attrgetter(name)(config))
-    _check_accumulation(config, asked, data_parallel_size)
-    _check_precision(config, asked)
+    _check_accumulation(config.train, asked, data_parallel_size)
+    _check_precision(config.train.precision, asked)
     if config.train.precision == "fp16":
         _check_loss_scale(config, asked)
-    _check_optimizer(config, asked)
+    _check_optimizer(config.optim, config.deepspeed.cpu_adam, asked)
     if "scheduler.type" in asked.values:
         _check_scheduler(config, asked)
 
@@ -257,8 +258,8 @@ def _same(asked: Asked, key: str, name: str, ours: Any, *, default: Any = None) 
     )
 
 
-def _check_accumulation(config: "RunConfig", asked: Asked, data_parallel_size: int | None) -> None:
-    steps, train = asked.values.get("gradient_accumulation_steps"), config.train
+def _check_accumulation(train: TrainConfig, asked: Asked, data_parallel_size: int | None) -> None:
+    steps = asked.values.get("gradient_accumulation_steps")
     if steps is None:
         return
     name, rampup = "gradient_accumulation_steps of deepspeed.config", train.rampup_batch_size
@@ -278,8 +279,7 @@ def _check_accumulation(config: "RunConfig", asked: Asked, data_parallel_size: i
         )
 
 
-def _check_precision(config: "RunConfig", asked: Asked) -> None:
-    ours = config.train.precision
+def _check_precision(precision: str, asked: Asked) -> None:
     enabled = {name: asked.values.get(f"{name}.enabled") for name in ("fp16", "bf16")}
     if all(enabled.values()):
         raise ValueError(
@@ -287,12 +287,13 @@ def _check_precision(config: "RunConfig", asked: Asked) -> None:
         )
     for name, on in enabled.items():
         # auto never becomes fp16, but may become bf16.
-        fits = ours == name if on else ours not in ((name, "auto") if name == "bf16" else (name,))
+        others = (name, "auto") if name == "bf16" else (name,)
+        fits = precision == name if on else precision not in others
         if on is not None and not fits:
             advice = f"set the latter to {name}" if on else "say fp32, bf16 or fp16 there"
             raise ValueError(
                 f"{name}.enabled of deepspeed.config is {str(on).lower()} but train.precision is "
-                f'{ours}: {advice}, or say "auto" in the JSON'
+                f'{precision}: {advice}, or say "auto" in the JSON'
             )
 
 
@@ -321,8 +322,8 @@ def _check_loss_scale(config: "RunConfig", asked: Asked) -> None:
         )
 
 
-def _check_optimizer(config: "RunConfig", asked: Asked) -> None:
-    values, optim = asked.values, config.optim
+def _check_optimizer(optim: OptimConfig, cpu_adam: str, asked: Asked) -> None:
+    values = asked.values
     betas = (optim.adam_beta1, optim.adam_beta2)
     if values.get("optimizer.params.betas", betas) != betas:
         raise ValueError(
@@ -343,15 +344,16 @@ def _check_optimizer(config: "RunConfig", asked: Asked) -> None:
             f"{values['optimizer.params.weight_decay']} but optim.weight_decay_incr_style is "
             f'{style}, which changes it: say "auto" in the JSON, or set the latter to constant'
         )
-    offloaded, adam = asked.device("offload_optimizer") != "none", config.deepspeed.cpu_adam
+    offloaded = asked.device("offload_optimizer") != "none"
     for key, wanted in (
         ("optimizer.params.torch_adam", "torch"),
         ("zero_force_ds_cpu_optimizer", "deepspeed"),
     ):
-        if offloaded and values.get(key) and adam != wanted:
+        if offloaded and values.get(key) and cpu_adam != wanted:
             raise ValueError(
                 f"{key} of deepspeed.config is true and the optimizer is offloaded but "
-                f"deepspeed.cpu_adam is {adam}: set the latter to {wanted}, or remove the former"
+                f"deepspeed.cpu_adam is {cpu_adam}: set the latter to {wanted}, or remove the "
+                "former"
             )
 
 
@@ -387,7 +389,7 @@ def _check_scheduler(config: "RunConfig", asked: Asked) -> None:
         "optim.min_lr / optim.lr": optim.min_lr / optim.lr,
         "optim.lr_warmup_init / optim.lr": optim.lr_warmup_init / optim.lr,
     }
-    defaults = pretraining().definitions.schedulers[kind]
+    defaults = pretraining_keys().definitions.schedulers[kind]
     floor = (("warmup_min_lr", "optim.min_lr"),) if kind == "WarmupDecayLR" else ()
     for parameter, name in (*_SCHEDULE, *floor, *(_WARM_UP if warms_up else ())):
         if parameter in defaults:

@@ -1,8 +1,4 @@
-"""The whole configuration of one fine-tuning, and the checks that cross its sections.
-
-Checks that cross the sections of a fine-tuning's configuration; each raises ValueError with one
-sentence.
-"""
+"""The whole configuration of one fine-tuning, and the checks that cross its sections."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -264,7 +260,6 @@ class FinetuneConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-
         check_finetune(self)
         return self
 

@@ -18,7 +18,7 @@ from megacore.errors import ConfigError
 from megacore.foreign.accelerate import named_json, read_accelerate
 from megacore.foreign.claims import Claim
 from megacore.foreign.deepspeed_claims import read_deepspeed
-from megacore.foreign.files import read_json, read_yaml
+from megacore.foreign.files import read_settings_json, read_yaml
 
 FILES = "files"
 """Key of the validation context with the names of the files that were read."""
@@ -49,7 +49,8 @@ def read_files(values: dict[str, Any], roots: Sequence[Path]) -> dict[str, str]:
     launch = values["launch"] = dict(launch)
     if isinstance(launch.get("deepspeed_config"), str):
         path = _found(DEEPSPEED, launch["deepspeed_config"], roots)
-        launch["deepspeed_config"], names[DEEPSPEED] = read_json(path, DEEPSPEED), str(path)
+        launch["deepspeed_config"] = read_settings_json(path, DEEPSPEED)
+        names[DEEPSPEED] = str(path)
     if isinstance(launch.get("accelerate_config"), str):
         path = _found(ACCELERATE, launch["accelerate_config"], roots)
         launch["accelerate_config"], names[ACCELERATE] = _accelerate(path), str(path)
@@ -154,7 +155,7 @@ def _read_named_json(launch: dict[str, Any], names: dict[str, str], roots: Seque
     if isinstance(launch.get("deepspeed_config"), dict) and ACCELERATE not in names:
         return  # read before: this configuration was written by another process
     path = _found(name, given, roots)
-    content = read_json(path, name)
+    content = read_settings_json(path, name)
     if launch.get("deepspeed_config") not in (None, content):
         raise ConfigError(
             f"{name} is {path} but {DEEPSPEED} is {names.get(DEEPSPEED, 'another one')}, and they "

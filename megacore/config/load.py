@@ -1,11 +1,8 @@
-"""YAML and dotted overrides in, one frozen configuration out.
+"""YAML and dotted overrides in, one frozen RunConfig or FinetuneConfig out.
 
-It is a RunConfig, or the FinetuneConfig of a fine-tuning.
-
-What pydantic found wrong with plain values, as clauses that name the key, the value and what to do.
+What pydantic finds wrong is told as clauses that name the key, the value and what to do.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -13,14 +10,16 @@ from typing import Any, NamedTuple, cast, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megacore.artifact.files import read_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import FILES, read_files
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
-from megacore.foreign.files import Loader, nearest, read_json, read_yaml
+from megacore.foreign.files import Loader, nearest, read_settings_json, read_yaml
 
+CONF_DIR = Path("conf")
+FINETUNE_DIR = Path("conf/finetune")
 Location = tuple[str | int, ...]
-
 _ADVICE = {
     "model_type": "give a mapping of its fields",
     "model_attributes_type": "give a mapping of its fields",
@@ -50,6 +49,204 @@ _WHOLE: dict[Location, str] = {
 _KIND = "kind"
 """The field that says which alternative of a section is meant; pydantic puts its value into
 locations."""
+
+
+class _Kind(NamedTuple):
+    """A kind of configuration."""
+
+    schema: type[BaseModel]
+    flow: str
+    """The flow that takes it."""
+    directory: Path
+    """Where its files are, by default."""
+    example: str
+    sign: str
+    """A dotted name that the other kind does not have."""
+
+
+_PRETRAINING = _Kind(RunConfig, "pretrain", CONF_DIR, "conf/gpt2-tiny.yaml", "model.num_layers")
+_FINE_TUNING = _Kind(FinetuneConfig, "finetune", FINETUNE_DIR, "conf/finetune/mrpc.yaml", "task")
+
+
+def load_config(
+    conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR
+) -> RunConfig:
+    """Read a YAML file, apply overrides with dotted keys (`{"train.train_iters": 50}`), validate.
+
+    Raises ConfigError with one line per wrong value: its key, what it is, and what to do.
+    """
+    path, values = _read_values(conf, overrides, conf_dir, _PRETRAINING)
+    _read_deepspeed_json(values, path, conf_dir)
+    return parse_config(values, origin=str(path))
+
+
+def load_finetune_config(
+    conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = FINETUNE_DIR
+) -> FinetuneConfig:
+    """Read a YAML file of the flow finetune as `load_config` does one of the flow pretrain.
+
+    The files that `launch.accelerate_config` and `launch.deepspeed_config` name are read here; the
+    configuration holds their content, so that no process reads them again.
+    """
+    path, values = _read_values(conf, overrides, conf_dir, _FINE_TUNING)
+    names = read_files(values, (Path(), path.parent, conf_dir.absolute().parent.parent))
+    return parse_finetune_config(values, origin=str(path), files=names)
+
+
+def read_config(path: Path) -> RunConfig:
+    """Read a validated configuration back from JSON. Raises ConfigError."""
+    try:
+        return parse_config(read_json(path), origin=str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
+
+
+def parse_config(values: Mapping[str, Any], *, origin: str) -> RunConfig:
+    """Validate plain values; `origin` names them in messages. Raises ConfigError."""
+    return cast(RunConfig, _validated(_PRETRAINING, values, origin))
+
+
+def parse_finetune_config(
+    values: Mapping[str, Any], *, origin: str, files: Mapping[str, str] | None = None
+) -> FinetuneConfig:
+    """Validate plain values of a fine-tuning.
+
+    Args:
+        values: by section.
+        origin: names them in messages.
+        files: names in messages for what `launch.accelerate_config` and `launch.deepspeed_config`
+            hold.
+
+    Raises:
+        ConfigError: they are no configuration.
+    """
+    return cast(
+        FinetuneConfig, _validated(_FINE_TUNING, values, origin, {FILES: dict(files or {})})
+    )
+
+
+def parse_overrides(pairs: list[str]) -> dict[str, Any]:
+    """`["train.train_iters=50"]` as a mapping; values are YAML. Raises ConfigError."""
+    overrides: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"override {pair!r} is not key=value, as in train.train_iters=50")
+        try:
+            overrides[key] = yaml.load(text, Loader=Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {pair!r}: its value is not YAML") from error
+    return overrides
+
+
+def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAINING) -> Path:
+    """The file that `conf` names: a path, or the stem of a file in `conf_dir`.
+
+    Raises ConfigError with the nearest name when there is none.
+    """
+    for candidate in (Path(conf), conf_dir / f"{conf}.yaml"):
+        if candidate.is_file():
+            return candidate
+    other = _other(kind)
+    there = (
+        conf_dir.parent if kind is _FINE_TUNING else conf_dir / FINETUNE_DIR.name
+    ) / f"{conf}.yaml"
+    if there.is_file():
+        hint = f"; {there} is one of the flow {other.flow}"
+    else:
+        hint = nearest(conf, sorted(path.stem for path in conf_dir.glob("*.yaml")))
+    raise ConfigError(
+        f"no configuration named {conf!r}: neither that file nor {conf_dir / conf}.yaml "
+        f"exists{hint}"
+    )
+
+
+def _validated(
+    kind: _Kind, values: Mapping[str, Any], origin: str, context: dict[str, Any] | None = None
+) -> BaseModel:
+    try:
+        return kind.schema.model_validate(values, context=context)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}: {complaints(error, kind.schema)}") from error
+
+
+def _read_values(
+    conf: str, overrides: Mapping[str, Any] | None, conf_dir: Path, kind: _Kind
+) -> tuple[Path, dict[str, Any]]:
+    """The file that is meant and its values, overridden."""
+    if not isinstance(conf, str) or not isinstance(overrides or {}, Mapping):
+        raise ConfigError(
+            f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping "
+            "of dotted keys"
+        )
+    path = conf_path(conf, conf_dir, kind=kind)
+    values = read_yaml(path)
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path} holds {type(values).__name__}, not a mapping of sections: see {kind.example}"
+        )
+    other = _other(kind)
+    if _has(values, other.sign) and not _has(values, kind.sign):
+        raise ConfigError(
+            f"{path} has {other.sign}, a value of the flow {other.flow}, not of {kind.flow}: start "
+            "that"
+        )
+    for key, value in (overrides or {}).items():
+        _set_dotted(values, key, value)
+    return path, values
+
+
+def _other(kind: _Kind) -> _Kind:
+    return _PRETRAINING if kind is _FINE_TUNING else _FINE_TUNING
+
+
+def _has(values: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
+    """Put the content of `deepspeed.config` in the place of its path.
+
+    So no process reads it again.
+
+    The path is relative to the working directory, to the directory of the configuration, or to that
+    of `conf_dir`.
+    """
+    section = values.get("deepspeed")
+    if (
+        values.get("engine") != "deepspeed"
+        or not isinstance(section, dict)
+        or not isinstance(section.get("config"), str)
+    ):
+        return
+    given = section["config"]
+    candidates = list(
+        dict.fromkeys(Path(root, given) for root in ("", conf.parent, conf_dir.absolute().parent))
+    )
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"deepspeed.config is {given!r}: there is no file {' or '.join(map(str, candidates))}"
+        )
+    values["deepspeed"] = {**section, "config": read_settings_json(found)}
+
+
+def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set `values[a][b][c] = value` for key `a.b.c`, making mappings on the way."""
+    *parents, leaf = key.split(".")
+    target = values
+    for depth, parent in enumerate(parents):
+        child = target.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(
+                f"override {key!r}: {'.'.join(parents[: depth + 1])} holds {child!r}, not a section"
+            )
+        target = child
+    target[leaf] = value
 
 
 def complaints(error: ValidationError, schema: type[BaseModel]) -> str:
@@ -183,205 +380,3 @@ def _elsewhere(name: str, schema: type[BaseModel]) -> str:
         if any(name in model.model_fields for model in _models_in(field.annotation)):
             return f" (did you mean {section}.{name}?)"
     return ""
-
-
-CONF_DIR = Path("conf")
-FINETUNE_DIR = Path("conf/finetune")
-
-
-class _Kind(NamedTuple):
-    """A kind of configuration."""
-
-    schema: type[BaseModel]
-    flow: str
-    """The flow that takes it."""
-    directory: Path
-    """Where its files are, by default."""
-    example: str
-    sign: str
-    """A dotted name that the other kind does not have."""
-
-
-_PRETRAINING = _Kind(RunConfig, "pretrain", CONF_DIR, "conf/gpt2-tiny.yaml", "model.num_layers")
-_FINE_TUNING = _Kind(FinetuneConfig, "finetune", FINETUNE_DIR, "conf/finetune/mrpc.yaml", "task")
-
-
-def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAINING) -> Path:
-    """The file that `conf` names: a path, or the stem of a file in `conf_dir`.
-
-    Raises ConfigError with the nearest name when there is none.
-    """
-    for candidate in (Path(conf), conf_dir / f"{conf}.yaml"):
-        if candidate.is_file():
-            return candidate
-    other = _other(kind)
-    there = (
-        conf_dir.parent if kind is _FINE_TUNING else conf_dir / FINETUNE_DIR.name
-    ) / f"{conf}.yaml"
-    if there.is_file():
-        hint = f"; {there} is one of the flow {other.flow}"
-    else:
-        hint = nearest(conf, sorted(path.stem for path in conf_dir.glob("*.yaml")))
-    raise ConfigError(
-        f"no configuration named {conf!r}: neither that file nor {conf_dir / conf}.yaml "
-        f"exists{hint}"
-    )
-
-
-def load_config(
-    conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR
-) -> RunConfig:
-    """Read a YAML file, apply overrides with dotted keys (`{"train.train_iters": 50}`), validate.
-
-    Raises ConfigError with one line per wrong value: its key, what it is, and what to do.
-    """
-    path, values = _read_values(conf, overrides, conf_dir, _PRETRAINING)
-    _read_deepspeed_json(values, path, conf_dir)
-    return parse_config(values, origin=str(path))
-
-
-def load_finetune_config(
-    conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = FINETUNE_DIR
-) -> FinetuneConfig:
-    """Read a YAML file of the flow finetune as `load_config` does one of the flow pretrain.
-
-    The files that `launch.accelerate_config` and `launch.deepspeed_config` name are read here; the
-    configuration holds their content, so that no process reads them again.
-    """
-    path, values = _read_values(conf, overrides, conf_dir, _FINE_TUNING)
-    names = read_files(values, (Path(), path.parent, conf_dir.absolute().parent.parent))
-    return parse_finetune_config(values, origin=str(path), files=names)
-
-
-def parse_config(values: Mapping[str, Any], *, origin: str) -> RunConfig:
-    """Validate plain values; `origin` names them in messages. Raises ConfigError."""
-    return cast(RunConfig, _validated(_PRETRAINING, values, origin))
-
-
-def parse_finetune_config(
-    values: Mapping[str, Any], *, origin: str, files: Mapping[str, str] | None = None
-) -> FinetuneConfig:
-    """Validate plain values of a fine-tuning.
-
-    Args:
-        values: by section.
-        origin: names them in messages.
-        files: names in messages for what `launch.accelerate_config` and `launch.deepspeed_config`
-            hold.
-
-    Raises:
-        ConfigError: they are no configuration.
-    """
-    return cast(
-        FinetuneConfig, _validated(_FINE_TUNING, values, origin, {FILES: dict(files or {})})
-    )
-
-
-def read_config(path: Path) -> RunConfig:
-    """Read a validated configuration back from JSON. Raises ConfigError."""
-    try:
-        return parse_config(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
-
-
-def parse_overrides(pairs: list[str]) -> dict[str, Any]:
-    """`["train.train_iters=50"]` as a mapping; values are YAML. Raises ConfigError."""
-    overrides: dict[str, Any] = {}
-    for pair in pairs:
-        key, sign, text = pair.partition("=")
-        if not sign or not key:
-            raise ConfigError(f"override {pair!r} is not key=value, as in train.train_iters=50")
-        try:
-            overrides[key] = yaml.load(text, Loader=Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {pair!r}: its value is not YAML") from error
-    return overrides
-
-
-def _validated(
-    kind: _Kind, values: Mapping[str, Any], origin: str, context: dict[str, Any] | None = None
-) -> BaseModel:
-    try:
-        return kind.schema.model_validate(values, context=context)
-    except ValidationError as error:
-        raise ConfigError(f"{origin}: {complaints(error, kind.schema)}") from error
-
-
-def _read_values(
-    conf: str, overrides: Mapping[str, Any] | None, conf_dir: Path, kind: _Kind
-) -> tuple[Path, dict[str, Any]]:
-    """The file that is meant and its values, overridden."""
-    if not isinstance(conf, str) or not isinstance(overrides or {}, Mapping):
-        raise ConfigError(
-            f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping "
-            "of dotted keys"
-        )
-    path = conf_path(conf, conf_dir, kind=kind)
-    values = read_yaml(path)
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} holds {type(values).__name__}, not a mapping of sections: see {kind.example}"
-        )
-    other = _other(kind)
-    if _has(values, other.sign) and not _has(values, kind.sign):
-        raise ConfigError(
-            f"{path} has {other.sign}, a value of the flow {other.flow}, not of {kind.flow}: start "
-            "that"
-        )
-    for key, value in (overrides or {}).items():
-        _set_dotted(values, key, value)
-    return path, values
-
-
-def _other(kind: _Kind) -> _Kind:
-    return _PRETRAINING if kind is _FINE_TUNING else _FINE_TUNING
-
-
-def _has(values: Any, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(values, dict) or part not in values:
-            return False
-        values = values[part]
-    return True
-
-
-def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
-    """Put the content of `deepspeed.config` in the place of its path.
-
-    So no process reads it again.
-
-    The path is relative to the working directory, to the directory of the configuration, or to that
-    of `conf_dir`.
-    """
-    section = values.get("deepspeed")
-    if (
-        values.get("engine") != "deepspeed"
-        or not isinstance(section, dict)
-        or not isinstance(section.get("config"), str)
-    ):
-        return
-    given = section["config"]
-    candidates = list(
-        dict.fromkeys(Path(root, given) for root in ("", conf.parent, conf_dir.absolute().parent))
-    )
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        raise ConfigError(
-            f"deepspeed.config is {given!r}: there is no file {' or '.join(map(str, candidates))}"
-        )
-    values["deepspeed"] = {**section, "config": read_json(found)}
-
-
-def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `values[a][b][c] = value` for key `a.b.c`, making mappings on the way."""
-    *parents, leaf = key.split(".")
-    target = values
-    for depth, parent in enumerate(parents):
-        child = target.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise ConfigError(
-                f"override {key!r}: {'.'.join(parents[: depth + 1])} holds {child!r}, not a section"
-            )
-        target = child
-    target[leaf] = value

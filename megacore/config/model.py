@@ -1,8 +1,4 @@
-"""The architecture.
-
-Checks of the architecture: what belongs to a family, and what fits together; each raises
-ValueError.
-"""
+"""The section `model`: an architecture, with checks of what its family has and what fits."""
 
 from typing import Any, Literal
 
@@ -14,6 +10,26 @@ Normalization = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "swiglu", "geglu", "geglu_tanh"]
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
 """Activations of gated units (Shazeer 2020, arXiv:2002.05202), whose MLP has a third matrix."""
+_FOR_ONE: dict[str, Family] = {
+    "num_decoder_layers": "t5",
+    "relative_attention_num_buckets": "t5",
+    "relative_attention_max_distance": "t5",
+    "bert_binary_head": "bert",
+    "norm_position": "bert",
+    "parallel_residual": "gpt",
+    "rotary_base": "gpt",
+    "rotary_percent": "gpt",
+    "sliding_window": "gpt",
+    "qk_layernorm": "gpt",
+    "num_query_groups": "gpt",
+}
+"""Fields that one family alone has; with the others they stay at their defaults."""
+_POSITIONS: dict[Family, tuple[str, ...]] = {
+    "gpt": ("learned_absolute", "rope", "alibi", "none"),
+    "bert": ("learned_absolute",),
+    "t5": ("relative",),
+}
+_NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
 class ModelConfig(Section):
@@ -128,26 +144,6 @@ class ModelConfig(Section):
 
 
 _DEFAULTS = ModelConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
-_FOR_ONE: dict[str, Family] = {
-    "num_decoder_layers": "t5",
-    "relative_attention_num_buckets": "t5",
-    "relative_attention_max_distance": "t5",
-    "bert_binary_head": "bert",
-    "norm_position": "bert",
-    "parallel_residual": "gpt",
-    "rotary_base": "gpt",
-    "rotary_percent": "gpt",
-    "sliding_window": "gpt",
-    "qk_layernorm": "gpt",
-    "num_query_groups": "gpt",
-}
-"""Fields that one family alone has; with the others they stay at their defaults."""
-_POSITIONS: dict[Family, tuple[str, ...]] = {
-    "gpt": ("learned_absolute", "rope", "alibi", "none"),
-    "bert": ("learned_absolute",),
-    "t5": ("relative",),
-}
-_NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
 def check_model(family: Family, model: ModelConfig, seq_length: int) -> None:

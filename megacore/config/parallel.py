@@ -1,27 +1,28 @@
-"""How the model and the batch are divided over ranks.
+"""How the model and the batch are divided over ranks: the section `parallel`, and what can work.
 
-What is computed stays the same but for rounding, and for what dropout drops of activations that
-tensor-parallel ranks divide.
-
-Which divisions of T5's two stacks over pipeline stages can work, as arithmetic alone.
-
-A stage has layers of the encoder or of the decoder, never of both.
-
-Which divisions of a model and its batch over ranks can work, as arithmetic alone, and the nearest
-that do.
+The divisions that can work, and the nearest ones that do, are found by arithmetic alone. What is
+computed stays the same but for rounding, and for what dropout drops of activations that
+tensor-parallel ranks divide. Of T5, a pipeline stage has layers of the encoder or of the decoder,
+never of both.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megacore.config.base import Section, unkeyed
 from megacore.config.deepspeed import asked_of
+from megacore.config.model import Family, ModelConfig
+from megacore.config.train import TrainConfig
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
+
+PROPOSALS = 3
+"""Layouts that a refusal names at most."""
+Style = Literal["balanced", "uniform"] | tuple[int, ...]
 
 
 class ParallelConfig(Section):
@@ -56,9 +57,6 @@ class ParallelConfig(Section):
     grad_reduce_dtype: Literal["fp32", "bf16"] = unkeyed("fp32")
     """Type in which gradients travel between data-parallel ranks; they accumulate in fp32 all the
     same."""
-
-
-Style = Literal["balanced", "uniform"] | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -165,12 +163,8 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-PROPOSALS = 3
-"""Layouts that a refusal names at most."""
-
-
 @dataclass(frozen=True, order=True)
-class Layout:
+class ParallelLayout:
     """Sizes of the axes of parallelism."""
 
     tensor: int = 1
@@ -183,9 +177,8 @@ class Layout:
     """Replicas (dp)."""
 
     @classmethod
-    def of(cls, config: "RunConfig", ranks: int | None) -> "Layout":
+    def of(cls, parallel: ParallelConfig, ranks: int | None) -> "ParallelLayout":
         """What a configuration asks for; of an unknown number of ranks one replica."""
-        parallel = config.parallel
         tensor, pipeline = (
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
@@ -198,7 +191,7 @@ class Layout:
         """Chunks of layers of the whole model (pp x v)."""
         return self.pipeline * self.virtual
 
-    def distance(self, other: "Layout") -> float:
+    def distance(self, other: "ParallelLayout") -> float:
         """How many doublings and halvings of the four sizes lead to another layout."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
@@ -226,7 +219,7 @@ class Refusal(NamedTuple):
 
 def check_layout(
     config: "RunConfig", ranks: int | None, padded_vocab_size: int | None = None
-) -> Layout:
+) -> ParallelLayout:
     """The layout that a configuration asks for.
 
     Args:
@@ -237,7 +230,7 @@ def check_layout(
     Raises:
         ValueError: it cannot work; the message has all the numbers and the nearest layouts that do.
     """
-    asked = Layout.of(config, ranks)
+    asked = ParallelLayout.of(config.parallel, ranks)
     refusal = _refused_world(asked, ranks) or refused(config, asked, padded_vocab_size)
     if refusal is None:
         return asked
@@ -257,13 +250,13 @@ def check_layout(
 
 def nearest_layouts(
     config: "RunConfig",
-    asked: Layout,
+    asked: ParallelLayout,
     ranks: int,
     padded_vocab_size: int | None = None,
     *,
     data: int | None = None,
     count: int = PROPOSALS,
-) -> list[Layout]:
+) -> list[ParallelLayout]:
     """Up to `count` layouts of `ranks` ranks that can work, those nearest to `asked` first.
 
     Among equally near ones those with fewer replicas come first, which need less memory per rank.
@@ -279,7 +272,7 @@ def nearest_layouts(
     """
     possible = [
         layout
-        for layout in _layouts(config, asked, ranks)
+        for layout in _layouts(config.model.num_layers, asked, ranks)
         if data in (None, layout.data) and refused(config, layout, padded_vocab_size) is None
     ]
     return sorted(
@@ -287,14 +280,13 @@ def nearest_layouts(
     )[:count]
 
 
-def _layouts(config: "RunConfig", asked: Layout, ranks: int) -> Iterator[Layout]:
+def _layouts(layers: int, asked: ParallelLayout, ranks: int) -> Iterator[ParallelLayout]:
     """Every layout of `ranks` ranks."""
-    layers = config.model.num_layers
     for tensor in _divisors(ranks):
         for pipeline in _divisors(ranks // tensor):
             most = layers // pipeline if asked.virtual > 1 and pipeline > 1 else 1
             for virtual in range(1, max(1, most) + 1):
-                yield Layout(tensor, pipeline, virtual, ranks // (tensor * pipeline))
+                yield ParallelLayout(tensor, pipeline, virtual, ranks // (tensor * pipeline))
 
 
 def _divisors(number: int) -> list[int]:
@@ -302,27 +294,24 @@ def _divisors(number: int) -> list[int]:
 
 
 def refused(
-    config: "RunConfig", layout: Layout, padded_vocab_size: int | None = None
+    config: "RunConfig", layout: ParallelLayout, padded_vocab_size: int | None = None
 ) -> Refusal | None:
     """Why `layout` cannot work for this model and batch, None when it can."""
-    checks: tuple[Callable[[RunConfig, Layout], Refusal | None], ...] = (
-        _refused_sequence,
-        _refused_widths,
-        _refused_schedule,
-        _refused_by_deepspeed,
-        _refused_layers,
-        _refused_batch,
-        _refused_rampup,
-        _refused_interleaving,
+    family, model, parallel, train = config.family, config.model, config.parallel, config.train
+    return (
+        _refused_sequence(config, layout)
+        or _refused_widths(model, layout)
+        or _refused_schedule(family, parallel, layout)
+        or _refused_by_deepspeed(config, layout)
+        or _refused_layers(family, model, parallel, layout)
+        or _refused_batch(train, layout)
+        or _refused_rampup(train, layout)
+        or _refused_interleaving(train, layout)
+        or _refused_vocabulary(model, layout, padded_vocab_size)
     )
-    for check in checks:
-        refusal = check(config, layout)
-        if refusal is not None:
-            return refusal
-    return _refused_vocabulary(config, layout, padded_vocab_size)
 
 
-def _refused_world(asked: Layout, ranks: int | None) -> Refusal | None:
+def _refused_world(asked: ParallelLayout, ranks: int | None) -> Refusal | None:
     if ranks is None:
         return None
     if ranks < 1:
@@ -338,7 +327,7 @@ def _refused_world(asked: Layout, ranks: int | None) -> Refusal | None:
     )
 
 
-def _refused_sequence(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_sequence(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     if not config.parallel.sequence_parallel:
         return None
     if layout.tensor == 1:
@@ -362,8 +351,8 @@ def _refused_sequence(config: "RunConfig", layout: Layout) -> Refusal | None:
     return None
 
 
-def _refused_widths(config: "RunConfig", layout: Layout) -> Refusal | None:
-    model, tensor = config.model, layout.tensor
+def _refused_widths(model: ModelConfig, layout: ParallelLayout) -> Refusal | None:
+    tensor = layout.tensor
     for name, width in (
         ("num_attention_heads", model.num_attention_heads),
         ("ffn_hidden_size", model.ffn_size),
@@ -382,11 +371,11 @@ def _refused_widths(config: "RunConfig", layout: Layout) -> Refusal | None:
 
 
 def _refused_vocabulary(
-    config: "RunConfig", layout: Layout, padded_vocab_size: int | None
+    model: ModelConfig, layout: ParallelLayout, padded_vocab_size: int | None
 ) -> Refusal | None:
     if padded_vocab_size is None or padded_vocab_size % layout.tensor == 0:
         return None
-    multiple = config.model.make_vocab_size_divisible_by
+    multiple = model.make_vocab_size_divisible_by
     return Refusal(
         f"the padded vocabulary of {padded_vocab_size} entries is not a multiple of "
         f"parallel.tensor_model_parallel_size {layout.tensor}",
@@ -395,19 +384,21 @@ def _refused_vocabulary(
     )
 
 
-def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
-    split = config.parallel.pipeline_model_parallel_split_rank
-    if split is not None and config.family != "t5":
+def _refused_schedule(
+    family: Family, parallel: ParallelConfig, layout: ParallelLayout
+) -> Refusal | None:
+    split = parallel.pipeline_model_parallel_split_rank
+    if split is not None and family != "t5":
         return Refusal(
             f"parallel.pipeline_model_parallel_split_rank is {split} but family is "
-            f"{config.family}, which has no decoder beside an encoder",
+            f"{family}, which has no decoder beside an encoder",
             "set it to null",
         )
     if layout.virtual == 1:
         return None
     asked = f"parallel.virtual_pipeline_model_parallel_size is {layout.virtual}"
     remedy = "set parallel.virtual_pipeline_model_parallel_size to 1"
-    if config.family == "t5":
+    if family == "t5":
         return Refusal(
             f"{asked} but family is t5, whose stages have one chunk of one stack each", remedy
         )
@@ -416,7 +407,7 @@ def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
             f"{asked} but parallel.pipeline_model_parallel_size is 1, so that there are no stages",
             remedy,
         )
-    if config.parallel.pipeline_schedule == "gpipe":
+    if parallel.pipeline_schedule == "gpipe":
         return Refusal(
             f"{asked} but parallel.pipeline_schedule gpipe has one chunk per stage",
             f"set it to 1f1b, or {remedy}",
@@ -424,7 +415,7 @@ def _refused_schedule(config: "RunConfig", layout: Layout) -> Refusal | None:
     return None
 
 
-def _refused_by_deepspeed(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_by_deepspeed(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
     """Its pipeline has one schedule, and keeps all gradients until the step."""
     if config.engine != "deepspeed" or layout.pipeline == 1:
         return None
@@ -453,16 +444,14 @@ def _refused_by_deepspeed(config: "RunConfig", layout: Layout) -> Refusal | None
     return None
 
 
-def _refused_layers(config: "RunConfig", layout: Layout) -> Refusal | None:
-    layers, partition, chunks = (
-        config.model.num_layers,
-        config.parallel.pipeline_partition,
-        layout.chunks,
-    )
-    if config.family == "t5":
-        split = config.parallel.pipeline_model_parallel_split_rank
+def _refused_layers(
+    family: Family, model: ModelConfig, parallel: ParallelConfig, layout: ParallelLayout
+) -> Refusal | None:
+    layers, partition, chunks = model.num_layers, parallel.pipeline_partition, layout.chunks
+    if family == "t5":
+        split = parallel.pipeline_model_parallel_split_rank
         problem = T5Stages(
-            layers, config.model.decoder_layers, layout.pipeline, split, partition
+            layers, model.decoder_layers, layout.pipeline, split, partition
         ).problem()
         return None if problem is None else Refusal(*problem)
     into = f"parallel.pipeline_model_parallel_size {layout.pipeline}"
@@ -508,36 +497,35 @@ def _refused_list(
     return None
 
 
-def _refused_batch(config: "RunConfig", layout: Layout) -> Refusal | None:
-    total, step = config.train.global_batch_size, config.train.micro_batch_size * layout.data
+def _refused_batch(train: TrainConfig, layout: ParallelLayout) -> Refusal | None:
+    total, step = train.global_batch_size, train.micro_batch_size * layout.data
     if total % step == 0:
         return None
     return Refusal(
-        f"train.global_batch_size {total} is not a multiple of {_micro_batches(config, layout)}",
+        f"train.global_batch_size {total} is not a multiple of {_micro_batches(train, layout)}",
         f"use {(total // step + 1) * step}",
     )
 
 
-def _refused_rampup(config: "RunConfig", layout: Layout) -> Refusal | None:
-    rampup, step = config.train.rampup_batch_size, config.train.micro_batch_size * layout.data
+def _refused_rampup(train: TrainConfig, layout: ParallelLayout) -> Refusal | None:
+    rampup, step = train.rampup_batch_size, train.micro_batch_size * layout.data
     for name, size in (
         () if rampup is None else (("start", rampup.start), ("increment", rampup.increment))
     ):
         if size % step:
             return Refusal(
                 f"train.rampup_batch_size.{name} {size} is not a multiple of "
-                f"{_micro_batches(config, layout)}",
+                f"{_micro_batches(train, layout)}",
                 f"use {(size // step + 1) * step}",
             )
     return None
 
 
-def _refused_interleaving(config: "RunConfig", layout: Layout) -> Refusal | None:
+def _refused_interleaving(train: TrainConfig, layout: ParallelLayout) -> Refusal | None:
     """Interleaved 1F1B takes micro batches in groups of pp (Narayanan et al. 2021)."""
     if layout.virtual == 1:
         return None
-    train, micro = config.train, config.train.micro_batch_size * layout.data
-    rampup = train.rampup_batch_size
+    rampup, micro = train.rampup_batch_size, train.micro_batch_size * layout.data
     sizes = [("train.global_batch_size", train.global_batch_size)]
     if rampup is not None:
         sizes += [
@@ -548,7 +536,7 @@ def _refused_interleaving(config: "RunConfig", layout: Layout) -> Refusal | None
         if size // micro % layout.pipeline:
             step = micro * layout.pipeline
             return Refusal(
-                f"{name} {size} / ({_micro_batches(config, layout)}) = {size // micro} micro "
+                f"{name} {size} / ({_micro_batches(train, layout)}) = {size // micro} micro "
                 "batches, which is not a multiple of parallel.pipeline_model_parallel_size "
                 f"{layout.pipeline} as parallel.virtual_pipeline_model_parallel_size "
                 f"{layout.virtual} needs it",
@@ -557,9 +545,9 @@ def _refused_interleaving(config: "RunConfig", layout: Layout) -> Refusal | None
     return None
 
 
-def _micro_batches(config: "RunConfig", layout: Layout) -> str:
+def _micro_batches(train: TrainConfig, layout: ParallelLayout) -> str:
     """The samples that all replicas take at once, spelled out."""
-    micro = config.train.micro_batch_size
+    micro = train.micro_batch_size
     if layout.data == 1:
         return f"train.micro_batch_size {micro}"
     return (

@@ -90,7 +90,7 @@ class RunConfig(Section):
         if self.optim.lr_warmup_fraction is not None:
             return int(self.optim.lr_warmup_fraction * self.lr_decay_iters)
         if self.optim.lr_warmup_samples is not None:
-            return BatchSchedule.of(self).iterations_for(self.optim.lr_warmup_samples)
+            return BatchSchedule.of(self.train).iterations_for(self.optim.lr_warmup_samples)
         return self.optim.lr_warmup_iters or 0
 
     @property

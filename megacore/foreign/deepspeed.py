@@ -18,8 +18,8 @@ from megacore.foreign.files import read_number, shown
 
 
 @dataclass(frozen=True)
-class Form:
-    """What one kind of run takes of DeepSpeed's JSON."""
+class AcceptedKeys:
+    """The keys that one kind of run accepts in DeepSpeed's JSON."""
 
     definitions: Definitions
     """What DeepSpeed says of its keys."""
@@ -37,110 +37,117 @@ class Form:
     """What is said of a scheduler without a counterpart."""
 
 
-def pretraining() -> Form:
-    """Return what a pretraining takes. Raises ValueError where DeepSpeed is not installed."""
+def pretraining_keys() -> AcceptedKeys:
+    """Return the keys of a pretraining. Raises ValueError where DeepSpeed is not installed."""
     known = definitions()
-    return Form(known, known.keys)
+    return AcceptedKeys(known, known.keys)
 
 
-def read_keys(content: Mapping[str, Any], form: Form | None = None) -> Iterator[tuple[str, Any]]:
+def read_keys(
+    content: Mapping[str, Any], accepted: AcceptedKeys | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yield the values of a JSON by their present dotted names, each of its kind or "auto".
 
     Args:
         content: of the JSON.
-        form: what is taken of it; None means `pretraining()`.
+        accepted: its keys; None means `pretraining_keys()`.
 
     Raises:
         ValueError: a key is unknown, refused or given in two spellings, a value is of another kind,
             or DeepSpeed refuses a block.
     """
-    form = form or pretraining()
+    accepted = accepted or pretraining_keys()
     spellings: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for name, (key, value) in _leaves("", content, form):
+    for name, (key, value) in _leaves("", content, accepted):
         if key in spellings:
             raise ValueError(
-                f"{form.name} says both {spellings[key]} and {name}, which are the same: remove one"
+                f"{accepted.name} says both {spellings[key]} and {name}, which are the same: "
+                "remove one"
             )
         spellings[key], values[key] = name, value
-    form.definitions.check(values, form.name)
+    accepted.definitions.check(values, accepted.name)
     yield from values.items()
 
 
 def _leaves(
-    prefix: str, block: Mapping[str, Any], form: Form
+    prefix: str, block: Mapping[str, Any], accepted: AcceptedKeys
 ) -> Iterator[tuple[str, tuple[str, Any]]]:
     """For each value the name that the file has for it, its present name, and what it means."""
-    flags = form.definitions.offload_flags
+    flags = accepted.definitions.offload_flags
     # The type first: it decides which parameters there are.
     for name in sorted(block, key=lambda name: name != "type"):
         spelled, value = f"{prefix}{name}", block[name]
-        key = form.definitions.renamed.get(spelled, spelled)
+        key = accepted.definitions.renamed.get(spelled, spelled)
         if key == "zero_optimization" and isinstance(value, bool):
             yield spelled, ("zero_optimization.stage", int(value))
         elif spelled in flags:
-            if _read(spelled, Key("flag"), value, form) is True:
+            if _read(spelled, Key("flag"), value, accepted) is True:
                 yield spelled, (flags[spelled], "cpu")
-        elif key in form.refused:
-            _refuse(key, value, form)
-        elif key in form.keys:
+        elif key in accepted.refused:
+            _refuse(key, value, accepted)
+        elif key in accepted.keys:
             if value is not None:
-                yield spelled, (key, _typed(key, value, form))
-        elif any(known.startswith(f"{key}.") for known in form.keys):
+                yield spelled, (key, _typed(key, value, accepted))
+        elif any(known.startswith(f"{key}.") for known in accepted.keys):
             if not isinstance(value, dict | None):
                 raise ValueError(
-                    f"{spelled} of {form.name} is {shown(value)}: give an object of its keys"
+                    f"{spelled} of {accepted.name} is {shown(value)}: give an object of its keys"
                 )
-            _check_parameters(key, value or {}, block, form)
-            yield from _leaves(f"{key}.", value or {}, form)
+            _check_parameters(key, value or {}, block, accepted)
+            yield from _leaves(f"{key}.", value or {}, accepted)
         else:
-            raise ValueError(f"unknown key {spelled} in {form.name}{_nearest(prefix, name, form)}")
+            raise ValueError(
+                f"unknown key {spelled} in {accepted.name}{_nearest(prefix, name, accepted)}"
+            )
 
 
-def _typed(name: str, value: Any, form: Form) -> Any:
+def _typed(name: str, value: Any, accepted: AcceptedKeys) -> Any:
     """What a value means. Raises ValueError when it is not of its kind, or no type taken."""
-    value = _read(name, form.keys[name], value, form)
+    value = _read(name, accepted.keys[name], value, accepted)
     if name == "optimizer.type":
-        spelled = {kind.lower(): kind for kind in form.optimizers}.get(value.lower())
+        spelled = {kind.lower(): kind for kind in accepted.optimizers}.get(value.lower())
         if spelled is None:
-            raise ValueError(f"optimizer.type of {form.name} is {value} {form.no_optimizer}")
+            raise ValueError(
+                f"optimizer.type of {accepted.name} is {value} {accepted.no_optimizer}"
+            )
         return spelled
     if name == "scheduler.type" and value not in SCHEDULER_TYPES:
         raise ValueError(
-            f"scheduler.type of {form.name} is {value}, {form.no_scheduler}: use "
+            f"scheduler.type of {accepted.name} is {value}, {accepted.no_scheduler}: use "
             f"{', '.join(SCHEDULER_TYPES)}, or remove scheduler, and optim describes the schedule"
         )
     return value
 
 
 def _check_parameters(
-    key: str, params: Mapping[str, Any], block: Mapping[str, Any], form: Form
+    key: str, params: Mapping[str, Any], block: Mapping[str, Any], accepted: AcceptedKeys
 ) -> None:
     """Raise ValueError for parameters without a type, or of another type of scheduler."""
     if key in ("optimizer.params", "scheduler.params") and block.get("type") is None:
         raise ValueError(
-            f"{form.name} has {key} without {key.replace('params', 'type')}: say the type"
+            f"{accepted.name} has {key} without {key.replace('params', 'type')}: say the type"
         )
     for name in params if key == "scheduler.params" else ():
-        known = form.definitions.schedulers[block["type"]]
+        known = accepted.definitions.schedulers[block["type"]]
         if name not in known:
             raise ValueError(
-                f"unknown key scheduler.params.{name} in {form.name}: {block['type']} has "
+                f"unknown key scheduler.params.{name} in {accepted.name}: {block['type']} has "
                 f"{', '.join(known)}"
             )
 
 
-def _read(name: str, key: Key, value: Any, form: Form) -> Any:
+def _read(name: str, key: Key, value: Any, accepted: AcceptedKeys) -> Any:
     """What a value means. Raises ValueError when it is not of its kind."""
     if value == AUTO:
         if name.endswith(".type"):
-            raise ValueError(f'{name} of {form.name} is "auto": say which, or remove it')
+            raise ValueError(f'{name} of {accepted.name} is "auto": say which, or remove it')
         return AUTO
     reader, wanted = _READERS[key.kind]
     read = reader(value)
     if read is None or (key.choices and read not in key.choices):
         wanted = f"one of {', '.join(map(str, key.choices))}" if key.choices else wanted
-        raise ValueError(f"{name} of {form.name} is {shown(value)}: give {wanted}")
+        raise ValueError(f"{name} of {accepted.name} is {shown(value)}: give {wanted}")
     return read
 
 
@@ -176,15 +183,17 @@ _READERS = {
 """How each kind is read, which strings may spell, and what it must be."""
 
 
-def _refuse(name: str, value: Any, form: Form) -> None:
+def _refuse(name: str, value: Any, accepted: AcceptedKeys) -> None:
     """Raise ValueError unless the value asks for nothing."""
-    refused = form.refused[name]
+    refused = accepted.refused[name]
     if value is None or value == AUTO:
         return
     plain = _plain(value)
     if plain in refused.off if refused.off else _is_off(plain):
         return
-    raise ValueError(f"{name} of {form.name} is {shown(value)}, which is refused: {refused.reason}")
+    raise ValueError(
+        f"{name} of {accepted.name} is {shown(value)}, which is refused: {refused.reason}"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -206,10 +215,10 @@ def _is_off(value: Any) -> bool:
     return value is False
 
 
-def _nearest(prefix: str, name: str, form: Form) -> str:
-    every = (*form.keys, *form.refused, *form.definitions.renamed)
+def _nearest(prefix: str, name: str, accepted: AcceptedKeys) -> str:
+    every = (*accepted.keys, *accepted.refused, *accepted.definitions.renamed)
     here = {key.removeprefix(prefix).split(".")[0] for key in every if key.startswith(prefix)}
     close = difflib.get_close_matches(name, sorted(here), n=1, cutoff=0.7)
-    elsewhere = sorted(key for key in form.keys if key.rsplit(".", 1)[-1] == name)
+    elsewhere = sorted(key for key in accepted.keys if key.rsplit(".", 1)[-1] == name)
     right = [f"{prefix}{close[0]}"] if close else elsewhere
     return f" (did you mean {right[0]}?)" if right else f" (known: {', '.join(sorted(here))})"

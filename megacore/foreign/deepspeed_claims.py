@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megacore.foreign.claims import Claim
-from megacore.foreign.deepspeed import Form, read_keys
+from megacore.foreign.deepspeed import AcceptedKeys, read_keys
 from megacore.foreign.deepspeed_keys import AUTO, REFUSED, Key, Refused, definitions
 from megacore.foreign.files import leaves, nested
 
@@ -97,8 +97,8 @@ _FILLED = (
 """Where "auto" stays until the run is known; elsewhere it means DeepSpeed's default."""
 
 
-def form_of(name: str) -> Form:
-    """Return what a fine-tuning takes of a JSON, which is called `name` in sentences."""
+def finetuning_keys(name: str) -> AcceptedKeys:
+    """Return the keys of a fine-tuning in a JSON, which is called `name` in sentences."""
     known = definitions(name)
     blocks = tuple(f"{block}." for block in _BLOCKS)
     keys = {
@@ -111,7 +111,7 @@ def form_of(name: str) -> Form:
         for key, value in REFUSED.items()
         if key not in _PASSED_HERE
     }
-    return Form(
+    return AcceptedKeys(
         known,
         keys | _PASSED_HERE,
         name,
@@ -141,8 +141,8 @@ def read_deepspeed(
     Raises:
         ValueError: a key is unknown or refused, or a value means nothing here.
     """
-    form = form_of(name)
-    flat = dict(read_keys(content, form))
+    accepted = finetuning_keys(name)
+    flat = dict(read_keys(content, accepted))
     torch_adam = dict(leaves(content)).get(_TORCH_ADAM) in (True, "true", "True")
     yield from _zero(flat, values, name)
     yield from _precision(flat, values, name)
@@ -151,9 +151,9 @@ def read_deepspeed(
         ("gradient_accumulation_steps", "train.gradient_accumulation_steps"),
         ("gradient_clipping", "optim.clip_grad"),
     ):
-        yield from _number(flat, key, field, name, form.definitions.default(key))
-    yield from _optimizer(flat, form, torch_adam)
-    yield from _scheduler(flat, form)
+        yield from _number(flat, key, field, name, accepted.definitions.default(key))
+    yield from _optimizer(flat, accepted, torch_adam)
+    yield from _scheduler(flat, accepted)
     _check_batch(flat, values, name, batch)
     kept = {key: value for key, value in flat.items() if value != AUTO or key.startswith(_FILLED)}
     content.clear()
@@ -237,8 +237,8 @@ def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
         )
 
 
-def _optimizer(flat: dict[str, Any], form: Form, torch_adam: bool) -> Iterator[Claim]:
-    kind, prefix, name = flat.get("optimizer.type"), "optimizer.params.", form.name
+def _optimizer(flat: dict[str, Any], accepted: AcceptedKeys, torch_adam: bool) -> Iterator[Claim]:
+    kind, prefix, name = flat.get("optimizer.type"), "optimizer.params.", accepted.name
     if kind is None:
         return
     known = ("lr", "weight_decay", *_PARAMETERS[kind])
@@ -248,7 +248,7 @@ def _optimizer(flat: dict[str, Any], form: Form, torch_adam: bool) -> Iterator[C
                 f"{key} of {name} is no parameter of {kind}, which has {', '.join(known)}: remove "
                 "it"
             )
-    defaults = form.definitions.optimizer({**flat, _TORCH_ADAM: torch_adam})
+    defaults = accepted.definitions.optimizer({**flat, _TORCH_ADAM: torch_adam})
     yield from _number(flat, f"{prefix}lr", "optim.lr", name)  # a rate must be said
     pairs = {"weight_decay": "optim.weight_decay"}
     if kind in _ADAMS:
@@ -269,8 +269,8 @@ def _optimizer(flat: dict[str, Any], form: Form, torch_adam: bool) -> Iterator[C
             del flat[f"{prefix}{key}"]
 
 
-def _scheduler(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
-    kind, prefix, name = flat.get("scheduler.type"), "scheduler.params.", form.name
+def _scheduler(flat: dict[str, Any], accepted: AcceptedKeys) -> Iterator[Claim]:
+    kind, prefix, name = flat.get("scheduler.type"), "scheduler.params.", accepted.name
     if kind is None:
         return
     yield Claim("optim.lr_scheduler", COURSES[kind], f"scheduler.type of {name} is {kind}")
@@ -284,7 +284,7 @@ def _scheduler(flat: dict[str, Any], form: Form) -> Iterator[Claim]:
             f"{prefix}warmup_num_steps of {name} is {steps} but total_num_steps is {total}: the "
             "warm-up must end before"
         )
-    defaults = form.definitions.schedulers[kind]
+    defaults = accepted.definitions.schedulers[kind]
     yield from _number(flat, f"{prefix}warmup_max_lr", "optim.lr", name)
     at = f"{prefix}warmup_num_steps"
     yield from _number(flat, at, "optim.warmup_steps", name, defaults["warmup_num_steps"])

@@ -38,7 +38,7 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read as YAML: {problem}") from error
 
 
-def read_json(path: Path, name: str = "deepspeed.config") -> dict[str, Any]:
+def read_settings_json(path: Path, name: str = "deepspeed.config") -> dict[str, Any]:
     """Return the content of a JSON file, which the value `name` leads to.
 
     Raises ConfigError when it is no JSON object, or one with a key given twice.

@@ -5,7 +5,6 @@ torchrun exits with 1 whatever a rank's own exit code was, so each rank writes i
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, read_record, workspace_errors, write_json
 from megacore.errors import (
     ERROR_TYPES,
     MegacoreError,
@@ -128,7 +127,7 @@ def write_launcher_reason(directory: Path | str, error: MegacoreError) -> None:
 def read_launcher_reason(directory: Path | str) -> MegacoreError | None:
     """Why the launcher ended the job; None where it gave no reason."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        said = json.loads((Path(directory) / LAUNCHER_REASON).read_text(encoding="utf-8"))
+        said = read_json(Path(directory) / LAUNCHER_REASON)
         return ERROR_TYPES.get(said["error"], MegacoreError)(str(said["message"]))
     return None
 
@@ -148,11 +147,8 @@ def read_reasons(directory: Path) -> list[ExitReason]:
     Then those of ranks that stopped on request, at last those of ranks that only noticed that
     another one was gone.
     """
-    reasons = []
-    for path in directory.glob("rank_*.json"):
-        # torn by the same crash: no reason then
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            reasons.append(ExitReason(**json.loads(path.read_text(encoding="utf-8"))))
+    files = [read_record(path, ExitReason) for path in directory.glob("rank_*.json")]
+    reasons = [reason for reason in files if reason is not None]  # a crash may have torn some
     return sorted(
         reasons, key=lambda reason: (reason.secondary, reason.stopped, reason.time, reason.rank)
     )

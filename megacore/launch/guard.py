@@ -26,10 +26,8 @@ job's mark in its environment.
 On another machine it stands between ssh and the ranks of that machine: stdin ends with the
 connection, whoever closed it.
 
-Only the standard library is imported: the guard starts in tens of milliseconds.
-
-The mark of a job: an environment variable that all its processes inherit. Only the standard library
-is imported.
+All processes of a job inherit its mark, an environment variable. Only the standard library is
+imported: the guard starts in tens of milliseconds.
 """
 
 import argparse
@@ -48,34 +46,11 @@ from types import FrameType
 JOB_VARIABLE = "MEGACORE_JOB"
 """Every process of a job inherits this variable, whatever else it does to its session or its
 parent."""
-
-
-def host_mark(mark: str, host: int | None) -> str:
-    """The mark of a job's processes on one of its hosts, by number.
-
-    None is the machine that started the job.
-    """
-    return f"{mark}.{'head' if host is None else host}"
-
-
-def marked(*marks: str) -> list[int]:
-    """Ids of the other live processes that carry one of these marks in their environment."""
-    wanted = {f"{JOB_VARIABLE}={mark}".encode() for mark in marks}
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):  # it ended, or is another user's
-                if wanted & set(Path("/proc", name, "environ").read_bytes().split(b"\0")):
-                    found.append(int(name))
-    return found
-
-
 KILL_LIMIT = 4.0
 """Seconds in which SIGKILL must have worked; a process in uninterruptible sleep is then left to the
 kernel."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL = 0.05
@@ -287,6 +262,26 @@ def descendants(root: int) -> list[int]:
         found += below
         pending += below
     return [pid for pid in found if pid not in zombies]
+
+
+def marked(*marks: str) -> list[int]:
+    """Ids of the other live processes that carry one of these marks in their environment."""
+    wanted = {f"{JOB_VARIABLE}={mark}".encode() for mark in marks}
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # it ended, or is another user's
+                if wanted & set(Path("/proc", name, "environ").read_bytes().split(b"\0")):
+                    found.append(int(name))
+    return found
+
+
+def host_mark(mark: str, host: int | None) -> str:
+    """The mark of a job's processes on one of its hosts, by number.
+
+    None is the machine that started the job.
+    """
+    return f"{mark}.{'head' if host is None else host}"
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ make progress. Without the file the job runs, as one does that no scheduler hold
 torch.
 """
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_record, workspace_errors, write_json
 
 State = Literal["queued", "running"]
 
@@ -57,13 +56,8 @@ def write_launcher_state(exit_directory: Path, state: State, detail: str) -> Non
 
 def read_launcher_state(exit_directory: Path) -> LauncherState | None:
     """The state; None where no scheduler has said anything, or its file is torn."""
-    try:
-        found = LauncherState(
-            **json.loads(launcher_state_path(exit_directory).read_text(encoding="utf-8"))
-        )
-    except (OSError, ValueError, TypeError):
-        return None
-    return found if found.state in get_args(State) else None
+    noted = read_record(launcher_state_path(exit_directory), LauncherState)
+    return noted if noted is not None and noted.state in get_args(State) else None
 
 
 def forget_launcher_state(exit_directory: Path) -> None:

@@ -1,12 +1,9 @@
-"""The table of a job's ranks, for the moment at which it is ended.
+"""The table of a job's ranks at its end: what each does, and where the stuck one stands.
 
-What each does, and where the stuck one stands.
-
-What the agents of other machines report of their ranks, in a file that the supervisor finds.
+The agents of other machines report their ranks in a file that the supervisor finds.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -15,11 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.launch.guard import catches
 from megacore.launch.watch import Trouble
 from megacore.observe.heartbeat import ENDED, Beat, process_state, read_heartbeats, stack_path
 
+REPORT = "launcher_report.json"
+"""Beside the ranks' reasons."""
 _STACK_LIMIT = 3.0
 """Seconds in which all ranks of a machine must have written their stacks."""
 _QUIET = 0.3
@@ -37,6 +36,18 @@ _HEADER = (
     "number",
     "idle s",
 )
+_WITHOUT_STACK = {
+    "running": "it did not write one when it was asked to",
+    "stopped": "the process is stopped (SIGSTOP), so it cannot write one",
+    "in the kernel": (
+        "the process waits in the kernel, for a disk or a network file system, so it cannot write "
+        "one"
+    ),
+    "dead": "the process is gone",
+    "ended": "it has done its work",
+    "on another host": "its process is on another machine, which was not asked",
+    "absent": "it has written no heartbeat yet",
+}
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,16 @@ class RankState:
         return f"on {self.beat.host} in phase {self.beat.phase}{iteration}{at}"
 
 
+@dataclass(frozen=True)
+class LauncherReport:
+    """Why a job is ended, and where its ranks stood."""
+
+    trouble: Trouble
+    """What was wrong."""
+    states: Mapping[int, StateReport]
+    """By rank; those of machines that did not answer are missing."""
+
+
 def rank_states(
     directory: Path,
     ranks: int | None,
@@ -123,6 +144,46 @@ def rank_states(
             RankState(rank, beat, state, max(0.0, time.time() - beat.time) if beat else 0.0, stack)
         )
     return states
+
+
+def _state(beat: Beat | None) -> str:
+    if beat is None:
+        return "absent"
+    if beat.phase == ENDED:
+        return "ended"
+    if not beat.here:
+        return "on another host"
+    if not beat.alive:
+        return "dead"
+    return {"T": "stopped", "t": "stopped", "D": "in the kernel"}.get(
+        process_state(beat.pid), "running"
+    )
+
+
+def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
+    """What each rank of this machine writes on SIGUSR2, by rank."""
+    asked = []
+    for beat in beats:
+        if beat.here and beat.alive and catches(beat.pid, signal.SIGUSR2):
+            with contextlib.suppress(OSError):
+                os.kill(beat.pid, signal.SIGUSR2)
+                if _state(beat) == "running":
+                    asked.append(beat.rank)
+    paths = {rank: stack_path(directory, rank) for rank in asked}
+    started = changed = time.monotonic()
+    sizes: dict[int, int] = {}
+    while (now := time.monotonic()) - started < _STACK_LIMIT:
+        found = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+        if found != sizes:
+            sizes, changed = found, now
+        if now - changed > _QUIET and all(sizes.get(rank) for rank in asked):
+            break
+        time.sleep(0.05)
+    return {
+        rank: path.read_text(encoding="utf-8", errors="replace")
+        for rank, path in paths.items()
+        if path.exists()
+    }
 
 
 def furthest_behind(states: Sequence[RankState]) -> RankState:
@@ -176,75 +237,7 @@ def _row(state: RankState, first: bool) -> tuple[str, ...]:
     return (mark, str(state.rank), *where, str(beat.collectives), f"{state.idle:.0f}")
 
 
-_WITHOUT_STACK = {
-    "running": "it did not write one when it was asked to",
-    "stopped": "the process is stopped (SIGSTOP), so it cannot write one",
-    "in the kernel": (
-        "the process waits in the kernel, for a disk or a network file system, so it cannot write "
-        "one"
-    ),
-    "dead": "the process is gone",
-    "ended": "it has done its work",
-    "on another host": "its process is on another machine, which was not asked",
-    "absent": "it has written no heartbeat yet",
-}
-
-
-def _state(beat: Beat | None) -> str:
-    if beat is None:
-        return "absent"
-    if beat.phase == ENDED:
-        return "ended"
-    if not beat.here:
-        return "on another host"
-    if not beat.alive:
-        return "dead"
-    return {"T": "stopped", "t": "stopped", "D": "in the kernel"}.get(
-        process_state(beat.pid), "running"
-    )
-
-
-def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
-    """What each rank of this machine writes on SIGUSR2, by rank."""
-    asked = []
-    for beat in beats:
-        if beat.here and beat.alive and catches(beat.pid, signal.SIGUSR2):
-            with contextlib.suppress(OSError):
-                os.kill(beat.pid, signal.SIGUSR2)
-                if _state(beat) == "running":
-                    asked.append(beat.rank)
-    paths = {rank: stack_path(directory, rank) for rank in asked}
-    started = changed = time.monotonic()
-    sizes: dict[int, int] = {}
-    while (now := time.monotonic()) - started < _STACK_LIMIT:
-        found = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
-        if found != sizes:
-            sizes, changed = found, now
-        if now - changed > _QUIET and all(sizes.get(rank) for rank in asked):
-            break
-        time.sleep(0.05)
-    return {
-        rank: path.read_text(encoding="utf-8", errors="replace")
-        for rank, path in paths.items()
-        if path.exists()
-    }
-
-
-REPORT = "launcher_report.json"
-"""Beside the ranks' reasons."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """Why a job is ended, and where its ranks stood."""
-
-    trouble: Trouble
-    """What was wrong."""
-    states: Mapping[int, StateReport]
-    """By rank; those of machines that did not answer are missing."""
-
-
-def write_report(directory: Path, report: Report) -> None:
+def write_report(directory: Path, report: LauncherReport) -> None:
     """Write it atomically. Raises WorkspaceError."""
     path = directory / REPORT
     with workspace_errors(path):
@@ -257,12 +250,12 @@ def write_report(directory: Path, report: Report) -> None:
         )
 
 
-def read_report(directory: Path) -> Report | None:
+def read_report(directory: Path) -> LauncherReport | None:
     """The report; None where there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        said = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+        said = read_json(directory / REPORT)
         trouble = Trouble(**{name: tuple(ranks) for name, ranks in said["trouble"].items()})
-        return Report(
+        return LauncherReport(
             trouble, {int(rank): StateReport(**state) for rank, state in said["states"].items()}
         )
     return None

@@ -1,7 +1,7 @@
-"""Looks at the ranks' heartbeats: which of them stands still, and which is gone without a word.
+"""Watching a job's ranks: which stands still, which is gone without a word, and which was killed.
 
-Whether the kernel killed a process because memory ran out: it counts them, and says so to nobody
-else.
+Heartbeats tell the first two. The kernel counts the processes that it killed because memory ran
+out, and says so to nobody else.
 """
 
 import time

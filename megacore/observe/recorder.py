@@ -1,7 +1,4 @@
-"""One account of a run in three forms: events, log lines, TensorBoard.
-
-TensorBoard files beside a run, with the tags of Megatron-LM.
-"""
+"""One account of a run in three forms: events, log lines, and TensorBoard files."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -23,7 +20,6 @@ from megacore.observe.logging import (
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
 
 EVENTS_NAME = "events.jsonl"
 
@@ -148,7 +144,7 @@ def check_tensorboard() -> None:
 
 
 class TensorBoardWriter:
-    """Writes scalars by iteration."""
+    """Writes scalars by iteration, with the tags of Megatron-LM."""
 
     def __init__(self, directory: Path) -> None:
         """Write into `directory`, from the first values on.

@@ -1,7 +1,6 @@
 """What the workspace itself tells about its runs, without a tracking server."""
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacore.artifact import Manifest, Workspace
+from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.errors import ArtifactError, ConfigError, DataFormatError
 from megacore.observe.events import EventReader
@@ -100,7 +100,7 @@ def _describe(directory: Path, test_ppl: dict[str, float]) -> dict[str, Any]:
         "updated": None,
     }
     try:
-        config = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))["config"]
+        config = read_json(directory / RUN_FILE)["config"]
         run.update(name=config["name"], train_iters=_planned_iterations(config["train"]))
         run.update(_progress(directory / EVENTS_FILE))
         manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None

@@ -25,7 +25,7 @@ def training_flops(config: RunConfig, vocab_size: int) -> int:
     """Operations of the whole run, all ranks and validations (Narayanan et al. 2021)."""
     shape = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
     train = config.train
-    consumed = BatchSchedule.of(config).consumed_after(train.train_iters)
+    consumed = BatchSchedule.of(train).consumed_after(train.train_iters)
     iterations = step_flops(
         shape, consumed, train.recompute, *recomputed_layers(config, vocab_size)
     )

@@ -4,7 +4,6 @@ Every probe has fresh ranks.
 """
 
 import importlib.util
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacore.artifact.files import read_json
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of, local_slots
 from megacore.config.load import parse_finetune_config
@@ -239,7 +239,7 @@ def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: W
         if (said := next((phrase for phrase in _ABORTS if phrase in text), None)) is None:
             raise
         return TooLarge(f"{said}: {error}")
-    return Fits(int(json.loads(output.read_text(encoding="utf-8"))["peak_memory"]))
+    return Fits(int(read_json(output)["peak_memory"]))
 
 
 def measure_epoch(
@@ -259,7 +259,7 @@ def measure_epoch(
     measured = _in_folder(job, folder, batch)
     watch.on_start(attempt_log(measured))
     finetune(measured, watch.on_poll)
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    result: dict[str, Any] = read_json(folder / "result.json")
     for name in ("checkpoints", "best"):
         shutil.rmtree(folder / name, ignore_errors=True)
     return result

@@ -1,11 +1,10 @@
 """The stages that start processes: each writes its job file and runs it under the guard."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import read_json, workspace_errors
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import (
     loaded_checkpoints,
@@ -38,9 +37,7 @@ def nothing() -> None:
 def next_attempt(run_directory: Path) -> int:
     """Number of the coming start of this run, counted from 1."""
     try:
-        return (
-            int(json.loads((run_directory / "run.json").read_text(encoding="utf-8"))["attempt"]) + 1
-        )
+        return int(read_json(run_directory / "run.json")["attempt"]) + 1
     except (OSError, ValueError, KeyError, TypeError):
         return 1
 
@@ -113,7 +110,7 @@ def evaluate(
     _prepare_hosts(job)
     start = start_ranks(job.config.launch, "megacore.ranks.evaluate", job, job_file)
     supervise_job(start, job, scratch / "evaluate.log", on_poll, None)
-    result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
+    result: dict[str, Any] = read_json(Path(job.output))
     return result
 
 
@@ -125,9 +122,7 @@ def convert(
     job.write(job_file)
     start = start_here("megacore.ranks.convert", job, job_file)
     supervise_job(start, job, scratch / "convert.log", on_poll, None)
-    report: dict[str, Any] = json.loads(
-        (Path(job.output_directory) / "parity.json").read_text(encoding="utf-8")
-    )
+    report: dict[str, Any] = read_json(Path(job.output_directory) / "parity.json")
     return report
 
 
@@ -202,7 +197,7 @@ def run_job(
         stop_margin=start.stop_margin,
         on_poll=on_poll,
     )
-    result: dict[str, Any] = json.loads(Path(job.output).read_text(encoding="utf-8"))
+    result: dict[str, Any] = read_json(Path(job.output))
     return result
 
 

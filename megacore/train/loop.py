@@ -88,7 +88,7 @@ class Trainer:
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peak=peak)
         self.state = TrainState()
-        wanted = BatchSchedule.of(config).consumed_after(config.train.train_iters)
+        wanted = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
         if len(datasets.train) < wanted:
             rampup = "" if config.train.rampup_batch_size is None else ", less during the ramp-up,"
             raise DataFormatError(

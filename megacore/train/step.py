@@ -47,7 +47,7 @@ class Stepper:
         self._stops_at_spikes = config.train.loss_spike_action == "stop"
         self._engine, self._mesh, self._check = engine, mesh, check
         self._read, self._warn = read, warn
-        self._batch = BatchSchedule.of(config)
+        self._batch = BatchSchedule.of(config.train)
         self._lr = LrSchedule.of(config)
         self._weight_decay = WeightDecaySchedule.of(config)
 

@@ -18,7 +18,13 @@ from megacore.errors import (
 )
 from megacore.launch.exit_reason import read_launcher_reason, write_launcher_reason, write_reason
 from megacore.launch.launcher_state import write_launcher_state
-from megacore.launch.rank_table import Report, StateReport, rank_states, read_report, write_report
+from megacore.launch.rank_table import (
+    LauncherReport,
+    StateReport,
+    rank_states,
+    read_report,
+    write_report,
+)
 from megacore.launch.supervise import supervise
 from megacore.launch.watch import REMOTE_DELAY, Trouble
 from megacore.observe.heartbeat import Heartbeat, beat_path
@@ -29,7 +35,7 @@ SAYS = """
 import pathlib, sys
 from megacore import errors
 from megacore.launch.exit_reason import write_launcher_reason, write_reason
-from megacore.launch.rank_table import Report, write_report
+from megacore.launch.rank_table import LauncherReport, write_report
 from megacore.launch.rank_table import StateReport
 from megacore.launch.watch import Trouble
 from megacore.launch.launcher_state import write_launcher_state
@@ -102,7 +108,7 @@ sys.exit(1)
 
 def test_what_an_earlier_attempt_left_is_not_believed(tmp_path: Path) -> None:
     write_launcher_reason(tmp_path / "exit", HostLostError("old"))
-    write_report(tmp_path / "exit", Report(Trouble(stalled=(0,)), {}))
+    write_report(tmp_path / "exit", LauncherReport(Trouble(stalled=(0,)), {}))
     write_launcher_state(tmp_path / "exit", "queued", "old")
     run(tmp_path, "", hosts=("a", "b"))
 
@@ -130,7 +136,7 @@ states = {
     0: StateReport("running", 0.1, "File of rank 0"),
     1: StateReport("stopped", 9.0, "no stack: it is stopped"),
 }
-write_report(directory, Report(Trouble(stalled=(1,)), states))
+write_report(directory, LauncherReport(Trouble(stalled=(1,)), states))
 """,
             hosts=("a", "b"),
             stall_limit=2.0,
@@ -148,7 +154,7 @@ def test_a_report_without_any_rank_is_told_too(tmp_path: Path) -> None:
     ):
         run(
             tmp_path,
-            "write_report(directory, Report(Trouble(stalled=(0, 1)), {}))",
+            "write_report(directory, LauncherReport(Trouble(stalled=(0, 1)), {}))",
             hosts=("a", "b"),
             stall_limit=2.0,
             ranks=2,
@@ -156,7 +162,7 @@ def test_a_report_without_any_rank_is_told_too(tmp_path: Path) -> None:
 
 
 def test_a_report_is_read_back(tmp_path: Path) -> None:
-    report = Report(Trouble((), (3,)), {3: StateReport("dead", 1.5, "gone")})
+    report = LauncherReport(Trouble((), (3,)), {3: StateReport("dead", 1.5, "gone")})
     assert read_report(tmp_path) is None
     write_report(tmp_path, report)
     assert read_report(tmp_path) == report

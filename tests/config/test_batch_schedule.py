@@ -37,7 +37,7 @@ def test_each_batch_size_lasts_for_an_equal_share_of_the_samples() -> None:
 
 
 def test_without_a_ramp_up_every_batch_is_the_same() -> None:
-    schedule = BatchSchedule.of(tiny_config(train={"global_batch_size": 6}))
+    schedule = BatchSchedule.of(tiny_config(train={"global_batch_size": 6}).train)
     assert schedule == BatchSchedule(6, 6)
     assert sizes(schedule, 3) == [6, 6, 6]
     assert schedule.consumed_after(7) == 42
@@ -46,10 +46,8 @@ def test_without_a_ramp_up_every_batch_is_the_same() -> None:
 
 def test_a_configuration_describes_its_schedule() -> None:
     ramp = {"start": 8, "increment": 8, "samples": 300}
-    assert (
-        BatchSchedule.of(tiny_config(train={"global_batch_size": 32, "rampup_batch_size": ramp}))
-        == RAMP
-    )
+    config = tiny_config(train={"global_batch_size": 32, "rampup_batch_size": ramp})
+    assert BatchSchedule.of(config.train) == RAMP
 
 
 def test_a_ramp_up_shorter_than_a_batch_skips_sizes() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megacore.config import RunConfig
 from megacore.config.load import parse_config
-from megacore.config.parallel import Layout, check_layout, nearest_layouts, refused
+from megacore.config.parallel import ParallelLayout, check_layout, nearest_layouts, refused
 from megacore.errors import ConfigError
 
 
@@ -365,8 +365,8 @@ def test_what_can_work_is_taken(changes: dict[str, Any]) -> None:
 
 def test_the_vocabulary_is_checked_where_it_is_known() -> None:
     config = make(tp=3, ranks=3)
-    assert check_layout(config, 3) == Layout(3, 1, 1, 1)
-    assert check_layout(config, 3, padded_vocab_size=384) == Layout(3, 1, 1, 1)
+    assert check_layout(config, 3) == ParallelLayout(3, 1, 1, 1)
+    assert check_layout(config, 3, padded_vocab_size=384) == ParallelLayout(3, 1, 1, 1)
     message = (
         r"the padded vocabulary of 512 entries is not a multiple of "
         r"parallel\.tensor_model_parallel_size 3: set model\.make_vocab_size_divisible_by \(now "
@@ -378,9 +378,13 @@ def test_the_vocabulary_is_checked_where_it_is_known() -> None:
 
 def test_nearest_layouts_are_the_nearest_of_all_that_work() -> None:
     config = make(train__global_batch_size=24, model__num_query_groups=4)
-    for asked in (Layout(8, 1, 1, 3), Layout(1, 6, 1, 4), Layout(3, 2, 2, 4)):
+    for asked in (
+        ParallelLayout(8, 1, 1, 3),
+        ParallelLayout(1, 6, 1, 4),
+        ParallelLayout(3, 2, 2, 4),
+    ):
         ways = [
-            Layout(tp, pp, v, 24 // (tp * pp))
+            ParallelLayout(tp, pp, v, 24 // (tp * pp))
             for tp, pp, v in itertools.product(range(1, 25), range(1, 25), range(1, 13))
             if 24 % (tp * pp) == 0 and (v == 1 or asked.virtual > 1)
         ]
@@ -393,4 +397,4 @@ def test_nearest_layouts_are_the_nearest_of_all_that_work() -> None:
             <= sorted(each.distance(asked) for each in working)[2]
         )
         assert near[0].distance(asked) == min(each.distance(asked) for each in working)
-    assert nearest_layouts(config, Layout(2, 2, 1, 6), 24)[0] == Layout(2, 2, 1, 6)
+    assert nearest_layouts(config, ParallelLayout(2, 2, 1, 6), 24)[0] == ParallelLayout(2, 2, 1, 6)

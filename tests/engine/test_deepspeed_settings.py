@@ -16,7 +16,7 @@ from megacore.engine.deepspeed.join import import_deepspeed
 from megacore.engine.deepspeed.settings import NEVER, deepspeed_settings
 from megacore.errors import ConfigError
 from megacore.foreign.deepspeed_keys import definitions
-from megacore.foreign.files import read_json
+from megacore.foreign.files import read_settings_json
 from megacore.optim.param_schedule import LrSchedule
 from tests.config._deepspeed import PUBLIC, asking, nested, public
 
@@ -234,7 +234,7 @@ def test_deepspeed_takes_the_settings_of_the_public_files(name: str) -> None:
 @pytest.mark.parametrize("name", ["zero2", "zero3-offload"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_deepspeed_takes_the_settings_of_our_examples(name: str, precision: str) -> None:
-    content = read_json(ROOT / "conf" / "ds" / f"{name}.json")
+    content = read_settings_json(ROOT / "conf" / "ds" / f"{name}.json")
     config = asking(content, train={"precision": precision}, launch={"nproc_per_node": 1})
     read = understood(settings(config, data_parallel_size=1))
     assert (read.float16_config.enabled, read.bfloat16_config.enabled) == (

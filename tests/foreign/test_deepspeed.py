@@ -14,7 +14,7 @@ from megacore.config.load import load_config, read_config
 from megacore.errors import ConfigError
 from megacore.foreign.deepspeed import read_keys
 from megacore.foreign.deepspeed_keys import REFUSED, definitions
-from megacore.foreign.files import read_json
+from megacore.foreign.files import read_settings_json
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def test_a_damaged_file_is_refused_in_one_sentence(tmp_path: Path, text: str, pr
     path = tmp_path / "ds.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as caught:
-        read_json(path)
+        read_settings_json(path)
     assert str(caught.value).startswith(f"deepspeed.config {path} ")
     assert problem in str(caught.value)
 
@@ -103,7 +103,7 @@ def test_the_public_files_are_taken_with_a_configuration_that_agrees(name: str) 
 @pytest.mark.parametrize("name", ["zero2", "zero3-offload"])
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "fp16"])
 def test_our_examples_are_taken_with_any_configuration(name: str, precision: str) -> None:
-    content = read_json(ROOT / "conf" / "ds" / f"{name}.json")
+    content = read_settings_json(ROOT / "conf" / "ds" / f"{name}.json")
     asking(content, train={"precision": precision}, optim={"adam_beta2": 0.95, "clip_grad": 0.5})
 
 

@@ -10,7 +10,7 @@ import pytest
 from megacore.config import FinetuneConfig
 from megacore.config.load import parse_finetune_config
 from megacore.errors import ConfigError
-from megacore.foreign.deepspeed_claims import form_of
+from megacore.foreign.deepspeed_claims import finetuning_keys
 from megacore.foreign.deepspeed_keys import REFUSED, definitions
 from tests.config._deepspeed import nested
 from tests.config._finetune import minimal, reread
@@ -451,19 +451,19 @@ def test_numbers_of_the_json_are_in_the_product() -> None:
     )
 
 
-FORM = form_of("JSON")
+ACCEPTED = finetuning_keys("JSON")
 
 
 def test_every_key_of_deepspeed_is_honoured_or_refused() -> None:
     missing = {
         key
         for key in (*definitions().keys, *REFUSED)
-        if key not in FORM.keys
-        and key not in FORM.refused
-        and key.split(".")[0] not in FORM.refused
+        if key not in ACCEPTED.keys
+        and key not in ACCEPTED.refused
+        and key.split(".")[0] not in ACCEPTED.refused
     }
     assert missing == set()
-    assert set(FORM.keys) & set(FORM.refused) == set()
+    assert set(ACCEPTED.keys) & set(ACCEPTED.refused) == set()
 
 
 @pytest.mark.parametrize(
@@ -497,10 +497,10 @@ def test_what_a_fine_tuning_has_not_is_refused_unless_it_is_off(name: str) -> No
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
 def test_reasons_speak_of_a_fine_tuning(key: str) -> None:
-    if key not in FORM.refused:
-        assert key in FORM.keys
+    if key not in ACCEPTED.refused:
+        assert key in ACCEPTED.keys
         return
-    reason = FORM.refused[key].reason
+    reason = ACCEPTED.refused[key].reason
     for word in (
         "megacore trains",
         "section parallel",

@@ -104,7 +104,7 @@ def test_other_families_are_refused_by_name(family: str) -> None:
     with pytest.raises(
         ValueError, match=f"zero_shot.lambada is a but family is {family}: only gpt predicts a text"
     ):
-        _check_zero_shot(config)
+        _check_zero_shot(config.evaluate.zero_shot, config.family, config.data.seq_length)
 
 
 def test_scores_reach_the_run_and_its_checkpoint_once(

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import replace_file, workspace_errors
 from megacore.cluster.batch.scheduler import TIMEOUT, End, Look, Submission, one_line, render, run
-from megacore.cluster.batch.spec import BatchSpec, replace
+from megacore.cluster.batch.spec import BatchSpec
 from megacore.errors import (
     ConfigError,
     HostLostError,
@@ -95,7 +95,7 @@ class KubernetesJob:
             "port": PORT,
             "grace": spec.grace,
             "node_command": [
-                *(own.python, "-m", "megacore.cluster.batch.kubernetes_node"),
+                *(own.python, "-m", "megacore.cluster.batch.node", "kubernetes"),
                 *(f"--spec={spec.path}", f"--token={token}", f"--jobset={name}"),
             ],
         }
@@ -109,7 +109,7 @@ class KubernetesJob:
         """Write the manifest and apply it."""
         self._name = self.name(submission.token)
         with workspace_errors(self.manifest):
-            replace(self.manifest, self.text(submission.token))
+            replace_file(self.manifest, self.text(submission.token).encode(), durable=False)
         done = run(self.command())
         if done.returncode != 0:
             raise LaunchError(

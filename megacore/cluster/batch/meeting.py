@@ -18,8 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import workspace_errors
-from megacore.cluster.batch.spec import replace
+from megacore.artifact.files import read_json, replace_file, workspace_errors
 from megacore.cluster.hosts.network import free_port
 from megacore.cluster.hosts.plan import endpoint
 from megacore.errors import HostLostError, LaunchError
@@ -97,14 +96,14 @@ def meet(
         while True:
             count += 1
             greeting = {"nonce": nonce, "count": count, "versions": versions, **asdict(mine)}
-            replace(_greeting_path(folder, rank), json.dumps(greeting))
+            _write(_greeting_path(folder, rank), greeting)
             if rank == 0:
                 _listen(folder, len(names), seen, alive)
                 if len(alive) == len(names) - 1:
                     _compare(names, versions, alive)
                     nonces = {str(other): said["nonce"] for other, said in alive.items()}
                     said = {"address": mine.address, "port": mine.port, "nonces": nonces}
-                    replace(folder / "meeting.json", json.dumps(said))
+                    _write(folder / "meeting.json", said)
                     return Meeting(mine.address, mine.port, str(alive[1]["address"]))
             elif (found := _read(folder / "meeting.json")) and found.get("nonces", {}).get(
                 str(rank)
@@ -161,9 +160,13 @@ def _greeting_path(folder: Path, rank: int) -> Path:
     return folder / f"greeting_{rank:05d}.json"
 
 
+def _write(path: Path, content: dict[str, Any]) -> None:
+    replace_file(path, json.dumps(content).encode(), durable=False)
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = read_json(path)
     except (OSError, ValueError):
         return None
     return said if isinstance(said, dict) else None

@@ -1,10 +1,4 @@
-"""What a follower asks of a scheduler, whichever that is.
-
-Running a scheduler's own commands.
-
-Fills the templates of batch jobs: what is not known to a template is an error, and no value can
-become a command.
-"""
+"""What a follower asks of a scheduler; how its commands are run and its templates filled."""
 
 import json
 import secrets
@@ -18,13 +12,104 @@ from typing import Any, Protocol
 
 from jinja2 import Environment, StrictUndefined, TemplateError
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_record, workspace_errors, write_json
 from megacore.errors import ConfigError, LaunchError, MegacoreError
 from megacore.launch.launcher_state import State
 
 TIMEOUT = 60.0
 """Seconds in which a command must answer; the scheduler may be busy."""
 TIMED_OUT = 124
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+
+
+@dataclass(frozen=True)
+class End:
+    """How a batch job ended."""
+
+    code: int
+    """Its exit code."""
+    error: MegacoreError | None = None
+    """Why the scheduler ended it; None where its own processes say why."""
+    on_request: bool = False
+    """Whether somebody had it ended: that its ranks saved and stopped is no reason to start it
+    again."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where a batch job stands."""
+
+    state: State
+    detail: str
+    """The scheduler's own words."""
+    end: End | None = None
+    """Not None once it has ended."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Which batch job was submitted, noted before that happens.
+
+    A job that nobody follows any more can be found.
+    """
+
+    token: str
+    """Random, part of the job's name."""
+    job: str | None
+    """The scheduler's id; None while it is not known."""
+
+    @classmethod
+    def new(cls) -> "Submission":
+        """One that nobody else has made."""
+        return cls(secrets.token_hex(4), None)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Submission | None":
+        """The one noted in `folder`; None where there is none."""
+        return read_record(cls.path(folder), cls)
+
+    @staticmethod
+    def path(folder: Path) -> Path:
+        """Where it is noted."""
+        return folder / "submission.json"
+
+    def write(self, folder: Path) -> None:
+        """Note it. Raises WorkspaceError."""
+        with workspace_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.path(folder), asdict(self))
+
+    def forget(self, folder: Path) -> None:
+        """Remove the note: the job has ended."""
+        self.path(folder).unlink(missing_ok=True)
+
+
+class Scheduler(Protocol):
+    """A batch job of one scheduler."""
+
+    silence: str
+    """What its program said when the scheduler did not answer the last time."""
+
+    def remove(self, left: Submission) -> None:
+        """End a job that an earlier follower submitted, and wait for its end.
+
+        Raises LaunchError.
+        """
+
+    def submit(self, submission: Submission) -> Submission:
+        """Submit the job; with its id. Raises LaunchError."""
+
+    def look(self) -> Look | None:
+        """Where the job stands; None where the scheduler does not answer."""
+
+    def copy_output(self) -> None:
+        """Bring what the job has said since the last time to this process's output."""
+
+    def cancel(self, *, at_once: bool) -> None:
+        """Have the job ended: asked to at first, killed with `at_once`."""
+
+    def close(self) -> None:
+        """Bring the last of its output, and leave nothing behind."""
 
 
 def run(
@@ -73,9 +158,6 @@ def one_line(done: "subprocess.CompletedProcess[str]") -> str:
 def _ignore_stop() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-
-
-TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 def render(template: str | None, default: str, setting: str, values: Mapping[str, Any]) -> str:
@@ -134,96 +216,3 @@ def _words(values: list[object]) -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value)
-
-
-@dataclass(frozen=True)
-class End:
-    """How a batch job ended."""
-
-    code: int
-    """Its exit code."""
-    error: MegacoreError | None = None
-    """Why the scheduler ended it; None where its own processes say why."""
-    on_request: bool = False
-    """Whether somebody had it ended: that its ranks saved and stopped is no reason to start it
-    again."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """Where a batch job stands."""
-
-    state: State
-    detail: str
-    """The scheduler's own words."""
-    end: End | None = None
-    """Not None once it has ended."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """Which batch job was submitted, noted before that happens.
-
-    A job that nobody follows any more can be found.
-    """
-
-    token: str
-    """Random, part of the job's name."""
-    job: str | None
-    """The scheduler's id; None while it is not known."""
-
-    @classmethod
-    def new(cls) -> "Submission":
-        """One that nobody else has made."""
-        return cls(secrets.token_hex(4), None)
-
-    @classmethod
-    def read(cls, folder: Path) -> "Submission | None":
-        """The one noted in `folder`; None where there is none."""
-        try:
-            return cls(**json.loads(cls.path(folder).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    @staticmethod
-    def path(folder: Path) -> Path:
-        """Where it is noted."""
-        return folder / "submission.json"
-
-    def write(self, folder: Path) -> None:
-        """Note it. Raises WorkspaceError."""
-        with workspace_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.path(folder), asdict(self))
-
-    def forget(self, folder: Path) -> None:
-        """Remove the note: the job has ended."""
-        self.path(folder).unlink(missing_ok=True)
-
-
-class Scheduler(Protocol):
-    """A batch job of one scheduler."""
-
-    silence: str
-    """What its program said when the scheduler did not answer the last time."""
-
-    def remove(self, left: Submission) -> None:
-        """End a job that an earlier follower submitted, and wait for its end.
-
-        Raises LaunchError.
-        """
-
-    def submit(self, submission: Submission) -> Submission:
-        """Submit the job; with its id. Raises LaunchError."""
-
-    def look(self) -> Look | None:
-        """Where the job stands; None where the scheduler does not answer."""
-
-    def copy_output(self) -> None:
-        """Bring what the job has said since the last time to this process's output."""
-
-    def cancel(self, *, at_once: bool) -> None:
-        """Have the job ended: asked to at first, killed with `at_once`."""
-
-    def close(self) -> None:
-        """Bring the last of its output, and leave nothing behind."""

@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import replace_file, workspace_errors
 from megacore.cluster.batch.scheduler import End, Look, Submission, one_line, render, run
-from megacore.cluster.batch.spec import BatchSpec, replace
+from megacore.cluster.batch.spec import BatchSpec
 from megacore.errors import (
     HostLostError,
     LaunchError,
@@ -126,7 +126,8 @@ class SlurmJob:
                 *(
                     spec.python,
                     "-m",
-                    "megacore.cluster.batch.slurm_node",
+                    "megacore.cluster.batch.node",
+                    "slurm",
                     f"--spec={spec.path}",
                     f"--token={token}",
                 )
@@ -141,7 +142,7 @@ class SlurmJob:
     def submit(self, submission: Submission) -> Submission:
         """Write the script and submit it."""
         with workspace_errors(self.script):
-            replace(self.script, self.text(submission.token))
+            replace_file(self.script, self.text(submission.token).encode(), durable=False)
         done = run(self.command(), directory=self._spec.directory, env=exported(os.environ))
         found = re.search(r"^(\d+)(?:;\S*)?$", done.stdout, re.M)
         if done.returncode != 0 or found is None:

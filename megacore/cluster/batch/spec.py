@@ -1,24 +1,20 @@
-"""What a batch job is.
+"""What a batch job is, and its follower's sign of life.
 
-Whoever starts it writes it; its follower and each machine's node process read it.
-
-The follower's sign of life, a small file on the shared workspace that each machine of the batch job
-looks at.
-
-It counts up; the machines compare what they read with their own clocks, since those of several
-machines differ.
+Whoever starts the job writes its specification; its follower and each machine's node process read
+it. The sign of life is a small file on the shared workspace that each machine looks at: it counts
+up, and the machines compare what they read with their own clocks, since those of several machines
+differ.
 """
 
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from megacore.artifact.files import workspace_errors
+from megacore.artifact.files import read_json, replace_file, workspace_errors
 from megacore.config.base import Section
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError
@@ -30,6 +26,9 @@ STOP_MARGIN = 10.0
 cancelled."""
 FOLLOWER_LIMIT = 300.0
 """Seconds without a sign of its follower after which a batch job ends itself."""
+INTERVAL = 2.0
+"""Seconds between two signs."""
+_BEAT_NAME = "follower.json"
 
 
 class BatchSpec(Section):
@@ -98,7 +97,8 @@ class BatchSpec(Section):
         """
         with workspace_errors(self.path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace(self.path, self.model_dump_json(indent=2) + "\n", mode=0o600)
+            text = self.model_dump_json(indent=2) + "\n"
+            replace_file(self.path, text.encode(), durable=False, mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -125,29 +125,6 @@ def ranks_per_node(launch: LaunchConfig) -> int:
     return launch.nproc_per_node
 
 
-def replace(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Replace a file by `text`, atomically; what it holds may be lost with the machine.
-
-    Raises OSError.
-    """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"
-        ) as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-INTERVAL = 2.0
-"""Seconds between two signs."""
-
-_NAME = "follower.json"
-
-
 class FollowerBeat:
     """The follower's side."""
 
@@ -163,7 +140,7 @@ class FollowerBeat:
         self.over = False
         """Whether the job has ended, as the scheduler says: a machine that it has lost may still
         run its part."""
-        self._path, self._token, self._clock = folder / _NAME, token, clock
+        self._path, self._token, self._clock = folder / _BEAT_NAME, token, clock
         self._count, self._told = 0, (False, False)
         self._at: float | None = None
 
@@ -180,7 +157,7 @@ class FollowerBeat:
         self._count += 1
         said = {"token": self._token, "count": self._count, "save": self.save, "over": self.over}
         with contextlib.suppress(OSError):
-            replace(self._path, json.dumps(said))
+            replace_file(self._path, json.dumps(said).encode(), durable=False)
 
 
 class FollowerWatch:
@@ -194,14 +171,14 @@ class FollowerWatch:
         """Whether the follower asks the ranks to save and end."""
         self.over = False
         """Whether the follower says that the job has ended."""
-        self._path, self._token, self._limit, self._clock = folder / _NAME, token, limit, clock
+        self._path, self._token, self._limit, self._clock = folder / _BEAT_NAME, token, limit, clock
         self._count, self._since = -1, clock()
 
     def lost(self) -> bool:
         """Look at the sign: whether it stood still for longer than the limit."""
         now = self._clock()
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = json.loads(self._path.read_text(encoding="utf-8"))
+            said = read_json(self._path)
             if said["token"] == self._token and said["count"] != self._count:
                 self._count, self._since = said["count"], now
                 self.save, self.over = self.save or bool(said["save"]), bool(said["over"])

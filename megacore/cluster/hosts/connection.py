@@ -1,8 +1,6 @@
-"""The connections of a job's head to its machines.
+"""The connections of a job's head to its machines: an agent on each, through ssh, or here without.
 
-There is an agent on each, through ssh, or on its own without.
-
-The machines of a job's plan: how they are reached, where they meet, and what each is told.
+A job's `HostSet` knows how they are reached, where they meet, and what each is told.
 """
 
 import contextlib
@@ -118,66 +116,6 @@ class Connection:
         self.process.kill()
 
 
-def agent_words(mark: str, host: str, number: int, environment: Mapping[str, str]) -> list[str]:
-    """What starts the agent on a host, with the mark of its processes.
-
-    It has the variables it needs from `environment`.
-    """
-    own = host_mark(mark, None if is_this_machine(host) else number)
-    variables = {name: value for name, value in environment.items() if name in _NEEDED} | {
-        JOB_VARIABLE: own
-    }
-    return ["env", *(f"{name}={value}" for name, value in variables.items()), *python(AGENT)]
-
-
-def connect(
-    ssh: Ssh, hosts: Mapping[str, int], mark: str, environment: Mapping[str, str]
-) -> list[Connection]:
-    """Start an agent on every host.
-
-    Args:
-        ssh: how they are reached.
-        hosts: ranks of each.
-        mark: the job's.
-        environment: this process's variables.
-
-    Raises:
-        OSError: ssh cannot be started.
-    """
-    found, first = [], 0
-    for number, (name, ranks) in enumerate(hosts.items()):
-        own = host_mark(mark, None if is_this_machine(name) else number)
-        process = start_quietly(ssh.command(name, agent_words(mark, name, number, environment)))
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        os.set_blocking(process.stderr.fileno(), False)
-        channel = Channel(process.stdout.fileno(), process.stdin.fileno())
-        found.append(Connection(name, number, first, ranks, process, channel, own))
-        first += ranks
-    return found
-
-
-def start_quietly(command: list[str], stdin: int = subprocess.PIPE) -> "subprocess.Popen[bytes]":
-    """Start what reaches a machine, deaf to the signals that end a job. Raises OSError."""
-    return subprocess.Popen(
-        command,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=_ignore_signals,
-    )
-
-
-def _ignore_signals() -> None:
-    """The guard's SIGTERM is for the head, which tells the agents.
-
-    ssh keeps ignored what it began with ignored.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
 class HostSet:
     """The machines of a plan: how they are reached, where they meet, and what each is told."""
 
@@ -279,3 +217,63 @@ class HostSet:
                 process.communicate(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def connect(
+    ssh: Ssh, hosts: Mapping[str, int], mark: str, environment: Mapping[str, str]
+) -> list[Connection]:
+    """Start an agent on every host.
+
+    Args:
+        ssh: how they are reached.
+        hosts: ranks of each.
+        mark: the job's.
+        environment: this process's variables.
+
+    Raises:
+        OSError: ssh cannot be started.
+    """
+    found, first = [], 0
+    for number, (name, ranks) in enumerate(hosts.items()):
+        own = host_mark(mark, None if is_this_machine(name) else number)
+        process = start_quietly(ssh.command(name, agent_words(mark, name, number, environment)))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        os.set_blocking(process.stderr.fileno(), False)
+        channel = Channel(process.stdout.fileno(), process.stdin.fileno())
+        found.append(Connection(name, number, first, ranks, process, channel, own))
+        first += ranks
+    return found
+
+
+def agent_words(mark: str, host: str, number: int, environment: Mapping[str, str]) -> list[str]:
+    """What starts the agent on a host, with the mark of its processes.
+
+    It has the variables it needs from `environment`.
+    """
+    own = host_mark(mark, None if is_this_machine(host) else number)
+    variables = {name: value for name, value in environment.items() if name in _NEEDED} | {
+        JOB_VARIABLE: own
+    }
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), *python(AGENT)]
+
+
+def start_quietly(command: list[str], stdin: int = subprocess.PIPE) -> "subprocess.Popen[bytes]":
+    """Start what reaches a machine, deaf to the signals that end a job. Raises OSError."""
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=_ignore_signals,
+    )
+
+
+def _ignore_signals() -> None:
+    """The guard's SIGTERM is for the head, which tells the agents.
+
+    ssh keeps ignored what it began with ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -23,13 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from megacore.artifact.files import replace_file
 from megacore.cluster.hosts.channel import BEAT, BEAT_INTERVAL, Message, WakeUp, wait
 from megacore.cluster.hosts.connection import Connection, HostSet
 from megacore.cluster.hosts.plan import Plan
 from megacore.errors import HostLostError, LaunchError, MegacoreError, MemoryExhaustedError
 from megacore.launch.exit_reason import write_launcher_reason
 from megacore.launch.guard import JOB_VARIABLE, KILL_LIMIT
-from megacore.launch.rank_table import Report, StateReport, write_report
+from megacore.launch.rank_table import LauncherReport, StateReport, write_report
 from megacore.launch.watch import STANDSTILL, Trouble
 
 HELLO_LIMIT = 45.0
@@ -185,7 +186,7 @@ class Head:
             and not host.here
             and host.may_write(said["name"])
         ):
-            _replace(self._directory / said["name"], base64.b64decode(said["data"]))
+            _copy(self._directory / said["name"], base64.b64decode(said["data"]))
         elif kind == "end":
             self._ended(host, int(said["code"]), said["memory"])
         elif kind == "failed":
@@ -280,7 +281,7 @@ class Head:
     def _report(self, trouble: Trouble) -> None:
         states = dict(state for host in self._hosts for state in host.states or [])
         try:
-            write_report(self._directory, Report(trouble, states))
+            write_report(self._directory, LauncherReport(trouble, states))
         except MegacoreError as unwritable:
             _say(str(unwritable))
         self._end(None)
@@ -334,12 +335,10 @@ def _say(*lines: str) -> None:
         data = data[os.write(1, data) :]
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Whoever reads sees the old content or the new."""
-    temporary = path.with_name(f".{path.name}.copy")
+def _copy(path: Path, data: bytes) -> None:
+    """Write the copy of a host's file, or say why that is not possible."""
     try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
+        replace_file(path, data, durable=False)
     except OSError as error:
         _say(f"cannot write {path}: {error.strerror}")
 

@@ -1,11 +1,7 @@
 """What the head of a job over several machines has to know, in a file beside the job.
 
-It holds no value of a variable.
-
-No torch is imported.
-
-The command that starts the ranks of one machine among several; each finds its own GPUs and reads
-the job there.
+It holds no value of a variable. The command for each machine's ranks is made of it; each rank finds
+its own GPUs and reads the job there. Imports no torch.
 """
 
 import base64
@@ -17,15 +13,141 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.cluster.hosts.network import local_address
 from megacore.cluster.hosts.ssh import Ssh
 from megacore.config.hostfile import is_this_machine
 from megacore.errors import ConfigError, LaunchError
 
+LOOPBACK = "127.0.0.1"
+DEFAULT_ENV_FILE = ".deepspeed_env"
+"""Where DeepSpeed's launcher looks for variables, too: in the working directory, else in the home
+directory."""
 _JOIN_LIMIT = 300
 """Seconds in which the launchers of all machines must have met: some load torch from a slow file
 system."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job's ranks on several machines."""
+
+    kind: str
+    """torchrun or deepspeed."""
+    module: str
+    """Entry point of each rank."""
+    job_file: str
+    """What they do."""
+    hosts: dict[str, int]
+    """Ranks of each machine, in the order of the ranks."""
+    devices: dict[str, list[int]]
+    """GPUs of the ranks, of the machines where they were chosen."""
+    ssh_config: str | None
+    forward_env: list[str]
+    """Variables that the other machines get as they are here, by name or with * at the end."""
+    own_env: list[str]
+    """Names of those that are set here for the ranks."""
+    env_file: str | None
+    interface: str
+    rdzv_endpoint: str | None
+    host_timeout: float
+    stop_grace: float
+    stall_limit: float | None
+    exit_directory: str
+    copy_files: bool
+    """Whether the other machines have another workspace than this one."""
+    retried: bool
+    """Whether this is no first attempt, so that a machine that does not answer was there before."""
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, atomically. Raises WorkspaceError."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read it back. Raises OSError, ValueError or TypeError."""
+        values: dict[str, Any] = read_json(path)
+        return cls(**values)
+
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """The ranks' variables, out of those of this process and the file. Raises ConfigError."""
+        passed = {name: value for name, value in environment.items() if self._passes(name)}
+        return {**passed, **({} if self.env_file is None else read_env_file(Path(self.env_file)))}
+
+    def command(self, number: int, master: str, port: int | str) -> list[str]:
+        """What starts the ranks of the machine with this number."""
+        job_file = Path(self.job_file)
+        if self.kind == "torchrun":
+            return torchrun_command(
+                self.hosts, number, self.module, job_file, master=master, port=port
+            )
+        devices = {host: self._devices(host, ranks) for host, ranks in self.hosts.items()}
+        return deepspeed_command(devices, number, self.module, job_file, master=master, port=port)
+
+    def gpus(self, host: str) -> dict[str, str]:
+        """The variable that shows the ranks of a machine its GPUs, where they were chosen."""
+        return (
+            {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host]))}
+            if host in self.devices
+            else {}
+        )
+
+    def _devices(self, host: str, ranks: int) -> list[int | str]:
+        if host in self.devices:
+            return [*self.devices[host]]
+        return visible_devices(ranks) if is_this_machine(host) else [*range(ranks)]
+
+    def _passes(self, name: str) -> bool:
+        return name in self.own_env or any(_matches(name, pattern) for pattern in self.forward_env)
+
+
+def plan_ssh(plan: Plan) -> Ssh:
+    """How the plan's machines are reached.
+
+    Both sides of these connections see for themselves whether they live.
+    """
+    return Ssh(Path(plan.ssh_config) if plan.ssh_config else None, keep_alive=False)
+
+
+def meeting_addresses(ssh: Ssh, hosts: Iterable[str], rdzv_endpoint: str | None) -> tuple[str, str]:
+    """The first machine's address as others reach it, and the second's as the first does.
+
+    That of this machine is its own on the way to the other; nothing is sent to find it out. A
+    machine by itself is reached through its loopback interface. Raises LaunchError.
+    """
+    names = [*hosts]
+    if len(names) == 1:
+        return endpoint(rdzv_endpoint)[0] or LOOPBACK, LOOPBACK
+    first, second = names[:2]
+    return endpoint(rdzv_endpoint)[0] or _address(ssh, first, second), _address(ssh, second, first)
+
+
+def _address(ssh: Ssh, host: str, other: str) -> str:
+    if not is_this_machine(host):
+        return ssh.address(host)
+    address = ssh.address(other)
+    try:
+        return local_address(address)
+    except OSError as error:
+        raise LaunchError(
+            f"no way leads from here to {other} ({address}: {error.strerror}): set "
+            "launch.rdzv_endpoint to this machine's address"
+        ) from error
+
+
+def endpoint(setting: str | None) -> tuple[str | None, int | None]:
+    """Host and port of `launch.rdzv_endpoint`, None for what it does not say.
+
+    Raises ConfigError.
+    """
+    if setting is None:
+        return None, None
+    host, colon, port = setting.rpartition(":")
+    if not colon:
+        return setting, None
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ConfigError(f"launch.rdzv_endpoint is {setting!r}: write `host` or `host:port`")
+    return host, int(port)
 
 
 def torchrun_command(
@@ -101,89 +223,6 @@ def visible_devices(ranks: int) -> list[int | str]:
     return [*names[:ranks]] if len(names) >= ranks else ["-1"] * ranks  # hidden GPUs stay hidden
 
 
-LOOPBACK = "127.0.0.1"
-DEFAULT_ENV_FILE = ".deepspeed_env"
-"""Where DeepSpeed's launcher looks for variables, too: in the working directory, else in the home
-directory."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A job's ranks on several machines."""
-
-    kind: str
-    """torchrun or deepspeed."""
-    module: str
-    """Entry point of each rank."""
-    job_file: str
-    """What they do."""
-    hosts: dict[str, int]
-    """Ranks of each machine, in the order of the ranks."""
-    devices: dict[str, list[int]]
-    """GPUs of the ranks, of the machines where they were chosen."""
-    ssh_config: str | None
-    forward_env: list[str]
-    """Variables that the other machines get as they are here, by name or with * at the end."""
-    own_env: list[str]
-    """Names of those that are set here for the ranks."""
-    env_file: str | None
-    interface: str
-    rdzv_endpoint: str | None
-    host_timeout: float
-    stop_grace: float
-    stall_limit: float | None
-    exit_directory: str
-    copy_files: bool
-    """Whether the other machines have another workspace than this one."""
-    retried: bool
-    """Whether this is no first attempt, so that a machine that does not answer was there before."""
-
-    def write(self, path: Path) -> None:
-        """Write it as JSON, atomically. Raises WorkspaceError."""
-        write_json(path, asdict(self))
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read it back. Raises OSError, ValueError or TypeError."""
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**values)
-
-    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """The ranks' variables, out of those of this process and the file. Raises ConfigError."""
-        passed = {name: value for name, value in environment.items() if self._passes(name)}
-        return {**passed, **({} if self.env_file is None else read_env_file(Path(self.env_file)))}
-
-    def command(self, number: int, master: str, port: int | str) -> list[str]:
-        """What starts the ranks of the machine with this number."""
-        job_file = Path(self.job_file)
-        if self.kind == "torchrun":
-            return torchrun_command(
-                self.hosts, number, self.module, job_file, master=master, port=port
-            )
-        devices = {host: self._devices(host, ranks) for host, ranks in self.hosts.items()}
-        return deepspeed_command(devices, number, self.module, job_file, master=master, port=port)
-
-    def gpus(self, host: str) -> dict[str, str]:
-        """The variable that shows the ranks of a machine its GPUs, where they were chosen."""
-        return (
-            {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host]))}
-            if host in self.devices
-            else {}
-        )
-
-    def _devices(self, host: str, ranks: int) -> list[int | str]:
-        if host in self.devices:
-            return [*self.devices[host]]
-        return visible_devices(ranks) if is_this_machine(host) else [*range(ranks)]
-
-    def _passes(self, name: str) -> bool:
-        return name in self.own_env or any(_matches(name, pattern) for pattern in self.forward_env)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
-
-
 def env_file_of(setting: str | None) -> str | None:
     """The file that `launch.env_file` names, else the default one where there is one."""
     if setting is not None:
@@ -223,50 +262,5 @@ def read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-def plan_ssh(plan: Plan) -> Ssh:
-    """How the plan's machines are reached.
-
-    Both sides of these connections see for themselves whether they live.
-    """
-    return Ssh(Path(plan.ssh_config) if plan.ssh_config else None, keep_alive=False)
-
-
-def endpoint(setting: str | None) -> tuple[str | None, int | None]:
-    """Host and port of `launch.rdzv_endpoint`, None for what it does not say.
-
-    Raises ConfigError.
-    """
-    if setting is None:
-        return None, None
-    host, colon, port = setting.rpartition(":")
-    if not colon:
-        return setting, None
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise ConfigError(f"launch.rdzv_endpoint is {setting!r}: write `host` or `host:port`")
-    return host, int(port)
-
-
-def meeting_addresses(ssh: Ssh, hosts: Iterable[str], rdzv_endpoint: str | None) -> tuple[str, str]:
-    """The first machine's address as others reach it, and the second's as the first does.
-
-    That of this machine is its own on the way to the other; nothing is sent to find it out. A
-    machine by itself is reached through its loopback interface. Raises LaunchError.
-    """
-    names = [*hosts]
-    if len(names) == 1:
-        return endpoint(rdzv_endpoint)[0] or LOOPBACK, LOOPBACK
-    first, second = names[:2]
-    return endpoint(rdzv_endpoint)[0] or _address(ssh, first, second), _address(ssh, second, first)
-
-
-def _address(ssh: Ssh, host: str, other: str) -> str:
-    if not is_this_machine(host):
-        return ssh.address(host)
-    address = ssh.address(other)
-    try:
-        return local_address(address)
-    except OSError as error:
-        raise LaunchError(
-            f"no way leads from here to {other} ({address}: {error.strerror}): set "
-            "launch.rdzv_endpoint to this machine's address"
-        ) from error
+def _matches(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern

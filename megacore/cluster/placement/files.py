@@ -1,7 +1,6 @@
-"""Files that have to be on every machine, as one machine tells another about them.
+"""Files that have to be on every machine, and their copies there.
 
-Copying files to another machine: rsync over the user's own ssh, under a guard that ends it with
-this process.
+They are copied by rsync over the user's own ssh, under a guard that ends it with this process.
 """
 
 import shutil
@@ -20,6 +19,12 @@ from megacore.errors import HostLostError, LaunchError
 COPY_MARK = "copied"
 """A file in a checkpoint that was copied to this machine, and may be deleted when the run goes on
 from another."""
+_SILENCE = 60
+"""Seconds without a byte after which rsync gives up."""
+_LOST = frozenset({10, 12, 30, 35, 255})
+"""rsync's exit codes of a connection that failed, broke or went silent, and ssh's."""
+_POLL = 0.5
+_GRACE = 1.0
 
 
 @dataclass
@@ -65,14 +70,6 @@ class Item:
         """What `to_json` returned."""
         entries = {name: Entry(*entry) for name, entry in values["entries"].items()}
         return cls(**{**values, "directory": Path(values["directory"]), "entries": entries})
-
-
-_SILENCE = 60
-"""Seconds without a byte after which rsync gives up."""
-_LOST = frozenset({10, 12, 30, 35, 255})
-"""rsync's exit codes of a connection that failed, broke or went silent, and ssh's."""
-_POLL = 0.5
-_GRACE = 1.0
 
 
 @dataclass(frozen=True)

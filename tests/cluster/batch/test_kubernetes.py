@@ -12,7 +12,7 @@ import yaml
 from prefect.server.schemas.actions import WorkPoolCreate
 
 from megacore.cluster.batch.kubernetes import KubernetesJob, waits_for
-from megacore.cluster.batch.kubernetes_node import place_of
+from megacore.cluster.batch.node import kubernetes_node
 from megacore.cluster.batch.scheduler import End, Look
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.cluster.batch.start import check_batch, show_batch
@@ -113,10 +113,11 @@ def test_a_configuration_becomes_a_jobset(tmp_path: Path) -> None:
     assert pod["terminationGracePeriodSeconds"] == 35
     assert pod["nodeSelector"] == {"cloud/accelerator": "h200"}
     container = pod["containers"][0]
-    assert container["command"][:3] == [
+    assert container["command"][:4] == [
         "/app/.venv/bin/python",
         "-m",
-        "megacore.cluster.batch.kubernetes_node",
+        "megacore.cluster.batch.node",
+        "kubernetes",
     ]
     assert container["resources"] == {
         "requests": {"cpu": 96, "memory": "900Gi", "amd.com/gpu": 8},
@@ -198,13 +199,13 @@ def test_a_job_outside_the_workspace_is_refused(
 
 def test_a_pod_finds_its_place(tmp_path: Path) -> None:
     own = spec(launch(nnodes=2), tmp_path)
-    place = place_of(own, "set", {"JOB_COMPLETION_INDEX": "1"})
-    assert (place.rank, place.names) == (1, ["set-node-0-0.set", "set-node-0-1.set"])
-    assert place_of(own, "set", {"JOB_COMPLETION_INDEX": "0"}).port == 29500
+    node = kubernetes_node(own, "set", {"JOB_COMPLETION_INDEX": "1"})
+    assert (node.rank, node.names) == (1, ["set-node-0-0.set", "set-node-0-1.set"])
+    assert kubernetes_node(own, "set", {"JOB_COMPLETION_INDEX": "0"}).port == 29500
     with pytest.raises(
         LaunchError, match=r"JOB_COMPLETION_INDEX is '2' in this pod, and launch\.nnodes is 2"
     ):
-        place_of(own, "set", {"JOB_COMPLETION_INDEX": "2"})
+        kubernetes_node(own, "set", {"JOB_COMPLETION_INDEX": "2"})
 
 
 def terminated(reason: str) -> dict[str, Any]:

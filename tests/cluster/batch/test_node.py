@@ -14,7 +14,7 @@ import pytest
 
 from megacore.cluster.batch import node as node_module
 from megacore.cluster.batch.meeting import Meeting
-from megacore.cluster.batch.node import Place, _interfaces, _taking_part
+from megacore.cluster.batch.node import JobNode, _interfaces, _taking_part
 from megacore.cluster.batch.spec import BatchSpec, FollowerBeat
 from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, ParallelLayoutError
@@ -41,7 +41,13 @@ def node(own: BatchSpec, does: str) -> Iterator["subprocess.Popen[str]"]:
         Path(own.job_file)
     )
     own.write()
-    words = [sys.executable, "-m", "megacore.cluster.batch.kubernetes_node", f"--spec={own.path}"]
+    words = [
+        sys.executable,
+        "-m",
+        "megacore.cluster.batch.node",
+        "kubernetes",
+        f"--spec={own.path}",
+    ]
     process = subprocess.Popen(
         [*words, "--token=mine", "--jobset=set"],
         env={**environment(), "JOB_COMPLETION_INDEX": "0", "MEGACORE_RANK_DOES": does},
@@ -130,8 +136,8 @@ def test_without_a_follower_it_ends(tmp_path: Path) -> None:
     assert reason.retryable
 
 
-def place(nodes: int, rank: int = 0) -> Place:
-    return Place(rank, [f"n{number}" for number in range(nodes)], 4, "127.0.0.1", 1)
+def job_node(nodes: int, rank: int = 0) -> JobNode:
+    return JobNode(rank, [f"n{number}" for number in range(nodes)], 4, "127.0.0.1", 1)
 
 
 def test_fewer_machines_take_part_where_more_do_not_divide(tmp_path: Path) -> None:
@@ -139,14 +145,14 @@ def test_fewer_machines_take_part_where_more_do_not_divide(tmp_path: Path) -> No
     run = _runs.config(launch={"kind": "slurm", "nnodes": "2:4", "nproc_per_node": 1})
     own = spec(tmp_path).model_copy(update={"launch": run.launch})
     _runs.job(run, tmp_path, tmp_path, ranks=4).write(Path(own.job_file))
-    assert [len(_taking_part(own, place(nodes)).names) for nodes in (2, 3, 4)] == [2, 2, 4]
+    assert [len(_taking_part(own, job_node(nodes)).names) for nodes in (2, 3, 4)] == [2, 2, 4]
     with pytest.raises(LaunchError, match=r"gave 5 machines and launch\.nnodes is 2:4"):
-        _taking_part(own, place(5))
+        _taking_part(own, job_node(5))
     odd = run.launch.model_copy(update={"nnodes": "3:4"})
     with pytest.raises(
         ParallelLayoutError, match="gave 3 machines, and by the ranks of none of 3 to 3"
     ):
-        _taking_part(own.model_copy(update={"launch": odd}), place(3))
+        _taking_part(own.model_copy(update={"launch": odd}), job_node(3))
 
 
 def test_the_interface_is_the_users_the_named_one_or_the_one_that_leads_there(
@@ -156,14 +162,14 @@ def test_the_interface_is_the_users_the_named_one_or_the_one_that_leads_there(
         monkeypatch.delenv(name, raising=False)
     meeting = Meeting("127.0.0.1", 1, "127.0.0.1")
     both = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert _interfaces(spec(tmp_path), place(2), meeting) == both
-    assert _interfaces(spec(tmp_path, interface="lo"), place(2), meeting) == both
+    assert _interfaces(spec(tmp_path), job_node(2), meeting) == both
+    assert _interfaces(spec(tmp_path, interface="lo"), job_node(2), meeting) == both
     with pytest.raises(
         LaunchError, match=r"n0: it has no interface 'ib7'.*correct launch\.interface"
     ):
-        _interfaces(spec(tmp_path, interface="ib7"), place(2), meeting)
+        _interfaces(spec(tmp_path, interface="ib7"), job_node(2), meeting)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    assert _interfaces(spec(tmp_path), place(2), meeting) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert _interfaces(spec(tmp_path), job_node(2), meeting) == {"GLOO_SOCKET_IFNAME": "lo"}
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
@@ -177,8 +183,8 @@ def test_a_name_that_the_cluster_learns_later_is_asked_for_again(
     monkeypatch.setattr(node_module, "interface_to", lambda peer: next(answers))
     monkeypatch.setattr(node_module, "_POLL", 0.01)
     meeting = Meeting("pod-0", 1, "pod-1")
-    assert set(_interfaces(spec(tmp_path), place(2), meeting).values()) == {"eth0"}
+    assert set(_interfaces(spec(tmp_path), job_node(2), meeting).values()) == {"eth0"}
     monkeypatch.setattr(node_module, "interface_to", lambda peer: None)
     monkeypatch.setattr(node_module, "_NAME_SECONDS", 0.05)
     with pytest.raises(LaunchError, match="n0 finds no interface that leads to pod-1"):
-        _interfaces(spec(tmp_path), place(2), meeting)
+        _interfaces(spec(tmp_path), job_node(2), meeting)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from megacore.cluster.batch.node import slurm_node
 from megacore.cluster.batch.scheduler import End, Submission
 from megacore.cluster.batch.slurm import SlurmJob, accounted, exported
-from megacore.cluster.batch.slurm_node import place_of
 from megacore.cluster.batch.spec import BatchSpec
 from megacore.cluster.batch.start import check_batch, show_batch, start_batch
 from megacore.config.launch import LaunchConfig
@@ -443,18 +443,18 @@ def test_a_process_finds_its_place_among_the_machines(
     }
     variables |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_CPUS_ON_NODE": "1"}
     own = spec(launch(nnodes=2), tmp_path)
-    place = place_of(own, variables)
-    assert (place.rank, place.names, place.cpus, place.address) == (1, ["n1", "n2"], 1, "127.0.0.1")
-    first = place_of(own, {**variables, "SLURM_NODEID": "0"})
+    node = slurm_node(own, variables)
+    assert (node.rank, node.names, node.cpus, node.address) == (1, ["n1", "n2"], 1, "127.0.0.1")
+    first = slurm_node(own, {**variables, "SLURM_NODEID": "0"})
     assert (first.address, first.port > 1024) == ("127.0.0.1", True)
     with pytest.raises(
         LaunchError, match=re.escape("Slurm started 16 processes on 2 machines (n[1-2])")
     ):
-        place_of(own, {**variables, "SLURM_NTASKS": "16"})
+        slurm_node(own, {**variables, "SLURM_NTASKS": "16"})
     with pytest.raises(
         LaunchError, match="this process is to be started by srun, and 'SLURM_NODEID' is not"
     ):
-        place_of(own, {})
+        slurm_node(own, {})
 
 
 def test_variables_of_sbatch_are_those_with_which_the_job_is_found() -> None:

@@ -1,0 +1,59 @@
+"""Files that are replaced whole, and JSON that is read back."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact.files import read_json, read_record, replace_file, write_json
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    count: int
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_is_replaced_whole_and_leaves_no_temporary(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a longer text")
+    replace_file(path, b"short", durable=durable, mode=0o600)
+    assert path.read_bytes() == b"short"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_failure_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        replace_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_json_is_read_as_it_was_written(tmp_path: Path) -> None:
+    value = {"b": [1, 2.5, None], "a": "ü"}
+    write_json(tmp_path / "value.json", value)
+    assert read_json(tmp_path / "value.json") == value
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "a"', '{"name": "a"}', '{"name": "a", "count": 1, "more": 2}', "[1]", "\xff"]
+)
+def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "size.json"
+    assert read_record(path, Size) is None
+    path.write_text('{"name": "a", "count": 1}')
+    assert read_record(path, Size) == Size("a", 1)
+    path.write_bytes(text.encode("latin-1"))
+    assert read_record(path, Size) is None
