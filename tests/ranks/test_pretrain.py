@@ -23,7 +23,7 @@ TIMEOUT = 240
 
 def start(module: str, job_file: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        rank_commands.torchrun_alone(f"megacore.launch.{module}", job_file, ranks),
+        rank_commands.torchrun_alone(f"megacore.ranks.{module}", job_file, ranks),
         env={**os.environ, **rank_commands.rank_environment(1)},
         capture_output=True,
         text=True,

@@ -82,7 +82,7 @@ def test_every_entry_point_takes_it(module: str) -> None:
     command = [
         sys.executable,
         "-m",
-        f"megacore.launch.{module}",
+        f"megacore.ranks.{module}",
         "--config",
         "absent.json",
         "--local-rank=0",

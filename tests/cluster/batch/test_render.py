@@ -76,4 +76,7 @@ def test_the_templates_are_installed_with_the_package() -> None:
         "jobset.yaml.j2",
         "train.sbatch.j2",
     ]
-    assert '"megacore.cluster.batch" = ["templates/*.j2"]' in (REPOSITORY / "pyproject.toml").read_text()
+    assert (
+        '"megacore.cluster.batch" = ["templates/*.j2"]'
+        in (REPOSITORY / "pyproject.toml").read_text()
+    )
