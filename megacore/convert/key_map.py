@@ -114,7 +114,7 @@ class Entry:
 
 
 class KeyMap:
-    """A table of entries without a repeated name, read forward (ours to theirs) and in reverse."""
+    """A table of entries without a repeated name, read in both directions: `forward` and `ours`."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
@@ -144,14 +144,6 @@ class KeyMap:
             )
             for name in entry.theirs:
                 yield name, parts.pop(0)  # once it is taken nothing here keeps it
-
-    def reverse(self, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield our tensors by name, contiguous, in the table's order.
-
-        Raises ConversionError when `theirs` misses a name, has one the table does not know, or a
-        wrong shape.
-        """
-        yield from self.ours(theirs).items()
 
     def ours(
         self, theirs: Mapping[str, Tensor], where: str = "the transformers model"

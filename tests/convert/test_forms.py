@@ -64,7 +64,7 @@ def test_theirs_in_our_model(name: str, pair: tuple[Any, Any]) -> None:
     spec = tiny_spec(name)
     theirs, ours = pair[1], our_model(spec)
     _, form = form_of(spec)
-    ours.load_state_dict(dict(form.key_map(spec).reverse(on_disk(spec, theirs))), strict=True)
+    ours.load_state_dict(dict(form.key_map(spec).ours(on_disk(spec, theirs))), strict=True)
     assert difference(name, ours, theirs) <= 2e-5
 
 
@@ -73,11 +73,11 @@ def test_round_trips_are_bitwise(name: str, pair: tuple[Any, Any], dtype: torch.
     spec = tiny_spec(name)
     table = form_of(spec)[1].key_map(spec)
     theirs = {key: value.to(dtype) for key, value in on_disk(spec, pair[1]).items()}
-    again = dict(table.forward(dict(table.reverse(theirs))))
+    again = dict(table.forward(dict(table.ours(theirs))))
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[key], value) for key, value in theirs.items())
     ours = {key: value.detach().to(dtype) for key, value in pair[0].named_parameters()}
-    back = dict(table.reverse(dict(table.forward(ours))))
+    back = dict(table.ours(dict(table.forward(ours))))
     assert back.keys() == ours.keys()
     for key, value in ours.items():
         rows = spec.vocab_size if len(value) == spec.padded_vocab_size else len(value)
@@ -101,7 +101,7 @@ def test_paired_modules_give_the_same_hidden_states(name: str, pair: tuple[Any, 
     spec = tiny_spec(name)
     theirs, ours = pair[1], our_model(spec)
     _, form = form_of(spec)
-    ours.load_state_dict(dict(form.key_map(spec).reverse(on_disk(spec, theirs))))
+    ours.load_state_dict(dict(form.key_map(spec).ours(on_disk(spec, theirs))))
     pairs = form.module_pairs(spec)
     given = whole(samples(spec))
     with (

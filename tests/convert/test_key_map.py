@@ -76,7 +76,7 @@ def test_one_of_ours_may_be_several_of_theirs() -> None:
     theirs = dict(table().forward(ours))
     assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == table().their_shapes
     assert table().their_shapes == {"x.weight": (3, 4), "y.gate": (3, 2), "y.up": (3, 2)}
-    back = dict(table().reverse(theirs))
+    back = dict(table().ours(theirs))
     assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
     assert all(tensor.is_contiguous() for tensor in back.values())
 
@@ -88,20 +88,20 @@ def test_a_name_in_the_table_twice_is_refused() -> None:
         KeyMap((Entry("a", (2,), ("x",)), Entry("a", (2,), ("y",))))
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("direction", ["forward", "ours"])
 def test_missing_and_unknown_names_and_wrong_shapes_are_named(direction: str) -> None:
     shapes = table().our_shapes if direction == "forward" else table().their_shapes
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     convert = getattr(table(), direction)
     first = next(iter(tensors))
     with pytest.raises(ConversionError, match=f"it lacks {first}"):
-        list(convert({name: tensor for name, tensor in tensors.items() if name != first}))
+        dict(convert({name: tensor for name, tensor in tensors.items() if name != first}))
     with pytest.raises(ConversionError, match=r"no place for stray\.bias"):
-        list(convert({**tensors, "stray.bias": torch.zeros(1)}))
+        dict(convert({**tensors, "stray.bias": torch.zeros(1)}))
     with pytest.raises(
         ConversionError, match=rf"{first} has shape \(9, 9\) where the configuration says"
     ):
-        list(convert({**tensors, first: torch.zeros(9, 9)}))
+        dict(convert({**tensors, first: torch.zeros(9, 9)}))
 
 
 def test_many_missing_names_are_counted() -> None:
