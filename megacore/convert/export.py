@@ -20,10 +20,10 @@ import megacore
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.checkpoint.format import reading, verify
 from megacore.convert.counterparts import exportable
-from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import model_card
-from megacore.convert.outputs import Pair, to_device
+from megacore.convert.outputs import ModelPair, to_device
 from megacore.convert.parity import (
     Batches,
     check_models,
@@ -246,7 +246,7 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     """
     exportable(job.config)
     output, directory = Path(job.output_directory), Path(job.output_directory) / MODEL_DIRECTORY
-    found, form = form_of(job.spec)
+    found, form = hf_form_of(job.spec)
     with reading(Path(job.checkpoint)):
         beat("verify")
         marker = verify(Path(job.checkpoint))
@@ -324,7 +324,7 @@ def pass_gate(
     beat("compare")
     samples = samples_of(job, device, lambda: beat("compare perplexities"))
     report = ParityReport(config.parity_tolerance, config.dtype, perplexity_split=samples.split)
-    pair = Pair(job.spec, form_of(job.spec)[1], model, exported.to(device))
+    pair = ModelPair(job.spec, hf_form_of(job.spec)[1], model, exported.to(device))
     compare_tokenizers(
         report,
         load_tokenizer(Path(job.tokenizer_directory)),

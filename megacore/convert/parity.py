@@ -26,7 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config.spec import SpecialTokens
-from megacore.convert.outputs import Pair, meaningful, one_sample, their_outputs, without_padding
+from megacore.convert.outputs import (
+    ModelPair,
+    meaningful,
+    one_sample,
+    their_outputs,
+    without_padding,
+)
 from megacore.convert.report import ParityReport, same_to_four_digits, within
 from megacore.errors import ConversionError
 from megacore.models.inputs import ModelInput
@@ -146,7 +152,7 @@ PROMPT_TOKENS = 128
 _GREEDY = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_k": 50}
 
 
-def compare_continuations(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
+def compare_continuations(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
     """Greedy continuations by `generate` of transformers against our choices.
 
     It runs with its cache; ours follow the same prefix.
@@ -180,7 +186,7 @@ def compare_continuations(report: ParityReport, pair: Pair, validation: ModelInp
         )
 
 
-def compare_masked(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
+def compare_masked(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
     """The most likely token of each masked place.
 
     Places whose two best logits are closer than twice the tolerance are left out.
@@ -204,7 +210,7 @@ def compare_masked(report: ParityReport, pair: Pair, validation: ModelInput) -> 
         )
 
 
-def _of_causal(pair: Pair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
+def _of_causal(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
     """For each sample our logits [new, v] beside the exported model's continuation [new].
 
     The logits follow the prefixes of that continuation.
@@ -222,7 +228,7 @@ def _of_causal(pair: Pair, validation: ModelInput) -> Iterator[tuple[Tensor, Ten
         yield logits, row[prompt.shape[1] :]
 
 
-def _of_decoder(pair: Pair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
+def _of_decoder(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
     """The same of a decoder, which begins anew."""
     assert validation.present is not None
     new = min(CONTINUATION_TOKENS, validation.labels.shape[1])
@@ -309,7 +315,9 @@ Batches = Callable[[], Iterable[ModelInput]]
 """The micro batches of a split, from the beginning each time."""
 
 
-def check_models(report: ParityReport, pair: Pair, validation: ModelInput, test: Batches) -> None:
+def check_models(
+    report: ParityReport, pair: ModelPair, validation: ModelInput, test: Batches
+) -> None:
     """Compare the exported model, loaded by transformers, with ours.
 
     Where they differ, the layer where they part is looked for.
@@ -391,7 +399,7 @@ def compare_native(report: ParityReport, native: Any, trained: Perplexities, tes
         report.problems.append("its perplexity differs when it computes in bfloat16")
 
 
-def our_perplexity(pair: Pair, test: Batches) -> Perplexities:
+def our_perplexity(pair: ModelPair, test: Batches) -> Perplexities:
     """That of our model."""
     return perplexities(
         [lambda given: {"ours": pair.our_outputs(given).logits[..., : pair.spec.vocab_size]}],
@@ -399,7 +407,7 @@ def our_perplexity(pair: Pair, test: Batches) -> Perplexities:
     )
 
 
-def _compare_logits(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
+def _compare_logits(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
     """Logits of every place that means something, one sample at a time."""
     for number in range(len(validation.tokens)):
         given = one_sample(validation, number)
@@ -435,7 +443,9 @@ def _larger(largest: float, own: Tensor, other: Tensor) -> float:
     return largest if difference <= largest or largest != largest else difference
 
 
-def _compare_perplexities(report: ParityReport, pair: Pair, batches: Iterable[ModelInput]) -> None:
+def _compare_perplexities(
+    report: ParityReport, pair: ModelPair, batches: Iterable[ModelInput]
+) -> None:
     def ours(given: ModelInput) -> dict[str, Tensor]:
         padded = pair.our_outputs(given).logits
         return {"ours": padded[..., : pair.spec.vocab_size], "padded": padded}
@@ -451,7 +461,7 @@ def _compare_perplexities(report: ParityReport, pair: Pair, batches: Iterable[Mo
         report.problems.append("its perplexity differs")
 
 
-def _compare_weights(report: ParityReport, pair: Pair) -> None:
+def _compare_weights(report: ParityReport, pair: ModelPair) -> None:
     """Every exported weight against ours through the table: bitwise, padding aside.
 
     The exported ones are as transformers holds them.
@@ -472,7 +482,7 @@ def _compare_weights(report: ParityReport, pair: Pair) -> None:
         report.problems.append(f"its weights differ in {named}{more}")
 
 
-def _find_layer(report: ParityReport, pair: Pair, validation: ModelInput) -> None:
+def _find_layer(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
     def runs() -> Iterable[tuple[Callable[[], object], Callable[[], object]]]:
         for number in range(len(validation.tokens)):
             given = without_padding(one_sample(validation, number))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import httpx
 
 
-Report = Callable[[int, int | None], None]
+ProgressCallback = Callable[[int, int | None], None]
 """Takes the bytes that are there and all bytes, None as long as these are unknown."""
 
 _LOG_SECONDS = 10.0
@@ -40,7 +40,7 @@ _logger = logging.getLogger("megacore.corpus")
 
 
 @contextmanager
-def download_progress(name: str) -> Iterator[Report]:
+def download_progress(name: str) -> Iterator[ProgressCallback]:
     """Show the progress of the download `name` until the block is left."""
     from rich.console import Console
 
@@ -50,7 +50,7 @@ def download_progress(name: str) -> Iterator[Report]:
 
 
 @contextmanager
-def _bar(name: str, console: object) -> Iterator[Report]:
+def _bar(name: str, console: object) -> Iterator[ProgressCallback]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -70,7 +70,7 @@ def _bar(name: str, console: object) -> Iterator[Report]:
 
 
 @contextmanager
-def _log(name: str) -> Iterator[Report]:
+def _log(name: str) -> Iterator[ProgressCallback]:
     started = last = time.monotonic()
 
     def report(done: int, total: int | None) -> None:
@@ -223,7 +223,12 @@ class _Download:
     """The attempts at one file, each of which goes on where the one before broke off."""
 
     def __init__(
-        self, client: "httpx.Client", url: str, target: Path, there: Version | None, report: Report
+        self,
+        client: "httpx.Client",
+        url: str,
+        target: Path,
+        there: Version | None,
+        report: ProgressCallback,
     ) -> None:
         self._client = client
         self._address, self._url = _without_user(url), shown(url)

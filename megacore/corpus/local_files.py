@@ -16,7 +16,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.config.data import JsonlSource, ParquetSource, PrefixSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import SourceFile, write_sources
-from megacore.corpus.formats import form_of, pieces, unreadable
+from megacore.corpus.formats import file_format_of, pieces, unreadable
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
 
@@ -133,7 +133,7 @@ def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, i
     """
     files = list_files(source)
     for file in files:
-        if (form_of(file.path) == "parquet") != (source.kind == "parquet"):
+        if (file_format_of(file.path) == "parquet") != (source.kind == "parquet"):
             other = "jsonl" if source.kind == "parquet" else "parquet"
             raise DataFormatError(
                 f"{file.path} is no {source.kind} file: give it to a source of kind {other}"
@@ -149,12 +149,12 @@ def count_documents(path: str | Path, key: str) -> int:
 
     Raises DataFormatError for a damaged file.
     """
-    form = form_of(path)
-    if form == "parquet":
+    file_format = file_format_of(path)
+    if file_format == "parquet":
         check_column(path, key)
         return sum(group_rows(path))
     count, last = 0, b"\n"
-    for piece in pieces(path, form):
+    for piece in pieces(path, file_format):
         count += piece.count(b"\n")
         last = piece[-1:] or last
     return count + (last != b"\n")

@@ -253,12 +253,12 @@ def _parameters(directory: Path) -> Made:
     return dict(Manifest.read(directory).parameters)
 
 
-Report = dict[str, Any]
+JsonReport = dict[str, Any]
 
 
 def report_tokens(
     prefix: str, documents: int, tokenizer: Path | None, limit: int | None = None
-) -> Report:
+) -> JsonReport:
     """A pair of token files in numbers, and its first documents, each cut at `limit` tokens.
 
     They are decoded by `tokenizer` (see `open_decoder`), by default the one that the files name;
@@ -280,7 +280,7 @@ def report_tokens(
     }
 
 
-def report_index(directory: Path) -> Report:
+def report_index(directory: Path) -> JsonReport:
     """What `index.json` says. Raises DataFormatError."""
     index = describe_index(directory)
     return {
@@ -296,7 +296,7 @@ def report_index(directory: Path) -> Report:
 
 def report_sample(
     directory: Path, split: str, number: int, tokenizer: Path | None, sources: int | None = None
-) -> Report:
+) -> JsonReport:
     """The documents and source lines of a sample.
 
     Of its first `sources` parts (default: all) the lines are read.
@@ -331,7 +331,7 @@ def report_sample(
     }
 
 
-def _options(options: IndexOptions) -> Report:
+def _options(options: IndexOptions) -> JsonReport:
     """The options that the maps have: those of sentences stand beside the others."""
     values = asdict(options)
     return values | (values.pop("sentences") or {})
@@ -344,11 +344,11 @@ def _padding(options: IndexOptions, tokens: int) -> int:
     return max(0, room - tokens)
 
 
-def _by_split(values: Mapping[str, Any]) -> Report:
+def _by_split(values: Mapping[str, Any]) -> JsonReport:
     return {name: values[name] for name in SPLIT_NAMES if name in values}
 
 
-def _lengths(summary: LengthSummary, lengths: Lengths) -> Report:
+def _lengths(summary: LengthSummary, lengths: Lengths) -> JsonReport:
     bins = bin_lengths(lengths)
     rows = zip(
         bins.edges[:-1].tolist(), bins.edges[1:].tolist(), bins.sequences.tolist(), strict=True
@@ -366,7 +366,7 @@ def _document(
     origins: Origins | None,
     decode: Decode | None,
     limit: int | None,
-) -> Report:
+) -> JsonReport:
     ids = document_tokens(dataset, number)
     shown = ids[:limit]
     place = None if origins is None else origins.place(number)
@@ -383,9 +383,9 @@ def _document(
 
 def _part(
     dataset: IndexedDataset, part: Part, origins: Origins | None, decode: Decode | None
-) -> Report:
+) -> JsonReport:
     ids = dataset.get(part.sequence, part.start, part.stop - part.start)
-    report: Report = {
+    report: JsonReport = {
         **asdict(part),
         "ids": ids.tolist(),
         "text": None if decode is None else decode(ids),
@@ -394,7 +394,7 @@ def _part(
     place = None if origins is None else origins.place(part.document)
     if origins is None or place is None:
         return report
-    source: Report = {"path": place.path, "line": place.line, "key": place.key, "problem": None}
+    source: JsonReport = {"path": place.path, "line": place.line, "key": place.key, "problem": None}
     try:
         found = read_document(place)
     except DataFormatError as error:

@@ -8,7 +8,7 @@ from megacore.convert.key_map import (
     TRANSPOSED,
     Entry,
     KeyMap,
-    Layout,
+    Relayout,
     padded_rows,
     qkv_blocks,
 )
@@ -43,7 +43,7 @@ def test_qkv_blocks_moves_each_head_to_its_block() -> None:
         (padded_rows(6, 6), (6, 2)),
     ],
 )
-def test_layouts_are_bijections(layout: Layout, shape: tuple[int, ...]) -> None:
+def test_layouts_are_bijections(layout: Relayout, shape: tuple[int, ...]) -> None:
     ours = encoded(shape)
     assert torch.equal(layout.merge(layout.split(ours)), ours)
 
@@ -58,8 +58,8 @@ def test_padded_rows_are_cut_and_come_back_as_zeros() -> None:
     assert not padded[3:].any()
 
 
-def halves() -> Layout:
-    return Layout(lambda ours: ours.chunk(2), lambda theirs: torch.cat(theirs))
+def halves() -> Relayout:
+    return Relayout(lambda ours: ours.chunk(2), lambda theirs: torch.cat(theirs))
 
 
 def table() -> KeyMap:

@@ -13,7 +13,7 @@ from megacore.jobs.model import GenerateOptions
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.tokenizer import load_tokenizer
-from megacore.zeroshot.score import Scorer
+from megacore.zeroshot.score import ZeroshotScorer
 from megacore.zeroshot.texts import read_lambada, read_wikitext
 from tests._dist import still_alive
 from tests.generate import _tiny
@@ -53,7 +53,7 @@ def on_mesh(root: Path, mesh: ProcessMesh) -> dict[str, Any]:
         ]
     model = load_model(find_model(root / "gpt2"), mesh, device=device, dtype=torch.float32)
     tokenizer = load_tokenizer(root / "tokenizer")
-    scorer = Scorer(model, mesh, device, vocab_size=VOCAB, batch_size=4)
+    scorer = ZeroshotScorer(model, mesh, device, vocab_size=VOCAB, batch_size=4)
     found["wikitext"] = scorer.wikitext(
         read_wikitext(root / "wiki", tokenizer), _tiny.POSITIONS, 40
     )

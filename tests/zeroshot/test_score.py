@@ -16,7 +16,7 @@ from megacore.generate.weights import load_model
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tokenizer import Tokenizer
-from megacore.zeroshot.score import Scorer
+from megacore.zeroshot.score import ZeroshotScorer
 from megacore.zeroshot.texts import Passage, WikiText, read_lambada, read_wikitext
 from tests.generate import _tiny
 from tests.zeroshot import _texts
@@ -34,8 +34,8 @@ class Bench:
     wikitext: WikiText
     passages: list[Passage]
 
-    def scorer(self, batch_size: int = 4) -> Scorer:
-        return Scorer(
+    def scorer(self, batch_size: int = 4) -> ZeroshotScorer:
+        return ZeroshotScorer(
             self.ours,
             ProcessMesh.serial(),
             torch.device("cpu"),

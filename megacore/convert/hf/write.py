@@ -22,7 +22,7 @@ from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.config import CONFIG_NAME
-from megacore.convert.hf.forms import form_of, model_config
+from megacore.convert.hf.forms import hf_form_of, model_config
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
 
@@ -181,7 +181,7 @@ def write_model(
         ConversionError: no class of transformers is this model, or `tensors` are of another.
         WorkspaceError: the disk refuses.
     """
-    table = table or form_of(spec)[1].key_map(spec)
+    table = table or hf_form_of(spec)[1].key_map(spec)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_safetensors(
