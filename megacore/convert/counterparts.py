@@ -1,8 +1,7 @@
 """Which class of transformers is a model of ours, and what none of them has. Imports no torch.
 
+Whether a configuration can be exported is asked before training starts.
 `megacore.convert.hf.forms` says how the weights and the configuration of each class are written.
-
-Whether a configuration can be exported, asked before training starts.
 """
 
 from collections.abc import Mapping
@@ -16,6 +15,56 @@ from megacore.errors import ConfigError, ConversionError
 
 GIVEN = "any number"
 """Among the allowed values of an option: whatever is not null."""
+_PLAIN: tuple[Activation, ...] = ("gelu_tanh", "gelu", "relu")
+_GATED: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh")
+_CAUSAL: dict[str, tuple[object, ...]] = {"norm_position": ("pre",)}
+_GPT2: dict[str, tuple[object, ...]] = _CAUSAL | {
+    "position_embedding_type": ("learned_absolute",),
+    "normalization": ("layernorm",),
+    "activation": _PLAIN,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (True,),
+}
+_LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0,),
+    "normalization": ("rmsnorm",),
+    "activation": _GATED,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+}
+_MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
+_QWEN3 = _LLAMA | {
+    "sliding_window": (None, GIVEN),
+    "qk_layernorm": (True,),
+    "add_bias_linear": (False,),
+}
+_NEOX = _GPT2 | {"position_embedding_type": ("rope",), "parallel_residual": (False, True)}
+_BERT: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": ("learned_absolute",),
+    "normalization": ("layernorm",),
+    "activation": _PLAIN,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (True,),
+    "untie_embeddings_and_output_weights": (False,),
+}
+_T5: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": ("relative",),
+    "normalization": ("rmsnorm",),
+    "norm_position": ("pre",),
+    "activation": (*_PLAIN, "swiglu", "geglu_tanh"),
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (False,),
+}
+Dtype = Literal["float32", "bfloat16"]
+"""Types of exported weights."""
 
 
 class Obstacle(NamedTuple):
@@ -76,56 +125,6 @@ class Counterpart:
                 )
             )
         return found
-
-
-_PLAIN: tuple[Activation, ...] = ("gelu_tanh", "gelu", "relu")
-_GATED: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh")
-_CAUSAL: dict[str, tuple[object, ...]] = {"norm_position": ("pre",)}
-_GPT2: dict[str, tuple[object, ...]] = _CAUSAL | {
-    "position_embedding_type": ("learned_absolute",),
-    "normalization": ("layernorm",),
-    "activation": _PLAIN,
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-    "add_bias_linear": (True,),
-}
-_LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
-    "position_embedding_type": ("rope",),
-    "rotary_percent": (1.0,),
-    "normalization": ("rmsnorm",),
-    "activation": _GATED,
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-}
-_MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
-_QWEN3 = _LLAMA | {
-    "sliding_window": (None, GIVEN),
-    "qk_layernorm": (True,),
-    "add_bias_linear": (False,),
-}
-_NEOX = _GPT2 | {"position_embedding_type": ("rope",), "parallel_residual": (False, True)}
-_BERT: dict[str, tuple[object, ...]] = {
-    "position_embedding_type": ("learned_absolute",),
-    "normalization": ("layernorm",),
-    "activation": _PLAIN,
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-    "add_bias_linear": (True,),
-    "untie_embeddings_and_output_weights": (False,),
-}
-_T5: dict[str, tuple[object, ...]] = {
-    "position_embedding_type": ("relative",),
-    "normalization": ("rmsnorm",),
-    "norm_position": ("pre",),
-    "activation": (*_PLAIN, "swiglu", "geglu_tanh"),
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-    "add_bias_linear": (False,),
-}
 
 
 def _bert(
@@ -190,10 +189,6 @@ def _written(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-Dtype = Literal["float32", "bfloat16"]
-"""Types of exported weights."""
 
 
 def exportable(config: RunConfig) -> None:

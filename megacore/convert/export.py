@@ -1,8 +1,7 @@
-"""The stage: one checkpoint to a transformers directory that has passed the gate.
+"""The export stage: one checkpoint to a transformers directory that has passed the gate.
 
-The samples on which an export is compared with the model.
-
-A text that shows what an exported model writes, or fills in.
+Here are also the samples on which the gate compares, and the text that shows what the exported
+model writes, or fills in.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,6 +44,13 @@ from megacore.tokenizer import load_tokenizer
 
 _LOGITS = 1 << 24
 """Logits of a batch that is scored: 64 MiB of them."""
+_CANDIDATES = 5
+"""Tokens that are shown for a mask."""
+_SENTINEL = "<extra_id_0>"
+MODEL_DIRECTORY = "model"
+"""The transformers directory, below the stage's output."""
+REPORT_NAME = "parity.json"
+SAMPLE_NAME = "sample.txt"
 
 
 @dataclass(frozen=True)
@@ -67,169 +73,6 @@ class Samples:
         """
         length = self.rows.shape[1] if job.config.family == "gpt" else job.config.data.seq_length
         return [[token for token in row[:length].tolist() if token >= 0] for row in self.rows]
-
-
-def samples_of(
-    job: ConvertJob, device: torch.device | str, on_batch: Callable[[], None] = lambda: None
-) -> Samples:
-    """The samples of a run; `on_batch` is called before each batch is read.
-
-    Raises DataFormatError when its validation split has none.
-    """
-    rules = _rules(job)
-    rows = validation_rows(job)
-    split, test = "test", _open(job, "test")
-    if len(test) == 0:
-        split, test = "valid", _open(job, "valid")
-    return Samples(
-        rows,
-        to_device(rules.read(torch.from_numpy(rows)), device),
-        split,
-        lambda: _batches(job, test, rules, device, on_batch),
-    )
-
-
-def validation_rows(job: ConvertJob) -> npt.NDArray[np.int64]:
-    """The first `export.parity_samples` samples of the validation split, [samples, width].
-
-    All, if it has fewer.
-
-    Raises DataFormatError when the split has none.
-    """
-    dataset = _open(job, "valid")
-    count = min(job.config.export.parity_samples, len(dataset))
-    if count == 0:
-        raise DataFormatError(
-            f"{job.index_directory} has no validation samples on which the export can be compared: "
-            f"give data.split {job.config.data.split_weights!r} a larger second weight"
-        )
-    return np.ascontiguousarray(dataset.gather(range(count)), dtype=np.int64)
-
-
-def _rules(job: ConvertJob) -> InputRules:
-    """How rows are read: each as one text, though training may have kept its documents apart."""
-    rules = input_rules(job.config, job.special_tokens)
-    if isinstance(rules, MaskRules):
-        return replace(rules, reset_position_ids=False, reset_attention_mask=False)
-    return rules
-
-
-def _open(job: ConvertJob, split: str) -> Dataset:
-    return open_split(
-        job.token_prefixes,
-        job.index_directory,
-        split,
-        job.config,
-        tokenizer_directory=job.tokenizer_directory,
-    )
-
-
-def _batches(
-    job: ConvertJob,
-    dataset: Dataset,
-    rules: InputRules,
-    device: torch.device | str,
-    on_batch: Callable[[], None],
-) -> Iterator[ModelInput]:
-    limit = job.config.export.max_test_samples
-    count = len(dataset) if limit is None else min(limit, len(dataset))
-    size = max(1, _LOGITS // (job.config.data.seq_length * job.spec.padded_vocab_size))
-    for numbers in _grouped(range(count), size):
-        on_batch()
-        rows = torch.from_numpy(np.ascontiguousarray(dataset.gather(numbers), dtype=np.int64))
-        yield to_device(rules.read(rows), device)
-
-
-def _grouped(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
-    remaining = iter(numbers)
-    while group := list(islice(remaining, size)):
-        yield group
-
-
-_CANDIDATES = 5
-"""Tokens that are shown for a mask."""
-_SENTINEL = "<extra_id_0>"
-
-
-def write_sample(
-    path: Path, family: str, model: Any, tokenizer: Any, *, prompt: str, new_tokens: int, seed: int
-) -> str:
-    """Write what a transformers model makes of `prompt` to `path`, and return it.
-
-    The same seed gives the same text.
-
-    A causal model continues it by `new_tokens` tokens, sampled as its generation config says.
-    BERT's best tokens for each mask are shown, and what T5 writes for its sentinels; without one in
-    the prompt it stands at the end. Raises WorkspaceError.
-    """
-    with torch.random.fork_rng(devices=[]), torch.inference_mode():
-        torch.manual_seed(seed)
-        match family:
-            case "bert":
-                text = _filled_masks(model, tokenizer, prompt)
-            case "t5":
-                text = _filled_spans(model, tokenizer, prompt, new_tokens)
-            case _:
-                text = _continued(model, tokenizer, prompt, new_tokens)
-    with workspace_errors(path):
-        path.write_text(text + "\n", encoding="utf-8")
-    return text
-
-
-def _continued(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
-    """The end-of-document token is not drawn.
-
-    The text may be longer than the model's positions: it then sees the last half of them.
-    """
-    positions = model.config.max_position_embeddings
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
-    wanted = len(ids) + new_tokens
-    while len(ids) < wanted:
-        seen = torch.tensor([ids[-max(1, positions // 2) :]])
-        count = min(wanted - len(ids), positions - seen.shape[1])
-        written = model.generate(
-            seen, attention_mask=torch.ones_like(seen), max_new_tokens=count, min_new_tokens=count
-        )
-        ids = ids + written[0, seen.shape[1] :].tolist()
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _filled_masks(model: Any, tokenizer: Any, prompt: str) -> str:
-    """The prompt, and for each of its masks the most likely tokens."""
-    if tokenizer.mask_token not in prompt:
-        prompt = f"{prompt.rstrip()} {tokenizer.mask_token}"
-    positions = model.config.max_position_embeddings
-    words = tokenizer(prompt, add_special_tokens=False)["input_ids"][-(positions - 2) :]
-    ids = torch.tensor([[tokenizer.cls_token_id, *words, tokenizer.sep_token_id]])
-    found = model(ids)
-    logits = found.prediction_logits if hasattr(found, "prediction_logits") else found.logits
-    lines = [prompt]
-    for place in (ids[0] == tokenizer.mask_token_id).nonzero().flatten().tolist():
-        shares, tokens = logits[0, place].float().softmax(-1).topk(_CANDIDATES)
-        named = (
-            f"{tokenizer.decode([token])!r} {share:.1%}"
-            for token, share in zip(tokens.tolist(), shares.tolist(), strict=True)
-        )
-        lines.append(f"{tokenizer.mask_token}: {', '.join(named)}")
-    return "\n".join(lines)
-
-
-def _filled_spans(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
-    """The prompt, and what the decoder writes for its sentinels."""
-    if _SENTINEL not in prompt:
-        prompt = f"{prompt.rstrip()} {_SENTINEL}"
-    words = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    ids = torch.tensor([[*words, model.config.eos_token_id]])
-    written = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-    )
-    return f"{prompt}\n{tokenizer.decode(written[0], skip_special_tokens=False)}"
-
-
-MODEL_DIRECTORY = "model"
-"""The transformers directory, below the stage's output."""
-REPORT_NAME = "parity.json"
-SAMPLE_NAME = "sample.txt"
 
 
 def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) -> ParityReport:
@@ -369,3 +212,155 @@ def _round(model: Model, dtype: torch.dtype) -> None:
 def _device() -> torch.device:
     """A GPU where there is one: a test split is scored there in seconds."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def samples_of(
+    job: ConvertJob, device: torch.device | str, on_batch: Callable[[], None] = lambda: None
+) -> Samples:
+    """The samples of a run; `on_batch` is called before each batch is read.
+
+    Raises DataFormatError when its validation split has none.
+    """
+    rules = _rules(job)
+    rows = validation_rows(job)
+    split, test = "test", _open(job, "test")
+    if len(test) == 0:
+        split, test = "valid", _open(job, "valid")
+    return Samples(
+        rows,
+        to_device(rules.read(torch.from_numpy(rows)), device),
+        split,
+        lambda: _batches(job, test, rules, device, on_batch),
+    )
+
+
+def validation_rows(job: ConvertJob) -> npt.NDArray[np.int64]:
+    """The first `export.parity_samples` samples of the validation split, [samples, width].
+
+    All, if it has fewer.
+
+    Raises DataFormatError when the split has none.
+    """
+    dataset = _open(job, "valid")
+    count = min(job.config.export.parity_samples, len(dataset))
+    if count == 0:
+        raise DataFormatError(
+            f"{job.index_directory} has no validation samples on which the export can be compared: "
+            f"give data.split {job.config.data.split_weights!r} a larger second weight"
+        )
+    return np.ascontiguousarray(dataset.gather(range(count)), dtype=np.int64)
+
+
+def _rules(job: ConvertJob) -> InputRules:
+    """How rows are read: each as one text, though training may have kept its documents apart."""
+    rules = input_rules(job.config, job.special_tokens)
+    if isinstance(rules, MaskRules):
+        return replace(rules, reset_position_ids=False, reset_attention_mask=False)
+    return rules
+
+
+def _open(job: ConvertJob, split: str) -> Dataset:
+    return open_split(
+        job.token_prefixes,
+        job.index_directory,
+        split,
+        job.config,
+        tokenizer_directory=job.tokenizer_directory,
+    )
+
+
+def _batches(
+    job: ConvertJob,
+    dataset: Dataset,
+    rules: InputRules,
+    device: torch.device | str,
+    on_batch: Callable[[], None],
+) -> Iterator[ModelInput]:
+    limit = job.config.export.max_test_samples
+    count = len(dataset) if limit is None else min(limit, len(dataset))
+    size = max(1, _LOGITS // (job.config.data.seq_length * job.spec.padded_vocab_size))
+    for numbers in _grouped(range(count), size):
+        on_batch()
+        rows = torch.from_numpy(np.ascontiguousarray(dataset.gather(numbers), dtype=np.int64))
+        yield to_device(rules.read(rows), device)
+
+
+def _grouped(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
+    remaining = iter(numbers)
+    while group := list(islice(remaining, size)):
+        yield group
+
+
+def write_sample(
+    path: Path, family: str, model: Any, tokenizer: Any, *, prompt: str, new_tokens: int, seed: int
+) -> str:
+    """Write what a transformers model makes of `prompt` to `path`, and return it.
+
+    The same seed gives the same text.
+
+    A causal model continues it by `new_tokens` tokens, sampled as its generation config says.
+    BERT's best tokens for each mask are shown, and what T5 writes for its sentinels; without one in
+    the prompt it stands at the end. Raises WorkspaceError.
+    """
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(seed)
+        match family:
+            case "bert":
+                text = _filled_masks(model, tokenizer, prompt)
+            case "t5":
+                text = _filled_spans(model, tokenizer, prompt, new_tokens)
+            case _:
+                text = _continued(model, tokenizer, prompt, new_tokens)
+    with workspace_errors(path):
+        path.write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def _continued(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
+    """The end-of-document token is not drawn.
+
+    The text may be longer than the model's positions: it then sees the last half of them.
+    """
+    positions = model.config.max_position_embeddings
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
+    wanted = len(ids) + new_tokens
+    while len(ids) < wanted:
+        seen = torch.tensor([ids[-max(1, positions // 2) :]])
+        count = min(wanted - len(ids), positions - seen.shape[1])
+        written = model.generate(
+            seen, attention_mask=torch.ones_like(seen), max_new_tokens=count, min_new_tokens=count
+        )
+        ids = ids + written[0, seen.shape[1] :].tolist()
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _filled_masks(model: Any, tokenizer: Any, prompt: str) -> str:
+    """The prompt, and for each of its masks the most likely tokens."""
+    if tokenizer.mask_token not in prompt:
+        prompt = f"{prompt.rstrip()} {tokenizer.mask_token}"
+    positions = model.config.max_position_embeddings
+    words = tokenizer(prompt, add_special_tokens=False)["input_ids"][-(positions - 2) :]
+    ids = torch.tensor([[tokenizer.cls_token_id, *words, tokenizer.sep_token_id]])
+    found = model(ids)
+    logits = found.prediction_logits if hasattr(found, "prediction_logits") else found.logits
+    lines = [prompt]
+    for place in (ids[0] == tokenizer.mask_token_id).nonzero().flatten().tolist():
+        shares, tokens = logits[0, place].float().softmax(-1).topk(_CANDIDATES)
+        named = (
+            f"{tokenizer.decode([token])!r} {share:.1%}"
+            for token, share in zip(tokens.tolist(), shares.tolist(), strict=True)
+        )
+        lines.append(f"{tokenizer.mask_token}: {', '.join(named)}")
+    return "\n".join(lines)
+
+
+def _filled_spans(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
+    """The prompt, and what the decoder writes for its sentinels."""
+    if _SENTINEL not in prompt:
+        prompt = f"{prompt.rstrip()} {_SENTINEL}"
+    words = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([[*words, model.config.eos_token_id]])
+    written = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+    )
+    return f"{prompt}\n{tokenizer.decode(written[0], skip_special_tokens=False)}"

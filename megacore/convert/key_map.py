@@ -1,13 +1,9 @@
-"""Renaming and relayout of tensors between two forms of a model.
-
-One table is read in both directions.
+"""Tables that rename and relayout tensors between two forms of a model, read in both directions.
 
 An entry names one tensor of ours, the tensors that hold the same numbers in the other form, and the
-layout that leads from the one to the others and back. Both directions stream: one entry's tensors
+relayout that leads from the one to the others and back. Both directions stream: one entry's tensors
 are in memory at a time, taken from any mapping from name to tensor (a dict, or a checkpoint that is
-read by name).
-
-Lines of the tables that several classes of transformers share.
+read by name). At the end are entries that several classes of transformers share.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +40,7 @@ class Relayout:
 
 SAME = Relayout(lambda ours: (ours,), lambda theirs: theirs[0])
 """The tensor as it is."""
+
 
 TRANSPOSED = SAME.then(Tensor.t, Tensor.t)
 """[out, in] against [in, out]: transformers' Conv1D of GPT-2."""

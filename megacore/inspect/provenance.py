@@ -1,12 +1,9 @@
-"""Where documents of token files came from.
+"""Where documents of token files came from, and one of them read back from there.
 
-File and line, from the `documents.json` that tokenizing leaves behind.
-
-`documents.json` lists the files in the order in which their documents were read. When documents
-were permuted afterwards, document i of the token files is number order[i] of that order, order
-being numpy's `RandomState(shuffle_seed)` shuffle of 0 … documents - 1.
-
-Reading back one document from the file that it came from.
+`documents.json`, which tokenizing leaves behind, lists the files in the order in which their
+documents were read. When documents were permuted afterwards, document i of the token files is
+number order[i] of that order, order being numpy's `RandomState(shuffle_seed)` shuffle of
+0 … documents - 1.
 """
 
 import json
@@ -31,6 +28,7 @@ from megacore.token_files.indexed_dataset import TOKENS_NAMES
 
 DOCUMENTS_NAME = "documents.json"
 FORMAT = 1
+_SCAN_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -207,9 +205,6 @@ def _origin_file(directory: Path, entry: dict[str, Any]) -> OriginFile:
     ):
         raise ValueError(f"its entry of {file.path} counts what cannot be")
     return file
-
-
-_SCAN_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)

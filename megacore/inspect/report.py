@@ -1,8 +1,7 @@
 """What `megacore inspect` tells, as JSON: of token files, of index maps, and of one sample.
 
-Token ids as text, with the tokenizer that they were made with.
-
-What BERT and T5 read of a sample: its words masked, or its spans replaced by sentinels.
+Token ids are decoded by the tokenizer that they were made with. Of a sample of BERT or T5 it tells
+what the model reads, too: words masked, or spans replaced by sentinels.
 """
 
 import json
@@ -32,227 +31,11 @@ from megacore.tokenizer.vocabulary import Vocabulary, continues_word, special_to
 if TYPE_CHECKING:
     import tokenizers
 
-
 Decode = Callable[[npt.NDArray[Any]], str]
 """The text of an array of ids, special tokens written out."""
 _EDGE = "\N{REPLACEMENT CHARACTER}"
 """What decoding leaves of a character that the first or last token holds only a part of."""
-
-
-def open_decoder(path: Path) -> Decode:
-    """The decoder of a tokenizer.
-
-    `path` is a directory of the tokenizer stage, a tokenizer.json, the vocab.json of GPT-2 or the
-    vocab.txt of BERT, or a SentencePiece model. Raises DataFormatError, the decoder too for ids
-    that the tokenizer does not have.
-    """
-    decode, vocab_size = _open(path)
-
-    def checked(ids: npt.NDArray[Any]) -> str:
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            raise DataFormatError(
-                f"the tokens hold the id {bad}, but {path} has {vocab_size} entries: give "
-                "--tokenizer the one that they were made with"
-            )
-        return decode(ids)
-
-    return checked
-
-
-def _open(path: Path) -> tuple[Decode, int]:
-    """The decoder of a tokenizer, and how many ids it knows."""
-    from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, load_tokenizer
-
-    if path.is_file() and path.suffix not in (".json", ".txt"):
-        from megacore.tokenizer.sentencepiece_model import SentencePieceModel
-
-        model = SentencePieceModel.read(path)
-        return model.decode, model.vocab_size
-    if (path / TOKENIZER_CONFIG_NAME).exists():
-        tokenizer = load_tokenizer(path)
-        return tokenizer.decode, tokenizer.vocab_size
-    backend = _open_backend(path / TOKENIZER_NAME if path.is_dir() else path)
-    vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    return lambda ids: str(backend.decode(ids.tolist(), skip_special_tokens=False)), vocab_size
-
-
-def _open_backend(path: Path) -> "tokenizers.Tokenizer":
-    import tokenizers
-
-    from megacore.tokenizer.load import read_backend
-    from megacore.tokenizer.wordpiece import read_wordpiece
-
-    if not path.is_file():
-        raise DataFormatError(
-            f"{path} does not exist: give a tokenizer's directory, tokenizer.json, vocab.json, "
-            "vocab.txt or .model"
-        )
-    if path.suffix == ".txt":
-        return read_wordpiece(path, lower_case=True)
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataFormatError(
-            f"{path} is neither a tokenizer.json nor a vocab.json: {error}"
-        ) from error
-    if not isinstance(values, dict) or not all(isinstance(token, int) for token in values.values()):
-        return read_backend(path)
-    # Of GPT-2's two files the vocabulary is enough: merges are for the other direction.
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(values, []))
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return backend
-
-
-def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
-    """The directory of the tokenizer that token files were made with.
-
-    None when it is unknown or gone.
-
-    `documents.json` names it; in a workspace the manifest beside the files has the digest of the
-    tokenizer's own.
-    """
-    if origins is not None and origins.tokenizer_path is not None:
-        return origins.tokenizer_path
-    directory = Path(prefix).resolve().parent
-    if not (directory / MANIFEST_NAME).exists():
-        return None
-    try:
-        digest = Manifest.read(directory).inputs.get("tokenizer")
-        for candidate in sorted(
-            (directory.parents[1] / FOLDERS["tokenizer"]).glob(f"*/{MANIFEST_NAME}")
-        ):
-            if Manifest.read(candidate.parent).digest == digest:
-                return candidate.parent
-    except ArtifactError:
-        return None
-    return None
-
-
-def find_text(text: str, source: str, before: str = "") -> tuple[int, int] | None:
-    """Where the decoded text stands in its source (first character, one past the last).
-
-    None when it does not.
-
-    `before` is the decoded text from the document's beginning on: what repeats itself is looked for
-    after it. Characters cut in half by the first or last token are not looked for. Tokenizers that
-    change the text, as by lower-casing it, have no such place.
-    """
-    wanted = text.strip(_EDGE)
-    start = source.find(wanted, len(before.rstrip(_EDGE))) if wanted else -1
-    return None if start < 0 else (start, start + len(wanted))
-
-
 Made = dict[str, Any]
-
-
-def made_of(
-    directory: Path, index: IndexDescription, sample: Sample, tokenizer_directory: Path
-) -> Made | None:
-    """The row that training reads, as text.
-
-    None for samples of tokens, and without a directory of a tokenizer.
-
-    The options of `data.masked_lm` and `data.span_corruption` are those of the manifest beside the
-    maps, else the defaults. Raises DataFormatError.
-    """
-    sentences = index.options.sentences
-    if sentences is None or not (tokenizer_directory / TOKENIZER_CONFIG_NAME).exists():
-        return None
-    tokenizer = load_tokenizer(tokenizer_directory)
-    vocabulary = Vocabulary(special_tokens(tokenizer), continues_word(tokenizer).astype(np.uint8))
-    place = directory if index.single else member_directory(directory, sample.member)
-    make = _bert if sentences.kind == "bert" else _t5
-    return make(place, index, sample, vocabulary, tokenizer, _parameters(directory))
-
-
-def _bert(
-    place: Path,
-    index: IndexDescription,
-    sample: Sample,
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
-    given: Made,
-) -> Made | None:
-    special, options = vocabulary.special, index.options
-    if special.cls is None or special.sep is None or special.mask is None:
-        return None
-    values = dict(given.get("masked_lm", {}))
-    values.pop("pairs", None)
-    config = MaskedLmConfig.model_validate(values)
-    dataset = MaskedLmDataset(
-        sample.prefix,
-        place,
-        sample.split,
-        seq_length=options.seq_length,
-        vocabulary=vocabulary,
-        config=config,
-        seed=options.seed,
-        binary_head=sentences_of(options).minimum_sentences > 1,
-    )
-    row = dataset[sample.member_sample]
-    tokens, labels, _ = row[:-1].reshape(3, -1)
-    places = np.flatnonzero(labels >= 0)
-    names = tokenizer.tokens()
-    return {
-        "options": config.model_dump(mode="json"),
-        "reads": spelled(tokens[tokens >= 0], tokenizer),
-        "predicts": [
-            {"place": int(at), "token": names[labels[at]], "read": names[tokens[at]]}
-            for at in places.tolist()
-        ],
-        "sentence_label": int(row[-1]),
-    }
-
-
-def _t5(
-    place: Path,
-    index: IndexDescription,
-    sample: Sample,
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
-    given: Made,
-) -> Made | None:
-    options = index.options
-    config = SpanCorruptionConfig.model_validate(given.get("span_corruption", {}))
-    dataset = T5Dataset(
-        sample.prefix,
-        place,
-        sample.split,
-        seq_length=options.seq_length,
-        vocabulary=vocabulary,
-        config=config,
-        seed=options.seed,
-    )
-    row = dataset[sample.member_sample]
-    encoder, decoder = row[: options.seq_length], row[options.seq_length :]
-    return {
-        "options": config.model_dump(mode="json"),
-        "reads": spelled(encoder[encoder >= 0], tokenizer),
-        "writes": spelled(decoder[decoder >= 0], tokenizer),
-    }
-
-
-def spelled(ids: npt.NDArray[np.int64], tokenizer: Tokenizer) -> str:
-    """Ids as text, special tokens between spaces."""
-    special, names = tokenizer.special_ids(), tokenizer.tokens()
-    bounds = np.flatnonzero(np.isin(ids, list(special)))
-    parts = []
-    for part in np.split(ids, np.unique(np.concatenate([bounds, bounds + 1]))):
-        if len(part):
-            parts.append(
-                names[part[0]] if int(part[0]) in special else tokenizer.decode(part).strip()
-            )
-    return " ".join(part for part in parts if part)
-
-
-def _parameters(directory: Path) -> Made:
-    """What decided the maps, if a manifest says it."""
-    if not (directory / MANIFEST_NAME).exists():
-        return {}
-    return dict(Manifest.read(directory).parameters)
-
-
 JsonReport = dict[str, Any]
 
 
@@ -416,3 +199,214 @@ def _span(
     first = int(dataset.document_indices[part.document])
     passed = dataset.count_tokens(first, part.sequence) + part.start
     return find_text(decode(ids), source, decode(document_tokens(dataset, part.document, passed)))
+
+
+def open_decoder(path: Path) -> Decode:
+    """The decoder of a tokenizer.
+
+    `path` is a directory of the tokenizer stage, a tokenizer.json, the vocab.json of GPT-2 or the
+    vocab.txt of BERT, or a SentencePiece model. Raises DataFormatError, the decoder too for ids
+    that the tokenizer does not have.
+    """
+    decode, vocab_size = _open(path)
+
+    def checked(ids: npt.NDArray[Any]) -> str:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise DataFormatError(
+                f"the tokens hold the id {bad}, but {path} has {vocab_size} entries: give "
+                "--tokenizer the one that they were made with"
+            )
+        return decode(ids)
+
+    return checked
+
+
+def _open(path: Path) -> tuple[Decode, int]:
+    """The decoder of a tokenizer, and how many ids it knows."""
+    from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, load_tokenizer
+
+    if path.is_file() and path.suffix not in (".json", ".txt"):
+        from megacore.tokenizer.sentencepiece_model import SentencePieceModel
+
+        model = SentencePieceModel.read(path)
+        return model.decode, model.vocab_size
+    if (path / TOKENIZER_CONFIG_NAME).exists():
+        tokenizer = load_tokenizer(path)
+        return tokenizer.decode, tokenizer.vocab_size
+    backend = _open_backend(path / TOKENIZER_NAME if path.is_dir() else path)
+    vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    return lambda ids: str(backend.decode(ids.tolist(), skip_special_tokens=False)), vocab_size
+
+
+def _open_backend(path: Path) -> "tokenizers.Tokenizer":
+    import tokenizers
+
+    from megacore.tokenizer.load import read_backend
+    from megacore.tokenizer.wordpiece import read_wordpiece
+
+    if not path.is_file():
+        raise DataFormatError(
+            f"{path} does not exist: give a tokenizer's directory, tokenizer.json, vocab.json, "
+            "vocab.txt or .model"
+        )
+    if path.suffix == ".txt":
+        return read_wordpiece(path, lower_case=True)
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataFormatError(
+            f"{path} is neither a tokenizer.json nor a vocab.json: {error}"
+        ) from error
+    if not isinstance(values, dict) or not all(isinstance(token, int) for token in values.values()):
+        return read_backend(path)
+    # Of GPT-2's two files the vocabulary is enough: merges are for the other direction.
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(values, []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
+
+
+def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
+    """The directory of the tokenizer that token files were made with.
+
+    None when it is unknown or gone.
+
+    `documents.json` names it; in a workspace the manifest beside the files has the digest of the
+    tokenizer's own.
+    """
+    if origins is not None and origins.tokenizer_path is not None:
+        return origins.tokenizer_path
+    directory = Path(prefix).resolve().parent
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    try:
+        digest = Manifest.read(directory).inputs.get("tokenizer")
+        for candidate in sorted(
+            (directory.parents[1] / FOLDERS["tokenizer"]).glob(f"*/{MANIFEST_NAME}")
+        ):
+            if Manifest.read(candidate.parent).digest == digest:
+                return candidate.parent
+    except ArtifactError:
+        return None
+    return None
+
+
+def find_text(text: str, source: str, before: str = "") -> tuple[int, int] | None:
+    """Where the decoded text stands in its source (first character, one past the last).
+
+    None when it does not.
+
+    `before` is the decoded text from the document's beginning on: what repeats itself is looked for
+    after it. Characters cut in half by the first or last token are not looked for. Tokenizers that
+    change the text, as by lower-casing it, have no such place.
+    """
+    wanted = text.strip(_EDGE)
+    start = source.find(wanted, len(before.rstrip(_EDGE))) if wanted else -1
+    return None if start < 0 else (start, start + len(wanted))
+
+
+def made_of(
+    directory: Path, index: IndexDescription, sample: Sample, tokenizer_directory: Path
+) -> Made | None:
+    """The row that training reads, as text.
+
+    None for samples of tokens, and without a directory of a tokenizer.
+
+    The options of `data.masked_lm` and `data.span_corruption` are those of the manifest beside the
+    maps, else the defaults. Raises DataFormatError.
+    """
+    sentences = index.options.sentences
+    if sentences is None or not (tokenizer_directory / TOKENIZER_CONFIG_NAME).exists():
+        return None
+    tokenizer = load_tokenizer(tokenizer_directory)
+    vocabulary = Vocabulary(special_tokens(tokenizer), continues_word(tokenizer).astype(np.uint8))
+    place = directory if index.single else member_directory(directory, sample.member)
+    make = _bert if sentences.kind == "bert" else _t5
+    return make(place, index, sample, vocabulary, tokenizer, _parameters(directory))
+
+
+def _bert(
+    place: Path,
+    index: IndexDescription,
+    sample: Sample,
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    given: Made,
+) -> Made | None:
+    special, options = vocabulary.special, index.options
+    if special.cls is None or special.sep is None or special.mask is None:
+        return None
+    values = dict(given.get("masked_lm", {}))
+    values.pop("pairs", None)
+    config = MaskedLmConfig.model_validate(values)
+    dataset = MaskedLmDataset(
+        sample.prefix,
+        place,
+        sample.split,
+        seq_length=options.seq_length,
+        vocabulary=vocabulary,
+        config=config,
+        seed=options.seed,
+        binary_head=sentences_of(options).minimum_sentences > 1,
+    )
+    row = dataset[sample.member_sample]
+    tokens, labels, _ = row[:-1].reshape(3, -1)
+    places = np.flatnonzero(labels >= 0)
+    names = tokenizer.tokens()
+    return {
+        "options": config.model_dump(mode="json"),
+        "reads": spelled(tokens[tokens >= 0], tokenizer),
+        "predicts": [
+            {"place": int(at), "token": names[labels[at]], "read": names[tokens[at]]}
+            for at in places.tolist()
+        ],
+        "sentence_label": int(row[-1]),
+    }
+
+
+def _t5(
+    place: Path,
+    index: IndexDescription,
+    sample: Sample,
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    given: Made,
+) -> Made | None:
+    options = index.options
+    config = SpanCorruptionConfig.model_validate(given.get("span_corruption", {}))
+    dataset = T5Dataset(
+        sample.prefix,
+        place,
+        sample.split,
+        seq_length=options.seq_length,
+        vocabulary=vocabulary,
+        config=config,
+        seed=options.seed,
+    )
+    row = dataset[sample.member_sample]
+    encoder, decoder = row[: options.seq_length], row[options.seq_length :]
+    return {
+        "options": config.model_dump(mode="json"),
+        "reads": spelled(encoder[encoder >= 0], tokenizer),
+        "writes": spelled(decoder[decoder >= 0], tokenizer),
+    }
+
+
+def spelled(ids: npt.NDArray[np.int64], tokenizer: Tokenizer) -> str:
+    """Ids as text, special tokens between spaces."""
+    special, names = tokenizer.special_ids(), tokenizer.tokens()
+    bounds = np.flatnonzero(np.isin(ids, list(special)))
+    parts = []
+    for part in np.split(ids, np.unique(np.concatenate([bounds, bounds + 1]))):
+        if len(part):
+            parts.append(
+                names[part[0]] if int(part[0]) in special else tokenizer.decode(part).strip()
+            )
+    return " ".join(part for part in parts if part)
+
+
+def _parameters(directory: Path) -> Made:
+    """What decided the maps, if a manifest says it."""
+    if not (directory / MANIFEST_NAME).exists():
+        return {}
+    return dict(Manifest.read(directory).parameters)

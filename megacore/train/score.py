@@ -1,6 +1,7 @@
 """Perplexity of finished checkpoints on the validation and the test split.
 
-The perplexity of a model that knows only how frequent each token is: what training has to beat.
+Beside it stands that of a model that knows only how frequent each token is: what training has to
+beat.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,8 @@ from megacore.models.stage import Stage
 from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
+
+_BLOCK_TOKENS = 1 << 24
 
 
 class CheckpointScorer:
@@ -162,9 +165,6 @@ class CheckpointScorer:
             mesh=self._mesh,
             device=self._device,
         )
-
-
-_BLOCK_TOKENS = 1 << 24
 
 
 class UnigramModel:
