@@ -16,13 +16,13 @@ from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path, token_prefixes
 
 _BLOCK = 1 << 20
+"""Lengths or documents that are looked at a time."""
 _LOW_BITS = 16
 """A quantile is found in two passes, by the upper and then by the lower half of a length's 32
 bits."""
 Lengths = npt.NDArray[np.int32]
 _BLOCK_BYTES = 1 << 24
 """What is read of `.bin` at a time."""
-_BLOCK_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def describe(dataset: IndexedDataset) -> TokenReport:
 def count_empty(dataset: IndexedDataset) -> int:
     """Documents without a sequence."""
     starts, empty = dataset.document_indices, 0
-    for first in range(0, dataset.documents, _BLOCK_ENTRIES):
-        block = starts[first : first + _BLOCK_ENTRIES + 1]
+    for first in range(0, dataset.documents, _BLOCK):
+        block = starts[first : first + _BLOCK + 1]
         empty += int(np.count_nonzero(block[1:] == block[:-1]))
     return empty
 

@@ -3,8 +3,8 @@
 WikiText (Merity et al. 2016, arXiv:1609.07843) is one text, joined again as it was before its words
 were divided: GPT-2 was measured on such text (Radford et al. 2019, section 3.1). The rules are
 those of NVIDIA/Megatron-LM's zero-shot evaluation, in their order, so that perplexities can be
-compared. LAMBADA (Paperno et al. 2016, arXiv:1606.06031) has passages whose last word only the whole
-passage gives away.
+compared. LAMBADA (Paperno et al. 2016, arXiv:1606.06031) has passages whose last word only the
+whole passage gives away.
 """
 
 import json
