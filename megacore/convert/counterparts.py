@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from megacore.config.data import DataConfig
 from megacore.config.model import Activation, Family, ModelConfig
-from megacore.config.run import RunConfig
 from megacore.data.index_options import parse_split
 from megacore.errors import ConfigError, ConversionError
 
@@ -191,22 +191,22 @@ def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def exportable(config: RunConfig) -> None:
-    """Return when a model of this configuration can be converted and pass through the gate.
+def exportable(family: Family, model: ModelConfig, data: DataConfig) -> None:
+    """Return when a model of these sections can be converted and pass through the gate.
 
     Raises:
         ConversionError: no class of transformers is a model of this configuration; what to set is
             named.
         ConfigError: the gate would have no validation samples, or none long enough to continue.
     """
-    counterpart(config.family, config.model)
-    if parse_split(config.data.split_weights)[1] == 0:
+    counterpart(family, model)
+    if parse_split(data.split_weights)[1] == 0:
         raise ConfigError(
-            f"data.split {config.data.split_weights!r} leaves no validation samples on which the "
+            f"data.split {data.split_weights!r} leaves no validation samples on which the "
             "export can be compared: give its second weight a value above 0"
         )
-    if config.data.seq_length < 2:
+    if data.seq_length < 2:
         raise ConfigError(
-            f"data.seq_length {config.data.seq_length} leaves no token to predict from a prompt of "
+            f"data.seq_length {data.seq_length} leaves no token to predict from a prompt of "
             "one: raise it to at least 2"
         )

@@ -87,7 +87,7 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
         CheckpointError: the checkpoint is damaged or of another model.
         DataFormatError: the validation split has no samples.
     """
-    exportable(job.config)
+    exportable(job.config.family, job.config.model, job.config.data)
     output, directory = Path(job.output_directory), Path(job.output_directory) / MODEL_DIRECTORY
     found, form = hf_form_of(job.spec)
     with reading(Path(job.checkpoint)):
