@@ -16,7 +16,7 @@ from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path, token_prefixes
 
 _BLOCK = 1 << 20
-"""Lengths or documents that are looked at a time."""
+"""Lengths or documents that are read at a time."""
 _LOW_BITS = 16
 """A quantile is found in two passes, by the upper and then by the lower half of a length's 32
 bits."""

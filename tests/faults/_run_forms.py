@@ -141,7 +141,7 @@ def read_tracking(directory: Path) -> Any:
     from tasks._mlflow import RUN_FILE, _read_state
 
     forwarder = Forwarder(None, directory, None, None)  # type: ignore[arg-type]
-    return forwarder._committed_offset("ab" * 16), _read_state(directory / RUN_FILE)
+    return forwarder._committed_offset("ab" * 16), _read_state(directory / RUN_FILE)["run_id"]
 
 
 def make_reasons(directory: Path) -> Sequence[Path]:
