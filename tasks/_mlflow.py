@@ -213,11 +213,6 @@ def end_run(tracking: Tracking, run_id: str, status: RunStatus = "FINISHED") -> 
         tracking.client.set_terminated(run_id, status)
 
 
-def recorded_run_id(run_directory: Path) -> str | None:
-    """The MLflow run that a run directory notes, without asking the store."""
-    return _read_state(run_directory / RUN_FILE)["run_id"]
-
-
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested values as `{"train.train_iters": "1200"}`, cut at MLflow's limit.
 

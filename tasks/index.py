@@ -50,7 +50,7 @@ def index_options(config: RunConfig) -> "IndexOptions":
         packing=data.packing,
         add_extra_token=data.add_extra_token,
         drop_last_partial=data.drop_last_partial,
-        sentences=sentence_options(config),
+        sentences=sentence_options(config.family, config.model, data),
     )
 
 

@@ -56,7 +56,7 @@ def check_machine(config: RunConfig) -> str:
     check_pretrained(config)
     check_resumed(config)
     check_launcher(config.launch)
-    exportable(config)
+    exportable(config.family, config.model, config.data)
     text_digests(config)
     return preflight(config, expected_vocab_size(config), Hardware.detect()).summary()
 

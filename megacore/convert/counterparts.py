@@ -1,21 +1,70 @@
 """Which class of transformers is a model of ours, and what none of them has. Imports no torch.
 
+Whether a configuration can be exported is asked before training starts.
 `megacore.convert.hf.forms` says how the weights and the configuration of each class are written.
-
-Whether a configuration can be exported, asked before training starts.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from megacore.config.data import DataConfig
 from megacore.config.model import Activation, Family, ModelConfig
-from megacore.config.run import RunConfig
 from megacore.data.index_options import parse_split
 from megacore.errors import ConfigError, ConversionError
 
 GIVEN = "any number"
 """Among the allowed values of an option: whatever is not null."""
+_PLAIN: tuple[Activation, ...] = ("gelu_tanh", "gelu", "relu")
+_GATED: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh")
+_CAUSAL: dict[str, tuple[object, ...]] = {"norm_position": ("pre",)}
+_GPT2: dict[str, tuple[object, ...]] = _CAUSAL | {
+    "position_embedding_type": ("learned_absolute",),
+    "normalization": ("layernorm",),
+    "activation": _PLAIN,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (True,),
+}
+_LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0,),
+    "normalization": ("rmsnorm",),
+    "activation": _GATED,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+}
+_MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
+_QWEN3 = _LLAMA | {
+    "sliding_window": (None, GIVEN),
+    "qk_layernorm": (True,),
+    "add_bias_linear": (False,),
+}
+_NEOX = _GPT2 | {"position_embedding_type": ("rope",), "parallel_residual": (False, True)}
+_BERT: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": ("learned_absolute",),
+    "normalization": ("layernorm",),
+    "activation": _PLAIN,
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (True,),
+    "untie_embeddings_and_output_weights": (False,),
+}
+_T5: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": ("relative",),
+    "normalization": ("rmsnorm",),
+    "norm_position": ("pre",),
+    "activation": (*_PLAIN, "swiglu", "geglu_tanh"),
+    "parallel_residual": (False,),
+    "sliding_window": (None,),
+    "qk_layernorm": (False,),
+    "add_bias_linear": (False,),
+}
+Dtype = Literal["float32", "bfloat16"]
+"""Types of exported weights."""
 
 
 class Obstacle(NamedTuple):
@@ -76,56 +125,6 @@ class Counterpart:
                 )
             )
         return found
-
-
-_PLAIN: tuple[Activation, ...] = ("gelu_tanh", "gelu", "relu")
-_GATED: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh")
-_CAUSAL: dict[str, tuple[object, ...]] = {"norm_position": ("pre",)}
-_GPT2: dict[str, tuple[object, ...]] = _CAUSAL | {
-    "position_embedding_type": ("learned_absolute",),
-    "normalization": ("layernorm",),
-    "activation": _PLAIN,
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-    "add_bias_linear": (True,),
-}
-_LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
-    "position_embedding_type": ("rope",),
-    "rotary_percent": (1.0,),
-    "normalization": ("rmsnorm",),
-    "activation": _GATED,
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-}
-_MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
-_QWEN3 = _LLAMA | {
-    "sliding_window": (None, GIVEN),
-    "qk_layernorm": (True,),
-    "add_bias_linear": (False,),
-}
-_NEOX = _GPT2 | {"position_embedding_type": ("rope",), "parallel_residual": (False, True)}
-_BERT: dict[str, tuple[object, ...]] = {
-    "position_embedding_type": ("learned_absolute",),
-    "normalization": ("layernorm",),
-    "activation": _PLAIN,
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-    "add_bias_linear": (True,),
-    "untie_embeddings_and_output_weights": (False,),
-}
-_T5: dict[str, tuple[object, ...]] = {
-    "position_embedding_type": ("relative",),
-    "normalization": ("rmsnorm",),
-    "norm_position": ("pre",),
-    "activation": (*_PLAIN, "swiglu", "geglu_tanh"),
-    "parallel_residual": (False,),
-    "sliding_window": (None,),
-    "qk_layernorm": (False,),
-    "add_bias_linear": (False,),
-}
 
 
 def _bert(
@@ -192,26 +191,22 @@ def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-Dtype = Literal["float32", "bfloat16"]
-"""Types of exported weights."""
-
-
-def exportable(config: RunConfig) -> None:
-    """Return when a model of this configuration can be converted and pass through the gate.
+def exportable(family: Family, model: ModelConfig, data: DataConfig) -> None:
+    """Return when a model of these sections can be converted and pass through the gate.
 
     Raises:
         ConversionError: no class of transformers is a model of this configuration; what to set is
             named.
         ConfigError: the gate would have no validation samples, or none long enough to continue.
     """
-    counterpart(config.family, config.model)
-    if parse_split(config.data.split_weights)[1] == 0:
+    counterpart(family, model)
+    if parse_split(data.split_weights)[1] == 0:
         raise ConfigError(
-            f"data.split {config.data.split_weights!r} leaves no validation samples on which the "
+            f"data.split {data.split_weights!r} leaves no validation samples on which the "
             "export can be compared: give its second weight a value above 0"
         )
-    if config.data.seq_length < 2:
+    if data.seq_length < 2:
         raise ConfigError(
-            f"data.seq_length {config.data.seq_length} leaves no token to predict from a prompt of "
+            f"data.seq_length {data.seq_length} leaves no token to predict from a prompt of "
             "one: raise it to at least 2"
         )

@@ -1,8 +1,7 @@
-"""The stage: one checkpoint to a transformers directory that has passed the gate.
+"""The export stage: one checkpoint to a transformers directory that has passed the gate.
 
-The samples on which an export is compared with the model.
-
-A text that shows what an exported model writes, or fills in.
+Here are also the samples on which the gate compares, and the text that shows what the exported
+model writes, or fills in.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,10 +19,10 @@ import megacore
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.checkpoint.format import reading, verify
 from megacore.convert.counterparts import exportable
-from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import model_card
-from megacore.convert.outputs import Pair, to_device
+from megacore.convert.outputs import ModelPair, to_device
 from megacore.convert.parity import (
     Batches,
     check_models,
@@ -45,6 +44,13 @@ from megacore.tokenizer import load_tokenizer
 
 _LOGITS = 1 << 24
 """Logits of a batch that is scored: 64 MiB of them."""
+_CANDIDATES = 5
+"""Tokens that are shown for a mask."""
+_SENTINEL = "<extra_id_0>"
+MODEL_DIRECTORY = "model"
+"""The transformers directory, below the stage's output."""
+REPORT_NAME = "parity.json"
+SAMPLE_NAME = "sample.txt"
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,145 @@ class Samples:
         """
         length = self.rows.shape[1] if job.config.family == "gpt" else job.config.data.seq_length
         return [[token for token in row[:length].tolist() if token >= 0] for row in self.rows]
+
+
+def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) -> ParityReport:
+    """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
+
+    The weights are the checkpoint's fp32 main weights, written in `export.dtype`. When the gate
+    fails its report is also left in `job.exit_directory`, because a failed stage's output is
+    discarded. `beat` is told each phase, and of the long ones each tensor and each batch.
+
+    Raises:
+        ConversionError: the model has no counterpart, or the export differs from it.
+        CheckpointError: the checkpoint is damaged or of another model.
+        DataFormatError: the validation split has no samples.
+    """
+    exportable(job.config.family, job.config.model, job.config.data)
+    output, directory = Path(job.output_directory), Path(job.output_directory) / MODEL_DIRECTORY
+    found, form = hf_form_of(job.spec)
+    with reading(Path(job.checkpoint)):
+        beat("verify")
+        marker = verify(Path(job.checkpoint))
+        tensors = _Told(CheckpointTensors(Path(job.checkpoint)), lambda: beat("read weights"))
+        write_export(directory, job, tensors)
+        model = load_weights(job.spec, tensors, _device())
+    report, exported = pass_gate(job, model, beat)
+    beat("sample")
+    table = form.key_map(job.spec)
+    card = model_card(
+        job.config,
+        job.spec,
+        found,
+        version=megacore.__version__,
+        parameters=sum(int(np.prod(shape)) for shape in table.their_shapes.values()),
+        iterations=marker.iteration,
+        facts=job.card,
+        report=report,
+    )
+    with workspace_errors(output):
+        (directory / "README.md").write_text(card, encoding="utf-8")
+    write_sample(
+        output / SAMPLE_NAME,
+        job.config.family,
+        exported.to("cpu"),
+        load_exported_tokenizer(directory),
+        prompt=job.config.export.sample_prompt,
+        new_tokens=job.config.export.sample_tokens,
+        seed=job.config.seed,
+    )
+    return report
+
+
+class _Told(Mapping[str, Tensor]):
+    """Tensors of which each look-up is told first."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], tell: Callable[[], None]) -> None:
+        self._tensors, self._tell = tensors, tell
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._tell()
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def write_export(directory: Path, job: ConvertJob, tensors: Mapping[str, Tensor]) -> None:
+    """Write weights, configuration and tokenizer; one tensor is in memory at a time.
+
+    Raises ConversionError when `tensors` are not those of the configuration, WorkspaceError.
+    """
+    write_model(directory, job.spec, tensors, dtype=job.config.export.dtype)
+    copy_tokenizer(Path(job.tokenizer_directory), directory, job.config.max_position_embeddings)
+
+
+def pass_gate(
+    job: ConvertJob, model: Model, beat: Callable[[str], None] = lambda phase: None
+) -> tuple[ParityReport, Any]:
+    """Compare what transformers loads from the job's output with `model`, and write `parity.json`.
+
+    The weights of `model` are rounded to the export's type. Returns the report and the loaded
+    model.
+
+    Raises ConversionError when they differ.
+    """
+    config = job.config.export
+    directory = Path(job.output_directory) / MODEL_DIRECTORY
+    beat("load the export")
+    exported, tokenizer = load_exported(directory), load_exported_tokenizer(directory)
+    device = next(model.parameters()).device
+    beat("compare")
+    samples = samples_of(job, device, lambda: beat("compare perplexities"))
+    report = ParityReport(config.parity_tolerance, config.dtype, perplexity_split=samples.split)
+    pair = ModelPair(job.spec, hf_form_of(job.spec)[1], model, exported.to(device))
+    compare_tokenizers(
+        report,
+        load_tokenizer(Path(job.tokenizer_directory)),
+        tokenizer,
+        job.special_tokens,
+        samples.texts(job),
+    )
+    if config.dtype != "float32":
+        trained = our_perplexity(pair, samples.batches)
+        _round(model, getattr(torch, config.dtype))
+        native = load_exported(directory, getattr(torch, config.dtype)).to(device)
+        compare_native(report, native, trained, samples.batches)
+    check_models(report, pair, samples.validation, samples.batches)
+    _write_report(job, report)
+    return report, exported
+
+
+def _write_report(job: ConvertJob, report: ParityReport) -> None:
+    """Write the report where the output is.
+
+    Of a failure also where it outlives the output, and raise it.
+    """
+    write_json(Path(job.output_directory) / REPORT_NAME, report.to_json())
+    if report.passed:
+        return
+    kept = Path(job.exit_directory) / REPORT_NAME
+    with workspace_errors(kept):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+    write_json(kept, report.to_json())
+    raise ConversionError(
+        f"the export of {job.checkpoint} is not the model that was trained and is not published: "
+        f"{report.sentence()}; every number is in {kept}"
+    )
+
+
+def _round(model: Model, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+
+
+def _device() -> torch.device:
+    """A GPU where there is one: a test split is scored there in seconds."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def samples_of(
@@ -146,11 +291,6 @@ def _grouped(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
         yield group
 
 
-_CANDIDATES = 5
-"""Tokens that are shown for a mask."""
-_SENTINEL = "<extra_id_0>"
-
-
 def write_sample(
     path: Path, family: str, model: Any, tokenizer: Any, *, prompt: str, new_tokens: int, seed: int
 ) -> str:
@@ -224,148 +364,3 @@ def _filled_spans(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> s
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
     )
     return f"{prompt}\n{tokenizer.decode(written[0], skip_special_tokens=False)}"
-
-
-MODEL_DIRECTORY = "model"
-"""The transformers directory, below the stage's output."""
-REPORT_NAME = "parity.json"
-SAMPLE_NAME = "sample.txt"
-
-
-def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) -> ParityReport:
-    """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
-
-    The weights are the checkpoint's fp32 main weights, written in `export.dtype`. When the gate
-    fails its report is also left in `job.exit_directory`, because a failed stage's output is
-    discarded. `beat` is told each phase, and of the long ones each tensor and each batch.
-
-    Raises:
-        ConversionError: the model has no counterpart, or the export differs from it.
-        CheckpointError: the checkpoint is damaged or of another model.
-        DataFormatError: the validation split has no samples.
-    """
-    exportable(job.config)
-    output, directory = Path(job.output_directory), Path(job.output_directory) / MODEL_DIRECTORY
-    found, form = form_of(job.spec)
-    with reading(Path(job.checkpoint)):
-        beat("verify")
-        marker = verify(Path(job.checkpoint))
-        tensors = _Told(CheckpointTensors(Path(job.checkpoint)), lambda: beat("read weights"))
-        write_export(directory, job, tensors)
-        model = load_weights(job.spec, tensors, _device())
-    report, exported = pass_gate(job, model, beat)
-    beat("sample")
-    table = form.key_map(job.spec)
-    card = model_card(
-        job.config,
-        job.spec,
-        found,
-        version=megacore.__version__,
-        parameters=sum(int(np.prod(shape)) for shape in table.their_shapes.values()),
-        iterations=marker.iteration,
-        facts=job.card,
-        report=report,
-    )
-    with workspace_errors(output):
-        (directory / "README.md").write_text(card, encoding="utf-8")
-    write_sample(
-        output / SAMPLE_NAME,
-        job.config.family,
-        exported.to("cpu"),
-        load_exported_tokenizer(directory),
-        prompt=job.config.export.sample_prompt,
-        new_tokens=job.config.export.sample_tokens,
-        seed=job.config.seed,
-    )
-    return report
-
-
-class _Told(Mapping[str, Tensor]):
-    """Tensors of which each look-up is told first."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], tell: Callable[[], None]) -> None:
-        self._tensors, self._tell = tensors, tell
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._tell()
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def write_export(directory: Path, job: ConvertJob, tensors: Mapping[str, Tensor]) -> None:
-    """Write weights, configuration and tokenizer; one tensor is in memory at a time.
-
-    Raises ConversionError when `tensors` are not those of the configuration, WorkspaceError.
-    """
-    write_model(directory, job.spec, tensors, dtype=job.config.export.dtype)
-    copy_tokenizer(Path(job.tokenizer_directory), directory, job.config.max_position_embeddings)
-
-
-def pass_gate(
-    job: ConvertJob, model: Model, beat: Callable[[str], None] = lambda phase: None
-) -> tuple[ParityReport, Any]:
-    """Compare what transformers loads from the job's output with `model`, and write `parity.json`.
-
-    The weights of `model` are rounded to the export's type. Returns the report and the loaded
-    model.
-
-    Raises ConversionError when they differ.
-    """
-    config = job.config.export
-    directory = Path(job.output_directory) / MODEL_DIRECTORY
-    beat("load the export")
-    exported, tokenizer = load_exported(directory), load_exported_tokenizer(directory)
-    device = next(model.parameters()).device
-    beat("compare")
-    samples = samples_of(job, device, lambda: beat("compare perplexities"))
-    report = ParityReport(config.parity_tolerance, config.dtype, perplexity_split=samples.split)
-    pair = Pair(job.spec, form_of(job.spec)[1], model, exported.to(device))
-    compare_tokenizers(
-        report,
-        load_tokenizer(Path(job.tokenizer_directory)),
-        tokenizer,
-        job.special_tokens,
-        samples.texts(job),
-    )
-    if config.dtype != "float32":
-        trained = our_perplexity(pair, samples.batches)
-        _round(model, getattr(torch, config.dtype))
-        native = load_exported(directory, getattr(torch, config.dtype)).to(device)
-        compare_native(report, native, trained, samples.batches)
-    check_models(report, pair, samples.validation, samples.batches)
-    _write_report(job, report)
-    return report, exported
-
-
-def _write_report(job: ConvertJob, report: ParityReport) -> None:
-    """Write the report where the output is.
-
-    Of a failure also where it outlives the output, and raise it.
-    """
-    write_json(Path(job.output_directory) / REPORT_NAME, report.to_json())
-    if report.passed:
-        return
-    kept = Path(job.exit_directory) / REPORT_NAME
-    with workspace_errors(kept):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-    write_json(kept, report.to_json())
-    raise ConversionError(
-        f"the export of {job.checkpoint} is not the model that was trained and is not published: "
-        f"{report.sentence()}; every number is in {kept}"
-    )
-
-
-def _round(model: Model, dtype: torch.dtype) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
-
-
-def _device() -> torch.device:
-    """A GPU where there is one: a test split is scored there in seconds."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

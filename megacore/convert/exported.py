@@ -15,7 +15,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import MARKER_NAME, Marker, reading, verify
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
-from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.model_card import bare_card
 from megacore.convert.model_source import check_vocabulary, find_model
@@ -89,7 +89,7 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
     `output` does not exist or is empty; it appears whole, or not at all. Raises ConversionError
     when no class of transformers is this model, ConfigError, CheckpointError, WorkspaceError.
     """
-    found, form = form_of(source.spec)
+    found, form = hf_form_of(source.spec)
     table = form.key_map(source.spec)
     with reading(source.checkpoint), staged(output) as staging:
         write_model(staging, source.spec, CheckpointTensors(source.checkpoint), dtype=dtype)

@@ -1,13 +1,9 @@
-"""Renaming and relayout of tensors between two forms of a model.
-
-One table is read in both directions.
+"""Tables that rename and relayout tensors between two forms of a model, read in both directions.
 
 An entry names one tensor of ours, the tensors that hold the same numbers in the other form, and the
-layout that leads from the one to the others and back. Both directions stream: one entry's tensors
+relayout that leads from the one to the others and back. Both directions stream: one entry's tensors
 are in memory at a time, taken from any mapping from name to tensor (a dict, or a checkpoint that is
-read by name).
-
-Lines of the tables that several classes of transformers share.
+read by name). At the end are entries that several classes of transformers share.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +20,7 @@ _NAMED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
-class Layout:
+class Relayout:
     """A bijection between one tensor of ours and one or more of the other form."""
 
     split: Callable[[Tensor], tuple[Tensor, ...]]
@@ -34,22 +30,23 @@ class Layout:
 
     def then(
         self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> "Layout":
+    ) -> "Relayout":
         """This layout, then `forward` on each of their tensors, undone by `backward`."""
-        return Layout(
+        return Relayout(
             lambda ours: tuple(forward(part) for part in self.split(ours)),
             lambda theirs: self.merge(tuple(backward(part) for part in theirs)),
         )
 
 
-SAME = Layout(lambda ours: (ours,), lambda theirs: theirs[0])
+SAME = Relayout(lambda ours: (ours,), lambda theirs: theirs[0])
 """The tensor as it is."""
+
 
 TRANSPOSED = SAME.then(Tensor.t, Tensor.t)
 """[out, in] against [in, out]: transformers' Conv1D of GPT-2."""
 
 
-def qkv_blocks(heads: int, head_dim: int) -> Layout:
+def qkv_blocks(heads: int, head_dim: int) -> Relayout:
     """Rows [head][q, k, v][d] against three blocks q, k, v of rows [head][d].
 
     They are of a weight [3h, h] or a bias [3h].
@@ -66,7 +63,7 @@ def qkv_blocks(heads: int, head_dim: int) -> Layout:
     return SAME.then(to_blocks, to_heads)
 
 
-def interleaved_rows(heads: int, parts: int, head_dim: int) -> Layout:
+def interleaved_rows(heads: int, parts: int, head_dim: int) -> Relayout:
     """Rows [head][part][d] against a tensor of rows [head][d] per part, weights or biases."""
 
     def split(ours: Tensor) -> tuple[Tensor, ...]:
@@ -80,10 +77,10 @@ def interleaved_rows(heads: int, parts: int, head_dim: int) -> Layout:
             0, 2
         )
 
-    return Layout(split, merge)
+    return Relayout(split, merge)
 
 
-def padded_rows(rows: int, padded: int) -> Layout:
+def padded_rows(rows: int, padded: int) -> Relayout:
     """`padded` rows against the first `rows` of them.
 
     In the reverse direction the padding is zero.
@@ -105,7 +102,7 @@ class Entry:
     """Its shape; the shapes of the other side follow from the layout."""
     theirs: tuple[str, ...]
     """Names in the other form."""
-    layout: Layout = SAME
+    layout: Relayout = SAME
 
     def their_shapes(self) -> dict[str, Shape]:
         """Shape of each tensor of the other form."""
@@ -114,7 +111,7 @@ class Entry:
 
 
 class KeyMap:
-    """A table of entries without a repeated name, read forward (ours to theirs) and in reverse."""
+    """A table of entries without a repeated name, read in both directions: `forward` and `ours`."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
@@ -144,14 +141,6 @@ class KeyMap:
             )
             for name in entry.theirs:
                 yield name, parts.pop(0)  # once it is taken nothing here keeps it
-
-    def reverse(self, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield our tensors by name, contiguous, in the table's order.
-
-        Raises ConversionError when `theirs` misses a name, has one the table does not know, or a
-        wrong shape.
-        """
-        yield from self.ours(theirs).items()
 
     def ours(
         self, theirs: Mapping[str, Tensor], where: str = "the transformers model"
@@ -247,8 +236,8 @@ def linear(
     shape: Shape,
     *,
     bias: bool,
-    weight_layout: Layout = SAME,
-    bias_layout: Layout = SAME,
+    weight_layout: Relayout = SAME,
+    bias_layout: Relayout = SAME,
 ) -> tuple[Entry, ...]:
     """A weight of `shape`, and the bias of its rows if there is one."""
     weight = Entry(f"{ours}.weight", shape, (f"{theirs}.weight",), weight_layout)

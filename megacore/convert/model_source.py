@@ -1,7 +1,4 @@
-"""Where a model's weights lie, and which tokenizer belongs to them.
-
-Imports no torch unless it must.
-"""
+"""Where a model's weights and tokenizer lie. Imports torch only if it must."""
 
 from collections.abc import Sequence
 from pathlib import Path

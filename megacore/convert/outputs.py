@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
-from megacore.convert.hf.forms import Form
+from megacore.convert.hf.forms import HfForm
 from megacore.models.inputs import ModelInput
 
 
@@ -23,12 +23,12 @@ class Outputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pair:
+class ModelPair:
     """Two models that should be the same."""
 
     spec: ModelSpec
     """Of both."""
-    form: Form
+    form: HfForm
     """Of theirs."""
     ours: nn.Module
     """In fp32."""

@@ -1,7 +1,4 @@
-"""A checkpoint's weights by name, read one at a time.
-
-Our models with weights from somewhere else.
-"""
+"""The weights of a checkpoint by name, read one at a time, and models filled with weights."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -14,7 +14,7 @@ import orjson
 
 from megacore.corpus import local_files
 from megacore.corpus.documents import parse_document
-from megacore.corpus.formats import BOM, Form, form_of, open_file, pieces, unreadable
+from megacore.corpus.formats import BOM, FileFormat, file_format_of, open_file, pieces, unreadable
 from megacore.corpus.segments import Segment, count_newlines, first_line, segments
 from megacore.errors import DataFormatError
 
@@ -139,9 +139,9 @@ def read_blocks(
     `Block.texts`.
     """
     for segment in segments:
-        form = form_of(segment.path)
+        file_format = file_format_of(segment.path)
         try:
-            yield from _reader(form)(segment, block_bytes)
+            yield from _reader(file_format)(segment, block_bytes)
         except OSError as error:
             raise unreadable(segment.path, error) from error
 
@@ -159,14 +159,14 @@ def iterate_texts(directory: Path, *, skip_bad_lines: bool = False) -> Iterator[
         yield from texts
 
 
-def _reader(form: Form) -> Callable[[Segment, int], Iterator[Block]]:
-    match form:
+def _reader(file_format: FileFormat) -> Callable[[Segment, int], Iterator[Block]]:
+    match file_format:
         case "plain":
             return _plain_blocks
         case "parquet":
             return _row_blocks
         case _:
-            return partial(_decompressed_blocks, form)
+            return partial(_decompressed_blocks, file_format)
 
 
 class _LineNumbers:
@@ -216,9 +216,11 @@ def _plain_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
                 length *= 2
 
 
-def _decompressed_blocks(form: Form, segment: Segment, block_bytes: int) -> Iterator[Block]:
+def _decompressed_blocks(
+    file_format: FileFormat, segment: Segment, block_bytes: int
+) -> Iterator[Block]:
     number, parts, length = 1, [b""], 0
-    for data in pieces(segment.path, form):
+    for data in pieces(segment.path, file_format):
         parts.append(data)
         length += len(data)
         if length < block_bytes or b"\n" not in data:

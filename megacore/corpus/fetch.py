@@ -1,12 +1,8 @@
-"""One file from a web server into a directory that survives a failed attempt.
-
-What is there is not fetched again.
+"""Download one file into a directory, across failed attempts and with its progress shown.
 
 NAME.part grows while it comes and NAME.part.json says which version of the file it is; NAME and
-NAME.json are there when it is whole. A download goes on where it broke off as long as the server
-says that it still has that version (RFC 9110, sections 13.1.5 and 14).
-
-How far a download is: a bar on a terminal, now and then a line of the log elsewhere.
+NAME.json are there when it is whole, and it is not fetched again. A download goes on where it broke
+off as long as the server says that it still has that version (RFC 9110, sections 13.1.5 and 14).
 """
 
 import hashlib
@@ -31,60 +27,10 @@ from megacore.redact import redact, redact_log
 if TYPE_CHECKING:
     import httpx
 
-
-Report = Callable[[int, int | None], None]
+ProgressCallback = Callable[[int, int | None], None]
 """Takes the bytes that are there and all bytes, None as long as these are unknown."""
-
 _LOG_SECONDS = 10.0
 _logger = logging.getLogger("megacore.corpus")
-
-
-@contextmanager
-def download_progress(name: str) -> Iterator[Report]:
-    """Show the progress of the download `name` until the block is left."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with _bar(name, console) if console.is_terminal else _log(name) as report:
-        yield report
-
-
-@contextmanager
-def _bar(name: str, console: object) -> Iterator[Report]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    assert isinstance(console, Console)
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        # Escaped: a name may hold what rich would take for markup.
-        task = progress.add_task(name.replace("[", r"\["), total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _log(name: str) -> Iterator[Report]:
-    started = last = time.monotonic()
-
-    def report(done: int, total: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        finished = done == total
-        if finished or now - last >= _LOG_SECONDS:
-            last = now
-            of_all = f" of {total / 1e6:.1f}" if total is not None else ""
-            _logger.info("%s: %.1f%s MB after %.0f s", name, done / 1e6, of_all, now - started)
-
-    yield report
-
-
 _CHUNK = 1 << 20
 _PROGRESS_BYTES = 1 << 20
 """An attempt that brought this much does not count as failed: a long download may break off many
@@ -137,14 +83,6 @@ class Version:
     def validator(self) -> str | None:
         """What proves that a rest is of the same content: a strong ETag, else its time."""
         return self.etag if self.etag and not self.etag.startswith("W/") else self.last_modified
-
-
-class _BrokenOffError(Exception):
-    """The attempt failed in a way that may pass, `wait` seconds later if the server said so."""
-
-    def __init__(self, what: str, wait: float = 0.0) -> None:
-        super().__init__(what)
-        self.wait = wait
 
 
 def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIENCE) -> Version:
@@ -219,11 +157,24 @@ def _version_there(url: str, target: Path) -> Version | None:
     return version if file_digest(target) == version.sha256 else None
 
 
+class _BrokenOffError(Exception):
+    """The attempt failed in a way that may pass, `wait` seconds later if the server said so."""
+
+    def __init__(self, what: str, wait: float = 0.0) -> None:
+        super().__init__(what)
+        self.wait = wait
+
+
 class _Download:
     """The attempts at one file, each of which goes on where the one before broke off."""
 
     def __init__(
-        self, client: "httpx.Client", url: str, target: Path, there: Version | None, report: Report
+        self,
+        client: "httpx.Client",
+        url: str,
+        target: Path,
+        there: Version | None,
+        report: ProgressCallback,
     ) -> None:
         self._client = client
         self._address, self._url = _without_user(url), shown(url)
@@ -394,3 +345,49 @@ def _version_of(response: "httpx.Response", url: str) -> Version:
 
 def _sentence(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(". ")
+
+
+@contextmanager
+def download_progress(name: str) -> Iterator[ProgressCallback]:
+    """Show the progress of the download `name` until the block is left."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with _bar(name, console) if console.is_terminal else _log(name) as report:
+        yield report
+
+
+@contextmanager
+def _bar(name: str, console: object) -> Iterator[ProgressCallback]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    assert isinstance(console, Console)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        # Escaped: a name may hold what rich would take for markup.
+        task = progress.add_task(name.replace("[", r"\["), total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _log(name: str) -> Iterator[ProgressCallback]:
+    started = last = time.monotonic()
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        finished = done == total
+        if finished or now - last >= _LOG_SECONDS:
+            last = now
+            of_all = f" of {total / 1e6:.1f}" if total is not None else ""
+            _logger.info("%s: %.1f%s MB after %.0f s", name, done / 1e6, of_all, now - started)
+
+    yield report

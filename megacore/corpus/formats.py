@@ -1,4 +1,4 @@
-"""The forms of a file of documents, told from its first bytes, and their decompression."""
+"""The format of a file of documents, told from its first bytes, and its decompression."""
 
 import zlib
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from typing import BinaryIO, Literal
 
 from megacore.errors import DataFormatError
 
-Form = Literal["plain", "gzip", "zstd", "parquet"]
+FileFormat = Literal["plain", "gzip", "zstd", "parquet"]
 """JSON Lines as they are or compressed, or parquet."""
 BOM = b"\xef\xbb\xbf"
 """UTF-8's byte order mark, which some editors put before the first line; it is passed over."""
-SUFFIXES: dict[str, Form] = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
+SUFFIXES: dict[str, FileFormat] = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
 """What a name promises; any other is JSON Lines."""
 _FOREIGN = frozenset({".bz2", ".lz4", ".xz", ".zip", ".7z", ".tar", ".tgz"})
 _READ_BYTES = 1 << 16
@@ -24,27 +24,27 @@ _ZSTD_MAX_WINDOW = 1 << 31
 """As `zstd --long=31` needs it."""
 
 
-def form_of(path: str | Path) -> Form:
+def file_format_of(path: str | Path) -> FileFormat:
     """What `path` holds, whatever its name.
 
     Raises DataFormatError when its name promises something else.
     """
     path = Path(path)
     with open_file(path) as file:
-        form = _form(file.read(4))
+        file_format = _format_of_head(file.read(4))
     promised = SUFFIXES.get(path.suffix)
-    if promised is not None and form != promised:
+    if promised is not None and file_format != promised:
         raise DataFormatError(
             f"{path} does not begin as a {promised} file does: it is damaged or misnamed"
         )
-    if form == "plain" and path.suffix in _FOREIGN:
+    if file_format == "plain" and path.suffix in _FOREIGN:
         raise DataFormatError(
             f"{path} is compressed in a way that is not read: repack it as .gz or .zst"
         )
-    return form
+    return file_format
 
 
-def decompress(path: str | Path, form: Form) -> Iterator[bytes]:
+def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
     """The content of a gzip or zstd file in pieces of at most 1 MiB.
 
     Several frames in a file follow each other.
@@ -55,25 +55,25 @@ def decompress(path: str | Path, form: Form) -> Iterator[bytes]:
 
     try:
         with open_file(path) as file:
-            yield from _gunzip(file) if form == "gzip" else _unzstd(file)
+            yield from _gunzip(file) if file_format == "gzip" else _unzstd(file)
     except EOFError as error:
         raise DataFormatError(
-            f"{path} ends in the middle of its {form} data: fetch the whole file again"
+            f"{path} ends in the middle of its {file_format} data: fetch the whole file again"
         ) from error
     except (zlib.error, zstandard.ZstdError) as error:
         raise DataFormatError(
-            f"{path} holds damaged {form} data ({error}): fetch the file again"
+            f"{path} holds damaged {file_format} data ({error}): fetch the file again"
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def pieces(path: str | Path, form: Form) -> Iterator[bytes]:
+def pieces(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
     """The lines of a JSON Lines file in pieces of at most 1 MiB, without a byte order mark.
 
     Raises DataFormatError.
     """
-    content = _content(path) if form == "plain" else decompress(path, form)
+    content = _content(path) if file_format == "plain" else decompress(path, file_format)
     head = b""
     for piece in content:
         head += piece
@@ -105,7 +105,7 @@ def _content(path: str | Path) -> Iterator[bytes]:
         raise unreadable(path, error) from error
 
 
-def _form(head: bytes) -> Form:
+def _format_of_head(head: bytes) -> FileFormat:
     if head[:2] == b"\x1f\x8b":
         return "gzip"
     # RFC 8878: a frame, or a skippable frame as parallel compressors put it first.

@@ -1,9 +1,6 @@
-"""Local files of documents, JSON Lines or parquet: nothing is copied, the corpus refers to them.
+"""Local sources: JSON Lines, parquet with a document per row, and ready-made token files.
 
-Local parquet files, a document per row: nothing is copied, the corpus refers to them.
-
-Ready-made token files, as Megatron-LM's tools write them: nothing is copied, the corpus refers to
-them.
+Nothing is copied, the corpus refers to the files.
 """
 
 import glob
@@ -16,11 +13,92 @@ from megacore.artifact.manifest import file_digest
 from megacore.config.data import JsonlSource, ParquetSource, PrefixSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import SourceFile, write_sources
-from megacore.corpus.formats import form_of, pieces, unreadable
+from megacore.corpus.formats import file_format_of, pieces, unreadable
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 _BATCH_ROWS = 1024
+
+
+def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
+    """Return absolute path, size and modification time of every file, in order, and the key."""
+    files = [[file.path, file.size, file.mtime_ns] for file in list_files(source)]
+    return key_parameters(source, "collect", {"files": files})
+
+
+def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, int]:
+    """Write `sources.json`; lines and rows are counted here and parsed when they are tokenized.
+
+    Compressed files are decompressed once for that. Raises DataFormatError for a damaged one, and
+    for parquet without the column.
+    """
+    files = list_files(source)
+    for file in files:
+        if (file_format_of(file.path) == "parquet") != (source.kind == "parquet"):
+            other = "jsonl" if source.kind == "parquet" else "parquet"
+            raise DataFormatError(
+                f"{file.path} is no {source.kind} file: give it to a source of kind {other}"
+            )
+    documents = sum(count_documents(file.path, source.key) for file in files)
+    write_sources(directory, source.kind, files, key=source.key)
+    size = sum(file.size for file in files)
+    return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
+
+
+def count_documents(path: str | Path, key: str) -> int:
+    """How many lines or rows a file has; the last line needs no newline.
+
+    Raises DataFormatError for a damaged file.
+    """
+    file_format = file_format_of(path)
+    if file_format == "parquet":
+        check_column(path, key)
+        return sum(group_rows(path))
+    count, last = 0, b"\n"
+    for piece in pieces(path, file_format):
+        count += piece.count(b"\n")
+        last = piece[-1:] or last
+    return count + (last != b"\n")
+
+
+def list_files(source: JsonlSource | ParquetSource) -> list[SourceFile]:
+    """Every file that the paths and globs name, the matches of a glob sorted.
+
+    Raises DataFormatError.
+    """
+    return [SourceFile.of(path) for pattern in source.files for path in _expand(pattern)]
+
+
+def _expand(pattern: str) -> list[Path]:
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return [Path(pattern)]
+    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
+    if not paths:
+        raise DataFormatError(f"data.source.files: no file matches {pattern!r}: check the glob")
+    return paths
+
+
+def prefix_fingerprint(source: PrefixSource) -> dict[str, Any]:
+    """Return paths, sizes and modification times of both files, and the sha256 of the index."""
+    files = [[file.path, file.size, file.mtime_ns] for file in _files(source)]
+    return key_parameters(
+        source, "collect", {"files": files, "idx_sha256": file_digest(idx_path(source.prefix))}
+    )
+
+
+def collect_prefix(source: PrefixSource, directory: Path) -> dict[str, int]:
+    """Write `sources.json` after the files' structure was checked. Raises DataFormatError."""
+    files = _files(source)
+    dataset = IndexedDataset(source.prefix)
+    write_sources(directory, source.kind, files, prefix=str(Path(source.prefix).absolute()))
+    # A pair of files of nothing but empty documents is as empty as one without documents.
+    documents = dataset.documents if len(dataset) else 0
+    size = sum(file.size for file in files)
+    return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
+
+
+def _files(source: PrefixSource) -> list[SourceFile]:
+    return [SourceFile.of(path) for path in (bin_path(source.prefix), idx_path(source.prefix))]
 
 
 def group_rows(path: str | Path) -> list[int]:
@@ -117,84 +195,3 @@ def _group_bytes(file: Any, group: int, key: str) -> int:
     metadata = file.metadata.row_group(group)
     columns = [metadata.column(number) for number in range(metadata.num_columns)]
     return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == key)
-
-
-def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
-    """Return absolute path, size and modification time of every file, in order, and the key."""
-    files = [[file.path, file.size, file.mtime_ns] for file in list_files(source)]
-    return key_parameters(source, "collect", {"files": files})
-
-
-def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, int]:
-    """Write `sources.json`; lines and rows are counted here and parsed when they are tokenized.
-
-    Compressed files are decompressed once for that. Raises DataFormatError for a damaged one, and
-    for parquet without the column.
-    """
-    files = list_files(source)
-    for file in files:
-        if (form_of(file.path) == "parquet") != (source.kind == "parquet"):
-            other = "jsonl" if source.kind == "parquet" else "parquet"
-            raise DataFormatError(
-                f"{file.path} is no {source.kind} file: give it to a source of kind {other}"
-            )
-    documents = sum(count_documents(file.path, source.key) for file in files)
-    write_sources(directory, source.kind, files, key=source.key)
-    size = sum(file.size for file in files)
-    return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
-
-
-def count_documents(path: str | Path, key: str) -> int:
-    """How many lines or rows a file has; the last line needs no newline.
-
-    Raises DataFormatError for a damaged file.
-    """
-    form = form_of(path)
-    if form == "parquet":
-        check_column(path, key)
-        return sum(group_rows(path))
-    count, last = 0, b"\n"
-    for piece in pieces(path, form):
-        count += piece.count(b"\n")
-        last = piece[-1:] or last
-    return count + (last != b"\n")
-
-
-def list_files(source: JsonlSource | ParquetSource) -> list[SourceFile]:
-    """Every file that the paths and globs name, the matches of a glob sorted.
-
-    Raises DataFormatError.
-    """
-    return [SourceFile.of(path) for pattern in source.files for path in _expand(pattern)]
-
-
-def _expand(pattern: str) -> list[Path]:
-    if Path(pattern).exists() or not glob.has_magic(pattern):
-        return [Path(pattern)]
-    paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
-    if not paths:
-        raise DataFormatError(f"data.source.files: no file matches {pattern!r}: check the glob")
-    return paths
-
-
-def prefix_fingerprint(source: PrefixSource) -> dict[str, Any]:
-    """Return paths, sizes and modification times of both files, and the sha256 of the index."""
-    files = [[file.path, file.size, file.mtime_ns] for file in _files(source)]
-    return key_parameters(
-        source, "collect", {"files": files, "idx_sha256": file_digest(idx_path(source.prefix))}
-    )
-
-
-def collect_prefix(source: PrefixSource, directory: Path) -> dict[str, int]:
-    """Write `sources.json` after the files' structure was checked. Raises DataFormatError."""
-    files = _files(source)
-    dataset = IndexedDataset(source.prefix)
-    write_sources(directory, source.kind, files, prefix=str(Path(source.prefix).absolute()))
-    # A pair of files of nothing but empty documents is as empty as one without documents.
-    documents = dataset.documents if len(dataset) else 0
-    size = sum(file.size for file in files)
-    return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
-
-
-def _files(source: PrefixSource) -> list[SourceFile]:
-    return [SourceFile.of(path) for path in (bin_path(source.prefix), idx_path(source.prefix))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megacore.corpus import local_files
 from megacore.corpus.documents import CORPUS_NAME, SourceFile, read_sources
-from megacore.corpus.formats import Form, form_of, open_file
+from megacore.corpus.formats import FileFormat, file_format_of, open_file
 from megacore.errors import DataFormatError
 
 _SCAN_BYTES = 1 << 20
@@ -82,7 +82,7 @@ def first_line(segment: Segment) -> int:
     """
     if not segment.start:
         return 1
-    if form_of(segment.path) == "parquet":
+    if file_format_of(segment.path) == "parquet":
         return 1 + sum(local_files.group_rows(segment.path)[: segment.start])
     return 1 + count_newlines(segment.path, 0, segment.start)
 
@@ -100,10 +100,10 @@ def count_newlines(path: str | Path, start: int, stop: int) -> int:
 
 def _pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segment, int]]:
     """Parts of a segment with their bytes; the first fills `room`, others `size`."""
-    form: Form = form_of(segment.path)
-    if form == "plain":
+    file_format: FileFormat = file_format_of(segment.path)
+    if file_format == "plain":
         return _line_pieces(segment, size, room)
-    if form == "parquet":
+    if file_format == "parquet":
         return _group_pieces(segment, size, room)
     return [(segment, os.path.getsize(segment.path))]
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacore.config.data import DataConfig
+from megacore.config.model import Family, ModelConfig
 from megacore.config.run import RunConfig
 from megacore.data.fim import FimDataset
 from megacore.data.gpt_dataset import GPTDataset
@@ -74,7 +76,7 @@ def describe(
         )
     names = ("seq_length", "packing", "add_extra_token")
     pairs = {f"data.{name}": (getattr(options, name), getattr(data, name)) for name in names}
-    wanted = sentence_options(config)
+    wanted = sentence_options(config.family, config.model, data)
     if options.sentences is not None and wanted is not None:
         for name in ("minimum_sentences", "short_seq_prob"):
             pairs[name] = getattr(options.sentences, name), getattr(wanted, name)
@@ -87,14 +89,16 @@ def describe(
     return description
 
 
-def sentence_options(config: RunConfig) -> SentenceOptions | None:
+def sentence_options(
+    family: Family, model: ModelConfig, data: DataConfig
+) -> SentenceOptions | None:
     """How the samples of a run are made of sentences; None where they are made of tokens."""
-    match config.family:
+    match family:
         case "bert":
-            minimum = 2 if config.model.bert_binary_head else 1
-            return SentenceOptions("bert", minimum, config.data.masked_lm.short_seq_prob)
+            minimum = 2 if model.bert_binary_head else 1
+            return SentenceOptions("bert", minimum, data.masked_lm.short_seq_prob)
         case "t5":
-            return SentenceOptions("t5", 1, config.data.span_corruption.short_seq_prob)
+            return SentenceOptions("t5", 1, data.span_corruption.short_seq_prob)
         case _:
             return None
 

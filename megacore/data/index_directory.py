@@ -12,9 +12,7 @@ the three.
 drop_last_partial, and for samples of sentences `sentences` (kind, minimum_sentences,
 short_seq_prob); `members`, each with its prefix (relative to the directory) and its weight in the
 splits it takes part in; `blends`, for each split the numbers of the members in the order in which
-the dataset index counts them; `samples` per split.
-
-Reading the files of index maps, and what is checked of each.
+the dataset index counts them; `samples` per split. Maps are checked when they are read.
 """
 
 import json
@@ -32,47 +30,6 @@ from megacore.data.index_options import SPLIT_NAMES, IndexOptions, Mixture, Sent
 from megacore.errors import ConfigError, DataFormatError
 
 _MAP_DTYPES = ("<i4", "<u4", "<i8")
-
-
-def load_map(path: Path) -> npt.NDArray[Any]:
-    """An index map, memory-mapped. Raises DataFormatError."""
-    try:
-        with np.errstate(over="raise"):  # of a shape whose size does not fit 64 bits
-            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
-    except FileNotFoundError as error:
-        raise DataFormatError(f"{path} does not exist: build the index maps first") from error
-    except Exception as error:
-        # NumPy reads a header as Python source, and passes on all that can go wrong there
-        reason = " ".join(str(error).split())
-        raise DataFormatError(
-            f"{path} is not a readable index map ({reason}): build the index maps again"
-        ) from error
-
-
-def check_form(
-    path: Path, values: npt.NDArray[Any], dimensions: int, dtypes: Sequence[str] = _MAP_DTYPES
-) -> None:
-    """That a map is an array of one of its types. Raises DataFormatError."""
-    if (
-        values.dtype not in map(np.dtype, dtypes)
-        or values.ndim != dimensions
-        or not values.flags.c_contiguous
-    ):
-        raise DataFormatError(
-            f"{path} is an array of {values.dtype} with shape {values.shape}, which is not that "
-            "map's form: build the index maps again"
-        )
-
-
-def check_range(path: Path, values: npt.NDArray[Any], limit: int, reason: str) -> None:
-    """That a map's values lie in 0 … limit-1. Raises DataFormatError."""
-    if values.size and (values.min() < 0 or values.max() >= limit):
-        raise DataFormatError(
-            f"{path} points to {values.min()} … {values.max()} where only 0 … {limit - 1} exists: "
-            f"{reason}"
-        )
-
-
 FORMAT = 1
 INDEX_NAME = "index.json"
 MAP_NAMES = ("document", "sample", "shuffle")
@@ -234,4 +191,43 @@ def _check(description: IndexDescription) -> None:
     if any(not 0 <= number < len(description.members) for number in named):
         raise ValueError(
             f"its blends name the members {sorted(set(named))} of {len(description.members)}"
+        )
+
+
+def load_map(path: Path) -> npt.NDArray[Any]:
+    """An index map, memory-mapped. Raises DataFormatError."""
+    try:
+        with np.errstate(over="raise"):  # of a shape whose size does not fit 64 bits
+            return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
+    except FileNotFoundError as error:
+        raise DataFormatError(f"{path} does not exist: build the index maps first") from error
+    except Exception as error:
+        # NumPy reads a header as Python source, and passes on all that can go wrong there
+        reason = " ".join(str(error).split())
+        raise DataFormatError(
+            f"{path} is not a readable index map ({reason}): build the index maps again"
+        ) from error
+
+
+def check_form(
+    path: Path, values: npt.NDArray[Any], dimensions: int, dtypes: Sequence[str] = _MAP_DTYPES
+) -> None:
+    """That a map is an array of one of its types. Raises DataFormatError."""
+    if (
+        values.dtype not in map(np.dtype, dtypes)
+        or values.ndim != dimensions
+        or not values.flags.c_contiguous
+    ):
+        raise DataFormatError(
+            f"{path} is an array of {values.dtype} with shape {values.shape}, which is not that "
+            "map's form: build the index maps again"
+        )
+
+
+def check_range(path: Path, values: npt.NDArray[Any], limit: int, reason: str) -> None:
+    """That a map's values lie in 0 … limit-1. Raises DataFormatError."""
+    if values.size and (values.min() < 0 or values.max() >= limit):
+        raise DataFormatError(
+            f"{path} points to {values.min()} … {values.max()} where only 0 … {limit - 1} exists: "
+            f"{reason}"
         )

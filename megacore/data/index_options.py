@@ -1,8 +1,7 @@
-"""What decides the index maps.
+"""The options that decide the index maps.
 
-How samples are cut and ordered, and which token files each split draws from.
-
-Which sequences belong to the train, validation and test split.
+How samples are cut and ordered, which sequences belong to the train, validation and test split, and
+which token files each split draws from.
 """
 
 import math
@@ -18,6 +17,11 @@ from megacore.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
 """In the order of the weights."""
+IndexStyle = Literal["megatron", "neox"]
+Packing = Literal["packed", "pack_until_overflow", "unpacked"]
+SentenceModel = Literal["bert", "t5"]
+MAX_MEMBERS = 2**15 - 1
+"""Data sets that the i16 numbers of a blend can tell apart."""
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
@@ -62,13 +66,6 @@ def split_ranges(
     else:
         bounds = [round(fraction * float(count)) for fraction in accumulate(fractions, initial=0.0)]
     return {name: (bounds[i], bounds[i + 1]) for i, name in enumerate(SPLIT_NAMES)}
-
-
-IndexStyle = Literal["megatron", "neox"]
-Packing = Literal["packed", "pack_until_overflow", "unpacked"]
-SentenceModel = Literal["bert", "t5"]
-MAX_MEMBERS = 2**15 - 1
-"""Data sets that the i16 numbers of a blend can tell apart."""
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,8 @@
-"""What will be built of each split.
+"""Plans of the index maps: samples and epochs of each data set, whole documents, and blends.
 
-How many samples are asked of each data set, and how often it is gone through.
-
-How often a split is gone through for the samples that are wanted of it.
-
-Samples that keep documents whole, padded at the end: the sample index of the two forms that are not
-`packed`.
-
-The names are GPT-NeoX's (https://github.com/EleutherAI/gpt-neox, `pack_impl`). As there,
-`pack_until_overflow` puts whole documents into a sample as long as they fit, and `unpacked` puts
-one into each. Otherwise than there:
-
-* with `pack_until_overflow` a document longer than a sample is divided into consecutive ones, which
-  share their ends as those of `packed` do, so that each of its tokens is learnt; NeoX keeps its
-  first tokens alone. The rest of such a document is filled up like any other. With `unpacked` both
-  keep the first tokens;
-* padding is -1, which counts in no loss; NeoX pads with token 0, which it learns;
-* the documents are those of the document index, in its order, to the end of its last epoch.
-
-The rows mean what those of `packed` do, (position in the document index, token offset there) of
-each sample's first token. A sample ends before the next row's document, or, where the next row is
-within the same document, `extra` tokens after its offset; what exceeds seq_length + extra is cut.
-
-Blending: which data set each sample of a split comes from.
-
-The rules are Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets), bit for bit:
+Blends follow Megatron core (https://github.com/NVIDIA/Megatron-LM, core/datasets), bit for bit:
 sample i comes from the data set d with the largest weight_d x max(i, 1) - taken_d, in double
 precision, the first of equals.
-
-The two maps of a blend: which data set each sample of a split comes from, and which of its samples
-it is.
 """
 
 import math
@@ -44,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data import _compiled
-from megacore.data import _compiled as helpers
 from megacore.data.index_directory import BLEND_MAP_NAMES, map_path, save_array
 from megacore.data.index_options import (
     SPLIT_NAMES,
@@ -61,6 +33,11 @@ EXTRA_TOKENS = 1
 """Tokens that a sample has beyond seq_length: the last label."""
 _FINAL_EPOCH_USE = 0.8
 """Share of the final epoch below which it is shuffled by itself."""
+SURPLUS = 0.005
+"""Share of samples by which a member has more than its weight asks for: its order is no multiple of
+the weights."""
+INT32_MAX = 2**31 - 1
+_SUMMED = ("documents", "sequences", "tokens")
 
 
 @dataclass(frozen=True)
@@ -81,157 +58,6 @@ class EpochPlan:
 
 NO_EPOCH = EpochPlan(0, False, 0, 0)
 """Of a split without a sample of which none is wanted."""
-
-
-def plan_epochs(
-    tokens_per_epoch: int,
-    seq_length: int,
-    samples: int | None,
-    *,
-    extra: int = EXTRA_TOKENS,
-    keep_partial: bool = False,
-    style: Literal["megatron", "neox"] = "megatron",
-) -> EpochPlan:
-    """The least number of epochs that yields `samples` samples (None: one epoch).
-
-    The final epoch is separate when less than 80 % of it would be used; GPT-NeoX's ("neox") never
-    is. With `keep_partial`, what remains after the last whole sample is one more. All counts are in
-    64-bit integers; Megatron core counts with 32-bit floats when it keeps a partial sample, which
-    goes wrong past 2^24 tokens.
-    """
-    epochs = 1
-    if samples is not None:
-        epochs = max(1, -(-(samples * seq_length + extra) // tokens_per_epoch))
-    total, rest = divmod(epochs * tokens_per_epoch - extra, seq_length)
-    partial = keep_partial and rest > 0
-    total += partial
-    if samples is None or epochs == 1 or style == "neox":
-        return EpochPlan(epochs, False, total, total, partial)
-    before_final = ((epochs - 1) * tokens_per_epoch - extra) // seq_length
-    per_epoch = (tokens_per_epoch - extra) // seq_length
-    separate = samples - before_final < int(_FINAL_EPOCH_USE * per_epoch)
-    return EpochPlan(epochs, separate, total, before_final if separate else total, partial)
-
-
-def plan_whole_documents(
-    least_samples: Callable[[int], int], samples: int | None, capacity: int
-) -> EpochPlan:
-    """The least number of epochs that yields `samples` samples of whole documents.
-
-    The documents may be in any order. None means one epoch.
-
-    `least_samples` gives the samples that a number of epochs makes at least, `capacity` the tokens
-    of one.
-    """
-    # An epoch has at least one token, so that many epochs are enough.
-    enough = range(1, (samples or 0) * capacity + 1)
-    epochs = 1 + bisect_left(enough, samples or 0, key=least_samples)
-    total = least_samples(epochs)
-    return EpochPlan(epochs, False, total, total)
-
-
-_INT32_MAX = 2**31 - 1
-
-
-def pack_sample_index(
-    lengths: npt.NDArray[np.int32],
-    document_index: npt.NDArray[np.int32],
-    seq_length: int,
-    packing: Packing,
-    extra: int,
-) -> npt.NDArray[Any]:
-    """Where each sample of whole documents begins, and the last ends: (samples + 1, 2).
-
-    Integers are i32 or i64.
-
-    Args:
-        lengths: tokens of each sequence; empty ones are passed over.
-        document_index: the sequences in the order in which they are read, once per epoch.
-        seq_length: tokens of a sample, s.
-        packing: "pack_until_overflow" or "unpacked".
-        extra: 1 when a sample reads one token beyond seq_length as its last label, else 0.
-    """
-    assert packing != "packed"
-    wide = len(document_index) > _INT32_MAX
-    if packing == "pack_until_overflow":
-        pack = _compiled.pack_until_overflow_int64 if wide else _compiled.pack_until_overflow_int32
-        return pack(lengths, document_index, seq_length, extra)
-    positions = np.flatnonzero(lengths[document_index])
-    rows = np.zeros((len(positions) + 1, 2), np.int64 if wide else np.int32)
-    rows[:-1, 0] = positions
-    rows[-1, 0] = len(document_index)
-    return rows
-
-
-def least_samples(
-    tokens: int, sequences: int, seq_length: int, packing: Packing, extra: int
-) -> int:
-    """How many samples `pack_sample_index` makes at least, whatever the order of the documents.
-
-    Of `tokens` tokens in `sequences` sequences that are not empty; for all epochs together. With
-    "unpacked" it is their number.
-    """
-    return sequences if packing == "unpacked" else -(-tokens // (seq_length + extra))
-
-
-SURPLUS = 0.005
-"""Share of samples by which a member has more than its weight asks for: its order is no multiple of
-the weights."""
-
-
-def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[float]:
-    """Weights that add up to 1.
-
-    As NumPy sums them, or, as GPT-NeoX does, Python (the last bits differ).
-    """
-    if style == "neox":
-        total = sum(weights)
-        return [weight / total for weight in weights]
-    values = np.asarray(weights, np.float64)
-    normalised: list[float] = (values / values.sum()).tolist()
-    return normalised
-
-
-def member_sizes(
-    weights: Sequence[float], samples: int, style: IndexStyle
-) -> tuple[list[int], int]:
-    """Samples to ask of each member for a blend of `samples`, and the size of the blend.
-
-    The weights add up to 1.
-
-    Megatron core rounds each member's share up and blends the sum. GPT-NeoX rounds once, and blends
-    more than it uses, of which the first `samples` are taken here.
-    """
-    if style == "neox":
-        return [math.ceil(samples * weight * (1 + SURPLUS)) for weight in weights], samples
-    wanted = [math.ceil(samples * weight) for weight in weights]
-    return [math.ceil(count * (1 + SURPLUS)) for count in wanted], sum(wanted)
-
-
-def build_blend(
-    weights: Sequence[float], size: int
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index) of `size` samples.
-
-    The weights are normalised (once more, if they already were), as Megatron core does at this
-    place.
-    """
-    if size == 0:
-        return np.empty(0, np.int16), np.empty(0, np.int64)
-    return helpers.build_blend(np.asarray(shares(weights)), size)
-
-
-def build_exhaustive_blend(
-    sizes: Sequence[int],
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index) of every sample of every data set once.
-
-    They come in proportion to the data sets' sizes.
-    """
-    return helpers.build_exhaustive_blend(np.asarray(sizes, np.int64))
-
-
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -433,9 +259,6 @@ def _too_small(
     )
 
 
-_SUMMED = ("documents", "sequences", "tokens")
-
-
 def write_blend(
     directory: str | Path,
     mixture: Mixture,
@@ -475,3 +298,157 @@ def write_blend(
     ]
     sums = {name: sum(entry[name] for entry in entries) for name in _SUMMED if name in entries[0]}
     return {**sums, "samples": len(dataset_index), "members": entries}
+
+
+def plan_epochs(
+    tokens_per_epoch: int,
+    seq_length: int,
+    samples: int | None,
+    *,
+    extra: int = EXTRA_TOKENS,
+    keep_partial: bool = False,
+    style: Literal["megatron", "neox"] = "megatron",
+) -> EpochPlan:
+    """The least number of epochs that yields `samples` samples (None: one epoch).
+
+    The final epoch is separate when less than 80 % of it would be used; GPT-NeoX's ("neox") never
+    is. With `keep_partial`, what remains after the last whole sample is one more. All counts are in
+    64-bit integers; Megatron core counts with 32-bit floats when it keeps a partial sample, which
+    goes wrong past 2^24 tokens.
+    """
+    epochs = 1
+    if samples is not None:
+        epochs = max(1, -(-(samples * seq_length + extra) // tokens_per_epoch))
+    total, rest = divmod(epochs * tokens_per_epoch - extra, seq_length)
+    partial = keep_partial and rest > 0
+    total += partial
+    if samples is None or epochs == 1 or style == "neox":
+        return EpochPlan(epochs, False, total, total, partial)
+    before_final = ((epochs - 1) * tokens_per_epoch - extra) // seq_length
+    per_epoch = (tokens_per_epoch - extra) // seq_length
+    separate = samples - before_final < int(_FINAL_EPOCH_USE * per_epoch)
+    return EpochPlan(epochs, separate, total, before_final if separate else total, partial)
+
+
+def plan_whole_documents(
+    least_samples: Callable[[int], int], samples: int | None, capacity: int
+) -> EpochPlan:
+    """The least number of epochs that yields `samples` samples of whole documents.
+
+    The documents may be in any order. None means one epoch.
+
+    `least_samples` gives the samples that a number of epochs makes at least, `capacity` the tokens
+    of one.
+    """
+    # An epoch has at least one token, so that many epochs are enough.
+    enough = range(1, (samples or 0) * capacity + 1)
+    epochs = 1 + bisect_left(enough, samples or 0, key=least_samples)
+    total = least_samples(epochs)
+    return EpochPlan(epochs, False, total, total)
+
+
+def pack_sample_index(
+    lengths: npt.NDArray[np.int32],
+    document_index: npt.NDArray[np.int32],
+    seq_length: int,
+    packing: Packing,
+    extra: int,
+) -> npt.NDArray[Any]:
+    """Where each sample of whole documents begins, and the last ends: (samples + 1, 2).
+
+    Integers are i32 or i64. A row is (position in the document index, token offset there) of a
+    sample's first token. The sample ends before the next row's document, or, where the next row is
+    within the same document, `extra` tokens after its offset; what exceeds seq_length + extra is
+    cut, and a short sample is padded at its end.
+
+    The names are GPT-NeoX's (https://github.com/EleutherAI/gpt-neox, `pack_impl`): as there,
+    "pack_until_overflow" puts whole documents into a sample as long as they fit, and "unpacked"
+    puts one into each. Otherwise than there:
+
+    * with "pack_until_overflow" a document longer than a sample is divided into consecutive ones,
+      which share their ends as those of "packed" do, so that each of its tokens is learnt; NeoX
+      keeps its first tokens alone. The rest of such a document is filled up like any other. With
+      "unpacked" both keep the first tokens;
+    * padding is -1, which counts in no loss; NeoX pads with token 0, which it learns;
+    * the documents are those of the document index, in its order, to the end of its last epoch.
+
+    Args:
+        lengths: tokens of each sequence; empty ones are passed over.
+        document_index: the sequences in the order in which they are read, once per epoch.
+        seq_length: tokens of a sample, s.
+        packing: "pack_until_overflow" or "unpacked".
+        extra: 1 when a sample reads one token beyond seq_length as its last label, else 0.
+    """
+    assert packing != "packed"
+    wide = len(document_index) > INT32_MAX
+    if packing == "pack_until_overflow":
+        pack = _compiled.pack_until_overflow_int64 if wide else _compiled.pack_until_overflow_int32
+        return pack(lengths, document_index, seq_length, extra)
+    positions = np.flatnonzero(lengths[document_index])
+    rows = np.zeros((len(positions) + 1, 2), np.int64 if wide else np.int32)
+    rows[:-1, 0] = positions
+    rows[-1, 0] = len(document_index)
+    return rows
+
+
+def least_samples(
+    tokens: int, sequences: int, seq_length: int, packing: Packing, extra: int
+) -> int:
+    """How many samples `pack_sample_index` makes at least, whatever the order of the documents.
+
+    Of `tokens` tokens in `sequences` sequences that are not empty; for all epochs together. With
+    "unpacked" it is their number.
+    """
+    return sequences if packing == "unpacked" else -(-tokens // (seq_length + extra))
+
+
+def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[float]:
+    """Weights that add up to 1.
+
+    As NumPy sums them, or, as GPT-NeoX does, Python (the last bits differ).
+    """
+    if style == "neox":
+        total = sum(weights)
+        return [weight / total for weight in weights]
+    values = np.asarray(weights, np.float64)
+    normalised: list[float] = (values / values.sum()).tolist()
+    return normalised
+
+
+def member_sizes(
+    weights: Sequence[float], samples: int, style: IndexStyle
+) -> tuple[list[int], int]:
+    """Samples to ask of each member for a blend of `samples`, and the size of the blend.
+
+    The weights add up to 1.
+
+    Megatron core rounds each member's share up and blends the sum. GPT-NeoX rounds once, and blends
+    more than it uses, of which the first `samples` are taken here.
+    """
+    if style == "neox":
+        return [math.ceil(samples * weight * (1 + SURPLUS)) for weight in weights], samples
+    wanted = [math.ceil(samples * weight) for weight in weights]
+    return [math.ceil(count * (1 + SURPLUS)) for count in wanted], sum(wanted)
+
+
+def build_blend(
+    weights: Sequence[float], size: int
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """(dataset index, dataset sample index) of `size` samples.
+
+    The weights are normalised (once more, if they already were), as Megatron core does at this
+    place.
+    """
+    if size == 0:
+        return np.empty(0, np.int16), np.empty(0, np.int64)
+    return _compiled.build_blend(np.asarray(shares(weights)), size)
+
+
+def build_exhaustive_blend(
+    sizes: Sequence[int],
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """(dataset index, dataset sample index) of every sample of every data set once.
+
+    They come in proportion to the data sets' sizes.
+    """
+    return _compiled.build_exhaustive_blend(np.asarray(sizes, np.int64))

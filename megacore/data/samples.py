@@ -1,9 +1,7 @@
-"""What every data set of samples offers, and the arrays that samples are read into.
+"""Data sets of samples: one pair of token files read through a map, and several read as one.
 
-What data sets of one pair of token files have in common: a map of samples, and the compiled part
-that reads them.
-
-Several data sets read as one: blended by the maps of a blend, or one after the other.
+Several are blended by the maps of a blend, or stand one after the other. Samples are read into
+arrays, by compiled parts.
 """
 
 from abc import ABC, abstractmethod

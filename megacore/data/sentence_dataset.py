@@ -1,29 +1,7 @@
-"""What data sets of whole sentences have in common.
-
-Sentences, and a map of which of them make up each sample.
+"""Data sets of whole sentences: BERT's and T5's, by a map of the sentences of each sample.
 
 A sample is a function of the seed and its number alone: reading order, ranks and resumption change
 nothing.
-
-BERT's samples (Devlin et al. 2018): two segments of whole sentences, and words of them that are to
-be predicted.
-
-They are Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets/bert_dataset.py,
-masked_dataset.py), token by token: the sentences of a sample are cut in two at random, the halves
-change places with probability 1/2, tokens are taken from either end of the longer one until both
-fit, and words are drawn until `masked_lm_prob` of the tokens are reached; a draw takes up to
-`max_ngram` words. Otherwise than there, the sentence task may be the paper's own, whose second
-segment is, with probability 1/2, a random sample of another document.
-
-T5's samples (Raffel et al. 2019): sentences whose spans are replaced by sentinels, and the spans
-spelled out.
-
-Spans are T5's own, of random lengths with a mean (`random_spans_noise_mask` in
-https://github.com/google-research/text-to-text-transfer-transformer), or Megatron core's, token by
-token (https://github.com/NVIDIA/Megatron-LM, core/datasets/t5_dataset.py and masked_dataset.py): 1
-to 10 whole words by a geometric distribution, until the share of tokens is reached. Where the
-decoder has no room for all spans, over which Megatron core stops, those at the end of the text stay
-as they are.
 """
 
 from pathlib import Path
@@ -38,6 +16,15 @@ from megacore.data.samples import MappedDataset
 from megacore.data.sentence_maps import load_sentence_map
 from megacore.errors import DataFormatError
 from megacore.tokenizer.vocabulary import Vocabulary
+
+MASKED_LM_SPECIAL_TOKENS = 3
+"""[CLS] and two [SEP]."""
+T5_SPECIAL_TOKENS = 2
+"""For which Megatron core leaves room."""
+_MOST_WORDS = 10
+_PROBABILITY = 0.2
+"""Of a span to end after a word (Joshi et al. 2019)."""
+_NONE = -1
 
 
 class SentenceDataset(MappedDataset):
@@ -84,10 +71,6 @@ class SentenceDataset(MappedDataset):
         )
 
 
-MASKED_LM_SPECIAL_TOKENS = 3
-"""[CLS] and two [SEP]."""
-
-
 class MaskedLmDataset(SentenceDataset):
     """One split as rows of 3 s + 1 ids.
 
@@ -96,6 +79,14 @@ class MaskedLmDataset(SentenceDataset):
     `[CLS] A [SEP] B [SEP]`; the segment is 0 up to the first [SEP] and then 1. Of the predicted
     tokens 80 % are [MASK], 10 % a random token, and 10 % what they were. The sentence label is 1
     where B does not follow A. -1 is padding.
+
+    Samples are BERT's (Devlin et al. 2018) as Megatron core makes them, token by token
+    (https://github.com/NVIDIA/Megatron-LM, core/datasets/bert_dataset.py, masked_dataset.py): the
+    sentences of a sample are cut in two at random, the halves change places with probability 1/2,
+    tokens are taken from either end of the longer one until both fit, and words are drawn until
+    `masked_lm_prob` of the tokens are reached; a draw takes up to `max_ngram` words. Otherwise than
+    there, the sentence task may be the paper's own, whose second segment is, with probability 1/2,
+    a random sample of another document.
     """
 
     def __init__(
@@ -181,14 +172,6 @@ def masking_rules(config: MaskedLmConfig) -> MaskingRules:
     )
 
 
-T5_SPECIAL_TOKENS = 2
-"""For which Megatron core leaves room."""
-_MOST_WORDS = 10
-_PROBABILITY = 0.2
-"""Of a span to end after a word (Joshi et al. 2019)."""
-_NONE = -1
-
-
 class T5Dataset(SentenceDataset):
     """One split as rows of s + s_d ids: the encoder's tokens [s] and the decoder's labels [s_d].
 
@@ -196,6 +179,14 @@ class T5Dataset(SentenceDataset):
 
     The n-th span of the text is replaced by the sentinel <extra_id_n>; the labels are each sentinel
     with the tokens that it stands for, and the end of the sequence.
+
+    Spans are T5's own (Raffel et al. 2019), of random lengths with a mean
+    (`random_spans_noise_mask` in
+    https://github.com/google-research/text-to-text-transfer-transformer), or Megatron core's, token
+    by token (https://github.com/NVIDIA/Megatron-LM, core/datasets/t5_dataset.py and
+    masked_dataset.py): 1 to 10 whole words by a geometric distribution, until the share of tokens
+    is reached. Where the decoder has no room for all spans, over which Megatron core stops, those
+    at the end of the text stay as they are.
     """
 
     def __init__(

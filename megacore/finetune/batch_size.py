@@ -34,13 +34,6 @@ class Found:
     """The largest micro batch that fits; 0 where not even 1 does."""
     tried: dict[int, Answer]
     """Each probe's answer, in the order of the probes."""
-    limit: int
-    """The largest micro batch that might have been tried."""
-
-    @property
-    def at_limit(self) -> bool:
-        """Whether the limit ended the search, not memory."""
-        return self.batch == self.limit
 
     @property
     def peak_memory(self) -> int | None:
@@ -82,7 +75,7 @@ def largest_batch(probe: Probe, *, limit: int, start: int = 1) -> Found:
             too_large = batch
         doubling = too_large > limit
         batch = min(2 * fitting, limit) if doubling else (fitting + too_large) // 2
-    return Found(fitting, tried, limit)
+    return Found(fitting, tried)
 
 
 def table_rows(reports: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megacore.artifact.files import workspace_errors
 from megacore.config.finetune import FileRows, FinetuneDataConfig, HubRows
 from megacore.corpus.documents import SourceFile
-from megacore.corpus.formats import form_of, pieces
+from megacore.corpus.formats import file_format_of, pieces
 from megacore.corpus.hub import disk_errors, loading
 from megacore.errors import DataFormatError
 
@@ -265,7 +265,7 @@ def _load(files: list[Path], suffix: str, cache_directory: Path) -> "Dataset":
 
 def _load_alone(path: Path, suffix: str, cache_directory: Path) -> None:
     """Raise DataFormatError that names `path`, and the line if found, when it is unreadable."""
-    form_of(path)
+    file_format_of(path)
     if suffix in (".jsonl",):
         _check_lines(path)
     _load([path], suffix, cache_directory)
@@ -273,7 +273,7 @@ def _load_alone(path: Path, suffix: str, cache_directory: Path) -> None:
 
 def _check_lines(path: Path) -> None:
     rest, number = b"", 0
-    for piece in pieces(path, form_of(path)):
+    for piece in pieces(path, file_format_of(path)):
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             number += 1

@@ -1,11 +1,6 @@
-"""Continuing prompts with a causal model, or answering them with T5.
+"""Continue prompts with a causal model, or answer them with T5, several side by side.
 
-One token at a time, several prompts together.
-
-Several prompts side by side, read by a model step by step.
-
-From logits to tokens; what is drawn depends on the seed, the prompt's number and how many tokens it
-has alone.
+What is drawn for a prompt depends on the seed, its number and how many tokens it has alone.
 """
 
 from collections.abc import Sequence
@@ -28,6 +23,80 @@ from megacore.parallel.rng import stable_seed
 _READ_AT_ONCE = 256
 """Tokens of a prompt that one forward pass reads: it bounds the memory of their logits, of which
 the last count."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model has added to one prompt."""
+
+    tokens: tuple[int, ...]
+    """New ids; where the text ended, the token that ends it is the last one."""
+    ended: bool
+    """Whether the model ended the text, or the number of tokens was reached."""
+
+
+@torch.inference_mode()
+def generate(
+    model: GPTModel | T5Model,
+    prompts: Sequence[Sequence[int]],
+    options: GenerateOptions,
+    *,
+    vocab_size: int,
+    end: int | None = None,
+    start: int = 0,
+    batch_size: int = 8,
+    use_cache: bool = True,
+) -> list[Continuation]:
+    """Continue each prompt until its text ends or it has its tokens.
+
+    What a prompt becomes depends on the model, its ids, `options` and its number alone: not on the
+    prompts beside it nor on the layout, but where two tokens' chances are as close as rounding.
+
+    Args:
+        model: in evaluation mode, on any device and in any type; all tensor-parallel ranks call
+            this alike.
+        prompts: ids of each, of any lengths; of T5, what the encoder reads.
+        options: how tokens are chosen, and how many.
+        vocab_size: of the model before padding; the padding's rows are never chosen.
+        end: id of the token that ends a text; None lets every prompt have all its tokens.
+        start: id with which T5's decoder begins.
+        batch_size: prompts at a time.
+        use_cache: keep keys and values of what was read; without, every token reads all before it
+            again, as T5's do.
+
+    Raises:
+        ConfigError: a prompt is empty or too long, or has an id that the vocabulary lacks.
+    """
+    answers = isinstance(model, T5Model)
+    limits = new_token_limits(prompts, options, model.max_position_embeddings, answers=answers)
+    _check_ids(prompts, vocab_size)
+    found: list[Continuation] = []
+    for first in range(0, len(prompts), batch_size):
+        numbers = range(first, min(first + batch_size, len(prompts)))
+        own, most = (
+            [prompts[number] for number in numbers],
+            max(limits[number] for number in numbers),
+        )
+        batch: Batch = (
+            EncodedBatch(model, own, start)
+            if isinstance(model, T5Model)
+            else CausalBatch(model, own, most, use_cache)
+        )
+        chooser = Chooser(options, numbers)
+        found += _continue(
+            batch, chooser, [limits[number] for number in numbers], vocab_size, end, model.tp
+        )
+    return found
+
+
+def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    for number, prompt in enumerate(prompts, 1):
+        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"prompt {number} has the id {wrong}, which the model's vocabulary of {vocab_size} "
+                "entries lacks: give the tokenizer that the model was trained with"
+            )
 
 
 class Batch(Protocol):
@@ -195,70 +264,6 @@ def sample(logits: Tensor, draws: Tensor, options: GenerateOptions) -> Tensor:
     return (places if ids is None else ids.gather(-1, places))[:, 0]
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """What a model has added to one prompt."""
-
-    tokens: tuple[int, ...]
-    """New ids; where the text ended, the token that ends it is the last one."""
-    ended: bool
-    """Whether the model ended the text, or the number of tokens was reached."""
-
-
-@torch.inference_mode()
-def generate(
-    model: GPTModel | T5Model,
-    prompts: Sequence[Sequence[int]],
-    options: GenerateOptions,
-    *,
-    vocab_size: int,
-    end: int | None = None,
-    start: int = 0,
-    batch_size: int = 8,
-    use_cache: bool = True,
-) -> list[Continuation]:
-    """Continue each prompt until its text ends or it has its tokens.
-
-    What a prompt becomes depends on the model, its ids, `options` and its number alone: not on the
-    prompts beside it nor on the layout, but where two tokens' chances are as close as rounding.
-
-    Args:
-        model: in evaluation mode, on any device and in any type; all tensor-parallel ranks call
-            this alike.
-        prompts: ids of each, of any lengths; of T5, what the encoder reads.
-        options: how tokens are chosen, and how many.
-        vocab_size: of the model before padding; the padding's rows are never chosen.
-        end: id of the token that ends a text; None lets every prompt have all its tokens.
-        start: id with which T5's decoder begins.
-        batch_size: prompts at a time.
-        use_cache: keep keys and values of what was read; without, every token reads all before it
-            again, as T5's do.
-
-    Raises:
-        ConfigError: a prompt is empty or too long, or has an id that the vocabulary lacks.
-    """
-    answers = isinstance(model, T5Model)
-    limits = new_token_limits(prompts, options, model.max_position_embeddings, answers=answers)
-    _check_ids(prompts, vocab_size)
-    found: list[Continuation] = []
-    for first in range(0, len(prompts), batch_size):
-        numbers = range(first, min(first + batch_size, len(prompts)))
-        own, most = (
-            [prompts[number] for number in numbers],
-            max(limits[number] for number in numbers),
-        )
-        batch: Batch = (
-            EncodedBatch(model, own, start)
-            if isinstance(model, T5Model)
-            else CausalBatch(model, own, most, use_cache)
-        )
-        chooser = Chooser(options, numbers)
-        found += _continue(
-            batch, chooser, [limits[number] for number in numbers], vocab_size, end, model.tp
-        )
-    return found
-
-
 def _continue(
     batch: Batch,
     chooser: Chooser,
@@ -294,13 +299,3 @@ def _agree(chosen: Tensor, tp: ParallelGroup) -> Tensor:
     if tp.size > 1:
         dist.broadcast(chosen, group=tp.group, group_src=0)
     return chosen
-
-
-def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    for number, prompt in enumerate(prompts, 1):
-        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"prompt {number} has the id {wrong}, which the model's vocabulary of {vocab_size} "
-                "entries lacks: give the tokenizer that the model was trained with"
-            )

@@ -11,7 +11,6 @@ from megacore.errors import CheckpointError
 from megacore.jobs.model import ModelSource
 from megacore.models.base import Model
 from megacore.models.build import build_bare
-from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tensor_parallel import Partition, partitions
 
@@ -39,15 +38,6 @@ def load_model(
         }
         load_checkpoint(Path(source.directory), wanted, prefix=_PREFIX)
     return model.to(dtype).eval()
-
-
-def load_gpt(
-    source: ModelSource, mesh: ProcessMesh, *, device: torch.device, dtype: torch.dtype
-) -> GPTModel:
-    """`load_model` of a causal model. Raises as it does."""
-    model = load_model(source, mesh, device=device, dtype=dtype)
-    assert isinstance(model, GPTModel), f"{source.directory} is of family {source.spec.family}"
-    return model
 
 
 def _part(weight: Tensor, partition: Partition | None) -> Tensor | TensorShard:

@@ -1,12 +1,9 @@
-"""Where documents of token files came from.
+"""Where documents of token files came from, and one of them read back from there.
 
-File and line, from the `documents.json` that tokenizing leaves behind.
-
-`documents.json` lists the files in the order in which their documents were read. When documents
-were permuted afterwards, document i of the token files is number order[i] of that order, order
-being numpy's `RandomState(shuffle_seed)` shuffle of 0 … documents - 1.
-
-Reading back one document from the file that it came from.
+`documents.json`, which tokenizing leaves behind, lists the files in the order in which their
+documents were read. When documents were permuted afterwards, document i of the token files is
+number order[i] of that order, order being numpy's `RandomState(shuffle_seed)` shuffle of
+0 … documents - 1.
 """
 
 import json
@@ -25,12 +22,13 @@ import orjson
 
 from megacore.corpus import local_files
 from megacore.corpus.documents import parse_document
-from megacore.corpus.formats import BOM, decompress, form_of, open_file, unreadable
+from megacore.corpus.formats import BOM, decompress, file_format_of, open_file, unreadable
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
 
 DOCUMENTS_NAME = "documents.json"
 FORMAT = 1
+_SCAN_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class OriginFile:
 
 
 @dataclass(frozen=True)
-class Place:
+class DocumentPlace:
     """Where a document stands in its source."""
 
     path: str
@@ -139,7 +137,7 @@ class Origins:
         path = Path(os.path.normpath(self.path.parent / str(name)))
         return path if name and path.exists() else None
 
-    def place(self, document: int) -> Place | None:
+    def place(self, document: int) -> DocumentPlace | None:
         """Where document `document` of the token files was read, if that is known.
 
         Raises IndexError.
@@ -152,7 +150,7 @@ class Origins:
         number = bisect_right(self._ends, read)
         file = self.files[number]
         line = file.line(read - (self._ends[number] - file.documents))
-        return None if line is None else Place(file.path, line, file.key, file.size)
+        return None if line is None else DocumentPlace(file.path, line, file.key, file.size)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -209,9 +207,6 @@ def _origin_file(directory: Path, entry: dict[str, Any]) -> OriginFile:
     return file
 
 
-_SCAN_BYTES = 1 << 22
-
-
 @dataclass(frozen=True)
 class SourceDocument:
     """A document as its source has it."""
@@ -222,13 +217,13 @@ class SourceDocument:
     from."""
 
 
-def read_document(place: Place) -> SourceDocument:
+def read_document(place: DocumentPlace) -> SourceDocument:
     """The document at a file and line, or row; memory is that of the line.
 
     Raises DataFormatError for a file that is gone or has changed, or that no longer has such a
     line.
     """
-    form = form_of(place.path)
+    form = file_format_of(place.path)
     size = os.path.getsize(place.path)
     if place.size not in (None, size):
         raise DataFormatError(
@@ -244,7 +239,7 @@ def read_document(place: Place) -> SourceDocument:
     return SourceDocument(text, source)
 
 
-def _row(place: Place) -> str:
+def _row(place: DocumentPlace) -> str:
     first = 1
     for group, rows in enumerate(local_files.group_rows(place.path)):
         if place.line < first + rows:
@@ -258,7 +253,7 @@ def _row(place: Place) -> str:
     raise _missing(place, first - 1, "rows")
 
 
-def _text(value: Any, place: Place) -> str:
+def _text(value: Any, place: DocumentPlace) -> str:
     if isinstance(value, str):
         return value
     raise DataFormatError(
@@ -266,7 +261,7 @@ def _text(value: Any, place: Place) -> str:
     )
 
 
-def _line(pieces: Iterator[bytes], place: Place) -> bytes:
+def _line(pieces: Iterator[bytes], place: DocumentPlace) -> bytes:
     """The line of a file that comes in pieces, without its end and without a byte order mark."""
     wanted, passed, last = place.line - 1, 0, b"\n"
     found: list[bytes] = []
@@ -299,7 +294,7 @@ def _pieces(path: str) -> Iterator[bytes]:
         raise unreadable(path, error) from error
 
 
-def _missing(place: Place, count: int, what: str) -> DataFormatError:
+def _missing(place: DocumentPlace, count: int, what: str) -> DataFormatError:
     return DataFormatError(
         f"{place.path} has {count} {what}, not {place.line}: it has changed since its documents "
         "were tokenized"

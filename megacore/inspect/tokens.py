@@ -1,8 +1,6 @@
-"""What a pair of token files holds.
+"""What a pair of token files holds: counts, sizes, the range of token ids, and documents.
 
-Counts, sizes, lengths, the range of token ids, and its first documents.
-
-How long sequences are: their distribution, in memory that does not grow with their number.
+The distribution of lengths takes memory that does not grow with their number.
 """
 
 import os
@@ -18,11 +16,13 @@ from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path, token_prefixes
 
 _BLOCK = 1 << 20
+"""Lengths or documents that are read at a time."""
 _LOW_BITS = 16
 """A quantile is found in two passes, by the upper and then by the lower half of a length's 32
 bits."""
-
 Lengths = npt.NDArray[np.int32]
+_BLOCK_BYTES = 1 << 24
+"""What is read of `.bin` at a time."""
 
 
 @dataclass(frozen=True)
@@ -56,76 +56,6 @@ class LengthBins:
     """Sequences per bin."""
     tokens: npt.NDArray[np.int64]
     """Tokens of the sequences per bin."""
-
-
-def summarize_lengths(lengths: Lengths) -> LengthSummary | None:
-    """The distribution of sequence lengths; None when there is no sequence."""
-    if not len(lengths):
-        return None
-    shortest, longest, tokens = int(lengths[0]), int(lengths[0]), 0
-    for block in _blocks(lengths):
-        shortest, longest = min(shortest, int(block.min())), max(longest, int(block.max()))
-        tokens += int(block.sum(dtype=np.int64))
-    # Nearest rank, counted from 0: the ceil(q n)-th smallest.
-    ranks = [-(-len(lengths) * percent // 100) - 1 for percent in (50, 95)]
-    median, p95 = ranked(lengths, ranks)
-    return LengthSummary(len(lengths), tokens, shortest, median, p95, longest)
-
-
-def ranked(lengths: Lengths, ranks: Sequence[int]) -> list[int]:
-    """The lengths at these places in ascending order, as sorted(lengths)[rank] without sorting."""
-    high = np.zeros(1 << (31 - _LOW_BITS), np.int64)
-    for block in _blocks(lengths):
-        high += np.bincount(block >> _LOW_BITS, minlength=len(high))
-    ends = np.cumsum(high)
-    found = []
-    for rank in ranks:
-        bucket = int(np.searchsorted(ends, rank, side="right"))
-        low = np.zeros(1 << _LOW_BITS, np.int64)
-        for block in _blocks(lengths):
-            inside = block[block >> _LOW_BITS == bucket]
-            low += np.bincount(inside & ((1 << _LOW_BITS) - 1), minlength=len(low))
-        before = int(ends[bucket] - high[bucket])
-        found.append(
-            (bucket << _LOW_BITS)
-            + int(np.searchsorted(np.cumsum(low), rank - before, side="right"))
-        )
-    return found
-
-
-def bin_lengths(lengths: Lengths, per_octave: int = 1) -> LengthBins:
-    """Count lengths in `per_octave` bins for each doubling, from the shortest to the longest.
-
-    With 1 the bins are 1, 2-3, 4-7, 8-15 …; lengths of 0, where there are any, have a bin of their
-    own.
-    """
-    summary = summarize_lengths(lengths)
-    if summary is None:
-        nothing = np.zeros(0, np.int64)
-        return LengthBins(np.ones(1, np.int64), nothing, nothing)
-    octaves = summary.longest.bit_length() + 1
-    powers = 2.0 ** (np.arange(octaves * per_octave + 1) / per_octave)
-    edges = np.unique(np.concatenate([[0], np.ceil(powers)]).astype(np.int64))
-    first = int(np.searchsorted(edges, summary.shortest, side="right")) - 1
-    last = int(np.searchsorted(edges, summary.longest, side="right"))
-    edges = edges[first : last + 1]
-    sequences, tokens = np.zeros(len(edges) - 1, np.int64), np.zeros(len(edges) - 1, np.int64)
-    for block in _blocks(lengths):
-        place = np.searchsorted(edges, block, side="right") - 1
-        sequences += np.bincount(place, minlength=len(sequences))
-        # Sums of doubles are exact up to 2^53, which no block of 2^20 lengths below 2^31 reaches.
-        tokens += np.bincount(place, weights=block, minlength=len(tokens)).astype(np.int64)
-    return LengthBins(edges, sequences, tokens)
-
-
-def _blocks(lengths: Lengths) -> Iterator[Lengths]:
-    for start in range(0, len(lengths), _BLOCK):
-        yield lengths[start : start + _BLOCK]
-
-
-_BLOCK_BYTES = 1 << 24
-"""What is read of `.bin` at a time."""
-_BLOCK_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -195,8 +125,8 @@ def describe(dataset: IndexedDataset) -> TokenReport:
 def count_empty(dataset: IndexedDataset) -> int:
     """Documents without a sequence."""
     starts, empty = dataset.document_indices, 0
-    for first in range(0, dataset.documents, _BLOCK_ENTRIES):
-        block = starts[first : first + _BLOCK_ENTRIES + 1]
+    for first in range(0, dataset.documents, _BLOCK):
+        block = starts[first : first + _BLOCK + 1]
         empty += int(np.count_nonzero(block[1:] == block[:-1]))
     return empty
 
@@ -250,3 +180,68 @@ def document_of(dataset: IndexedDataset, sequence: int) -> int:
 def counted(number: int, noun: str) -> str:
     """A number with its noun, as in 1 sequence or 1,204 sequences."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def summarize_lengths(lengths: Lengths) -> LengthSummary | None:
+    """The distribution of sequence lengths; None when there is no sequence."""
+    if not len(lengths):
+        return None
+    shortest, longest, tokens = int(lengths[0]), int(lengths[0]), 0
+    for block in _blocks(lengths):
+        shortest, longest = min(shortest, int(block.min())), max(longest, int(block.max()))
+        tokens += int(block.sum(dtype=np.int64))
+    # Nearest rank, counted from 0: the ceil(q n)-th smallest.
+    ranks = [-(-len(lengths) * percent // 100) - 1 for percent in (50, 95)]
+    median, p95 = ranked(lengths, ranks)
+    return LengthSummary(len(lengths), tokens, shortest, median, p95, longest)
+
+
+def ranked(lengths: Lengths, ranks: Sequence[int]) -> list[int]:
+    """The lengths at these places in ascending order, as sorted(lengths)[rank] without sorting."""
+    high = np.zeros(1 << (31 - _LOW_BITS), np.int64)
+    for block in _blocks(lengths):
+        high += np.bincount(block >> _LOW_BITS, minlength=len(high))
+    ends = np.cumsum(high)
+    found = []
+    for rank in ranks:
+        bucket = int(np.searchsorted(ends, rank, side="right"))
+        low = np.zeros(1 << _LOW_BITS, np.int64)
+        for block in _blocks(lengths):
+            inside = block[block >> _LOW_BITS == bucket]
+            low += np.bincount(inside & ((1 << _LOW_BITS) - 1), minlength=len(low))
+        before = int(ends[bucket] - high[bucket])
+        found.append(
+            (bucket << _LOW_BITS)
+            + int(np.searchsorted(np.cumsum(low), rank - before, side="right"))
+        )
+    return found
+
+
+def bin_lengths(lengths: Lengths, per_octave: int = 1) -> LengthBins:
+    """Count lengths in `per_octave` bins for each doubling, from the shortest to the longest.
+
+    With 1 the bins are 1, 2-3, 4-7, 8-15 …; lengths of 0, where there are any, have a bin of their
+    own.
+    """
+    summary = summarize_lengths(lengths)
+    if summary is None:
+        nothing = np.zeros(0, np.int64)
+        return LengthBins(np.ones(1, np.int64), nothing, nothing)
+    octaves = summary.longest.bit_length() + 1
+    powers = 2.0 ** (np.arange(octaves * per_octave + 1) / per_octave)
+    edges = np.unique(np.concatenate([[0], np.ceil(powers)]).astype(np.int64))
+    first = int(np.searchsorted(edges, summary.shortest, side="right")) - 1
+    last = int(np.searchsorted(edges, summary.longest, side="right"))
+    edges = edges[first : last + 1]
+    sequences, tokens = np.zeros(len(edges) - 1, np.int64), np.zeros(len(edges) - 1, np.int64)
+    for block in _blocks(lengths):
+        place = np.searchsorted(edges, block, side="right") - 1
+        sequences += np.bincount(place, minlength=len(sequences))
+        # Sums of doubles are exact up to 2^53, which no block of 2^20 lengths below 2^31 reaches.
+        tokens += np.bincount(place, weights=block, minlength=len(tokens)).astype(np.int64)
+    return LengthBins(edges, sequences, tokens)
+
+
+def _blocks(lengths: Lengths) -> Iterator[Lengths]:
+    for start in range(0, len(lengths), _BLOCK):
+        yield lengths[start : start + _BLOCK]

@@ -1,6 +1,6 @@
 """Checks of what lies on the disk: token files, index maps, and the manifests beside them.
 
-Checks of the index maps of a split against its tokens, in blocks.
+Index maps are checked against their tokens, in blocks.
 """
 
 import json
@@ -40,6 +40,8 @@ from megacore.token_files.indexed_dataset import (
 
 _HASH_THREADS = 4
 """Files of an artifact that are hashed at a time; hashing one keeps a core busy."""
+_BLOCK = 1 << 20
+Map = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -247,11 +249,6 @@ def _file_problem(directory: Path, name: str, entry: FileEntry) -> str | None:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-
-
-_BLOCK = 1 << 20
-
-Map = npt.NDArray[Any]
 
 
 def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions) -> str:

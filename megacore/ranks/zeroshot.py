@@ -26,7 +26,7 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
     from megacore.observe.logging import configure_logging
     from megacore.ranks.process import joined_model
     from megacore.tokenizer import load_tokenizer
-    from megacore.zeroshot.score import Scorer
+    from megacore.zeroshot.score import ZeroshotScorer
 
     tokenizer = load_tokenizer(job.tokenizer_directory)
     with joined_model(job) as (model, mesh, device):
@@ -34,7 +34,7 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
             f"{job.source.directory} is of family {job.source.spec.family}"
         )
         configure_logging(mesh.rank)
-        scorer = Scorer(
+        scorer = ZeroshotScorer(
             model, mesh, device, vocab_size=job.source.spec.vocab_size, batch_size=job.batch_size
         )
         found = {}

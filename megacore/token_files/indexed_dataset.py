@@ -5,8 +5,7 @@ magic (9 bytes), u64 version, u8 dtype code, u64 S sequences, u64 D = documents 
 in tokens, i64[S] byte offsets into `.bin`, i64[D] first sequence of each document, and i8[S] modes
 in multimodal files only.
 
-The token files that a tokens directory stands for: its own pair, or those of the members of a
-blend.
+A tokens directory stands for its own pair of files, or for those of the members of a blend.
 """
 
 import json
@@ -45,6 +44,11 @@ __all__ = [
     "idx_path",
     "token_dtype",
 ]
+BLEND_VERSION = 1
+"""Of the blend stage; raised when it produces something else."""
+MEMBERS_NAME = "members.json"
+TOKENS_NAMES = ("tokens_text_document", "tokens_text_sentence")
+"""Names of a pair of token files without .bin/.idx: a sequence per document, or per sentence."""
 
 
 class IndexedDataset:
@@ -227,13 +231,6 @@ def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any
             "damaged"
         )
     return dtype, sequences, entries
-
-
-BLEND_VERSION = 1
-"""Of the blend stage; raised when it produces something else."""
-MEMBERS_NAME = "members.json"
-TOKENS_NAMES = ("tokens_text_document", "tokens_text_sentence")
-"""Names of a pair of token files without .bin/.idx: a sequence per document, or per sentence."""
 
 
 def write_members(directory: Path, members: Sequence[Path]) -> None:

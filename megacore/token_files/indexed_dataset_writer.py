@@ -1,9 +1,6 @@
-"""Writing token files: in batches, merged from several, or with their documents in another order.
+"""The header and types of token files, and their writer: in batches, merged, or permuted.
 
 Both files are written under temporary names and renamed when they are whole, `.idx` last.
-
-What is common to reading and writing token files: the header, the types, and where the two files
-are.
 """
 
 import hashlib
@@ -24,7 +21,6 @@ from megacore.errors import DataFormatError
 
 if TYPE_CHECKING:
     from megacore.token_files.indexed_dataset import IndexedDataset
-
 
 MAGIC = b"MMIDIDX\x00\x00"
 FORMAT_VERSION = 1
@@ -47,6 +43,9 @@ MAX_LENGTH = 2**31 - 1
 _BLOCK = 1 << 20
 """Rows that are checked or written at a time: temporaries stay small for any number of
 sequences."""
+_COPY_BYTES = 1 << 24
+_GATHER_DOCUMENTS = 1 << 14
+"""Documents that are gathered at a time."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -68,11 +67,6 @@ def blocks(count: int) -> Iterator[slice]:
     """The rows 0 … count-1 in slices of bounded size."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
-
-
-_COPY_BYTES = 1 << 24
-_GATHER_DOCUMENTS = 1 << 14
-"""Documents that are gathered at a time."""
 
 
 class IndexedDatasetWriter:

@@ -1,9 +1,8 @@
 """The tokenizer stage: a directory that this package and `transformers.AutoTokenizer` both load.
 
 It holds tokenizer_config.json and tokenizer.json, for a byte-level BPE also vocab.json and
-merges.txt; or, of a SentencePiece model, tokenizer.model instead.
-
-A tokenizer.json from the Hugging Face hub.
+merges.txt; or, of a SentencePiece model, tokenizer.model instead. The tokenizer is trained, read
+from files, or downloaded from the Hugging Face hub.
 """
 
 import json

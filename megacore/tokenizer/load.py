@@ -1,7 +1,4 @@
-"""A tokenizer as the pipeline uses it: many texts in, ids out.
-
-Division of many texts into parts of bounded size.
-"""
+"""A saved tokenizer, as the pipeline uses it: many texts in, in parts of bounded size, ids out."""
 
 import itertools
 import json
@@ -26,10 +23,9 @@ MODEL_NAME = "tokenizer.model"
 """A SentencePiece model, under the name that Hugging Face gives it."""
 _BATCH_CHARACTERS = 1 << 19
 """Text that `tokenizers` encodes in one call: each token takes about 100 bytes there."""
-
-
 SpecialTokenRoles = Mapping[str, str | Sequence[str]]
 """Special tokens by their name in tokenizer_config.json."""
+_TEXTS = 256
 
 
 class Encoded(NamedTuple):
@@ -268,9 +264,6 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     layout, and the tensor-parallel size must divide it.
     """
     return -(-vocab_size // divisible_by) * divisible_by
-
-
-_TEXTS = 256
 
 
 def text_batches(texts: Sequence[str], characters: int) -> list[Sequence[str]]:

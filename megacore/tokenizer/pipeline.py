@@ -1,6 +1,6 @@
 """Blocks of documents through parsing, splitting and encoding, in threads, in their order.
 
-The tokens of a batch as they are stored: end-of-document tokens put in, ids checked and narrowed.
+Encoded blocks are assembled as they are stored: with end-of-document tokens, checked and narrowed.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The tokenize stage: a corpus becomes one pair of token files.
 
-A corpus tokenized in parts, which are then merged by streaming.
+A corpus may be tokenized in shards, which are then merged by streaming.
 """
 
 import itertools
@@ -45,7 +45,6 @@ from megacore.tokenizer.sentences import SentenceSplitter, SplitterChoice
 if TYPE_CHECKING:
     from megacore.corpus.segments import Segment
 
-
 VERSION = 2
 """Of the tokenize stage; raised when it produces something else."""
 TOKENS_NAME, SENTENCES_NAME = TOKENS_NAMES
@@ -56,7 +55,6 @@ _BLOCK_TOKENS = 1 << 24
 _SAMPLE_BLOCKS = 64
 _SHOWN_LINES = 3
 _logger = logging.getLogger(__name__)
-
 Progress = Callable[[int], None]
 """Called with the bytes of input of each part that is done."""
 

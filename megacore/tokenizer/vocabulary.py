@@ -1,10 +1,6 @@
-"""What samples of sentences need to know of a vocabulary.
+"""What samples of sentences need of a vocabulary: special tokens, and what continues a word.
 
-These are its special tokens, and which tokens continue a word.
-
-Which tokens of a vocabulary have a role.
-
-Which tokens of a vocabulary continue a word, so that words can be masked whole.
+Tokens that continue a word let words be masked whole.
 """
 
 from collections.abc import Iterator
@@ -30,6 +26,21 @@ _NEEDED: dict[Family, tuple[str, ...]] = {
     "bert": ("cls", "sep", "mask", "pad"),
     "t5": ("pad",),
 }
+SPELLINGS = {
+    "pad": ("[PAD]", "<pad>"),
+    "cls": ("[CLS]", "<s>"),
+    "sep": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "unk": ("[UNK]", "<unk>"),
+}
+"""How a token with a role is written, in BERT's or in SentencePiece's way; the first that there is
+counts."""
+SENTINEL = "<extra_id_{}>"
+"""T5's sentinels (Raffel et al. 2019), counted from 0."""
+_SPACE = "▁"
+"""What SentencePiece writes for the space before a word."""
+_CONTINUING = "##"
+"""What WordPiece writes before a piece that begins no word."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +84,6 @@ def check_roles(special: SpecialTokens, family: Family, data: DataConfig) -> Non
             )
 
 
-SPELLINGS = {
-    "pad": ("[PAD]", "<pad>"),
-    "cls": ("[CLS]", "<s>"),
-    "sep": ("[SEP]", "</s>"),
-    "mask": ("[MASK]", "<mask>"),
-    "unk": ("[UNK]", "<unk>"),
-}
-"""How a token with a role is written, in BERT's or in SentencePiece's way; the first that there is
-counts."""
-SENTINEL = "<extra_id_{}>"
-"""T5's sentinels (Raffel et al. 2019), counted from 0."""
-
-
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """The ids of a vocabulary's tokens with a role."""
     found = {role: _first(tokenizer, spellings) for role, spellings in SPELLINGS.items()}
@@ -127,12 +125,6 @@ def role_names(tokenizer: Tokenizer) -> dict[str, str | list[str]]:
 
 def _first_text(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> str | None:
     return next((text for text in spellings if tokenizer.token_id(text) is not None), None)
-
-
-_SPACE = "▁"
-"""What SentencePiece writes for the space before a word."""
-_CONTINUING = "##"
-"""What WordPiece writes before a piece that begins no word."""
 
 
 def continues_word(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:

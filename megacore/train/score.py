@@ -1,6 +1,7 @@
 """Perplexity of finished checkpoints on the validation and the test split.
 
-The perplexity of a model that knows only how frequent each token is: what training has to beat.
+Beside it stands that of a model that knows only how frequent each token is: what training has to
+beat.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,8 +30,10 @@ from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
 
+_BLOCK_TOKENS = 1 << 24
 
-class Scorer:
+
+class CheckpointScorer:
     """Loads checkpoints of one run into one model and scores them.
 
     Every rank takes its share of the samples.
@@ -162,9 +165,6 @@ class Scorer:
             mesh=self._mesh,
             device=self._device,
         )
-
-
-_BLOCK_TOKENS = 1 << 24
 
 
 class UnigramModel:

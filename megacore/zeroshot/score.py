@@ -59,7 +59,7 @@ class _Read:
     scored: int
 
 
-class Scorer:
+class ZeroshotScorer:
     """Scores texts with one model."""
 
     def __init__(

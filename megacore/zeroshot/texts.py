@@ -1,15 +1,10 @@
-"""How a long text is read in windows: plain arithmetic.
+"""The texts of zero-shot evaluation: WikiText in windows, and LAMBADA's last words.
 
-WikiText as it was before its words were divided: GPT-2 was measured on such text (Radford et al.
-2019, section 3.1).
-
-The rules are those of NVIDIA/Megatron-LM's zero-shot evaluation, in their order, so that
-perplexities can be compared.
-
-WikiText (Merity et al. 2016, arXiv:1609.07843): a test split as one text.
-
-LAMBADA (Paperno et al. 2016, arXiv:1606.06031): passages whose last word only the whole passage
-gives away.
+WikiText (Merity et al. 2016, arXiv:1609.07843) is one text, joined again as it was before its words
+were divided: GPT-2 was measured on such text (Radford et al. 2019, section 3.1). The rules are
+those of NVIDIA/Megatron-LM's zero-shot evaluation, in their order, so that perplexities can be
+compared. LAMBADA (Paperno et al. 2016, arXiv:1606.06031) has passages whose last word only the
+whole passage gives away.
 """
 
 import json
@@ -23,6 +18,30 @@ import numpy.typing as npt
 
 from megacore.errors import ConfigError, DataFormatError
 from megacore.tokenizer import Tokenizer
+
+_INSIDE = r"{open}\s*([^{close}]*?)\s*{close}"
+_PAIRS = (
+    (r"\(", r"\)", "()"),
+    (r"\[", r"\]", "[]"),
+    ("{", "}", "{}"),
+    ('"', '"', '""'),
+    ("'", "'", "''"),
+)
+_BEFORE_PAIRS = (
+    ("s '", "s'"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    *((f" {sign} ", f"{sign} ") for sign in ":;.!?,"),
+)
+_AFTER_PAIRS = (
+    *(("= " * (count - 1) + "=", "=" * count) for count in (4, 3, 2)),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,31 +100,6 @@ def windows(tokens: int, length: int, stride: int | None = None) -> list[Window]
         found.append(Window(start, stop, stop - predicted))
         predicted = stop
     return found
-
-
-_INSIDE = r"{open}\s*([^{close}]*?)\s*{close}"
-_PAIRS = (
-    (r"\(", r"\)", "()"),
-    (r"\[", r"\]", "[]"),
-    ("{", "}", "{}"),
-    ('"', '"', '""'),
-    ("'", "'", "''"),
-)
-_BEFORE_PAIRS = (
-    ("s '", "s'"),
-    (" @-@ ", "-"),
-    (" @,@ ", ","),
-    (" @.@ ", "."),
-    *((f" {sign} ", f"{sign} ") for sign in ":;.!?,"),
-)
-_AFTER_PAIRS = (
-    *(("= " * (count - 1) + "=", "=" * count) for count in (4, 3, 2)),
-    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
-    (" \n", "\n"),
-    ("\n ", "\n"),
-    (" N ", " 1 "),
-    (" 's", "'s"),
-)
 
 
 def detokenize_wikitext(text: str) -> str:

@@ -45,7 +45,7 @@ def write_files(root: Path) -> Files:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     from megacore.convert.model_source import find_model
-    from megacore.generate.weights import load_gpt
+    from megacore.generate.weights import load_model
     from megacore.parallel.mesh import ProcessMesh
 
     _tiny.write_tokenizer(root / "tokenizer", VOCAB)
@@ -65,7 +65,9 @@ def write_files(root: Path) -> Files:
     for path in (root / "tokenizer").iterdir():
         shutil.copy(path, root / "export")
     source = find_model(root / "export")
-    model = load_gpt(source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32)
+    model = load_model(
+        source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32
+    )
     own = source.spec.model_copy(update={"tokenizer_directory": str(root / "tokenizer")})
     checkpoint = _tiny.write_checkpoint(root / "checkpoints", own, model)
     return Files(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.hf.forms import form_of, model_config
+from megacore.convert.hf.forms import hf_form_of, model_config
 from megacore.models.build import build_bare
 from megacore.models.inputs import BertRules, MaskRules, ModelInput, T5Rules
 from megacore.parallel.mesh import ProcessMesh
@@ -183,7 +183,7 @@ def their_model(spec: ModelSpec) -> Any:
 
 def on_disk(spec: ModelSpec, theirs: Any) -> dict[str, Tensor]:
     """The parameters of a model of transformers under the names of the table."""
-    _, form = form_of(spec)
+    _, form = hf_form_of(spec)
     table = form.key_map(spec)
     held = theirs.state_dict()
     return {name: held[form.name_when_loaded(name)].detach().clone() for name in table.their_shapes}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacore.convert.export import export
-from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.key_map import KeyMap
 from megacore.convert.report import ParityReport
 from megacore.jobs.run import ConvertJob
@@ -54,7 +54,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """An export that passed the gate; not to be changed."""
     config = tiny_config(max_position_embeddings=POSITIONS)
     job, model = tiny_job(tmp_path_factory.mktemp("tiny"), config)
-    table = form_of(job.spec)[1].key_map(job.spec)
+    table = hf_form_of(job.spec)[1].key_map(job.spec)
     return Exported(job, model, table, export(job))
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import write_model
-from megacore.convert.outputs import Pair
+from megacore.convert.outputs import ModelPair
 from megacore.convert.parity import check_models, compare_native, load_exported, our_perplexity
 from megacore.convert.report import ParityReport
 from tests.convert._models import MODELS, our_model, samples, tiny_spec
@@ -21,15 +21,15 @@ from tests.convert._models import MODELS, our_model, samples, tiny_spec
 TOLERANCE = 1e-4
 
 
-def exported(name: str, directory: Path, *, dtype: Any = "float32") -> Pair:
+def exported(name: str, directory: Path, *, dtype: Any = "float32") -> ModelPair:
     """A model of ours, and what transformers loads of its export."""
     spec = tiny_spec(name)
     ours = our_model(spec)
     write_model(directory, spec, dict(ours.named_parameters()), dtype=dtype)
-    return Pair(spec, form_of(spec)[1], ours, load_exported(directory))
+    return ModelPair(spec, hf_form_of(spec)[1], ours, load_exported(directory))
 
 
-def reported(pair: Pair) -> ParityReport:
+def reported(pair: ModelPair) -> ParityReport:
     report = ParityReport(TOLERANCE)
     given = samples(pair.spec)
     check_models(report, pair, given, lambda: [given])
@@ -100,7 +100,9 @@ def test_a_changed_weight_is_found_and_its_layer_named(
     tensors[weight] = tensors[weight] + 0.3 * torch.randn_like(tensors[weight])
     save_file(tensors, path, metadata={"format": "pt"})
     spec = tiny_spec(name)
-    report = reported(Pair(spec, form_of(spec)[1], our_model(spec), load_exported(tmp_path)))
+    report = reported(
+        ModelPair(spec, hf_form_of(spec)[1], our_model(spec), load_exported(tmp_path))
+    )
     assert not report.passed
     assert report.first_differing_layer == layer
     assert len(report.differing_weights) == 1
@@ -138,7 +140,9 @@ def test_a_wrong_configuration_is_found(
         json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8"
     )
     spec = tiny_spec(name)
-    report = reported(Pair(spec, form_of(spec)[1], our_model(spec), load_exported(tmp_path)))
+    report = reported(
+        ModelPair(spec, hf_form_of(spec)[1], our_model(spec), load_exported(tmp_path))
+    )
     assert report.differing_weights == []
     assert "the exported model's logits differ" in report.problems
     assert report.first_differing_layer == layer
@@ -201,7 +205,7 @@ def test_another_greedy_continuation_is_found(name: str, place: int, tmp_path: P
     def change(found: Any) -> None:
         found[1, place] = (found[1, place] + 1) % 100
 
-    liar = Pair(pair.spec, pair.form, pair.ours, Liar(pair.theirs, change))
+    liar = ModelPair(pair.spec, pair.form, pair.ours, Liar(pair.theirs, change))
     assert reported(liar).problems == ["its greedy continuation differs on 1 of 3 samples"]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacore.convert.hf.config import HfConfig
-from megacore.convert.hf.forms import form_of, model_config, read_spec
+from megacore.convert.hf.forms import hf_form_of, model_config, read_spec
 from megacore.convert.outputs import meaningful, our_outputs, their_outputs
 from megacore.convert.parity import recorded_outputs
 from megacore.models.inputs import ModelInput
@@ -41,7 +41,7 @@ def difference(name: str, ours: Any, theirs: Any) -> float:
 
 def test_class(name: str) -> None:
     spec = tiny_spec(name)
-    found, _ = form_of(spec)
+    found, _ = hf_form_of(spec)
     assert found.architecture == MODELS[name][1]
     assert model_config(spec, "float32")["architectures"] == [MODELS[name][1]]
 
@@ -50,7 +50,7 @@ def test_ours_in_transformers(name: str, pair: tuple[Any, Any]) -> None:
     spec = tiny_spec(name)
     ours, theirs = pair[0], their_model(spec)
     assert difference(name, *pair) > 0.01
-    _, form = form_of(spec)
+    _, form = hf_form_of(spec)
     state = {
         form.name_when_loaded(key): value
         for key, value in form.key_map(spec).forward(dict(ours.named_parameters()))
@@ -63,21 +63,21 @@ def test_ours_in_transformers(name: str, pair: tuple[Any, Any]) -> None:
 def test_theirs_in_our_model(name: str, pair: tuple[Any, Any]) -> None:
     spec = tiny_spec(name)
     theirs, ours = pair[1], our_model(spec)
-    _, form = form_of(spec)
-    ours.load_state_dict(dict(form.key_map(spec).reverse(on_disk(spec, theirs))), strict=True)
+    _, form = hf_form_of(spec)
+    ours.load_state_dict(dict(form.key_map(spec).ours(on_disk(spec, theirs))), strict=True)
     assert difference(name, ours, theirs) <= 2e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trips_are_bitwise(name: str, pair: tuple[Any, Any], dtype: torch.dtype) -> None:
     spec = tiny_spec(name)
-    table = form_of(spec)[1].key_map(spec)
+    table = hf_form_of(spec)[1].key_map(spec)
     theirs = {key: value.to(dtype) for key, value in on_disk(spec, pair[1]).items()}
-    again = dict(table.forward(dict(table.reverse(theirs))))
+    again = dict(table.forward(dict(table.ours(theirs))))
     assert again.keys() == theirs.keys()
     assert all(torch.equal(again[key], value) for key, value in theirs.items())
     ours = {key: value.detach().to(dtype) for key, value in pair[0].named_parameters()}
-    back = dict(table.reverse(dict(table.forward(ours))))
+    back = dict(table.ours(dict(table.forward(ours))))
     assert back.keys() == ours.keys()
     for key, value in ours.items():
         rows = spec.vocab_size if len(value) == spec.padded_vocab_size else len(value)
@@ -87,7 +87,7 @@ def test_round_trips_are_bitwise(name: str, pair: tuple[Any, Any], dtype: torch.
 
 def test_every_parameter_of_both_models_is_in_the_table(name: str, pair: tuple[Any, Any]) -> None:
     spec = tiny_spec(name)
-    _, form = form_of(spec)
+    _, form = hf_form_of(spec)
     table = form.key_map(spec)
     assert {
         key: tuple(value.shape) for key, value in pair[0].named_parameters()
@@ -100,8 +100,8 @@ def test_every_parameter_of_both_models_is_in_the_table(name: str, pair: tuple[A
 def test_paired_modules_give_the_same_hidden_states(name: str, pair: tuple[Any, Any]) -> None:
     spec = tiny_spec(name)
     theirs, ours = pair[1], our_model(spec)
-    _, form = form_of(spec)
-    ours.load_state_dict(dict(form.key_map(spec).reverse(on_disk(spec, theirs))))
+    _, form = hf_form_of(spec)
+    ours.load_state_dict(dict(form.key_map(spec).ours(on_disk(spec, theirs))))
     pairs = form.module_pairs(spec)
     given = whole(samples(spec))
     with (

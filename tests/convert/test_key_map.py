@@ -8,7 +8,7 @@ from megacore.convert.key_map import (
     TRANSPOSED,
     Entry,
     KeyMap,
-    Layout,
+    Relayout,
     padded_rows,
     qkv_blocks,
 )
@@ -43,7 +43,7 @@ def test_qkv_blocks_moves_each_head_to_its_block() -> None:
         (padded_rows(6, 6), (6, 2)),
     ],
 )
-def test_layouts_are_bijections(layout: Layout, shape: tuple[int, ...]) -> None:
+def test_layouts_are_bijections(layout: Relayout, shape: tuple[int, ...]) -> None:
     ours = encoded(shape)
     assert torch.equal(layout.merge(layout.split(ours)), ours)
 
@@ -58,8 +58,8 @@ def test_padded_rows_are_cut_and_come_back_as_zeros() -> None:
     assert not padded[3:].any()
 
 
-def halves() -> Layout:
-    return Layout(lambda ours: ours.chunk(2), lambda theirs: torch.cat(theirs))
+def halves() -> Relayout:
+    return Relayout(lambda ours: ours.chunk(2), lambda theirs: torch.cat(theirs))
 
 
 def table() -> KeyMap:
@@ -76,7 +76,7 @@ def test_one_of_ours_may_be_several_of_theirs() -> None:
     theirs = dict(table().forward(ours))
     assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == table().their_shapes
     assert table().their_shapes == {"x.weight": (3, 4), "y.gate": (3, 2), "y.up": (3, 2)}
-    back = dict(table().reverse(theirs))
+    back = dict(table().ours(theirs))
     assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
     assert all(tensor.is_contiguous() for tensor in back.values())
 
@@ -88,20 +88,20 @@ def test_a_name_in_the_table_twice_is_refused() -> None:
         KeyMap((Entry("a", (2,), ("x",)), Entry("a", (2,), ("y",))))
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("direction", ["forward", "ours"])
 def test_missing_and_unknown_names_and_wrong_shapes_are_named(direction: str) -> None:
     shapes = table().our_shapes if direction == "forward" else table().their_shapes
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     convert = getattr(table(), direction)
     first = next(iter(tensors))
     with pytest.raises(ConversionError, match=f"it lacks {first}"):
-        list(convert({name: tensor for name, tensor in tensors.items() if name != first}))
+        dict(convert({name: tensor for name, tensor in tensors.items() if name != first}))
     with pytest.raises(ConversionError, match=r"no place for stray\.bias"):
-        list(convert({**tensors, "stray.bias": torch.zeros(1)}))
+        dict(convert({**tensors, "stray.bias": torch.zeros(1)}))
     with pytest.raises(
         ConversionError, match=rf"{first} has shape \(9, 9\) where the configuration says"
     ):
-        list(convert({**tensors, first: torch.zeros(9, 9)}))
+        dict(convert({**tensors, first: torch.zeros(9, 9)}))
 
 
 def test_many_missing_names_are_counted() -> None:

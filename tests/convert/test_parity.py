@@ -11,7 +11,7 @@ import torch
 
 from megacore.convert import export as export_module
 from megacore.convert.export import pass_gate, validation_rows
-from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.forms import hf_form_of
 from megacore.convert.hf.write import copy_tokenizer, write_model
 from megacore.convert.key_map import Entry, KeyMap
 from megacore.convert.parity import load_exported, load_exported_tokenizer
@@ -177,9 +177,9 @@ def test_a_wrong_table_is_found_though_it_agrees_with_itself(
         CheckpointTensors(Path(exported.job.checkpoint)),
         table=table,
     )
-    found, form = form_of(exported.job.spec)
+    found, form = hf_form_of(exported.job.spec)
     monkeypatch.setattr(
-        export_module, "form_of", lambda spec: (found, replace(form, key_map=lambda spec: table))
+        export_module, "hf_form_of", lambda spec: (found, replace(form, key_map=lambda spec: table))
     )
     with pytest.raises(
         ConversionError,

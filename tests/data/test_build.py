@@ -252,7 +252,10 @@ def test_samples_of_sentences_blend_like_others(
     directory = tmp_path / "index"
     directory.mkdir()
     given = IndexOptions(
-        split="2,1,1", seq_length=32, seed=run.seed, sentences=sentence_options(run)
+        split="2,1,1",
+        seq_length=32,
+        seed=run.seed,
+        sentences=sentence_options(run.family, run.model, run.data),
     )
     build_sentence_maps(mixture, directory, given, (30, 6, None))
     dataset = open_split(sentences, directory, "train", run, tokenizer_directory=tokenizer)
@@ -289,7 +292,10 @@ def test_what_is_frequent_in_training(sentences: list[str], tmp_path: Path) -> N
         run, directory = sentence_run(family), tmp_path / family
         directory.mkdir()
         given = IndexOptions(
-            split="2,1,1", seq_length=32, seed=run.seed, sentences=sentence_options(run)
+            split="2,1,1",
+            seq_length=32,
+            seed=run.seed,
+            sentences=sentence_options(run.family, run.model, run.data),
         )
         build_sentence_maps(Mixture.single(sentences[0]), directory, given, (20, 0, 0))
         [(prefix, tokens)] = train_tokens(
@@ -320,7 +326,12 @@ def test_maps_and_vocabularies_of_another_family_are_refused(
             prefixes, blend, "train", run_config(family="bert"), tokenizer_directory=tmp_path
         )
     run, tokenizer = sentence_run("t5"), write_tokenizer(tmp_path)
-    given = IndexOptions(split="2,1,1", seq_length=32, seed=1, sentences=sentence_options(run))
+    given = IndexOptions(
+        split="2,1,1",
+        seq_length=32,
+        seed=1,
+        sentences=sentence_options(run.family, run.model, run.data),
+    )
     build_sentence_maps(Mixture.single(sentences[0]), tmp_path, given, (5, 0, 0))
     with pytest.raises(DataFormatError, match="was built for family t5, not gpt"):
         open_split(

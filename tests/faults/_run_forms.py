@@ -138,10 +138,10 @@ def make_tracking(directory: Path) -> Sequence[Path]:
 
 def read_tracking(directory: Path) -> Any:
     from tasks._forward import Forwarder
-    from tasks._mlflow import recorded_run_id
+    from tasks._mlflow import RUN_FILE, _read_state
 
     forwarder = Forwarder(None, directory, None, None)  # type: ignore[arg-type]
-    return forwarder._committed_offset("ab" * 16), recorded_run_id(directory)
+    return forwarder._committed_offset("ab" * 16), _read_state(directory / RUN_FILE)["run_id"]
 
 
 def make_reasons(directory: Path) -> Sequence[Path]:

@@ -36,7 +36,6 @@ def test_the_threshold_is_found_with_few_probes(room: int, limit: int, start: in
     machine = Machine(room)
     found = largest_batch(machine, limit=limit, start=start)
     assert found.batch == min(room, limit)
-    assert found.at_limit == (room >= limit)
     assert found.peak_memory == (1000 * found.batch or None)
     assert found.reason == (None if room >= limit else f"no room for {found.batch + 1}")
     assert list(found.tried) == machine.tried

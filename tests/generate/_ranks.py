@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from megacore.convert.model_source import find_model
 from megacore.generate.generate import generate
-from megacore.generate.weights import load_gpt
+from megacore.generate.weights import load_model
 from megacore.jobs.model import GenerateOptions
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.tokenizer import load_tokenizer
-from megacore.zeroshot.score import Scorer
+from megacore.zeroshot.score import ZeroshotScorer
 from megacore.zeroshot.texts import read_lambada, read_wikitext
 from tests._dist import still_alive
 from tests.generate import _tiny
@@ -42,7 +42,7 @@ def on_mesh(root: Path, mesh: ProcessMesh) -> dict[str, Any]:
     """The same on one mesh."""
     device, found = torch.device("cpu"), {}
     for kind in _tiny.KINDS:
-        model = load_gpt(find_model(root / kind), mesh, device=device, dtype=torch.float32)
+        model = load_model(find_model(root / kind), mesh, device=device, dtype=torch.float32)
         prompts = _tiny.prompts((5, 1, 17), VOCAB)
         found[kind] = [
             [
@@ -51,9 +51,9 @@ def on_mesh(root: Path, mesh: ProcessMesh) -> dict[str, Any]:
             ]
             for options in OPTIONS
         ]
-    model = load_gpt(find_model(root / "gpt2"), mesh, device=device, dtype=torch.float32)
+    model = load_model(find_model(root / "gpt2"), mesh, device=device, dtype=torch.float32)
     tokenizer = load_tokenizer(root / "tokenizer")
-    scorer = Scorer(model, mesh, device, vocab_size=VOCAB, batch_size=4)
+    scorer = ZeroshotScorer(model, mesh, device, vocab_size=VOCAB, batch_size=4)
     found["wikitext"] = scorer.wikitext(
         read_wikitext(root / "wiki", tokenizer), _tiny.POSITIONS, 40
     )

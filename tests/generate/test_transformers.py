@@ -10,7 +10,7 @@ import torch
 
 from megacore.convert.model_source import find_model
 from megacore.generate.generate import generate
-from megacore.generate.weights import load_gpt
+from megacore.generate.weights import load_model
 from megacore.jobs.model import GenerateOptions
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
@@ -94,7 +94,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 1 + 0.2 * drawn if parameter.dim() == 1 and name.endswith("weight") else 0.3 * drawn
             )
     theirs.save_pretrained(directory)
-    ours = load_gpt(
+    ours = load_model(
         find_model(directory), ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32
     )
     return Pair(theirs, ours)

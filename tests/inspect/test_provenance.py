@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError
-from megacore.inspect.provenance import OriginFile, Origins, Place, find_origins
+from megacore.inspect.provenance import DocumentPlace, OriginFile, Origins, find_origins
 from tests.data._corpus import entry, write_corpus, write_documents
 
 
@@ -30,8 +30,8 @@ def test_documents_of_several_files(tmp_path: Path) -> None:
     write_documents(path, files)
     origins = Origins.read(path)
     places = [origins.place(number) for number in range(origins.documents)]
-    assert places[:5] == [Place("/data/a.jsonl", line, "text") for line in (1, 3, 6, 8, 9)]
-    assert places[5] == Place(str(tmp_path / "near.parquet"), 1, "content")
+    assert places[:5] == [DocumentPlace("/data/a.jsonl", line, "text") for line in (1, 3, 6, 8, 9)]
+    assert places[5] == DocumentPlace(str(tmp_path / "near.parquet"), 1, "content")
     for number in (-1, 6):
         with pytest.raises(IndexError, match="has no document"):
             origins.place(number)
@@ -69,7 +69,7 @@ def test_linked_files_are_followed_to_where_they_came_from(tmp_path: Path) -> No
     write_documents(path, [], prefix=corpus.prefix)
     origins = find_origins(tmp_path / "linked" / "tokens_text_document", 2)
     assert origins is not None
-    assert origins.place(1) == Place(str(tmp_path / "made" / "b.jsonl.gz"), 1, "text")
+    assert origins.place(1) == DocumentPlace(str(tmp_path / "made" / "b.jsonl.gz"), 1, "text")
     Path(f"{corpus.prefix}.documents.json").unlink()
     origins = find_origins(tmp_path / "linked" / "tokens_text_document", 2)
     assert origins is not None

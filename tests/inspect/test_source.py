@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError
 from megacore.inspect import provenance
-from megacore.inspect.provenance import Place, read_document
+from megacore.inspect.provenance import DocumentPlace, read_document
 from tests.data._corpus import write_lines
 
 TEXTS = ["first", "", "thïrd\nline", "x" * 100, "last"]
@@ -21,8 +21,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "_SCAN_BYTES", 16)
 
 
-def place(path: Path, line: int, key: str = "text") -> Place:
-    return Place(str(path), line, key)
+def place(path: Path, line: int, key: str = "text") -> DocumentPlace:
+    return DocumentPlace(str(path), line, key)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -82,9 +82,9 @@ def test_what_is_no_document_any_more(tmp_path: Path) -> None:
 def test_a_file_of_another_size_is_not_taken_for_the_one_that_was_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert read_document(Place(str(path), 2, "text", 32)).text == "two"
+    assert read_document(DocumentPlace(str(path), 2, "text", 32)).text == "two"
     with pytest.raises(
         DataFormatError,
         match=r"a\.jsonl has 32 bytes and had 48 when it was tokenized: line 2 may be",
     ):
-        read_document(Place(str(path), 2, "text", 48))
+        read_document(DocumentPlace(str(path), 2, "text", 48))

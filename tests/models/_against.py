@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.convert.hf.forms import form_of, model_config
+from megacore.convert.hf.forms import hf_form_of, model_config
 from megacore.models.base import Model
 from megacore.models.inputs import ModelInput
 from tests import _families
@@ -43,7 +43,7 @@ def in_transformers(name: str, **options: Any) -> tuple[Model, nn.Module]:
 def translated(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights or gradients of ours under transformers' names; the tables only move numbers."""
     of = _families.spec(name)
-    form = form_of(of)[1]
+    form = hf_form_of(of)[1]
     return {form.name_when_loaded(key): value for key, value in form.key_map(of).forward(tensors)}
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.convert.hf.forms import form_of
+from megacore.convert.hf.forms import hf_form_of
 from megacore.models.base import LM_LOSS, Model
 from megacore.models.build import build_model
 from megacore.models.init import initialize
@@ -157,12 +157,12 @@ def test_initial_weights_spread_as_in_transformers(name: str) -> None:
     ours = _families.model(of)
     initialize(ours, of, seed=3)
     weights = dict(
-        form_of(of)[1]
+        hf_form_of(of)[1]
         .key_map(of)
         .forward({key: value.detach() for key, value in ours.named_parameters()})
     )
     theirs = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**form_of(of)[1].write_config(of))
+        transformers.T5Config(**hf_form_of(of)[1].write_config(of))
     )
     for key, value in weights.items():
         if value.dim() == 1:

@@ -21,7 +21,6 @@ from tasks._mlflow import (
     ensure_run,
     flatten,
     git_facts,
-    recorded_run_id,
     redact,
 )
 from tests.tasks.conftest import KilledError, make_config
@@ -29,6 +28,12 @@ from tests.tasks.conftest import KilledError, make_config
 
 def all_runs(tracking: Tracking) -> list[str]:
     return [run.info.run_id for run in tracking.client.search_runs([tracking.experiment_id])]
+
+
+def noted_run_id(run_directory: Path) -> str | None:
+    """The run that the run directory notes."""
+    run_id: str | None = json.loads((run_directory / RUN_FILE).read_text())["run_id"]
+    return run_id
 
 
 def test_store_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -59,9 +64,7 @@ def test_one_run_with_config_versions_and_data(
 ) -> None:
     run_id = ensure_run(tracking, run_directory, config, facts)
     assert (
-        ensure_run(tracking, run_directory, config, facts)
-        == run_id
-        == recorded_run_id(run_directory)
+        ensure_run(tracking, run_directory, config, facts) == run_id == noted_run_id(run_directory)
     )
     assert all_runs(tracking) == [run_id]
     run = tracking.client.get_run(run_id)
@@ -111,7 +114,7 @@ def test_killed_between_creating_the_run_and_noting_it(
         with pytest.raises(KilledError):
             ensure_run(tracking, run_directory, config, facts)
     (created,) = all_runs(tracking)
-    assert recorded_run_id(run_directory) is None
+    assert noted_run_id(run_directory) is None
     assert ensure_run(tracking, run_directory, config, facts) == created
     assert all_runs(tracking) == [created]
 

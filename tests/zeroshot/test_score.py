@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError
-from megacore.generate.weights import load_gpt
+from megacore.generate.weights import load_model
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tokenizer import Tokenizer
-from megacore.zeroshot.score import Scorer
+from megacore.zeroshot.score import ZeroshotScorer
 from megacore.zeroshot.texts import Passage, WikiText, read_lambada, read_wikitext
 from tests.generate import _tiny
 from tests.zeroshot import _texts
@@ -34,8 +34,8 @@ class Bench:
     wikitext: WikiText
     passages: list[Passage]
 
-    def scorer(self, batch_size: int = 4) -> Scorer:
-        return Scorer(
+    def scorer(self, batch_size: int = 4) -> ZeroshotScorer:
+        return ZeroshotScorer(
             self.ours,
             ProcessMesh.serial(),
             torch.device("cpu"),
@@ -70,7 +70,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     source = find_model(root / "saved")
     yield Bench(
         theirs,
-        load_gpt(source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32),
+        load_model(source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32),
         tokenizer,
         read_wikitext(_texts.write_wikitext(root / "wiki"), tokenizer),
         read_lambada(_texts.write_lambada(root / "lambada"), tokenizer),

@@ -2,13 +2,8 @@
 
 ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) joins the parameters of a group end to end and
 gives each replica a stretch of the result (stage 1 and 2), or gives each replica a stretch of each
-parameter (stage 3).
-
-Main weights in fp32 that DeepSpeed keeps without ZeRO, under no names: they are known by what they
-round to.
-
-Each group of the optimizer has its parameters in the model's order, by which equal ones are told
-apart.
+parameter (stage 3). Without ZeRO the main weights in fp32 have no names: they are known by what
+they round to, and equal ones by their order, which is the model's.
 """
 
 import math

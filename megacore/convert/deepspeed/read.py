@@ -5,12 +5,6 @@ them is executed, and deepspeed is not needed.
 
 Source: microsoft/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint;
 Megatron-DeepSpeed, megatron/checkpointing.py.
-
-What DeepSpeed's checkpoints call the parameters of models of ours and of Megatron-DeepSpeed, and
-what we do.
-
-A model of ours in a checkpoint of DeepSpeed: which it is, and its parameters from all
-tensor-parallel ranks.
 """
 
 import re
@@ -75,107 +69,16 @@ _PIPELINE_REST: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 """Modules of Megatron-DeepSpeed's pipeline beside its transformer layers. The final norm has no
 name but its number."""
-
-
-def style_of(names: Collection[str], where: Path) -> Style:
-    """Whose names these are. Raises ConversionError for those of neither."""
-    if any("language_model." in name for name in names) or any(
-        _PIPELINE_LAYER.match(name) for name in names
-    ):
-        return "megatron"
-    if any(_OUR_LAYER.search(name) for name in names):
-        return "ours"
-    shown = ", ".join(list(names)[:_NAMED_AT_ONCE]) or "none"
-    raise ConversionError(
-        f"{where} has parameters {shown}, which are neither a model of ours nor "
-        "Megatron-DeepSpeed's: only those are read from DeepSpeed's checkpoints"
-    )
-
-
-def our_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """Of each name of a model of ours the global name.
-
-    Args:
-        names: in the files.
-        known: the model's global names, which tell those of tied modules.
-    """
-    tied = {name.replace(".", "_"): name for name in known}
-    found = {}
-    for name in names:
-        match = _TIED.match(name)
-        if match and match[1] in tied:
-            found[name] = tied[match[1]]
-        elif not _TIED_LAYER.match(name):
-            found[name] = _WRAPPERS.sub("", name)
-    return found
-
-
-def megatron_names(names: Collection[str], where: Path) -> dict[str, str]:
-    """Of each weight's name in Megatron-DeepSpeed the dotted name of `megatron_table`.
-
-    Args:
-        names: of all pipeline stages, as layers are counted.
-        where: the checkpoint, for messages.
-
-    Raises ConversionError for a module of a pipeline that is not known.
-    """
-    if any("language_model." in name for name in names):
-        found = {name: current_name(_WRAPPERS.sub("", name)) for name in names}
-        return {name: current for name, current in found.items() if current is not None}
-    layers = sorted({int(match[1]) for name in names if (match := _PIPELINE_LAYER.match(name))})
-    numbers = {layer: number for number, layer in enumerate(layers)}
-    return {
-        name: current
-        for name in names
-        if (renamed := _of_pipeline(name, numbers, where))
-        and (current := current_name(renamed)) is not None
-    }
-
-
-def _of_pipeline(name: str, numbers: Mapping[int, int], where: Path) -> str:
-    layer = _PIPELINE_LAYER.match(name)
-    if layer:
-        return f"language_model.encoder.layers.{numbers[int(layer[1])]}.{layer[2]}"
-    for pattern, ours in _PIPELINE_REST:
-        if match := pattern.match(name):
-            return match.expand(ours)
-    raise ConversionError(
-        f"{where} has a parameter {name}, for which Megatron-DeepSpeed's GPT has no place"
-    )
-
-
 RUN_NAME = "run.json"
 _LEVELS = 3
-
-
-def spec_beside(directory: Path) -> ModelSpec:
-    """The model that a checkpoint's own JSON describes.
-
-    It is run.json of its run, or state.json of a checkpoint of ours, in or above `directory`.
-
-    Raises:
-        ConversionError: there is neither.
-        CheckpointError: it is damaged.
-    """
-    places = [directory, *directory.absolute().parents][:_LEVELS]
-    for place in places:
-        if (place / RUN_NAME).is_file():
-            try:
-                return TrainJob.read(place / RUN_NAME).spec
-            except ConfigError as error:
-                raise CheckpointError(str(error)) from error
-        if (place / STATE_NAME).is_file():
-            return read_spec(place)
-    raise ConversionError(
-        f"{directory} holds a model of ours and does not say which: put the {RUN_NAME} of its run, "
-        f"or the {STATE_NAME} of a checkpoint of the same model, into it or into "
-        f"{directory.absolute().parent}"
-    )
-
-
-def parameter_names(spec: ModelSpec) -> list[str]:
-    """Global names of a model's parameters."""
-    return [name for name, _ in build_bare(spec, ProcessMesh.serial()).named_parameters()]
+_TABLE = f"language_model.{WORD_EMBEDDINGS}"
+_OF_FIRST_STAGE = re.compile(r"\btied_modules\.\w+\.(position|tokentype)_embeddings\.")
+"""What a pipeline's last stage has of a tied embedding beside the table of tokens, and neither uses
+nor trains."""
+_OTHERS = "others"
+"""Weights that no optimizer has, in the place of a kind until they are under our names."""
+Ranks = list[dict[str, dict[str, Pieces]]]
+"""Of each tensor-parallel rank, by kind and name."""
 
 
 class OwnTensors(Mapping[str, Tensor]):
@@ -237,16 +140,6 @@ def _check_names(expected: set[str], held: Mapping[str, Tensor], where: str) -> 
             f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])} ({len(missing)} missing, "
             f"{len(unknown)} unknown): use the description it was saved with"
         )
-
-
-_TABLE = f"language_model.{WORD_EMBEDDINGS}"
-_OF_FIRST_STAGE = re.compile(r"\btied_modules\.\w+\.(position|tokentype)_embeddings\.")
-"""What a pipeline's last stage has of a tied embedding beside the table of tokens, and neither uses
-nor trains."""
-_OTHERS = "others"
-"""Weights that no optimizer has, in the place of a kind until they are under our names."""
-Ranks = list[dict[str, dict[str, Pieces]]]
-"""Of each tensor-parallel rank, by kind and name."""
 
 
 @dataclass(frozen=True)
@@ -484,3 +377,100 @@ def _megatron(
         )
         for kind in kinds
     }
+
+
+def style_of(names: Collection[str], where: Path) -> Style:
+    """Whose names these are. Raises ConversionError for those of neither."""
+    if any("language_model." in name for name in names) or any(
+        _PIPELINE_LAYER.match(name) for name in names
+    ):
+        return "megatron"
+    if any(_OUR_LAYER.search(name) for name in names):
+        return "ours"
+    shown = ", ".join(list(names)[:_NAMED_AT_ONCE]) or "none"
+    raise ConversionError(
+        f"{where} has parameters {shown}, which are neither a model of ours nor "
+        "Megatron-DeepSpeed's: only those are read from DeepSpeed's checkpoints"
+    )
+
+
+def our_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Of each name of a model of ours the global name.
+
+    Args:
+        names: in the files.
+        known: the model's global names, which tell those of tied modules.
+    """
+    tied = {name.replace(".", "_"): name for name in known}
+    found = {}
+    for name in names:
+        match = _TIED.match(name)
+        if match and match[1] in tied:
+            found[name] = tied[match[1]]
+        elif not _TIED_LAYER.match(name):
+            found[name] = _WRAPPERS.sub("", name)
+    return found
+
+
+def megatron_names(names: Collection[str], where: Path) -> dict[str, str]:
+    """Of each weight's name in Megatron-DeepSpeed the dotted name of `megatron_table`.
+
+    Args:
+        names: of all pipeline stages, as layers are counted.
+        where: the checkpoint, for messages.
+
+    Raises ConversionError for a module of a pipeline that is not known.
+    """
+    if any("language_model." in name for name in names):
+        found = {name: current_name(_WRAPPERS.sub("", name)) for name in names}
+        return {name: current for name, current in found.items() if current is not None}
+    layers = sorted({int(match[1]) for name in names if (match := _PIPELINE_LAYER.match(name))})
+    numbers = {layer: number for number, layer in enumerate(layers)}
+    return {
+        name: current
+        for name in names
+        if (renamed := _of_pipeline(name, numbers, where))
+        and (current := current_name(renamed)) is not None
+    }
+
+
+def _of_pipeline(name: str, numbers: Mapping[int, int], where: Path) -> str:
+    layer = _PIPELINE_LAYER.match(name)
+    if layer:
+        return f"language_model.encoder.layers.{numbers[int(layer[1])]}.{layer[2]}"
+    for pattern, ours in _PIPELINE_REST:
+        if match := pattern.match(name):
+            return match.expand(ours)
+    raise ConversionError(
+        f"{where} has a parameter {name}, for which Megatron-DeepSpeed's GPT has no place"
+    )
+
+
+def spec_beside(directory: Path) -> ModelSpec:
+    """The model that a checkpoint's own JSON describes.
+
+    It is run.json of its run, or state.json of a checkpoint of ours, in or above `directory`.
+
+    Raises:
+        ConversionError: there is neither.
+        CheckpointError: it is damaged.
+    """
+    places = [directory, *directory.absolute().parents][:_LEVELS]
+    for place in places:
+        if (place / RUN_NAME).is_file():
+            try:
+                return TrainJob.read(place / RUN_NAME).spec
+            except ConfigError as error:
+                raise CheckpointError(str(error)) from error
+        if (place / STATE_NAME).is_file():
+            return read_spec(place)
+    raise ConversionError(
+        f"{directory} holds a model of ours and does not say which: put the {RUN_NAME} of its run, "
+        f"or the {STATE_NAME} of a checkpoint of the same model, into it or into "
+        f"{directory.absolute().parent}"
+    )
+
+
+def parameter_names(spec: ModelSpec) -> list[str]:
+    """Global names of a model's parameters."""
+    return [name for name, _ in build_bare(spec, ProcessMesh.serial()).named_parameters()]

@@ -13,7 +13,7 @@ from torch import Tensor
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
 from megacore.convert.hf.config import HfConfig
-from megacore.convert.hf.forms import FORMS, Form, read_spec
+from megacore.convert.hf.forms import FORMS, HfForm, read_spec
 from megacore.convert.hf.write import FILE_NAME, INDEX_NAME
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
@@ -48,7 +48,7 @@ class HfTensors(Mapping[str, Tensor]):
     different values.
     """
 
-    def __init__(self, directory: Path, form: Form, table: KeyMap) -> None:
+    def __init__(self, directory: Path, form: HfForm, table: KeyMap) -> None:
         self.directory = directory
         self._readers: dict[str, Reader] = {}
         on_disk: dict[str, str] = {}
@@ -63,7 +63,7 @@ class HfTensors(Mapping[str, Tensor]):
             self._readers[known], on_disk[known] = reader, name
         self._unify(form, table)
 
-    def _unify(self, form: Form, table: KeyMap) -> None:
+    def _unify(self, form: HfForm, table: KeyMap) -> None:
         """Keep one of the names of a tensor: the table's."""
         for copy, name in form.copies.items():
             if copy in table.their_shapes:

@@ -1,6 +1,6 @@
 """How the weights and configuration of each class of transformers are written.
 
-There is one `Form` for each.
+There is one `HfForm` for each.
 """
 
 import re
@@ -26,7 +26,7 @@ ModulePairs = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Form:
+class HfForm:
     """One class of transformers, between its files and our models."""
 
     key_map: Callable[[ModelSpec], KeyMap]
@@ -69,7 +69,7 @@ class Form:
         return name
 
 
-_LLAMA = Form(
+_LLAMA = HfForm(
     hf_llama.key_map,
     hf_llama.write_config,
     hf_llama.read_config,
@@ -78,7 +78,7 @@ _LLAMA = Form(
     copies={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"\.rotary_emb\.inv_freq$",
 )
-_BERT = Form(
+_BERT = HfForm(
     hf_bert.key_map,
     hf_bert.write_config,
     hf_bert.read_config,
@@ -92,8 +92,8 @@ _BERT = Form(
     },
     ignored=r"\.embeddings\.(position_ids|token_type_ids)$",
 )
-FORMS: Mapping[str, Form] = {
-    "gpt2": Form(
+FORMS: Mapping[str, HfForm] = {
+    "gpt2": HfForm(
         hf_gpt2.key_map,
         hf_gpt2.write_config,
         hf_gpt2.read_config,
@@ -105,7 +105,7 @@ FORMS: Mapping[str, Form] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen3": _LLAMA,
-    "gpt_neox": Form(
+    "gpt_neox": HfForm(
         neox.key_map,
         neox.write_config,
         neox.read_config,
@@ -119,7 +119,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "bert": _BERT,
     "megatron-bert": _BERT,
-    "t5": Form(
+    "t5": HfForm(
         hf_t5.key_map,
         hf_t5.write_config,
         hf_t5.read_config,
@@ -137,7 +137,7 @@ FORMS: Mapping[str, Form] = {
 """By `model_type`."""
 
 
-def form_of(spec: ModelSpec) -> tuple[Counterpart, Form]:
+def hf_form_of(spec: ModelSpec) -> tuple[Counterpart, HfForm]:
     """The class of transformers that is this model, and its form.
 
     Raises ConversionError when there is none.
@@ -148,7 +148,7 @@ def form_of(spec: ModelSpec) -> tuple[Counterpart, Form]:
 
 def model_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
     """`config.json` of an export in `dtype`."""
-    found, form = form_of(spec)
+    found, form = hf_form_of(spec)
     return {
         "architectures": [found.architecture],
         "model_type": found.model_type,

@@ -14,7 +14,7 @@ from megacore.convert.key_map import (
     TRANSPOSED,
     Entry,
     KeyMap,
-    Layout,
+    Relayout,
     embedding,
     output_layer,
     qkv_blocks,
@@ -65,7 +65,7 @@ def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
 
 
 def _affine(
-    ours: str, theirs: str, shape: tuple[int, ...], weight: Layout = SAME, bias: Layout = SAME
+    ours: str, theirs: str, shape: tuple[int, ...], weight: Relayout = SAME, bias: Relayout = SAME
 ) -> tuple[Entry, Entry]:
     """A weight of `shape` and the bias of its rows."""
     return (

@@ -1,11 +1,9 @@
 """Writing a transformers directory: weights, configuration, tokenizer.
 
-Writing `.safetensors` files tensor by tensor, so that no more than one of them is in memory.
-
-Layout (huggingface/safetensors): u64 little endian N, N bytes of JSON (name -> dtype, shape,
+`.safetensors` files are written tensor by tensor, so that no more than one of them is in memory.
+Their layout (huggingface/safetensors): u64 little endian N, N bytes of JSON (name -> dtype, shape,
 [begin, end) in the data), then the data, without holes, in the header's order. N is padded with
-spaces to a multiple of 8. Several files are named by `model.safetensors.index.json`, as
-transformers reads them.
+spaces to a multiple of 8. Several files are named by `model.safetensors.index.json`.
 """
 
 import json
@@ -22,7 +20,7 @@ from megacore.artifact.files import workspace_errors, write_json
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.config import CONFIG_NAME
-from megacore.convert.hf.forms import form_of, model_config
+from megacore.convert.hf.forms import hf_form_of, model_config
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
 
@@ -31,7 +29,6 @@ MAX_SHARD_SIZE = 5_000_000_000
 """Bytes of one file's tensors; a larger tensor has a file to itself."""
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-
 _CODES: dict[Dtype, tuple[str, torch.dtype, torch.dtype]] = {
     "float32": ("F32", torch.float32, torch.int32),
     "bfloat16": ("BF16", torch.bfloat16, torch.int16),
@@ -39,6 +36,96 @@ _CODES: dict[Dtype, tuple[str, torch.dtype, torch.dtype]] = {
 """Of each type: its name in the header, itself, and an integer of its size, which NumPy knows."""
 _BLOCK = 1 << 20
 """Bytes that are converted and written at a time."""
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}
+"""How an exported model writes when nothing else is asked: decoded greedily, small models repeat
+themselves."""
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+
+
+def write_model(
+    directory: Path,
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    *,
+    dtype: Dtype = "float32",
+    table: KeyMap | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> None:
+    """Write weights and configuration; one tensor is in memory at a time.
+
+    Args:
+        directory: made if absent.
+        spec: of the model.
+        tensors: its weights under our names.
+        dtype: of the files.
+        table: of the weights; None takes that of the spec's class.
+        max_shard_size: bytes of one file's tensors.
+
+    Raises:
+        ConversionError: no class of transformers is this model, or `tensors` are of another.
+        WorkspaceError: the disk refuses.
+    """
+    table = table or hf_form_of(spec)[1].key_map(spec)
+    with workspace_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(
+        directory,
+        table.their_shapes,
+        table.forward(tensors),
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+    )
+    write_json(directory / CONFIG_NAME, model_config(spec, dtype))
+    generation = generation_config(spec)
+    if generation:
+        write_json(directory / "generation_config.json", generation)
+
+
+def generation_config(spec: ModelSpec) -> dict[str, Any]:
+    """`generation_config.json` of a model that writes; nothing of one that does not."""
+    special, eod = spec.special_tokens, spec.special_tokens.eod
+    match spec.family:
+        case "gpt":
+            ends = (
+                {}
+                if eod is None
+                else {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod}
+            )
+            return {**ends, **SAMPLING}
+        case "t5":
+            start = special.pad or 0
+            end = eod if special.sep is None else special.sep
+            ends = {} if end is None else {"eos_token_id": end}
+            return {"decoder_start_token_id": start, "pad_token_id": start, **ends}
+        case "bert":
+            return {}
+
+
+def copy_tokenizer(source: Path, directory: Path, positions: int) -> None:
+    """Copy the tokenizer's files; its `model_max_length` becomes the model's positions.
+
+    Raises ConversionError when the tokenizer has no configuration.
+    """
+    path = source / _TOKENIZER_CONFIG
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConversionError(
+            f"{path} cannot be read ({error}): build the tokenizer again"
+        ) from error
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            with workspace_errors(directory):
+                shutil.copyfile(source / name, directory / name)
+    write_json(directory / path.name, {**settings, "model_max_length": positions})
 
 
 def write_safetensors(
@@ -142,95 +229,3 @@ def _header(shapes: Shapes, dtype: Dtype) -> bytes:
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
     return text + b" " * (-len(text) % 8)
-
-
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}
-"""How an exported model writes when nothing else is asked: decoded greedily, small models repeat
-themselves."""
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-)
-
-
-def write_model(
-    directory: Path,
-    spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
-    *,
-    dtype: Dtype = "float32",
-    table: KeyMap | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
-) -> None:
-    """Write weights and configuration; one tensor is in memory at a time.
-
-    Args:
-        directory: made if absent.
-        spec: of the model.
-        tensors: its weights under our names.
-        dtype: of the files.
-        table: of the weights; None takes that of the spec's class.
-        max_shard_size: bytes of one file's tensors.
-
-    Raises:
-        ConversionError: no class of transformers is this model, or `tensors` are of another.
-        WorkspaceError: the disk refuses.
-    """
-    table = table or form_of(spec)[1].key_map(spec)
-    with workspace_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(
-        directory,
-        table.their_shapes,
-        table.forward(tensors),
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-    )
-    write_json(directory / CONFIG_NAME, model_config(spec, dtype))
-    generation = generation_config(spec)
-    if generation:
-        write_json(directory / "generation_config.json", generation)
-
-
-def generation_config(spec: ModelSpec) -> dict[str, Any]:
-    """`generation_config.json` of a model that writes; nothing of one that does not."""
-    special, eod = spec.special_tokens, spec.special_tokens.eod
-    match spec.family:
-        case "gpt":
-            ends = (
-                {}
-                if eod is None
-                else {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod}
-            )
-            return {**ends, **SAMPLING}
-        case "t5":
-            start = special.pad or 0
-            end = eod if special.sep is None else special.sep
-            ends = {} if end is None else {"eos_token_id": end}
-            return {"decoder_start_token_id": start, "pad_token_id": start, **ends}
-        case "bert":
-            return {}
-
-
-def copy_tokenizer(source: Path, directory: Path, positions: int) -> None:
-    """Copy the tokenizer's files; its `model_max_length` becomes the model's positions.
-
-    Raises ConversionError when the tokenizer has no configuration.
-    """
-    path = source / _TOKENIZER_CONFIG
-    try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConversionError(
-            f"{path} cannot be read ({error}): build the tokenizer again"
-        ) from error
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file():
-            with workspace_errors(directory):
-                shutil.copyfile(source / name, directory / name)
-    write_json(directory / path.name, {**settings, "model_max_length": positions})

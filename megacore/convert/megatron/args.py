@@ -1,6 +1,6 @@
-"""What Megatron-LM's file form can say of a model, and how: the `args` in each of its files.
+"""The `args` in each file of a Megatron-LM checkpoint: written for a model, and read as one.
 
-From the `args` of Megatron-LM's checkpoint files, of any version, to our description of the model.
+They are written as the public converters read them, and read of any version.
 """
 
 from collections import OrderedDict
@@ -41,6 +41,55 @@ _NO_PLACE_IN_BERT: dict[str, Callable[[ModelConfig], bool]] = {
     "untie_embeddings_and_output_weights": lambda model: model.untie_embeddings_and_output_weights,
 }
 """Further ones that its BERT has not."""
+MODEL_ARGS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "padded_vocab_size",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "openai_gelu",
+    "bias_gelu_fusion",
+    "tensor_model_parallel_size",
+    "model_parallel_size",
+    "pipeline_model_parallel_size",
+)
+"""Arguments in which all files of a checkpoint agree."""
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_OFF: dict[str, tuple[Any, ...]] = {
+    "num_experts": (1, [1]),
+    "squared_relu": (),
+    "glu_activation": (),
+    "apply_residual_connection_post_layernorm": (),
+    "apply_layernorm_1p": (),
+    "rotary_interleaved": (),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "use_rope_scaling": (),
+    "qk_layernorm": (),
+    "window_size": (),
+}
+"""Arguments with which the same weights are another model than any of ours, unless they are false,
+null or one of these."""
+_OTHER_ROWS = "ds_sequence_parallel_fpdt"
+"""An argument of Megatron-DeepSpeed: since it has it, rows of query_key_value are in another order
+under the same checkpoint_version."""
+_SAME_NAMED = (
+    "layernorm_epsilon",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "kv_channels",
+    "ffn_hidden_size",
+    "untie_embeddings_and_output_weights",
+    "rotary_base",
+    "rotary_percent",
+)
+"""Arguments that are called as our fields are, and may be missing."""
 
 
 def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> None:
@@ -180,57 +229,6 @@ def _vocabulary_args(spec: ModelSpec, tensor: int) -> dict[str, Any]:
 def padded(size: int, multiple: int) -> int:
     """The least multiple that is not below `size`."""
     return -(-size // multiple) * multiple
-
-
-MODEL_ARGS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "padded_vocab_size",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "openai_gelu",
-    "bias_gelu_fusion",
-    "tensor_model_parallel_size",
-    "model_parallel_size",
-    "pipeline_model_parallel_size",
-)
-"""Arguments in which all files of a checkpoint agree."""
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-_OFF: dict[str, tuple[Any, ...]] = {
-    "num_experts": (1, [1]),
-    "squared_relu": (),
-    "glu_activation": (),
-    "apply_residual_connection_post_layernorm": (),
-    "apply_layernorm_1p": (),
-    "rotary_interleaved": (),
-    "rotary_seq_len_interpolation_factor": (1,),
-    "use_rope_scaling": (),
-    "qk_layernorm": (),
-    "window_size": (),
-}
-"""Arguments with which the same weights are another model than any of ours, unless they are false,
-null or one of these."""
-_OTHER_ROWS = "ds_sequence_parallel_fpdt"
-"""An argument of Megatron-DeepSpeed: since it has it, rows of query_key_value are in another order
-under the same checkpoint_version."""
-_SAME_NAMED = (
-    "layernorm_epsilon",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "kv_channels",
-    "ffn_hidden_size",
-    "untie_embeddings_and_output_weights",
-    "rotary_base",
-    "rotary_percent",
-)
-"""Arguments that are called as our fields are, and may be missing."""
 
 
 def tensor_size(args: Mapping[str, Any]) -> Any:

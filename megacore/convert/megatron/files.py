@@ -1,8 +1,6 @@
-"""Files of a checkpoint of Megatron-LM.
+"""The files of all ranks of a Megatron-LM checkpoint: read, written, and seen as one model.
 
-Which there are, and one of them without executing anything in it.
-
-The files of all ranks of a Megatron-LM checkpoint, seen as one model.
+Nothing in them is executed.
 """
 
 import re
@@ -34,6 +32,9 @@ _RELEASE = "release"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _CHUNK = re.compile(r"model(\d*)")
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
+Stage = tuple[Mapping[str, Tensor], ...]
+"""What the tensor-parallel ranks of one pipeline stage hold, by dotted name, in their order."""
+_NAMED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -215,11 +216,6 @@ def _chunks(state: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], ..
                 "before Megatron core are read from this form"
             )
     return chunks
-
-
-Stage = tuple[Mapping[str, Tensor], ...]
-"""What the tensor-parallel ranks of one pipeline stage hold, by dotted name, in their order."""
-_NAMED_AT_ONCE = 4
 
 
 def stages_of(files: Mapping[tuple[int, int], RankFile], where: Path) -> list[Stage]:

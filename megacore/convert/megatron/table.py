@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec
-from megacore.convert.key_map import SAME, Layout, Shape
+from megacore.convert.key_map import SAME, Relayout, Shape
 from megacore.errors import CheckpointError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -80,7 +80,7 @@ class Slot:
     place: int | Literal["first", "last", "head copy"]
     """The layer it belongs to, or the pipeline stage; a head copy is in a last stage that is not
     the first."""
-    layout: Layout = SAME
+    layout: Relayout = SAME
     """One rank's part against that rank's parts of ours; the same for every tensor-parallel
     size."""
 
@@ -236,7 +236,7 @@ def _joined(
     ours: tuple[str, ...],
     shapes: tuple[Shape, ...],
     layer: int,
-    layout: Layout,
+    layout: Relayout,
 ) -> Iterator[Slot]:
     """A weight and, directly after it, its bias, made of those of our layers `ours`."""
     for end, columns in (("weight", slice(None)), ("bias", slice(1))):
@@ -246,11 +246,11 @@ def _joined(
             yield Slot(f"language_model.{name}.{end}", parts, cut_shapes, layer, layout)
 
 
-GATED_HALVES = Layout(lambda theirs: theirs.chunk(2), torch.cat)
+GATED_HALVES = Relayout(lambda theirs: theirs.chunk(2), torch.cat)
 """Of each rank, the rows that go through the activation, then the linear ones."""
 
 
-def grouped_rows(sharing: int, head_dim: int) -> Layout:
+def grouped_rows(sharing: int, head_dim: int) -> Relayout:
     """Rows of a grouped query_key_value against separate query and key_value.
 
     [group][q of each of `sharing` heads, k, v][d] against [head][d] and [group][k, v][d].
@@ -266,7 +266,7 @@ def grouped_rows(sharing: int, head_dim: int) -> Layout:
         groups = [part.reshape(-1, length, *rest) for part, length in zip(ours, rows, strict=True)]
         return torch.cat(groups, 1).reshape(-1, *rest)
 
-    return Layout(split, merge)
+    return Relayout(split, merge)
 
 
 def current_rows(theirs: Tensor, version: float, head_dim: int) -> Tensor:
