@@ -145,7 +145,7 @@ def test_timeout_ends_every_rank_with_its_own_error(bench: Bench, conf: Path) ->
 
 
 def is_rank(process: psutil.Process) -> bool:
-    return any("megacore.launch" in part for part in process.info["cmdline"] or [])
+    return any("megacore.ranks" in part for part in process.info["cmdline"] or [])
 
 
 def test_lost_rank_is_retried_and_resumes(bench: Bench, conf: Path) -> None:
