@@ -65,11 +65,6 @@ def chunk_sizes(
             yield from _norm(model)
 
 
-def layer_parameters(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -> int:
-    """Parameters of one layer on one of `tensor` ranks; see `layer_sizes`."""
-    return sum(layer_sizes(model, tensor, decoder=decoder))
-
-
 def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -> list[int]:
     """Elements of each parameter tensor of a layer on one of `tensor` ranks.
 
