@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from megacore import tokenizer
 from megacore.config.model import ModelConfig
 from megacore.config.run import RunConfig
 from megacore.pipeline_parallel.partition import ModelChunk
@@ -23,11 +22,6 @@ def parameter_count(config: RunConfig, vocab_size: int) -> int:
     return chunk_parameters(config, vocab_size, whole, 1)
 
 
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Rows of the embedding (v)."""
-    return tokenizer.padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
-
-
 def chunk_parameters(config: RunConfig, vocab_size: int, chunk: ModelChunk, tensor: int) -> int:
     """Parameters of a chunk on one of `tensor` ranks.
 
@@ -41,7 +35,7 @@ def chunk_sizes(
 ) -> Iterator[int]:
     """Elements of each parameter tensor of a chunk on one of `tensor` ranks."""
     model, family = config.model, config.family
-    table = padded_vocab_size(config, vocab_size) // tensor * model.hidden_size
+    table = model.padded_vocab_size(vocab_size) // tensor * model.hidden_size
     untied = model.untie_embeddings_and_output_weights
     yield from layer_sizes(model, tensor) * len(chunk.layers)
     yield from layer_sizes(model, tensor, decoder=True) * len(chunk.decoder_layers)
@@ -116,5 +110,5 @@ def _bert_head(config: RunConfig, vocab_size: int, tensor: int) -> list[int]:
     """The masked LM's dense layer, norm and vocabulary bias; the pooler and binary head."""
     model, hidden = config.model, config.model.hidden_size
     dense = [hidden * hidden, hidden]
-    sizes = [*dense, *_norm(model), padded_vocab_size(config, vocab_size) // tensor]
+    sizes = [*dense, *_norm(model), model.padded_vocab_size(vocab_size) // tensor]
     return sizes + ([*dense, _ANSWERS * hidden, _ANSWERS] if model.bert_binary_head else [])

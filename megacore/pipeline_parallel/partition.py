@@ -23,7 +23,6 @@ from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
 from megacore.errors import ParallelLayoutError
 from megacore.observe.flops import TransformerShape, step_flops
-from megacore.tokenizer import padded_vocab_size
 
 _ROUNDING = 1e-9
 """Sums of costs that differ by less, relative to the cost of the whole model, count as equal."""
@@ -225,8 +224,7 @@ def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
         ParallelLayoutError: what `gpt_chunks` or `t5_chunks` refuses.
     """
     model, parallel, train = config.model, config.parallel, config.train
-    padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by)
-    shape = TransformerShape.of(config, padded)
+    shape = TransformerShape.of(config, model.padded_vocab_size(vocab_size))
     recompute: Recompute = "none" if train.recompute_num_layers else train.recompute
     stages, style = parallel.pipeline_model_parallel_size, parallel.pipeline_partition
     layer_cost = step_flops(shape.part(1, 0, head=False), 1, recompute)

@@ -28,7 +28,7 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True)
-class Place:
+class Deployment:
     """What a configuration is estimated for."""
 
     ranks: int
@@ -90,7 +90,7 @@ class _Change(NamedTuple):
 
 def savings(
     config: RunConfig,
-    place: Place,
+    deployment: Deployment,
     *,
     fits: Callable[["Saving"], bool] = lambda saving: False,
     rank: int | None = None,
@@ -99,18 +99,18 @@ def savings(
 
     Args:
         config: the run, valid where it is.
-        place: its ranks.
+        deployment: its ranks.
         fits: whether a change suffices: those that do come first, and of a kind the least that
             does.
         rank: whose memory it is, None for a rank of the stage that needs most.
     """
-    before, dump = place.estimate(config, rank), config.model_dump()
+    before, dump = deployment.estimate(config, rank), config.model_dump()
     best: dict[str, Saving] = {}
-    for change in _changes(config, place):
+    for change in _changes(config, deployment):
         changed = _valid(dump, change.values)
         if changed is None:
             continue
-        there = _elsewhere(place, change.share)
+        there = _elsewhere(deployment, change.share)
         try:
             layout_of(changed, there.ranks, there.vocab_size)
             after = there.estimate(changed, rank if change.kind not in _MOVES else None)
@@ -121,7 +121,7 @@ def savings(
         )
         known = best.get(change.kind)
         better = known is None or (not fits(known) and (fits(saving) or saving.bytes > known.bytes))
-        if saving.bytes > 0 and after.host <= place.host and better:
+        if saving.bytes > 0 and after.host <= deployment.host and better:
             best[change.kind] = saving
     return sorted(best.values(), key=lambda saving: (not fits(saving), -saving.bytes))
 
@@ -130,15 +130,15 @@ _MOVES = ("tensor", "pipeline", "ranks")
 """Kinds after which a rank has another place in the layout."""
 
 
-def memory_advice(config: RunConfig, place: Place, rank: int | None = None) -> str:
+def memory_advice(config: RunConfig, deployment: Deployment, rank: int | None = None) -> str:
     """What was predicted for a rank, part by part, and the settings that help most, as one clause.
 
     Args:
         config: the run.
-        place: its ranks.
+        deployment: its ranks.
         rank: which one; None stands for the one that needs most.
     """
-    need, best = place.estimate(config, rank), savings(config, place, rank=rank)[:COUNT]
+    need, best = deployment.estimate(config, rank), savings(config, deployment, rank=rank)[:COUNT]
     who = "the rank that needs most" if rank is None else f"rank {rank}"
     what = (
         f"what helps most: {'; '.join(map(str, best))}"
@@ -172,18 +172,20 @@ def pair(before: int, after: int) -> str:
     return f"{before / unit:.{digits}f} -> {after / unit:.{digits}f} {name}"
 
 
-def _elsewhere(place: Place, share: float) -> Place:
-    """The same place with a part of the ranks."""
+def _elsewhere(deployment: Deployment, share: float) -> Deployment:
+    """The same deployment with a part of the ranks."""
     if share == 1:
-        return place
-    ranks = round(place.ranks * share)
-    return Place(ranks, place.vocab_size, place.precision, place.device_type, place.host)
+        return deployment
+    ranks = round(deployment.ranks * share)
+    return Deployment(
+        ranks, deployment.vocab_size, deployment.precision, deployment.device_type, deployment.host
+    )
 
 
-def _changes(config: RunConfig, place: Place) -> Iterator[_Change]:
+def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:
     """Whatever could help, of each kind from little to much; not all of it is valid."""
     train, parallel, launch = config.train, config.parallel, config.launch
-    gpu = place.device_type == "cuda"
+    gpu = deployment.device_type == "cuda"
     # A divisor divides whatever the size does: half of it, of an odd one the next smaller.
     smaller = (
         size
@@ -205,8 +207,8 @@ def _changes(config: RunConfig, place: Place) -> Iterator[_Change]:
         yield _Change(name, {f"parallel.{key}": 2 * getattr(parallel, key)})
     yield _Change("sequence", {"data.seq_length": config.data.seq_length // 2})
     alone = launch.hostfile is None and launch.kind in ("torchrun", "deepspeed")
-    if not gpu and alone and isinstance(launch.nproc_per_node, int) and place.ranks % 2 == 0:
-        yield _Change("ranks", {"launch.nproc_per_node": place.ranks // 2}, share=0.5)
+    if not gpu and alone and isinstance(launch.nproc_per_node, int) and deployment.ranks % 2 == 0:
+        yield _Change("ranks", {"launch.nproc_per_node": deployment.ranks // 2}, share=0.5)
 
 
 def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from megacore.config.deepspeed import asked_of, zero_of
 from megacore.config.run import RunConfig
-from megacore.models.parameters import chunk_sizes, padded_vocab_size
+from megacore.models.parameters import chunk_sizes
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Direction, build_schedule
 from megacore.plan.zero import ELEMENT_BYTES, Buffers, DeepSpeedMemory, ZeroBytes, zero_bytes
@@ -376,7 +376,7 @@ def estimate_stages(
                 optimizer=here.moments + alone * there.moments,
                 activations=activations + alone * offloaded,
                 logits=kept.predictions
-                * padded_vocab_size(config, vocab_size)
+                * config.model.padded_vocab_size(vocab_size)
                 // tensor
                 * bytes_per_logit,
                 process=_PROCESS_BYTES[device_type],

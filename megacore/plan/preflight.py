@@ -18,13 +18,13 @@ from megacore.hardware import Gpu, Hardware
 from megacore.models.parameters import parameter_count
 from megacore.observe.recorder import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
-from megacore.plan.advice import COUNT, Place, Saving, savings
+from megacore.plan.advice import COUNT, Deployment, Saving, savings
 from megacore.plan.layouts import launched_ranks, layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_memory
 from megacore.plan.throughput import assumed_flops_per_second, training_days
 from megacore.plan.vocabulary import is_on_the_hub
 
-__all__ = ["Gpu", "Hardware", "Report", "preflight", "resolve_launch"]
+__all__ = ["Gpu", "Hardware", "RunEstimate", "preflight", "resolve_launch"]
 
 CPU_DAYS_LIMIT = 7.0
 """A run that is expected to take longer on CPUs was meant for GPUs, unless launch.allow_cpu says
@@ -32,7 +32,7 @@ otherwise."""
 
 
 @dataclass(frozen=True)
-class Report:
+class RunEstimate:
     """What a run is expected to need."""
 
     parameters: int
@@ -93,7 +93,7 @@ class Report:
         return host + (f" and {gib(self.memory.nvme)} on NVMe" if self.memory.nvme else "")
 
 
-def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
+def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEstimate:
     """Estimate memory and time; refuse what this machine lacks.
 
     Raises ParallelLayoutError when ranks do not fit together with the model, its batch or the GPUs,
@@ -111,8 +111,10 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     precision = hardware.resolve_precision(config.train.precision)
     rate = assumed_flops_per_second(hardware, precision, ranks, threads)
 
-    place = Place(ranks, vocab_size, precision, hardware.device_type, hardware.memory // beside)
-    report = Report(
+    deployment = Deployment(
+        ranks, vocab_size, precision, hardware.device_type, hardware.memory // beside
+    )
+    estimate = RunEstimate(
         parameters=parameter_count(config, vocab_size),
         layout=layout,
         threads_per_rank=threads,
@@ -130,13 +132,13 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     )
     if config.tracking.tensorboard:
         check_tensorboard()
-    if report.unseen is not None:
-        return report
+    if estimate.unseen is not None:
+        return estimate
     if not hardware.gpus:
-        _check_meant_for_cpu(config, report)
-    room = Room(report.memory_available, report.host_available, report.device_type, beside)
-    check_memory(config, report.memory, room, place)
-    return report
+        _check_meant_for_cpu(config, estimate)
+    room = Room(estimate.memory_available, estimate.host_available, estimate.device_type, beside)
+    check_memory(config, estimate.memory, room, deployment)
+    return estimate
 
 
 def resolve_launch(
@@ -186,10 +188,10 @@ def _ranks_beside(config: RunConfig, ranks: int) -> int:
     return max(hosts_of(launch).values(), default=ranks)
 
 
-def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:
-    needs = f"about {gib(report.memory.total)} of memory per rank and {_duration(report.days)}"
+def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate) -> None:
+    needs = f"about {gib(estimate.memory.total)} of memory per rank and {_duration(estimate.days)}"
     allowed, deepspeed = config.launch.allow_cpu, config.engine == "deepspeed"
-    if report.precision == "fp16" and (deepspeed or not allowed):
+    if estimate.precision == "fp16" and (deepspeed or not allowed):
         raise ConfigError(
             "train.precision is fp16, which "
             f"{'DeepSpeed has on GPUs alone' if deepspeed else 'needs a GPU'}, and this machine "
@@ -197,7 +199,7 @@ def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:
             f"auto, or {'engine to native and ' if deepspeed else ''}launch.allow_cpu to true to "
             "start it all the same"
         )
-    if report.days > CPU_DAYS_LIMIT and not allowed:
+    if estimate.days > CPU_DAYS_LIMIT and not allowed:
         raise ConfigError(
             f"{config.name} is sized for GPUs and this machine has none: its CPUs would need "
             f"{needs}: lower train.train_iters ({config.train.train_iters}) or the model, or set "
@@ -230,14 +232,16 @@ class Room:
         return need.total <= self.device and need.host <= self.host
 
 
-def check_memory(config: RunConfig, need: MemoryEstimate, room: Room, place: Place) -> None:
+def check_memory(
+    config: RunConfig, need: MemoryEstimate, room: Room, deployment: Deployment
+) -> None:
     """Refuse what does not fit into a GPU, main memory or the disk of what is offloaded.
 
     Args:
         config: the run.
         need: of its ranks.
         room: of its ranks.
-        place: what a changed configuration is estimated for.
+        deployment: what a changed configuration is estimated for.
 
     Raises:
         ConfigError: it does not fit; the message has the numbers and what would help.
@@ -246,14 +250,14 @@ def check_memory(config: RunConfig, need: MemoryEstimate, room: Room, place: Pla
         raise ConfigError(
             f"{config.name} needs about {gib(need.total)} of memory per rank "
             f"({gib(need.activations + need.logits)} of it for activations) and this machine has "
-            f"{gib(room.device)} per rank: {_advice(config, room, place)}"
+            f"{gib(room.device)} per rank: {_advice(config, room, deployment)}"
         )
     if need.host > room.host:
         ways = [f"lower launch.nproc_per_node ({room.ranks})"] if room.ranks > 1 else []
         ways += [
             f"set {sentence}"
             for sentence, changed in _returned(config)
-            if room.holds(place.estimate(changed))
+            if room.holds(deployment.estimate(changed))
         ]
         where = "deepspeed.config" if config.deepspeed.config is not None else "deepspeed.offload_*"
         ways.append(f"offload less or to nvme ({where})")
@@ -286,7 +290,7 @@ def _check_nvme(config: RunConfig, need: MemoryEstimate, room: Room) -> None:
         )
 
 
-def _advice(config: RunConfig, room: Room, place: Place) -> str:
+def _advice(config: RunConfig, room: Room, deployment: Deployment) -> str:
     """What suffices by itself, or, where nothing does, what saves most."""
 
     def fits(saving: Saving) -> bool:
@@ -295,7 +299,7 @@ def _advice(config: RunConfig, room: Room, place: Place) -> str:
             and saving.after.host * saving.share <= room.host
         )
 
-    best = savings(config, place, fits=fits)
+    best = savings(config, deployment, fits=fits)
     enough = [saving for saving in best if fits(saving)]
     shown = "; ".join(map(str, (enough or best)[:COUNT]))
     if enough:

@@ -3,7 +3,6 @@
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
 from megacore.hardware import Hardware
-from megacore.models.parameters import padded_vocab_size
 from megacore.observe.flops import PEAK_TFLOPS, TransformerShape, peak_by_name, step_flops
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 
@@ -23,7 +22,7 @@ _FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 
 def training_flops(config: RunConfig, vocab_size: int) -> int:
     """Operations of the whole run, all ranks and validations (Narayanan et al. 2021)."""
-    shape = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
+    shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
     train = config.train
     consumed = BatchSchedule.of(config).consumed_after(train.train_iters)
     iterations = step_flops(
@@ -53,7 +52,7 @@ def chunk_flops(
 
     They are over its tensor-parallel ranks.
     """
-    whole = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
+    whole = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
     shape = whole.part(len(chunk.layers), len(chunk.decoder_layers), head=chunk.has_head)
     if forward:
         return step_flops(shape, 1, "none") // 3

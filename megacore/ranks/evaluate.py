@@ -13,7 +13,7 @@ from megacore.ranks.rank import run_rank
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import ProcessMesh
-    from megacore.train.score import Scorer
+    from megacore.train.score import CheckpointScorer
 
 
 def evaluate_checkpoints(job: EvaluateJob) -> None:
@@ -33,18 +33,18 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
     """
     from megacore.observe.logging import configure_logging
     from megacore.ranks.process import joined
-    from megacore.train.score import Scorer
+    from megacore.train.score import CheckpointScorer
 
     with joined(job) as (mesh, device):
         configure_logging(mesh.rank)
-        scorer = Scorer(job, mesh, device)
+        scorer = CheckpointScorer(job, mesh, device)
         results = _score_all(job, scorer, mesh)
         if mesh.rank == 0:
             write_json(Path(job.output), {"checkpoints": results, "unigram": scorer.unigram()})
 
 
 def _score_all(
-    job: EvaluateJob, scorer: "Scorer", mesh: "ProcessMesh"
+    job: EvaluateJob, scorer: "CheckpointScorer", mesh: "ProcessMesh"
 ) -> dict[str, dict[str, Any]]:
     from megacore.train.memory import scoring_memory_errors
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megacore.config.run import RunConfig
 from megacore.errors import MemoryExhaustedError
 from megacore.hardware import Hardware, memory_info, memory_limit, resolve_precision
-from megacore.plan.advice import Place, memory_advice
+from megacore.plan.advice import Deployment, memory_advice
 from megacore.plan.memory import GIB
 from megacore.train.state import TrainState
 
@@ -37,7 +37,7 @@ def memory_errors(
     """
 
     def message(reason: str) -> str:
-        advice = memory_advice(config, _place(config, vocab_size), rank)
+        advice = memory_advice(config, _deployment(config, vocab_size), rank)
         return (
             f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): "
             f"{in_use()}; {advice}"
@@ -86,13 +86,13 @@ def in_use() -> str:
     )
 
 
-def _place(config: RunConfig, vocab_size: int) -> Place:
+def _deployment(config: RunConfig, vocab_size: int) -> Deployment:
     """This job, as the planner sees it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     precision = resolve_precision(config.train.precision, device)
-    return Place(ranks, vocab_size, precision, device, Hardware.detect().memory // beside)
+    return Deployment(ranks, vocab_size, precision, device, Hardware.detect().memory // beside)
 
 
 def _gib(count: int) -> str:

@@ -30,7 +30,7 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
 
 
-class Scorer:
+class CheckpointScorer:
     """Loads checkpoints of one run into one model and scores them.
 
     Every rank takes its share of the samples.

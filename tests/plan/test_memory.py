@@ -8,7 +8,6 @@ from megacore.models.parameters import (
     chunk_parameters,
     chunk_sizes,
     layer_sizes,
-    padded_vocab_size,
     parameter_count,
 )
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
@@ -239,7 +238,10 @@ def test_fewer_layers_to_recompute_keep_more() -> None:
 
 def test_345m() -> None:
     config = load_config("gpt2-345m")
-    assert padded_vocab_size(config, 50_257) == 50_304
+    assert config.model.padded_vocab_size(50_257) == 50_304
+    assert config.model.padded_vocab_size(50_304) == 50_304
+    wider = config.model.model_copy(update={"make_vocab_size_divisible_by": 1024})
+    assert wider.padded_vocab_size(50_257) == 51_200
     assert parameter_count(config, 50_257) == 354_871_296
 
 

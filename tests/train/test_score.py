@@ -21,7 +21,7 @@ from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.token_files.indexed_dataset import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
-from megacore.train.score import Scorer
+from megacore.train.score import CheckpointScorer
 from tests.train import _runs
 
 SPLIT = "60,20,20"
@@ -111,7 +111,7 @@ def losses(model: GPTModel, document: list[int]) -> Tensor:
 def test_scores_are_of_documents_by_themselves(job: EvaluateJob) -> None:
     from megacore.checkpoint.load import read_tensors
 
-    scorer = Scorer(job, ProcessMesh.serial(), torch.device("cpu"))
+    scorer = CheckpointScorer(job, ProcessMesh.serial(), torch.device("cpu"))
     scores = scorer.score(Path(job.checkpoints[0]))
     model = build_model(job.config, _runs.VOCAB_SIZE, ProcessMesh.serial()).eval()
     weights = read_tensors(Path(job.checkpoints[0]), prefix="model.")
@@ -134,7 +134,7 @@ def test_token_frequencies_are_those_of_the_train_split_on_the_same_labels(
             np.fromfile(f"{prefix}.bin", "<u2", train), minlength=_runs.VOCAB_SIZE
         )
     log_probability = np.log(counts / counts.sum())
-    perplexities = Scorer(job, ProcessMesh.serial(), torch.device("cpu")).unigram()
+    perplexities = CheckpointScorer(job, ProcessMesh.serial(), torch.device("cpu")).unigram()
     for name in ("test", "valid"):
         labels = [token for document in documents_of(job, name) for token in document[1:]]
         assert perplexities[name] == pytest.approx(
