@@ -53,9 +53,9 @@ def build_engine(
     Raises:
         ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
     """
-    compiler = Compiler(device) if compiles(config, device) else None
+    compiler = Compiler(device) if compiles(config.train.compile, config.engine, device) else None
     kernels = kernels_of(
-        config, device, precision, compiled=compiler is not None and compiler.works
+        config.train.kernels, device, precision, compiled=compiler is not None and compiler.works
     )
     if config.engine == "native":
         stage = Stage(
@@ -83,17 +83,17 @@ def build_engine(
 
 
 def kernels_of(
-    config: RunConfig, device: torch.device, precision: str, *, compiled: bool = False
+    choice: str, device: torch.device, precision: str, *, compiled: bool = False
 ) -> Kernels:
-    """What computes the operations of a run.
+    """Return what computes the operations of a run.
 
     Args:
-        config: the run.
+        choice: `train.kernels`.
         device: of the model.
         precision: fp32, bf16 or fp16.
         compiled: whether layers go through torch.compile, which works.
     """
-    if config.train.kernels == "plain":
+    if choice == "plain":
         return plain_kernels()
     return choose_kernels(device, DTYPES[precision], compiled=compiled)
 
@@ -114,12 +114,9 @@ layer."""
 Graph = Callable[..., Any]
 
 
-def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether a run's layers are to be compiled on a device."""
-    wanted = config.train.compile
-    return wanted == "on" or (
-        wanted == "auto" and config.engine == "native" and device.type == "cuda"
-    )
+def compiles(choice: str, engine: str, device: torch.device) -> bool:
+    """Return True if layers are to be compiled, by `train.compile`, the engine and the device."""
+    return choice == "on" or (choice == "auto" and engine == "native" and device.type == "cuda")
 
 
 class Compiler:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from megacore.config.optim import LrDecayStyle, LrWarmupStyle, LrWsdDecayStyle
+from megacore.config.optim import LrDecayStyle, LrWarmupStyle, LrWsdDecayStyle, OptimConfig
 from megacore.config.run import RunConfig
 
 
@@ -122,14 +122,18 @@ class WeightDecaySchedule:
     """Shape of the change; constant is `end` all along."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """The schedule that a configuration describes."""
-        optim = config.optim
+    def of(cls, optim: OptimConfig, steps: int) -> Self:
+        """Return the schedule that a configuration describes.
+
+        Args:
+            optim: the section.
+            steps: optimizer steps that the change takes, those of the learning rate's decay.
+        """
         first, last = optim.start_weight_decay, optim.end_weight_decay
         return cls(
             start=optim.weight_decay if first is None else first,
             end=optim.weight_decay if last is None else last,
-            steps=config.lr_decay_iters,
+            steps=steps,
             style=optim.weight_decay_incr_style,
         )
 

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from megacore.config.model import ModelConfig
 from megacore.config.parallel import T5Stages
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
@@ -413,33 +414,36 @@ DECODER_BIAS = "decoder.relative_attention_bias.weight"
 """The same of the decoder."""
 
 
-def copied_parameters(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The stages that hold a parameter, by its global name.
+def copied_parameters(
+    chunks: Sequence[ModelChunk], stages: int, model: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold a parameter, by its global name, where there are several.
 
-    Parameters of one stage alone are left out.
-
-    Raises ParallelLayoutError where the model cannot be divided.
+    Args:
+        chunks: of the whole model, by their number in it.
+        stages: pp; chunk c is on stage c mod pp.
+        model: the architecture.
     """
-    stages = config.parallel.pipeline_model_parallel_size
     holders: dict[str, list[int]] = {}
-    for number, chunk in enumerate(chunks_of(config, vocab_size)):
-        for name in _candidates(config, chunk):
+    for number, chunk in enumerate(chunks):
+        for name in _candidates(model, chunk):
             holders.setdefault(name, []).append(number % stages)
     found = {name: tuple(sorted(set(numbers))) for name, numbers in holders.items()}
     return {name: numbers for name, numbers in found.items() if len(numbers) > 1}
 
 
 def shared_stages(config: RunConfig, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Every set of stages that hold the same parameters.
+    """Return every set of stages that hold the same parameters: the groups that a mesh needs.
 
-    The groups that a mesh needs, in one order.
+    Raises ParallelLayoutError where the model cannot be divided.
     """
-    return tuple(sorted(set(copied_parameters(config, vocab_size).values())))
+    stages = config.parallel.pipeline_model_parallel_size
+    copied = copied_parameters(chunks_of(config, vocab_size), stages, config.model)
+    return tuple(sorted(set(copied.values())))
 
 
-def _candidates(config: RunConfig, chunk: ModelChunk) -> Iterator[str]:
-    """Parameters of a chunk that other chunks may hold too."""
-    model = config.model
+def _candidates(model: ModelConfig, chunk: ModelChunk) -> Iterator[str]:
+    """Yield the parameters of a chunk that other chunks may hold too."""
     tied = not model.untie_embeddings_and_output_weights
     if chunk.has_embedding or chunk.has_decoder_embedding or (chunk.has_head and tied):
         yield WORD_EMBEDDINGS

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from megacore.config.deepspeed import FIELD_OF, Asked, asked_of, zero_of
+from megacore.config.deepspeed import FIELD_OF, Asked, DeepSpeedConfig, asked_of, zero_of
 from megacore.config.run import RunConfig
 from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
@@ -219,7 +219,7 @@ def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
     asked = asked_of(config) if config.engine == "deepspeed" else None
     first = zero.stage + 1 if asked else max(2, zero.stage + 1)
     for stage in range(first, most + 1):
-        yield _Change("zero", _asking(config, asked, {_STAGE: stage}))
+        yield _Change("zero", _asking(config.deepspeed, asked, {_STAGE: stage}))
     if not gpu:  # there is one memory alone
         return
     divided = max(most, zero.stage)
@@ -227,15 +227,19 @@ def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
     optimizer, weights = (f"zero_optimization.{what}.device" for what in _OFFLOADS)
     more = {optimizer: "cpu"} if zero.offload_optimizer == "none" else {}
     if more and asked is not None and zero.stage > 0:
-        yield _Change("offload", _asking(config, asked, more))
+        yield _Change("offload", _asking(config.deepspeed, asked, more))
     if more and stage_too:
-        yield _Change("offload", _asking(config, asked, stage_too | more))
+        yield _Change("offload", _asking(config.deepspeed, asked, stage_too | more))
     if zero.offload_param == "none" and divided == 3:
-        yield _Change("offload", _asking(config, asked, stage_too | more | {weights: "cpu"}))
+        yield _Change(
+            "offload", _asking(config.deepspeed, asked, stage_too | more | {weights: "cpu"})
+        )
 
 
-def _asking(config: RunConfig, asked: Asked | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the configuration that ask DeepSpeed for something.
+def _asking(
+    section: DeepSpeedConfig, asked: Asked | None, wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return keys of the configuration that ask DeepSpeed for something.
 
     They are in the user's own JSON where there is one.
     """
@@ -244,7 +248,7 @@ def _asking(config: RunConfig, asked: Asked | None, wanted: Mapping[str, Any]) -
         wanted = {**wanted, _GATHERED: None}
     if asked is None or not asked.in_file:
         return engine | {f"deepspeed.{FIELD_OF[key]}": value for key, value in wanted.items()}
-    content = config.deepspeed.config
+    content = section.config
     assert isinstance(content, dict)
     return {
         f"deepspeed.{FIELD_OF[key]}"

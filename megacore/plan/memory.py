@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megacore.config.deepspeed import asked_of, zero_of
+from megacore.config.deepspeed import ZeroSettings, asked_of, zero_of
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
 from megacore.models.parameters import chunk_sizes
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Direction, build_schedule
@@ -353,14 +354,23 @@ def estimate_stages(
     parallel, train = config.parallel, config.train
     stages, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     chunks, element = chunks_of(config, vocab_size), ELEMENT_BYTES[precision]
+    spec, zero = ModelSpec.of(config, vocab_size), zero_of(config)
+    deepspeed = None
+    if config.engine == "deepspeed":
+        from megacore.engine.deepspeed.settings import deepspeed_settings
+
+        settings = deepspeed_settings(  # sizes do not depend on the device
+            config, precision=precision, device_type="cuda", data_parallel_size=data_parallel_size
+        )
+        deepspeed = DeepSpeedMemory(settings, precision)
     kept = Activations(config, element, device_type)
     micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
     estimates = []
     for stage in range(stages):
         own = chunks[stage::stages]
-        sizes = [size for chunk in own for size in chunk_sizes(config, vocab_size, chunk, tensor)]
-        state = model_state(config, sum(sizes), precision, data_parallel_size)
-        extra = _buffers(config, sizes, precision, data_parallel_size)
+        sizes = [size for chunk in own for size in chunk_sizes(spec, chunk, tensor)]
+        state = _model_state(zero, deepspeed, sum(sizes), precision, data_parallel_size)
+        extra = deepspeed.buffers(sizes, data_parallel_size) if deepspeed else Buffers()
         activations, losses = kept.peak(own, stage, micro_batches)
         offloaded = kept.offloaded(own, stage, micro_batches)
         here, there = state.device, state.cpu
@@ -375,10 +385,7 @@ def estimate_stages(
                 gradients=here.gradients + alone * there.gradients,
                 optimizer=here.moments + alone * there.moments,
                 activations=activations + alone * offloaded,
-                logits=kept.predictions
-                * config.model.padded_vocab_size(vocab_size)
-                // tensor
-                * bytes_per_logit,
+                logits=kept.predictions * spec.padded_vocab_size // tensor * bytes_per_logit,
                 process=_PROCESS_BYTES[device_type],
                 buffers=extra.device + alone * extra.cpu,
                 step=extra.step,
@@ -389,56 +396,40 @@ def estimate_stages(
     return tuple(estimates)
 
 
-def model_state(
-    config: RunConfig, parameters: int, precision: str, data_parallel_size: int
+def _model_state(
+    zero: ZeroSettings,
+    deepspeed: DeepSpeedMemory | None,
+    parameters: int,
+    precision: str,
+    data_parallel_size: int,
 ) -> ZeroBytes:
-    """Weights, gradients and optimizer state of a rank, as the configuration's engine keeps them.
+    """Return the weights, gradients and optimizer state of a rank, as its engine keeps them.
 
     Args:
-        config: the run.
+        zero: what is divided and offloaded.
+        deepspeed: what DeepSpeed is told; None is the native engine.
         parameters: on the rank, before ZeRO divides them.
         precision: fp32, bf16 or fp16.
         data_parallel_size: replicas.
     """
-    zero = zero_of(config)
-    if config.engine == "native":
+    if deepspeed is None:
         return zero_bytes(parameters, zero.stage, data_parallel_size, precision, gradient_bytes=4)
-    memory = _deepspeed(config, precision, data_parallel_size)
     return zero_bytes(
         parameters,
         zero.stage,
         data_parallel_size,
         precision,
-        gradient_bytes=memory.gradient_bytes,
-        main_weights=memory.main_weights,
+        gradient_bytes=deepspeed.gradient_bytes,
+        main_weights=deepspeed.main_weights,
         offload_optimizer=zero.offload_optimizer,
         offload_param=zero.offload_param,
     )
 
 
-def engine_name(config: RunConfig) -> str:
-    """As in `deepspeed ZeRO-3, optimizer on cpu, weights on nvme`."""
-    if config.engine == "native":
-        return config.engine
-    zero = zero_of(config)
+def engine_name(engine: str, zero: ZeroSettings) -> str:
+    """Return a name as in `deepspeed ZeRO-3, optimizer on cpu, weights on nvme`."""
+    if engine == "native":
+        return engine
     places = {"optimizer": zero.offload_optimizer, "weights": zero.offload_param}
     moved = "".join(f", {what} on {where}" for what, where in places.items() if where != "none")
-    return f"{config.engine} ZeRO-{zero.stage}{moved}"
-
-
-def _buffers(
-    config: RunConfig, sizes: list[int], precision: str, data_parallel_size: int
-) -> Buffers:
-    if config.engine == "native":
-        return Buffers()
-    return _deepspeed(config, precision, data_parallel_size).buffers(sizes, data_parallel_size)
-
-
-def _deepspeed(config: RunConfig, precision: str, data_parallel_size: int) -> DeepSpeedMemory:
-    """What DeepSpeed is told; sizes do not depend on the device."""
-    from megacore.engine.deepspeed.settings import deepspeed_settings
-
-    settings = deepspeed_settings(
-        config, precision=precision, device_type="cuda", data_parallel_size=data_parallel_size
-    )
-    return DeepSpeedMemory(settings, precision)
+    return f"{engine} ZeRO-{zero.stage}{moved}"

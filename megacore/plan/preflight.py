@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megacore.config.deepspeed import zero_of
 from megacore.config.hostfile import hosts_of
+from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
 from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
 from megacore.hardware import Gpu, Hardware
@@ -106,7 +107,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
     ranks, threads = resolve_launch(config, hardware, vocab_size if known else None)
-    beside = _ranks_beside(config, ranks)
+    beside = _ranks_beside(config.launch, ranks)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
     rate = assumed_flops_per_second(hardware, precision, ranks, threads)
@@ -115,12 +116,12 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         ranks, vocab_size, precision, hardware.device_type, hardware.memory // beside
     )
     estimate = RunEstimate(
-        parameters=parameter_count(config, vocab_size),
+        parameters=parameter_count(ModelSpec.of(config, vocab_size)),
         layout=layout,
         threads_per_rank=threads,
         device_type=hardware.device_type,
         precision=precision,
-        engine=engine_name(config),
+        engine=engine_name(config.engine, zero_of(config)),
         memory=estimate_memory(config, vocab_size, precision, hardware.device_type, layout.data),
         memory_available=min(gpu.memory for gpu in hardware.gpus)
         if hardware.gpus
@@ -128,7 +129,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         host_available=hardware.memory // beside,
         days=training_days(config, vocab_size, rate, layout.data),
         flops_per_second=rate,
-        unseen=_unseen(config, hardware),
+        unseen=_unseen(config.launch, hardware),
     )
     if config.tracking.tensorboard:
         check_tensorboard()
@@ -168,9 +169,8 @@ def resolve_launch(
     return ranks, threads
 
 
-def _unseen(config: RunConfig, hardware: Hardware) -> str | None:
-    """The scheduler that is to give GPUs, where the submitting machine has none."""
-    launch = config.launch
+def _unseen(launch: LaunchConfig, hardware: Hardware) -> str | None:
+    """Return the scheduler that is to give GPUs, where the submitting machine has none."""
     gpus = launch.slurm.gpus_per_node if launch.kind == "slurm" else "auto"
     asked = not launch.allow_cpu if gpus == "auto" else gpus > 0
     return (
@@ -180,9 +180,8 @@ def _unseen(config: RunConfig, hardware: Hardware) -> str | None:
     )
 
 
-def _ranks_beside(config: RunConfig, ranks: int) -> int:
-    """Ranks that share a machine."""
-    launch = config.launch
+def _ranks_beside(launch: LaunchConfig, ranks: int) -> int:
+    """Count the ranks that share a machine."""
     if launch.kind in ("slurm", "kubernetes") and launch.nproc_per_node != "auto":
         return launch.nproc_per_node
     return max(hosts_of(launch).values(), default=ranks)
@@ -265,7 +264,7 @@ def check_memory(
             f"{config.name} offloads about {gib(need.host)} per rank to main memory and this "
             f"machine has {gib(room.host)} of it per rank: {', or '.join(ways)}"
         )
-    _check_nvme(config, need, room)
+    _check_nvme(config.name, zero_of(config).nvme_path, need, room)
 
 
 def gib(count: int) -> str:
@@ -273,18 +272,17 @@ def gib(count: int) -> str:
     return f"{count / GIB:.1f} GiB"
 
 
-def _check_nvme(config: RunConfig, need: MemoryEstimate, room: Room) -> None:
-    directory = zero_of(config).nvme_path
+def _check_nvme(run: str, directory: str | None, need: MemoryEstimate, room: Room) -> None:
     if not need.nvme or directory is None:
         return
     if not Path(directory).is_dir():
         raise ConfigError(
-            f"{config.name} offloads to nvme but its path {directory} is no directory: make it"
+            f"{run} offloads to nvme but its path {directory} is no directory: make it"
         )
     free = shutil.disk_usage(directory).free
     if need.nvme * room.ranks > free:
         raise ConfigError(
-            f"{config.name} offloads about {gib(need.nvme)} per rank to {directory}, "
+            f"{run} offloads about {gib(need.nvme)} per rank to {directory}, "
             f"{gib(need.nvme * room.ranks)} of {room.ranks} rank{'s' if room.ranks > 1 else ''}, "
             f"and {gib(free)} are free there: give another path, or offload less"
         )
@@ -316,11 +314,6 @@ def _returned(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     if config.deepspeed.config is None:
         for name in ("offload_param", "offload_optimizer"):
             if getattr(config.deepspeed, name) == "cpu":
-                yield f"deepspeed.{name} to none", _with(config, **{name: "none"})
-
-
-def _with(config: RunConfig, **values: Any) -> RunConfig:
-    """The configuration with engine deepspeed and these values of its section."""
-    return config.model_copy(
-        update={"engine": "deepspeed", "deepspeed": config.deepspeed.model_copy(update=values)}
-    )
+                section = config.deepspeed.model_copy(update={name: "none"})
+                changed = config.model_copy(update={"engine": "deepspeed", "deepspeed": section})
+                yield f"deepspeed.{name} to none", changed

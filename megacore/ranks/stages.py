@@ -86,10 +86,8 @@ def _memory_advice(job: TrainJob) -> str:
     precision = hardware.resolve_precision(job.config.train.precision)
     host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
     deployment = Deployment(job.ranks, job.vocab_size, precision, hardware.device_type, host)
-    return (
-        f"{memory_advice(job.config, deployment)} ({hardware.memory / GIB:.1f} GiB of main memory on "
-        "this machine)"
-    )
+    advice = memory_advice(job.config, deployment)
+    return f"{advice} ({hardware.memory / GIB:.1f} GiB of main memory on this machine)"
 
 
 def _prepare_hosts(job: Job) -> None:

@@ -98,14 +98,16 @@ class DeepSpeedBase(StageEngine, ABC):
         (model,) = self._stage.chunks
         prepare_parameters(model, mesh)
         self._adam, self._moments = make_adam(
-            self._stage.named_parameters, config, compiled=compiled_adam
+            self._stage.named_parameters,
+            config.optim,
+            compiled=compiled_adam and zero_of(config).offload_optimizer != "none",
         )
-        checkpoint_activations(model, config, self._settings, mpu)
-        self._engine, optimizer = self._initialize(mpu, vocab_size)
+        checkpoint_activations(model, config.family, self._settings, mpu)
+        self._engine, optimizer = self._initialize(mpu)
         self._take_over(optimizer, ModelSpec.of(config, vocab_size), mpu)
 
     @abstractmethod
-    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
+    def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
         """DeepSpeed's engine of the stage, and what it made of our optimizer."""
 
     can_withhold = False
@@ -274,7 +276,7 @@ class MicroBatch(nn.Module):
 class DeepSpeedEngine(DeepSpeedBase):
     """Implements `megacore.engine.base.Engine` for models without pipeline stages."""
 
-    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
+    def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
         (model,) = self._stage.chunks
         engine, optimizer, _, _ = import_deepspeed().initialize(
             model=MicroBatch(model, self._stage.rules),

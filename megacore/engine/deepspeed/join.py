@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megacore.config.run import RunConfig
+from megacore.config.model import Family
 from megacore.engine.deepspeed.settings import NEVER
 from megacore.models.layers.transformer import TransformerLayer
 from megacore.parallel.collectives import all_reduce
@@ -154,7 +154,7 @@ def prepare_parameters(model: nn.Module, mesh: ProcessMesh) -> None:
 
 
 def checkpoint_activations(
-    model: nn.Module, config: RunConfig, settings: dict[str, Any], mpu: Any
+    model: nn.Module, family: Family, settings: dict[str, Any], mpu: Any
 ) -> None:
     """Let layers that recompute all do it DeepSpeed's way.
 
@@ -164,7 +164,7 @@ def checkpoint_activations(
     output.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    if config.family == "t5" or not any(layer.recompute == "full" for layer in layers):
+    if family == "t5" or not any(layer.recompute == "full" for layer in layers):
         return
     checkpointing = import_deepspeed().checkpointing
     # What lies in main memory already must stay: moving it there would empty it.
