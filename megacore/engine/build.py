@@ -1,10 +1,8 @@
-"""Which engine a run asks for.
+"""Make the engine that a run asks for, and compile its layers, each by itself.
 
-Layers through torch.compile, each by itself.
-
-Linear layers stay out of the graphs: they talk to other ranks and add to main gradients, which a
-graph would forget. What stands between two of them is fused. The compiler's results lie in the
-workspace for the next run.
+Linear layers stay out of torch.compile's graphs: they talk to other ranks and add to main
+gradients, which a graph would forget. What stands between two of them is fused. The compiler's
+results lie in the workspace for the next run.
 """
 
 import os
@@ -27,6 +25,20 @@ from megacore.models.stage import Stage
 from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+_UNCOMPILED = {
+    ColumnParallelLinear: ("forward",),
+    RowParallelLinear: ("forward",),
+    SelfAttention: ("projections", "seed"),
+    CrossAttention: ("seed",),
+    MLP: ("columns",),
+    TransformerLayer: ("seed",),
+}
+"""Methods that run as they are."""
+_GRAPHS_OF_A_METHOD = 64
+"""Of the layers together: in training and evaluation, with and without a bias, for each kind of
+layer."""
+Graph = Callable[..., Any]
 
 
 def build_engine(
@@ -96,22 +108,6 @@ def kernels_of(
     if choice == "plain":
         return plain_kernels()
     return choose_kernels(device, DTYPES[precision], compiled=compiled)
-
-
-_UNCOMPILED = {
-    ColumnParallelLinear: ("forward",),
-    RowParallelLinear: ("forward",),
-    SelfAttention: ("projections", "seed"),
-    CrossAttention: ("seed",),
-    MLP: ("columns",),
-    TransformerLayer: ("seed",),
-}
-"""Methods that run as they are."""
-_GRAPHS_OF_A_METHOD = 64
-"""Of the layers together: in training and evaluation, with and without a bias, for each kind of
-layer."""
-
-Graph = Callable[..., Any]
 
 
 def compiles(choice: str, engine: str, device: torch.device) -> bool:

@@ -1,7 +1,4 @@
-"""From a configuration and a number of ranks to the layout that they make.
-
-How many processes a launch comes to, and how many CPU threads each has.
-"""
+"""How many processes and CPU threads a launch comes to, and the layout that they make."""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,6 @@
-"""Can this configuration run on this machine, and what will it cost: said before anything starts.
+"""Whether a configuration can run on this machine, and what it will cost, before anything starts.
 
-Whether a rank has the memory that a run needs, and what would make it fit.
+A run that needs more memory than a rank has is refused with what would make it fit.
 """
 
 import shutil
@@ -26,7 +26,6 @@ from megacore.plan.throughput import assumed_flops_per_second, training_days
 from megacore.plan.vocabulary import is_on_the_hub
 
 __all__ = ["Gpu", "Hardware", "RunEstimate", "preflight", "resolve_launch"]
-
 CPU_DAYS_LIMIT = 7.0
 """A run that is expected to take longer on CPUs was meant for GPUs, unless launch.allow_cpu says
 otherwise."""

@@ -1,9 +1,7 @@
-"""What DeepSpeed's engines with and without pipeline stages have in common.
+"""DeepSpeed's engine: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al. 2021).
 
-The engine that DeepSpeed carries out: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al.
-2021).
-
-Models, data, events and checkpoints are those of the native engine.
+`DeepSpeedBase` is what it has in common with the one of pipeline stages in `pipeline.py`. Models,
+data, events and checkpoints are those of the native engine.
 """
 
 import math

@@ -1,9 +1,7 @@
 """What a DeepSpeed engine needs before it can be made, with and without a pipeline.
 
-The one way to import deepspeed: for the hardware that is here, quietly, and so that no rank
-compiles anything.
-
-The process mesh as DeepSpeed asks for it: the methods of Megatron-LM's `mpu`.
+`import_deepspeed` is the one way to import it: for the hardware that is here, quietly, and so that
+no rank compiles anything. `MeshUnit` is the process mesh with the methods of Megatron-LM's `mpu`.
 """
 
 import logging
@@ -30,6 +28,14 @@ from megacore.tensor_parallel import partial_gradients, partitions
 _COMPILED_ON_THE_WAY = "deepspeed_shm_comm"
 """An operator for sums on one host's CPUs, which DeepSpeed otherwise compiles when it joins the
 ranks."""
+_REPORTS = (
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "flops_profiler",
+    "comms_logger",
+)
+"""Settings that write to DeepSpeed's log."""
 
 
 @cache
@@ -104,16 +110,6 @@ def _with_group(own: ParallelGroup, layout: RankLayout, axis: str) -> ParallelGr
         if dist.get_rank() in ranks:
             own = ParallelGroup(group, 0, 1, axis)
     return own
-
-
-_REPORTS = (
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "flops_profiler",
-    "comms_logger",
-)
-"""Settings that write to DeepSpeed's log."""
 
 
 def join_ranks() -> None:

@@ -1,9 +1,7 @@
-"""Adam as a DeepSpeed engine steps it.
+"""Adam and the dynamic loss scale as a DeepSpeed engine steps them.
 
-torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU.
-
-DeepSpeed's dynamic loss scale, in the words of a checkpoint, which the native engine reads and
-writes too.
+Adam is torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU. The loss scale's
+state has the form of a checkpoint, which the native engine reads and writes too.
 """
 
 import math
