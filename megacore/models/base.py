@@ -54,7 +54,7 @@ Losses = dict[str, LossTerm]
 class Model(nn.Module, ABC):
     """One chunk of a pipeline, or all of a model.
 
-    Parameters are fp32 and uninitialised; `megacore.models.build.build_model` builds one with its initial
+    Parameters are fp32 and uninitialised; `models.build.build_model` builds one with its initial
     weights. They have the names of the whole model, whatever the chunk. `embedding` is where a
     stack begins, and a copy of its table of tokens where the head is, unless that has an
     `output_layer` of its own.
