@@ -78,7 +78,7 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            kernels = kernels_of(config, CPU, "fp32")
+            kernels = kernels_of(config.train.kernels, CPU, "fp32")
             stage = Stage(
                 config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS, kernels=kernels
             )

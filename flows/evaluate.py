@@ -6,7 +6,7 @@ from prefect import flow
 
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
-from tasks._pipeline import Pipeline
+from tasks._pipeline import StageRunner
 from tasks.evaluate import evaluate as score
 from tasks.evaluate import evaluation_summary
 from tasks.preflight import load_checked_config
@@ -14,7 +14,7 @@ from tasks.train import finished_training
 from tasks.zeroshot import zeroshot, zeroshot_summary
 
 
-def zero_shot_stage(pipeline: Pipeline, *inputs: Artifact) -> Artifact | None:
+def zero_shot_stage(pipeline: StageRunner, *inputs: Artifact) -> Artifact | None:
     """Scores of the best checkpoint on the texts of `evaluate.zero_shot`, where there are any."""
     return pipeline.stage(zeroshot, *inputs) if pipeline.config.evaluate.zero_shot.wanted else None
 
@@ -22,7 +22,7 @@ def zero_shot_stage(pipeline: Pipeline, *inputs: Artifact) -> Artifact | None:
 @flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)
 def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Score what `pretrain` has trained for `conf` with these `overrides`."""
-    with Pipeline.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
+    with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
         data = data_stages(pipeline)
         trained = finished_training(pipeline.config, *data)
         evaluation = pipeline.stage(score, trained, *data)

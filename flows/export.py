@@ -7,7 +7,7 @@ from prefect import flow
 from flows.evaluate import zero_shot_stage
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
-from tasks._pipeline import Pipeline
+from tasks._pipeline import StageRunner
 from tasks.convert import convert
 from tasks.evaluate import evaluate
 from tasks.preflight import load_checked_config
@@ -16,7 +16,7 @@ from tasks.train import finished_training
 from tasks.zeroshot import zeroshot_summary
 
 
-def publication_stages(pipeline: Pipeline, trained: Artifact, *data: Artifact) -> None:
+def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact) -> None:
     """What follows a training: scores, conversion with its gate, publication and the summary."""
     evaluation = pipeline.stage(evaluate, trained, *data)
     scored = zero_shot_stage(pipeline, trained, evaluation, *data)
@@ -31,7 +31,7 @@ def publication_stages(pipeline: Pipeline, trained: Artifact, *data: Artifact) -
 def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Export and publish what `pretrain` has trained for `conf` with these `overrides`."""
     config = load_checked_config(conf, overrides, trains=False)
-    with Pipeline.start(config) as pipeline:
+    with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = finished_training(config, *data)
         publication_stages(pipeline, trained, *data)

@@ -11,7 +11,7 @@ from prefect.states import State
 
 from megacore.artifact import Artifact
 from megacore.config.finetune import FinetuneConfig
-from tasks._pipeline import Pipeline
+from tasks._pipeline import StageRunner
 from tasks.dataset import dataset
 from tasks.examples import examples
 from tasks.find_batch_size import check_find_batch_size, find_batch_sizes
@@ -22,7 +22,7 @@ from tasks.finetune_publish import finetune_publish, outcome
 from tasks.pretrained import pretrained
 
 
-def prepared(pipeline: Pipeline[FinetuneConfig]) -> tuple[Artifact, Artifact]:
+def prepared(pipeline: StageRunner[FinetuneConfig]) -> tuple[Artifact, Artifact]:
     """What training reads: the model and the samples."""
     model = pipeline.stage(pretrained)
     rows = pipeline.stage(dataset)
@@ -48,7 +48,7 @@ def finetune(
     config = load_checked_finetuning(conf, overrides)
     if find_batch_size:
         check_find_batch_size(config)
-    with Pipeline.start(config) as pipeline:
+    with StageRunner.start(config) as pipeline:
         model, samples = prepared(pipeline)
         if find_batch_size:
             pipeline.summary = find_batch_sizes(pipeline, model, samples)

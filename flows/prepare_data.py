@@ -5,14 +5,14 @@ from typing import Any
 from prefect import flow
 
 from megacore.artifact import Artifact
-from tasks._pipeline import Pipeline
+from tasks._pipeline import StageRunner
 from tasks.download import download, download_punkt, needs_punkt
 from tasks.index import build_index
 from tasks.preflight import load_checked_config
 from tasks.tokenize import blend, make_tokenizer, tokenize
 
 
-def data_stages(pipeline: Pipeline) -> tuple[Artifact, Artifact, Artifact]:
+def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
     """The data stages in order, each source by itself.
 
     Returns the tokens, the tokenizer and the index maps.
@@ -30,7 +30,7 @@ def data_stages(pipeline: Pipeline) -> tuple[Artifact, Artifact, Artifact]:
 @flow(name="prepare-data", flow_run_name="prepare-data-{conf}", validate_parameters=False)
 def prepare_data(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Prepare the data of `conf`, a name in conf/ or a path, with dotted `overrides`."""
-    with Pipeline.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
+    with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
         data_stages(pipeline)
 
 

@@ -7,7 +7,7 @@ from prefect.states import State
 
 from flows.export import publication_stages
 from flows.prepare_data import data_stages
-from tasks._pipeline import Pipeline
+from tasks._pipeline import StageRunner
 from tasks.preflight import dry_run_report, load_checked_config
 from tasks.train import train
 
@@ -25,7 +25,7 @@ def pretrain(
         dry_run_report(conf, overrides)
         return None
     config = load_checked_config(conf, overrides)
-    with Pipeline.start(config) as pipeline:
+    with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = pipeline.stage(train, *data)
         publication_stages(pipeline, trained, *data)

@@ -49,7 +49,7 @@ class StageRow:
 
 
 @dataclass
-class Pipeline(Generic[Config]):
+class StageRunner(Generic[Config]):
     """Runs stages one after another and remembers what each did."""
 
     config: Config

@@ -37,7 +37,7 @@ from megacore.ranks.batch_size_search import (
 )
 from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
-from tasks._pipeline import Pipeline
+from tasks._pipeline import StageRunner
 
 STAGE: Final = "find-batch-size"
 REPORT = "report.json"
@@ -174,7 +174,7 @@ def read_report(artifact: Artifact) -> dict[str, Any]:
 
 
 def find_batch_sizes(
-    pipeline: Pipeline[FinetuneConfig], pretrained: Artifact, examples: Artifact
+    pipeline: StageRunner[FinetuneConfig], pretrained: Artifact, examples: Artifact
 ) -> str:
     """Compare the methods of `find_batch_size.methods`, a stage for each.
 

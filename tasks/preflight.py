@@ -58,7 +58,9 @@ def check_machine(config: RunConfig) -> str:
     check_launcher(config.launch)
     exportable(config.family, config.model, config.data)
     text_digests(config)
-    return preflight(config, expected_vocab_size(config), Hardware.detect()).summary()
+    return preflight(
+        config, expected_vocab_size(config.data.tokenizer), Hardware.detect()
+    ).summary()
 
 
 def planned_stages(config: RunConfig) -> list[PlannedStage]:

@@ -32,7 +32,6 @@ from megacore.tensor_parallel import (
     mappings,
     partitions,
 )
-from megacore.tensor_parallel import mappings as sequence_parallel
 from tests import _gpt_ranks
 from tests._dist import still_alive
 from tests._tiny import tiny_config
@@ -328,13 +327,10 @@ def pairs(tp: ParallelGroup) -> dict[str, Found]:
     whole = (
         mappings.reduce_from_tensor_parallel_region,
         mappings.gather_from_tensor_parallel_region,
-        sequence_parallel.scatter_to_sequence_parallel_region,
     )
     each_its_own = (
-        mappings.copy_to_tensor_parallel_region,
         mappings.gather_within_tensor_parallel_region,
-        sequence_parallel.gather_from_sequence_parallel_region,
-        sequence_parallel.reduce_scatter_to_sequence_parallel_region,
+        mappings.reduce_scatter_to_sequence_parallel_region,
     )
     found = {}
     for mapping in (*whole, *each_its_own):

@@ -36,7 +36,7 @@ class Shares:
 
     def differ(self, tensors: Tensors) -> bool:
         """Return True if this rank's tensors have another form than when the ranks last decided."""
-        return form_of(rectangles_of(tensors)) != self._form
+        return memory_form(rectangles_of(tensors)) != self._form
 
     def decide(self, tensors: Tensors) -> None:
         """Share out what the ranks hold. Collective."""
@@ -44,7 +44,7 @@ class Shares:
         held = {key: piece.nbytes for key, piece in pieces.items()}
         everyones = self._ranks.everywhere(lambda: held)
         self._own = shared_out(everyones)[self._ranks.rank]
-        self._form = form_of(pieces)
+        self._form = memory_form(pieces)
         self.total_bytes = sum(
             {key: size for one in everyones for key, size in one.items()}.values()
         )
@@ -72,7 +72,7 @@ def rectangles_of(tensors: Tensors) -> dict[Key, Tensor]:
     }
 
 
-def form_of(pieces: Mapping[Key, Tensor]) -> list[tuple[Key, torch.dtype, str]]:
+def memory_form(pieces: Mapping[Key, Tensor]) -> list[tuple[Key, torch.dtype, str]]:
     """Return what the memory for a copy of `pieces` depends on."""
     return [(key, piece.dtype, piece.device.type) for key, piece in pieces.items()]
 
@@ -151,7 +151,7 @@ class HostBuffers:
         Raises CheckpointError without enough memory.
         """
         pieces = rectangles_of(tensors)
-        form = form_of(pieces)
+        form = memory_form(pieces)
         if form != self._form:
             self.free()
             self._allocate(pieces)

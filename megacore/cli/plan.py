@@ -34,7 +34,7 @@ def plan(
         pictures.check_drawable(draw)
     config = load_config(conf, parse_overrides(override or []))
     hardware = Hardware.detect()
-    planned = plan_pipeline(config, expected_vocab_size(config), hardware)
+    planned = plan_pipeline(config, expected_vocab_size(config.data.tokenizer), hardware)
     if draw is not None:
         pictures.draw(planned.timeline, draw, planned.name)
         Console().print(f"wrote {draw}", soft_wrap=True)

@@ -137,6 +137,15 @@ class ModelConfig(Section):
         """Layers of T5's decoder, resolved."""
         return self.num_decoder_layers or self.num_layers
 
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Return the rows of the embedding (v) for a vocabulary of `vocab_size` entries.
+
+        Megatron-LM multiplies `make_vocab_size_divisible_by` by the tensor-parallel size; here a
+        model has one shape whatever its layout, and the tensor-parallel size must divide it.
+        """
+        divisible_by = self.make_vocab_size_divisible_by
+        return -(-vocab_size // divisible_by) * divisible_by
+
     @property
     def rotary_dim(self) -> int:
         """Elements of each head that are rotated, an even number."""

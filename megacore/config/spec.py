@@ -74,5 +74,4 @@ class ModelSpec(Section):
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding (v)."""
-        divisible_by = self.model.make_vocab_size_divisible_by
-        return -(-self.vocab_size // divisible_by) * divisible_by
+        return self.model.padded_vocab_size(self.vocab_size)

@@ -1,7 +1,6 @@
-"""Where parameters lie in flat buffers that travel as one.
+"""Flat buffers in which parameters travel as one, and collectives over them, in place.
 
-Collectives over flat buffers, in place: an all-reduce in two halves, which a distributed optimizer
-needs.
+A distributed optimizer needs an all-reduce in two halves: reduce-scatter and all-gather.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -55,14 +54,14 @@ class BucketLayout:
         found, offset = [], 0
         for name, size in self.sizes.items():
             found.append(Piece(name, 0, offset, size))
-            offset = _up(offset + size, ALIGNMENT)
+            offset = _rounded_up(offset + size, ALIGNMENT)
         return tuple(found)
 
     @property
     def length(self) -> int:
         """Elements of the buffer."""
         last = self.pieces[-1]
-        return _up(last.offset + last.length, ALIGNMENT * self.shards)
+        return _rounded_up(last.offset + last.length, ALIGNMENT * self.shards)
 
     def within(self, shard: range) -> Iterator[Piece]:
         """What lies in a part of the buffer; offsets are counted from the part's first element."""
@@ -78,7 +77,7 @@ class BucketLayout:
         for piece in self.within(shard):
             if piece.name not in names:
                 continue
-            if piece.offset != _up(stop, ALIGNMENT):
+            if piece.offset != _rounded_up(stop, ALIGNMENT):
                 if stop > start:
                     yield slice(start, stop)
                 start = piece.offset
@@ -107,7 +106,7 @@ def plan_buckets(sizes: Mapping[str, int], bucket_mb: float) -> list[dict[str, i
     return buckets
 
 
-def _up(length: int, multiple: int) -> int:
+def _rounded_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 

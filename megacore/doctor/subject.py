@@ -11,6 +11,7 @@ from megacore.config.data import PrefixSource
 from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
 from megacore.doctor.facts import Needs
 from megacore.errors import ConfigError
 from megacore.inspect.tokens import find_prefixes
@@ -96,7 +97,7 @@ def data_of(config: RunConfig, workspace: Workspace) -> RunData:
     ready = tuple(
         source.prefix for source in config.data.sources if isinstance(source, PrefixSource)
     )
-    return RunData(ready, expected_vocab_size(config)) if ready else RunData()
+    return RunData(ready, expected_vocab_size(config.data.tokenizer)) if ready else RunData()
 
 
 def data_at(path: Path, vocab_size: int | None) -> RunData:
@@ -114,7 +115,7 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
     config = subject.config
     if config is None:
         return None
-    vocab_size = subject.data.vocab_size or expected_vocab_size(config)
+    vocab_size = subject.data.vocab_size or expected_vocab_size(config.data.tokenizer)
     parallel = config.parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     ranks = sum(subject.hosts.values()) or replica
@@ -123,7 +124,7 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
     else:
         data = layout_of(config, ranks, vocab_size).data
     memory = estimate_memory(config, vocab_size, precision, device_type, data)
-    parameters = parameter_count(config, vocab_size)
+    parameters = parameter_count(ModelSpec.of(config, vocab_size))
     checkpoint = _CHECKPOINT_BYTES * parameters
     kept = config.checkpoint.keep_last + config.checkpoint.keep_best + _WRITING
     return Needs(

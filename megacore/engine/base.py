@@ -1,8 +1,7 @@
-"""What the training loop asks of an engine.
+"""What the training loop asks of an engine, and what all engines share.
 
-What an iteration came to, told to every rank.
-
-What every engine says of the stage that it trains.
+An `Update` says what an iteration came to; `Reduced` and `global_means` make it from what the ranks
+tell one another; `StageEngine` answers what concerns the stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

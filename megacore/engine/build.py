@@ -1,10 +1,8 @@
-"""Which engine a run asks for.
+"""Make the engine that a run asks for, and compile its layers, each by itself.
 
-Layers through torch.compile, each by itself.
-
-Linear layers stay out of the graphs: they talk to other ranks and add to main gradients, which a
-graph would forget. What stands between two of them is fused. The compiler's results lie in the
-workspace for the next run.
+Linear layers stay out of torch.compile's graphs: they talk to other ranks and add to main
+gradients, which a graph would forget. What stands between two of them is fused. The compiler's
+results lie in the workspace for the next run.
 """
 
 import os
@@ -27,6 +25,20 @@ from megacore.models.stage import Stage
 from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+_UNCOMPILED = {
+    ColumnParallelLinear: ("forward",),
+    RowParallelLinear: ("forward",),
+    SelfAttention: ("projections", "seed"),
+    CrossAttention: ("seed",),
+    MLP: ("columns",),
+    TransformerLayer: ("seed",),
+}
+"""Methods that run as they are."""
+_GRAPHS_OF_A_METHOD = 64
+"""Of the layers together: in training and evaluation, with and without a bias, for each kind of
+layer."""
+Graph = Callable[..., Any]
 
 
 def build_engine(
@@ -53,9 +65,9 @@ def build_engine(
     Raises:
         ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
     """
-    compiler = Compiler(device) if compiles(config, device) else None
+    compiler = Compiler(device) if compiles(config.train.compile, config.engine, device) else None
     kernels = kernels_of(
-        config, device, precision, compiled=compiler is not None and compiler.works
+        config.train.kernels, device, precision, compiled=compiler is not None and compiler.works
     )
     if config.engine == "native":
         stage = Stage(
@@ -83,43 +95,24 @@ def build_engine(
 
 
 def kernels_of(
-    config: RunConfig, device: torch.device, precision: str, *, compiled: bool = False
+    choice: str, device: torch.device, precision: str, *, compiled: bool = False
 ) -> Kernels:
-    """What computes the operations of a run.
+    """Return what computes the operations of a run.
 
     Args:
-        config: the run.
+        choice: `train.kernels`.
         device: of the model.
         precision: fp32, bf16 or fp16.
         compiled: whether layers go through torch.compile, which works.
     """
-    if config.train.kernels == "plain":
+    if choice == "plain":
         return plain_kernels()
     return choose_kernels(device, DTYPES[precision], compiled=compiled)
 
 
-_UNCOMPILED = {
-    ColumnParallelLinear: ("forward",),
-    RowParallelLinear: ("forward",),
-    SelfAttention: ("projections", "seed"),
-    CrossAttention: ("seed",),
-    MLP: ("columns",),
-    TransformerLayer: ("seed",),
-}
-"""Methods that run as they are."""
-_GRAPHS_OF_A_METHOD = 64
-"""Of the layers together: in training and evaluation, with and without a bias, for each kind of
-layer."""
-
-Graph = Callable[..., Any]
-
-
-def compiles(config: RunConfig, device: torch.device) -> bool:
-    """Whether a run's layers are to be compiled on a device."""
-    wanted = config.train.compile
-    return wanted == "on" or (
-        wanted == "auto" and config.engine == "native" and device.type == "cuda"
-    )
+def compiles(choice: str, engine: str, device: torch.device) -> bool:
+    """Return True if layers are to be compiled, by `train.compile`, the engine and the device."""
+    return choice == "on" or (choice == "auto" and engine == "native" and device.type == "cuda")
 
 
 class Compiler:

@@ -1,6 +1,6 @@
 """What a pipeline stage, an engine and a conversion ask of a model, whatever its family.
 
-What the head of a model returns: the losses that it is trained on, by name.
+A model returns the losses that it is trained on by name.
 """
 
 from abc import ABC, abstractmethod
@@ -54,8 +54,8 @@ Losses = dict[str, LossTerm]
 class Model(nn.Module, ABC):
     """One chunk of a pipeline, or all of a model.
 
-    Parameters are fp32 and uninitialised; `megacore.models.build.build_model` builds one with its
-    initial weights. They have the names of the whole model, whatever the chunk. `embedding` is where a
+    Parameters are fp32 and uninitialised; `models.build.build_model` builds one with its initial
+    weights. They have the names of the whole model, whatever the chunk. `embedding` is where a
     stack begins, and a copy of its table of tokens where the head is, unless that has an
     `output_layer` of its own.
     """

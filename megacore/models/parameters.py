@@ -2,60 +2,47 @@
 
 from collections.abc import Iterator
 
-from megacore import tokenizer
 from megacore.config.model import ModelConfig
-from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
 from megacore.pipeline_parallel.partition import ModelChunk
 
 _SEGMENTS = 2
 _ANSWERS = 2
 
 
-def parameter_count(config: RunConfig, vocab_size: int) -> int:
-    """Parameters of the whole model, tied embeddings once, the vocabulary's padding included."""
-    decoder = config.model.decoder_layers if config.family == "t5" else 0
+def parameter_count(spec: ModelSpec) -> int:
+    """Count the whole model, tied embeddings once, the vocabulary's padding included."""
+    decoder = spec.model.decoder_layers if spec.family == "t5" else 0
     whole = ModelChunk(
-        range(config.model.num_layers),
+        range(spec.model.num_layers),
         has_embedding=True,
         has_head=True,
         decoder_layers=range(decoder),
     )
-    return chunk_parameters(config, vocab_size, whole, 1)
+    return sum(chunk_sizes(spec, whole, 1))
 
 
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Rows of the embedding (v)."""
-    return tokenizer.padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
-
-
-def chunk_parameters(config: RunConfig, vocab_size: int, chunk: ModelChunk, tensor: int) -> int:
-    """Parameters of a chunk on one of `tensor` ranks.
+def chunk_sizes(spec: ModelSpec, chunk: ModelChunk, tensor: int) -> Iterator[int]:
+    """Yield the elements of each parameter tensor of a chunk on one of `tensor` ranks.
 
     A head whose table of tokens is elsewhere too has a copy.
     """
-    return sum(chunk_sizes(config, vocab_size, chunk, tensor))
-
-
-def chunk_sizes(
-    config: RunConfig, vocab_size: int, chunk: ModelChunk, tensor: int
-) -> Iterator[int]:
-    """Elements of each parameter tensor of a chunk on one of `tensor` ranks."""
-    model, family = config.model, config.family
-    table = padded_vocab_size(config, vocab_size) // tensor * model.hidden_size
+    model, family = spec.model, spec.family
+    table = spec.padded_vocab_size // tensor * model.hidden_size
     untied = model.untie_embeddings_and_output_weights
     yield from layer_sizes(model, tensor) * len(chunk.layers)
     yield from layer_sizes(model, tensor, decoder=True) * len(chunk.decoder_layers)
     if chunk.has_embedding or chunk.has_decoder_embedding or (chunk.has_head and not untied):
         yield table
     if chunk.has_embedding:
-        yield from _embedding_sizes(config)
+        yield from _embedding_sizes(spec)
     if chunk.has_head:
         if untied:
             yield table
         if model.norm_position == "pre":
             yield from _norm(model)
         if family == "bert":
-            yield from _bert_head(config, vocab_size, tensor)
+            yield from _bert_head(spec, tensor)
     if family == "t5":
         for stack in (chunk.layers, chunk.decoder_layers):
             if stack:
@@ -63,11 +50,6 @@ def chunk_sizes(
         # The encoder's final norm is where its last layer is, and not with the head.
         if chunk.layers and chunk.layers.stop == model.num_layers:
             yield from _norm(model)
-
-
-def layer_parameters(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -> int:
-    """Parameters of one layer on one of `tensor` ranks; see `layer_sizes`."""
-    return sum(layer_sizes(model, tensor, decoder=decoder))
 
 
 def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -> list[int]:
@@ -103,23 +85,26 @@ def _norm(model: ModelConfig, width: int | None = None) -> list[int]:
     return [width or model.hidden_size] * (2 if model.normalization == "layernorm" else 1)
 
 
-def _embedding_sizes(config: RunConfig) -> list[int]:
-    """What is beside the table of tokens."""
-    model = config.model
+def _embedding_sizes(spec: ModelSpec) -> list[int]:
+    """Return the sizes of what is beside the table of tokens."""
+    model = spec.model
     rows = (
-        [config.max_position_embeddings]
+        [spec.max_position_embeddings]
         if model.position_embedding_type == "learned_absolute"
         else []
     )
-    rows += [_SEGMENTS] if config.family == "bert" else []
+    rows += [_SEGMENTS] if spec.family == "bert" else []
     return [count * model.hidden_size for count in rows] + (
         _norm(model) if model.norm_position == "post" else []
     )
 
 
-def _bert_head(config: RunConfig, vocab_size: int, tensor: int) -> list[int]:
-    """The masked LM's dense layer, norm and vocabulary bias; the pooler and binary head."""
-    model, hidden = config.model, config.model.hidden_size
+def _bert_head(spec: ModelSpec, tensor: int) -> list[int]:
+    """Return the sizes of the masked LM's dense layer, norm and vocabulary bias.
+
+    With the pooler and the binary head, where there are any.
+    """
+    model, hidden = spec.model, spec.model.hidden_size
     dense = [hidden * hidden, hidden]
-    sizes = [*dense, *_norm(model), padded_vocab_size(config, vocab_size) // tensor]
+    sizes = [*dense, *_norm(model), spec.padded_vocab_size // tensor]
     return sizes + ([*dense, _ANSWERS * hidden, _ANSWERS] if model.bert_binary_head else [])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from megacore.config.run import RunConfig
-from megacore.config.spec import SpecialTokens
+from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.models.base import Losses
@@ -61,10 +61,10 @@ class Stage:
         """
         self.mesh = mesh
         self.kernels = kernels or plain_kernels()
-        self.parameter_count = parameter_count(config, vocab_size)
+        self.parameter_count = parameter_count(ModelSpec.of(config, vocab_size))
         """Parameters of the whole model."""
         self.rules = input_rules(config, special_tokens)
-        self._config, self._vocab_size = config, vocab_size
+        self._config = config
         stages = mesh.pipeline_parallel
         virtual = config.parallel.virtual_pipeline_model_parallel_size if stages.size > 1 else 1
         self._parts = chunks_of(config, vocab_size) if stages.size > 1 else []
@@ -103,13 +103,16 @@ class Stage:
 
         The mesh was built with all of them.
         """
-        if not self._parts:
-            return {}
-        copied, rank = (
-            copied_parameters(self._config, self._vocab_size),
-            self.mesh.pipeline_parallel.rank,
-        )
+        copied, rank = self.copied_parameters, self.mesh.pipeline_parallel.rank
         return {name: self.mesh.copies[stages] for name, stages in copied.items() if rank in stages}
+
+    @property
+    def copied_parameters(self) -> dict[str, tuple[int, ...]]:
+        """The pipeline stages that hold a parameter, where there are several, in the whole model.
+
+        By the parameter's global name.
+        """
+        return copied_parameters(self._parts, self.mesh.pipeline_parallel.size, self._config.model)
 
     @property
     def loss_names(self) -> tuple[str, ...]:

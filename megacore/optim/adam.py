@@ -1,16 +1,9 @@
-"""AdamW (Loshchilov and Hutter 2019) over fp32 main weights.
+"""AdamW (Loshchilov and Hutter 2019) over fp32 main weights (Micikevicius et al. 2018).
 
-Clipping by the global gradient norm (Pascanu et al. 2013), without a transfer to the host.
-
-Which parameters weight decay applies to.
-
-fp32 main weights and their moments: what the optimizer updates, wherever it lies (Micikevicius et
-al. 2018).
-
-Main weights and moments divided over replicas (ZeRO-1; Rajbhandari et al. 2020, arXiv:1910.02054).
-
-Each replica sums, updates and keeps in fp32 its shard of every bucket alone; then all gather the
-weights. An all-reduce of gradients would move as much.
+Gradients are clipped by their global norm (Pascanu et al. 2013) without a transfer to the host.
+Main weights and moments are whole, or divided over the replicas (ZeRO-1; Rajbhandari et al. 2020,
+arXiv:1910.02054): each replica then sums, updates and keeps in fp32 its shard of every bucket
+alone, and all gather the weights. An all-reduce of gradients would move as much.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +25,8 @@ from megacore.tensor_parallel.partition import Partition
 
 EPSILON = 1e-6
 """Added to the norm before it divides the limit, as torch and Megatron-LM do."""
+_KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
+"""Where a checkpoint keeps what of a main weight."""
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
@@ -179,10 +174,6 @@ class ShardedWeights:
 
 def _run(parameter: nn.Parameter, piece: Piece) -> Tensor:
     return parameter.data.flatten()[piece.start : piece.start + piece.length]
-
-
-_KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
-"""Where a checkpoint keeps what of a main weight."""
 
 
 class MainWeightAdamW:

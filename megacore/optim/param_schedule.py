@@ -1,19 +1,19 @@
-"""Learning rate as a pure function of the optimizer steps made so far, with Megatron-LM's formulas.
+"""Learning rate and weight decay as pure functions of the optimizer steps made so far.
 
-Weight decay as a pure function of the optimizer steps made so far, with Megatron-LM's formulas.
+The formulas are Megatron-LM's (`OptimizerParamScheduler`).
 """
 
 import math
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from megacore.config.optim import LrDecayStyle, LrWarmupStyle, LrWsdDecayStyle
+from megacore.config.optim import LrDecayStyle, LrWarmupStyle, LrWsdDecayStyle, OptimConfig
 from megacore.config.run import RunConfig
 
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Warm-up, then a decay to a floor (Megatron-LM `OptimizerParamScheduler`)."""
+    """Warm-up, then a decay to a floor."""
 
     lr: float
     """Peak, reached at `warmup_steps`."""
@@ -101,16 +101,9 @@ def _wsd_share(style: LrWsdDecayStyle, ratio: float) -> float:
             return 1.0 - math.sqrt(ratio)
 
 
-def _half_wave(ratio: float) -> float:
-    return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-
-
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """A change from one weight decay to another, most often an increase.
-
-    As in Megatron-LM's `OptimizerParamScheduler`.
-    """
+    """A change from one weight decay to another, most often an increase."""
 
     start: float
     """Value before the first step."""
@@ -122,14 +115,18 @@ class WeightDecaySchedule:
     """Shape of the change; constant is `end` all along."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """The schedule that a configuration describes."""
-        optim = config.optim
+    def of(cls, optim: OptimConfig, steps: int) -> Self:
+        """Return the schedule that a configuration describes.
+
+        Args:
+            optim: the section.
+            steps: optimizer steps that the change takes, those of the learning rate's decay.
+        """
         first, last = optim.start_weight_decay, optim.end_weight_decay
         return cls(
             start=optim.weight_decay if first is None else first,
             end=optim.weight_decay if last is None else last,
-            steps=config.lr_decay_iters,
+            steps=steps,
             style=optim.weight_decay_incr_style,
         )
 
@@ -141,5 +138,9 @@ class WeightDecaySchedule:
         if self.style == "constant" or step > self.steps:
             return self.end
         ratio = step / self.steps
-        share = ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+        share = ratio if self.style == "linear" else _half_wave(1.0 - ratio)
         return self.start + share * (self.end - self.start)
+
+
+def _half_wave(ratio: float) -> float:
+    return 0.5 * (math.cos(math.pi * ratio) + 1.0)

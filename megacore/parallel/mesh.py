@@ -1,10 +1,8 @@
 """The one description of who works with whom: built at launch, passed explicitly, global nowhere.
 
-Memory that the ranks of one host share, so that their activations do not go through sockets.
-
-DeepSpeed and vLLM sum activations on CPUs in this way (`csrc/cpu/comm/shm.cpp` and
-`csrc/cpu/shm.cpp` there): a rank writes what it gives into its own slot, tells the others by a
-message, and reads their slots.
+The ranks of one host may share memory, so that their activations do not go through sockets. As in
+DeepSpeed and vLLM on CPUs (`csrc/cpu/comm/shm.cpp` and `csrc/cpu/shm.cpp` there) a rank writes what
+it gives into its own slot, tells the others by a message, and reads their slots.
 """
 
 import mmap
@@ -23,100 +21,14 @@ from megacore.errors import ParallelLayoutError
 from megacore.observe.timers import Timers
 from megacore.parallel.rank_layout import AXES, RankLayout
 
+CHANNELS = 4
+"""Forward and backward messages, from even and from odd stages."""
 _TURNS = 2
 """Slots of each rank, used in turn: while one collective is read the next one is written."""
 _MIB = 1 << 20
 _SECRET = 8
 """Bytes at the end of the file by which the others know it: another machine may have a process of
 that number."""
-
-
-class SharedMemory:
-    """Slots of the ranks of one group, which grow with what is put there.
-
-    Where the ranks share no memory it says so.
-
-    A slot is written again two collectives later. By then every rank has read it, because each ends
-    a collective before it begins the next (`busy` until then), and because it began the one
-    between.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        """Nothing is allocated yet."""
-        self._group, self._rank, self._size = group, rank, size
-        self._slots = torch.empty(_TURNS, size, 0, dtype=torch.uint8)
-        self._turn = 0
-        self._possible = hasattr(os, "memfd_create")
-        self.busy = False
-        """Whether the last collective is still to be read by this rank."""
-
-    def put(self, x: Tensor) -> Sequence[Tensor] | None:
-        """Write `x` and return where every rank writes its own.
-
-        It is to be read once all have told that they did.
-
-        Every rank calls it alike, with a tensor of the same shape. None means that there is no
-        room: the collective has to go another way.
-        """
-        if self.busy or not self._possible:
-            return None
-        size = x.numel() * x.element_size()
-        if size > self._slots.shape[-1] and not self._grow(size):
-            return None
-        slots = self._slots[self._turn, :, :size].view(x.dtype).view(self._size, *x.shape)
-        slots[self._rank].copy_(x)
-        self._turn = (self._turn + 1) % _TURNS
-        self.busy = True
-        return slots.unbind(0)
-
-    def done(self) -> None:
-        """This rank has read what was put last."""
-        self.busy = False
-
-    def _grow(self, size: int) -> bool:
-        """Replace the slots by larger ones, in a file without a name.
-
-        The first rank makes it and the others open it.
-
-        Collective. The file is gone when the last process that has it open ends, however that ends.
-        """
-        capacity = -(-size // _MIB) * _MIB
-        length = _TURNS * self._size * capacity + _SECRET
-        secret, descriptor = secrets.randbits(62), -1
-        if self._rank == 0:
-            descriptor = os.memfd_create("megacore")
-            os.truncate(descriptor, length)
-            os.pwrite(descriptor, secret.to_bytes(_SECRET, "little"), length - _SECRET)
-        where = torch.tensor([os.getpid(), descriptor, secret])
-        dist.broadcast(where, group=self._group, group_src=0)
-        process, opened, expected = where.tolist()
-        memory = _open(process, opened, expected, length)
-        everywhere = torch.tensor(memory is not None, dtype=torch.uint8)
-        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._group)
-        if self._rank == 0:
-            os.close(descriptor)
-        self._possible = bool(everywhere)
-        if memory is not None and self._possible:
-            slots = torch.frombuffer(memory, dtype=torch.uint8, count=length - _SECRET)
-            self._slots = slots.view(_TURNS, self._size, capacity)
-        return self._possible
-
-
-def _open(process: int, descriptor: int, secret: int, length: int) -> mmap.mmap | None:
-    """The file that is open in another process.
-
-    None where that is none of this machine's or out of reach.
-    """
-    try:
-        with open(f"/proc/{process}/fd/{descriptor}", "r+b") as file:
-            memory = mmap.mmap(file.fileno(), length)
-    except (OSError, ValueError):
-        return None
-    return memory if memory[length - _SECRET :] == secret.to_bytes(_SECRET, "little") else None
-
-
-CHANNELS = 4
-"""Forward and backward messages, from even and from odd stages."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +45,7 @@ class ParallelGroup:
     """What the group's communication is called in the step timer."""
     timers: Timers | None = field(default=None, compare=False)
     """Take the time that this rank waits for the group's communication; None takes none."""
-    shared: SharedMemory | None = field(default=None, compare=False)
+    shared: "SharedMemory | None" = field(default=None, compare=False)
     """Memory through which the ranks may communicate; None is none."""
 
 
@@ -162,7 +74,7 @@ class ProcessMesh:
     those that this rank belongs to."""
     channels: tuple[dist.ProcessGroup, ...] = ()
     """Four groups over the pipeline's ranks, for messages whose order must not depend on each
-    other's (see `pipeline_parallel.p2p`); all the same where the back end matches messages by
+    other's (see `pipeline_parallel.executor`); all the same where the back end matches messages by
     tag."""
     timers: Timers | None = field(default=None, compare=False)
     """Take the time of each phase of this rank's work; None takes none."""
@@ -186,7 +98,7 @@ class ProcessMesh:
         Args:
             layout: sizes of the axes; their product is the number of processes.
             shared_stages: sets of pipeline stages that hold the same parameters, in one order on
-                all ranks (see `pipeline_parallel.copies`).
+                all ranks (see `pipeline_parallel.partition`).
             device_type: "cpu" (gloo) or "cuda" (NCCL).
             timers: take the time that this rank waits for others, by group.
 
@@ -301,11 +213,11 @@ def _channels(layout: RankLayout, device_type: str) -> tuple[dist.ProcessGroup, 
     groups = [_group(members, "pipeline", None).group for _ in range(count)]
     found = tuple(group for group in groups if group is not None)
     if device_type != "cpu":
-        _mesh_open(found, layout, torch.device(device_type, torch.cuda.current_device()))
+        _open_channels(found, layout, torch.device(device_type, torch.cuda.current_device()))
     return found * (CHANNELS // len(found))
 
 
-def _mesh_open(
+def _open_channels(
     channels: tuple[dist.ProcessGroup, ...], layout: RankLayout, device: torch.device
 ) -> None:
     """Let every pair of neighbours meet once, in one order.
@@ -322,3 +234,87 @@ def _mesh_open(
                 dist.send(token, group=group, group_dst=destination)
             elif own == destination:
                 dist.recv(token, group=group, group_src=source)
+
+
+class SharedMemory:
+    """Slots of the ranks of one group, which grow with what is put there.
+
+    Where the ranks share no memory it says so.
+
+    A slot is written again two collectives later. By then every rank has read it, because each ends
+    a collective before it begins the next (`busy` until then), and because it began the one
+    between.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        """Nothing is allocated yet."""
+        self._group, self._rank, self._size = group, rank, size
+        self._slots = torch.empty(_TURNS, size, 0, dtype=torch.uint8)
+        self._turn = 0
+        self._possible = hasattr(os, "memfd_create")
+        self.busy = False
+        """Whether the last collective is still to be read by this rank."""
+
+    def put(self, x: Tensor) -> Sequence[Tensor] | None:
+        """Write `x` and return where every rank writes its own.
+
+        It is to be read once all have told that they did.
+
+        Every rank calls it alike, with a tensor of the same shape. None means that there is no
+        room: the collective has to go another way.
+        """
+        if self.busy or not self._possible:
+            return None
+        size = x.numel() * x.element_size()
+        if size > self._slots.shape[-1] and not self._grow(size):
+            return None
+        slots = self._slots[self._turn, :, :size].view(x.dtype).view(self._size, *x.shape)
+        slots[self._rank].copy_(x)
+        self._turn = (self._turn + 1) % _TURNS
+        self.busy = True
+        return slots.unbind(0)
+
+    def done(self) -> None:
+        """This rank has read what was put last."""
+        self.busy = False
+
+    def _grow(self, size: int) -> bool:
+        """Replace the slots by larger ones, in a file without a name.
+
+        The first rank makes it and the others open it.
+
+        Collective. The file is gone when the last process that has it open ends, however that ends.
+        """
+        capacity = -(-size // _MIB) * _MIB
+        length = _TURNS * self._size * capacity + _SECRET
+        secret, descriptor = secrets.randbits(62), -1
+        if self._rank == 0:
+            descriptor = os.memfd_create("megacore")
+            os.truncate(descriptor, length)
+            os.pwrite(descriptor, secret.to_bytes(_SECRET, "little"), length - _SECRET)
+        where = torch.tensor([os.getpid(), descriptor, secret])
+        dist.broadcast(where, group=self._group, group_src=0)
+        process, opened, expected = where.tolist()
+        memory = _map_file(process, opened, expected, length)
+        everywhere = torch.tensor(memory is not None, dtype=torch.uint8)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._group)
+        if self._rank == 0:
+            os.close(descriptor)
+        self._possible = bool(everywhere)
+        if memory is not None and self._possible:
+            slots = torch.frombuffer(memory, dtype=torch.uint8, count=length - _SECRET)
+            self._slots = slots.view(_TURNS, self._size, capacity)
+        return self._possible
+
+
+def _map_file(process: int, descriptor: int, secret: int, length: int) -> mmap.mmap | None:
+    """Map the file that is open in another process.
+
+    Return None where that is none of this machine's or out of reach.
+    """
+    try:
+        with open(f"/proc/{process}/fd/{descriptor}", "r+b") as file:
+            memory = mmap.mmap(file.fileno(), length)
+    except (OSError, ValueError):
+        return None
+    return memory if memory[length - _SECRET :] == secret.to_bytes(_SECRET, "little") else None

@@ -93,7 +93,3 @@ class RankLayout:
         size = int(np.prod([self.shape[index] for index in together], dtype=np.int64))
         members: list[list[int]] = self.grid.transpose(apart + together).reshape(-1, size).tolist()
         return members
-
-    def group_of(self, rank: int, *axes: str) -> list[int]:
-        """The ranks, `rank` included, that differ from it along `axes` alone."""
-        return next(group for group in self.groups(*axes) if rank in group)

@@ -1,7 +1,7 @@
 """Runs any schedule: what a stage does, in the order that the schedule says.
 
-Messages between pipeline stages: receives are posted ahead of their use, sends are never waited for
-in between.
+Of the messages between stages receives are posted ahead of their use, and sends are never waited
+for in between.
 """
 
 from collections import deque
@@ -20,6 +20,7 @@ from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipel
 AHEAD = 2
 """Receives that are posted at any time: the one that is waited for and the next, which then travels
 meanwhile."""
+_InFlight = dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]
 
 
 class Mailbox:
@@ -103,9 +104,6 @@ class Mailbox:
 
     def _channel(self, message: Message) -> dist.ProcessGroup:
         return self._mesh.channels[message.channel]
-
-
-_InFlight = dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]
 
 
 class StageWork(Protocol):

@@ -1,12 +1,8 @@
-"""Which layers each chunk of a pipeline holds.
+"""Which layers each chunk of a pipeline holds, and which parameters several stages hold.
 
 The slowest stage sets the pace of all, so layers are divided by what they cost, embedding and head
-counted: a head over a large vocabulary costs as much as several layers.
-
-Dividing layers of any cost over pipeline stages: the slowest stage sets the pace of all.
-
-Parameters that several pipeline stages hold: their gradients are summed, and the norm counts them
-once.
+counted: a head over a large vocabulary costs as much as several layers. The gradients of parameters
+that several stages hold are summed, and the norm counts them once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,174 +14,21 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from megacore.config.model import ModelConfig
 from megacore.config.parallel import T5Stages
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
 from megacore.errors import ParallelLayoutError
 from megacore.observe.flops import TransformerShape, step_flops
-from megacore.tokenizer import padded_vocab_size
 
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+"""The table of tokens, of a tied model the weight of the output layer too (Press and Wolf 2017)."""
+ENCODER_BIAS = "encoder.relative_attention_bias.weight"
+"""T5's relative bias, which all layers of the encoder share (Raffel et al. 2019)."""
+DECODER_BIAS = "decoder.relative_attention_bias.weight"
+"""The same of the decoder."""
 _ROUNDING = 1e-9
 """Sums of costs that differ by less, relative to the cost of the whole model, count as equal."""
-
-
-def partition(
-    stacks: Sequence[Sequence[float]],
-    stages: int,
-    *,
-    chunks: int = 1,
-    first: float = 0.0,
-    last: float = 0.0,
-) -> list[tuple[range, ...]]:
-    """Divide stacks of layers in turn over `stages` x `chunks` parts of consecutive layers.
-
-    Part c is on stage c mod `stages`. The largest stage's cost is as small as can be, and the
-    stages then as even as can be (by the sum of squares); the same then for parts; among equals
-    earlier parts have fewer layers, because earlier stages keep the activations of more micro
-    batches. With one chunk per stage this is exact; with several no move of one layer between two
-    parts improves it, which is exact too when all layers cost the same.
-
-    Args:
-        stacks: the cost of each layer of each stack, as in an encoder's and a decoder's.
-        stages: pp.
-        chunks: parts per stage (v).
-        first: cost of what the first part holds beside layers.
-        last: cost of what the last part holds beside layers; if it has any, the last part may be
-            without layers.
-
-    Returns:
-        Of each part, the layers of each stack by their number in the stack, empty ranges included.
-
-    Raises:
-        ParallelLayoutError: fewer layers than parts.
-    """
-    costs, parts = [cost for stack in stacks for cost in stack], stages * chunks
-    if len(costs) < parts:
-        raise ParallelLayoutError(
-            f"{len(costs)} layers cannot be divided over {parts} parts: each needs at least 1"
-        )
-    problem = _Problem.of(costs, stages, chunks, first, last)
-    sizes = problem.consecutive() if chunks == 1 else problem.improved(problem.spread())
-    starts = list(accumulate((len(stack) for stack in stacks), initial=0))[:-1]
-    return [
-        tuple(
-            range(min(max(begin - start, 0), len(stack)), min(max(end - start, 0), len(stack)))
-            for start, stack in zip(starts, stacks, strict=True)
-        )
-        for begin, end in pairwise(accumulate(sizes, initial=0))
-    ]
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """Costs to divide, relative to the cost of the whole model."""
-
-    sums: tuple[float, ...]
-    """Cost of the first 0, 1, 2, ... layers."""
-    stages: int
-    extra: tuple[float, ...]
-    """What each part costs beside layers."""
-    least: tuple[int, ...]
-    """Layers that each part needs."""
-
-    @classmethod
-    def of(
-        cls, costs: Sequence[float], stages: int, chunks: int, first: float, last: float
-    ) -> "_Problem":
-        """The problem that `partition` describes."""
-        parts, total = stages * chunks, (sum(costs) + first + last) or 1.0
-        extra, least = [0.0] * parts, [1] * parts
-        extra[0] += first / total
-        extra[-1] += last / total
-        if last > 0 and parts > 1:
-            least[-1] = 0
-        sums = tuple(accumulate((cost / total for cost in costs), initial=0.0))
-        return cls(sums, stages, tuple(extra), tuple(least))
-
-    def consecutive(self) -> tuple[int, ...]:
-        """Layers of each part with the smallest largest part, and then smallest sum of squares.
-
-        Dynamic programming from the last part back: `best[i]` is for layers i to the end in the
-        parts from here on.
-        """
-        sums = np.array(self.sums)
-        count = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
-        segment = sums[None, :] - sums[:, None]
-
-        def costs(part: int, limit: float) -> npt.NDArray[np.float64]:
-            """Of a part from layer i (rows) to before layer j (columns).
-
-            Infinite where that is not allowed.
-            """
-            cost = segment + self.extra[part]
-            return np.where((count >= self.least[part]) & (cost <= limit), cost, np.inf)
-
-        nothing = np.where(np.arange(len(sums)) == len(sums) - 1, 0.0, np.inf)
-        best = nothing
-        for part in reversed(range(len(self.extra))):
-            best = np.maximum(costs(part, np.inf), best[None, :]).min(axis=1)
-        limit = best[0] + _ROUNDING
-        squares = [nothing]
-        for part in reversed(range(len(self.extra))):
-            squares.append((costs(part, limit) ** 2 + squares[-1][None, :]).min(axis=1))
-        sizes, start = [], 0
-        for part, after in enumerate(reversed(squares[:-1])):
-            total = costs(part, limit)[start] ** 2 + after
-            end = int(np.flatnonzero(total <= total.min() + _ROUNDING)[0])
-            sizes.append(end - start)
-            start = end
-        return tuple(sizes)
-
-    def spread(self) -> tuple[int, ...]:
-        """Layers of each part as if all cost the same.
-
-        Each goes to the smallest part of the smallest stage.
-        """
-        layers, sizes = len(self.sums) - 1, list(self.least)
-        for _ in range(layers - sum(sizes)):
-            parts = [
-                size * self.sums[-1] / layers + extra
-                for size, extra in zip(sizes, self.extra, strict=True)
-            ]
-            stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
-            sizes[
-                min(
-                    range(len(sizes)),
-                    key=lambda part: (stages[part % self.stages], parts[part], -part),
-                )
-            ] += 1
-        return tuple(sizes)
-
-    def improved(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Move one layer from a part to another, via those between, as long as that helps."""
-        while (better := min(self._neighbours(sizes), key=self._rating)) != sizes:
-            sizes = better
-        return sizes
-
-    def _neighbours(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """The division itself and those that one move leads to."""
-        yield sizes
-        for giver, taker in permutations(range(len(sizes)), 2):
-            if sizes[giver] > self.least[giver]:
-                yield tuple(
-                    size - (part == giver) + (part == taker) for part, size in enumerate(sizes)
-                )
-
-    def _rating(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """How good a division is; less is better, in this order."""
-        ends = accumulate(sizes, initial=0)
-        parts = [
-            self.sums[end] - self.sums[begin] + extra
-            for (begin, end), extra in zip(pairwise(ends), self.extra, strict=True)
-        ]
-        stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
-        values = (
-            max(stages),
-            sum(cost**2 for cost in stages),
-            max(parts),
-            sum(cost**2 for cost in parts),
-        )
-        return *(round(value / _ROUNDING) for value in values), *sizes
 
 
 @dataclass(frozen=True)
@@ -225,8 +68,7 @@ def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
         ParallelLayoutError: what `gpt_chunks` or `t5_chunks` refuses.
     """
     model, parallel, train = config.model, config.parallel, config.train
-    padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by)
-    shape = TransformerShape.of(config, padded)
+    shape = TransformerShape.of(config, model.padded_vocab_size(vocab_size))
     recompute: Recompute = "none" if train.recompute_num_layers else train.recompute
     stages, style = parallel.pipeline_model_parallel_size, parallel.pipeline_partition
     layer_cost = step_flops(shape.part(1, 0, head=False), 1, recompute)
@@ -407,41 +249,36 @@ def _check_list(sizes: Sequence[int], num_layers: int, stages: int, chunks: int)
         )
 
 
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-"""The table of tokens, of a tied model the weight of the output layer too (Press and Wolf 2017)."""
-ENCODER_BIAS = "encoder.relative_attention_bias.weight"
-"""T5's relative bias, which all layers of the encoder share (Raffel et al. 2019)."""
-DECODER_BIAS = "decoder.relative_attention_bias.weight"
-"""The same of the decoder."""
+def copied_parameters(
+    chunks: Sequence[ModelChunk], stages: int, model: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold a parameter, by its global name, where there are several.
 
-
-def copied_parameters(config: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The stages that hold a parameter, by its global name.
-
-    Parameters of one stage alone are left out.
-
-    Raises ParallelLayoutError where the model cannot be divided.
+    Args:
+        chunks: of the whole model, by their number in it.
+        stages: pp; chunk c is on stage c mod pp.
+        model: the architecture.
     """
-    stages = config.parallel.pipeline_model_parallel_size
     holders: dict[str, list[int]] = {}
-    for number, chunk in enumerate(chunks_of(config, vocab_size)):
-        for name in _candidates(config, chunk):
+    for number, chunk in enumerate(chunks):
+        for name in _candidates(model, chunk):
             holders.setdefault(name, []).append(number % stages)
     found = {name: tuple(sorted(set(numbers))) for name, numbers in holders.items()}
     return {name: numbers for name, numbers in found.items() if len(numbers) > 1}
 
 
 def shared_stages(config: RunConfig, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Every set of stages that hold the same parameters.
+    """Return every set of stages that hold the same parameters: the groups that a mesh needs.
 
-    The groups that a mesh needs, in one order.
+    Raises ParallelLayoutError where the model cannot be divided.
     """
-    return tuple(sorted(set(copied_parameters(config, vocab_size).values())))
+    stages = config.parallel.pipeline_model_parallel_size
+    copied = copied_parameters(chunks_of(config, vocab_size), stages, config.model)
+    return tuple(sorted(set(copied.values())))
 
 
-def _candidates(config: RunConfig, chunk: ModelChunk) -> Iterator[str]:
-    """Parameters of a chunk that other chunks may hold too."""
-    model = config.model
+def _candidates(model: ModelConfig, chunk: ModelChunk) -> Iterator[str]:
+    """Yield the parameters of a chunk that other chunks may hold too."""
     tied = not model.untie_embeddings_and_output_weights
     if chunk.has_embedding or chunk.has_decoder_embedding or (chunk.has_head and tied):
         yield WORD_EMBEDDINGS
@@ -450,3 +287,162 @@ def _candidates(config: RunConfig, chunk: ModelChunk) -> Iterator[str]:
             yield ENCODER_BIAS
         if chunk.decoder_layers:
             yield DECODER_BIAS
+
+
+def partition(
+    stacks: Sequence[Sequence[float]],
+    stages: int,
+    *,
+    chunks: int = 1,
+    first: float = 0.0,
+    last: float = 0.0,
+) -> list[tuple[range, ...]]:
+    """Divide stacks of layers in turn over `stages` x `chunks` parts of consecutive layers.
+
+    Part c is on stage c mod `stages`. The largest stage's cost is as small as can be, and the
+    stages then as even as can be (by the sum of squares); the same then for parts; among equals
+    earlier parts have fewer layers, because earlier stages keep the activations of more micro
+    batches. With one chunk per stage this is exact; with several no move of one layer between two
+    parts improves it, which is exact too when all layers cost the same.
+
+    Args:
+        stacks: the cost of each layer of each stack, as in an encoder's and a decoder's.
+        stages: pp.
+        chunks: parts per stage (v).
+        first: cost of what the first part holds beside layers.
+        last: cost of what the last part holds beside layers; if it has any, the last part may be
+            without layers.
+
+    Returns:
+        Of each part, the layers of each stack by their number in the stack, empty ranges included.
+
+    Raises:
+        ParallelLayoutError: fewer layers than parts.
+    """
+    costs, parts = [cost for stack in stacks for cost in stack], stages * chunks
+    if len(costs) < parts:
+        raise ParallelLayoutError(
+            f"{len(costs)} layers cannot be divided over {parts} parts: each needs at least 1"
+        )
+    problem = _Problem.of(costs, stages, chunks, first, last)
+    sizes = problem.consecutive() if chunks == 1 else problem.improved(problem.spread())
+    starts = list(accumulate((len(stack) for stack in stacks), initial=0))[:-1]
+    return [
+        tuple(
+            range(min(max(begin - start, 0), len(stack)), min(max(end - start, 0), len(stack)))
+            for start, stack in zip(starts, stacks, strict=True)
+        )
+        for begin, end in pairwise(accumulate(sizes, initial=0))
+    ]
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Costs to divide, relative to the cost of the whole model."""
+
+    sums: tuple[float, ...]
+    """Cost of the first 0, 1, 2, ... layers."""
+    stages: int
+    extra: tuple[float, ...]
+    """What each part costs beside layers."""
+    least: tuple[int, ...]
+    """Layers that each part needs."""
+
+    @classmethod
+    def of(
+        cls, costs: Sequence[float], stages: int, chunks: int, first: float, last: float
+    ) -> "_Problem":
+        """The problem that `partition` describes."""
+        parts, total = stages * chunks, (sum(costs) + first + last) or 1.0
+        extra, least = [0.0] * parts, [1] * parts
+        extra[0] += first / total
+        extra[-1] += last / total
+        if last > 0 and parts > 1:
+            least[-1] = 0
+        sums = tuple(accumulate((cost / total for cost in costs), initial=0.0))
+        return cls(sums, stages, tuple(extra), tuple(least))
+
+    def consecutive(self) -> tuple[int, ...]:
+        """Layers of each part with the smallest largest part, and then smallest sum of squares.
+
+        Dynamic programming from the last part back: `best[i]` is for layers i to the end in the
+        parts from here on.
+        """
+        sums = np.array(self.sums)
+        count = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
+        segment = sums[None, :] - sums[:, None]
+
+        def costs(part: int, limit: float) -> npt.NDArray[np.float64]:
+            """Of a part from layer i (rows) to before layer j (columns).
+
+            Infinite where that is not allowed.
+            """
+            cost = segment + self.extra[part]
+            return np.where((count >= self.least[part]) & (cost <= limit), cost, np.inf)
+
+        nothing = np.where(np.arange(len(sums)) == len(sums) - 1, 0.0, np.inf)
+        best = nothing
+        for part in reversed(range(len(self.extra))):
+            best = np.maximum(costs(part, np.inf), best[None, :]).min(axis=1)
+        limit = best[0] + _ROUNDING
+        squares = [nothing]
+        for part in reversed(range(len(self.extra))):
+            squares.append((costs(part, limit) ** 2 + squares[-1][None, :]).min(axis=1))
+        sizes, start = [], 0
+        for part, after in enumerate(reversed(squares[:-1])):
+            total = costs(part, limit)[start] ** 2 + after
+            end = int(np.flatnonzero(total <= total.min() + _ROUNDING)[0])
+            sizes.append(end - start)
+            start = end
+        return tuple(sizes)
+
+    def spread(self) -> tuple[int, ...]:
+        """Layers of each part as if all cost the same.
+
+        Each goes to the smallest part of the smallest stage.
+        """
+        layers, sizes = len(self.sums) - 1, list(self.least)
+        for _ in range(layers - sum(sizes)):
+            parts = [
+                size * self.sums[-1] / layers + extra
+                for size, extra in zip(sizes, self.extra, strict=True)
+            ]
+            stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
+            sizes[
+                min(
+                    range(len(sizes)),
+                    key=lambda part: (stages[part % self.stages], parts[part], -part),
+                )
+            ] += 1
+        return tuple(sizes)
+
+    def improved(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Move one layer from a part to another, via those between, as long as that helps."""
+        while (better := min(self._neighbours(sizes), key=self._rating)) != sizes:
+            sizes = better
+        return sizes
+
+    def _neighbours(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The division itself and those that one move leads to."""
+        yield sizes
+        for giver, taker in permutations(range(len(sizes)), 2):
+            if sizes[giver] > self.least[giver]:
+                yield tuple(
+                    size - (part == giver) + (part == taker) for part, size in enumerate(sizes)
+                )
+
+    def _rating(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """How good a division is; less is better, in this order."""
+        ends = accumulate(sizes, initial=0)
+        parts = [
+            self.sums[end] - self.sums[begin] + extra
+            for (begin, end), extra in zip(pairwise(ends), self.extra, strict=True)
+        ]
+        stages = [sum(parts[stage :: self.stages]) for stage in range(self.stages)]
+        values = (
+            max(stages),
+            sum(cost**2 for cost in stages),
+            max(parts),
+            sum(cost**2 for cost in parts),
+        )
+        return *(round(value / _ROUNDING) for value in values), *sizes

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from megacore.config.deepspeed import FIELD_OF, Asked, asked_of, zero_of
+from megacore.config.deepspeed import FIELD_OF, Asked, DeepSpeedConfig, asked_of, zero_of
 from megacore.config.run import RunConfig
 from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
@@ -28,7 +28,7 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True)
-class Place:
+class Deployment:
     """What a configuration is estimated for."""
 
     ranks: int
@@ -90,7 +90,7 @@ class _Change(NamedTuple):
 
 def savings(
     config: RunConfig,
-    place: Place,
+    deployment: Deployment,
     *,
     fits: Callable[["Saving"], bool] = lambda saving: False,
     rank: int | None = None,
@@ -99,18 +99,18 @@ def savings(
 
     Args:
         config: the run, valid where it is.
-        place: its ranks.
+        deployment: its ranks.
         fits: whether a change suffices: those that do come first, and of a kind the least that
             does.
         rank: whose memory it is, None for a rank of the stage that needs most.
     """
-    before, dump = place.estimate(config, rank), config.model_dump()
+    before, dump = deployment.estimate(config, rank), config.model_dump()
     best: dict[str, Saving] = {}
-    for change in _changes(config, place):
+    for change in _changes(config, deployment):
         changed = _valid(dump, change.values)
         if changed is None:
             continue
-        there = _elsewhere(place, change.share)
+        there = _elsewhere(deployment, change.share)
         try:
             layout_of(changed, there.ranks, there.vocab_size)
             after = there.estimate(changed, rank if change.kind not in _MOVES else None)
@@ -121,7 +121,7 @@ def savings(
         )
         known = best.get(change.kind)
         better = known is None or (not fits(known) and (fits(saving) or saving.bytes > known.bytes))
-        if saving.bytes > 0 and after.host <= place.host and better:
+        if saving.bytes > 0 and after.host <= deployment.host and better:
             best[change.kind] = saving
     return sorted(best.values(), key=lambda saving: (not fits(saving), -saving.bytes))
 
@@ -130,15 +130,15 @@ _MOVES = ("tensor", "pipeline", "ranks")
 """Kinds after which a rank has another place in the layout."""
 
 
-def memory_advice(config: RunConfig, place: Place, rank: int | None = None) -> str:
+def memory_advice(config: RunConfig, deployment: Deployment, rank: int | None = None) -> str:
     """What was predicted for a rank, part by part, and the settings that help most, as one clause.
 
     Args:
         config: the run.
-        place: its ranks.
+        deployment: its ranks.
         rank: which one; None stands for the one that needs most.
     """
-    need, best = place.estimate(config, rank), savings(config, place, rank=rank)[:COUNT]
+    need, best = deployment.estimate(config, rank), savings(config, deployment, rank=rank)[:COUNT]
     who = "the rank that needs most" if rank is None else f"rank {rank}"
     what = (
         f"what helps most: {'; '.join(map(str, best))}"
@@ -172,18 +172,20 @@ def pair(before: int, after: int) -> str:
     return f"{before / unit:.{digits}f} -> {after / unit:.{digits}f} {name}"
 
 
-def _elsewhere(place: Place, share: float) -> Place:
-    """The same place with a part of the ranks."""
+def _elsewhere(deployment: Deployment, share: float) -> Deployment:
+    """The same deployment with a part of the ranks."""
     if share == 1:
-        return place
-    ranks = round(place.ranks * share)
-    return Place(ranks, place.vocab_size, place.precision, place.device_type, place.host)
+        return deployment
+    ranks = round(deployment.ranks * share)
+    return Deployment(
+        ranks, deployment.vocab_size, deployment.precision, deployment.device_type, deployment.host
+    )
 
 
-def _changes(config: RunConfig, place: Place) -> Iterator[_Change]:
+def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:
     """Whatever could help, of each kind from little to much; not all of it is valid."""
     train, parallel, launch = config.train, config.parallel, config.launch
-    gpu = place.device_type == "cuda"
+    gpu = deployment.device_type == "cuda"
     # A divisor divides whatever the size does: half of it, of an odd one the next smaller.
     smaller = (
         size
@@ -205,8 +207,8 @@ def _changes(config: RunConfig, place: Place) -> Iterator[_Change]:
         yield _Change(name, {f"parallel.{key}": 2 * getattr(parallel, key)})
     yield _Change("sequence", {"data.seq_length": config.data.seq_length // 2})
     alone = launch.hostfile is None and launch.kind in ("torchrun", "deepspeed")
-    if not gpu and alone and isinstance(launch.nproc_per_node, int) and place.ranks % 2 == 0:
-        yield _Change("ranks", {"launch.nproc_per_node": place.ranks // 2}, share=0.5)
+    if not gpu and alone and isinstance(launch.nproc_per_node, int) and deployment.ranks % 2 == 0:
+        yield _Change("ranks", {"launch.nproc_per_node": deployment.ranks // 2}, share=0.5)
 
 
 def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
@@ -217,7 +219,7 @@ def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
     asked = asked_of(config) if config.engine == "deepspeed" else None
     first = zero.stage + 1 if asked else max(2, zero.stage + 1)
     for stage in range(first, most + 1):
-        yield _Change("zero", _asking(config, asked, {_STAGE: stage}))
+        yield _Change("zero", _asking(config.deepspeed, asked, {_STAGE: stage}))
     if not gpu:  # there is one memory alone
         return
     divided = max(most, zero.stage)
@@ -225,15 +227,19 @@ def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
     optimizer, weights = (f"zero_optimization.{what}.device" for what in _OFFLOADS)
     more = {optimizer: "cpu"} if zero.offload_optimizer == "none" else {}
     if more and asked is not None and zero.stage > 0:
-        yield _Change("offload", _asking(config, asked, more))
+        yield _Change("offload", _asking(config.deepspeed, asked, more))
     if more and stage_too:
-        yield _Change("offload", _asking(config, asked, stage_too | more))
+        yield _Change("offload", _asking(config.deepspeed, asked, stage_too | more))
     if zero.offload_param == "none" and divided == 3:
-        yield _Change("offload", _asking(config, asked, stage_too | more | {weights: "cpu"}))
+        yield _Change(
+            "offload", _asking(config.deepspeed, asked, stage_too | more | {weights: "cpu"})
+        )
 
 
-def _asking(config: RunConfig, asked: Asked | None, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the configuration that ask DeepSpeed for something.
+def _asking(
+    section: DeepSpeedConfig, asked: Asked | None, wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return keys of the configuration that ask DeepSpeed for something.
 
     They are in the user's own JSON where there is one.
     """
@@ -242,7 +248,7 @@ def _asking(config: RunConfig, asked: Asked | None, wanted: Mapping[str, Any]) -
         wanted = {**wanted, _GATHERED: None}
     if asked is None or not asked.in_file:
         return engine | {f"deepspeed.{FIELD_OF[key]}": value for key, value in wanted.items()}
-    content = config.deepspeed.config
+    content = section.config
     assert isinstance(content, dict)
     return {
         f"deepspeed.{FIELD_OF[key]}"

@@ -1,7 +1,4 @@
-"""From a configuration and a number of ranks to the layout that they make.
-
-How many processes a launch comes to, and how many CPU threads each has.
-"""
+"""How many processes and CPU threads a launch comes to, and the layout that they make."""
 
 from collections.abc import Mapping
 
@@ -12,7 +9,6 @@ from megacore.config.parallel import check_layout
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.hardware import Hardware
-from megacore.models.parameters import padded_vocab_size
 from megacore.parallel.rank_layout import RankLayout
 
 
@@ -31,7 +27,7 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
             DeepSpeed JSON says; the message has all the numbers and the nearest layouts of as many
             ranks that work.
     """
-    padded = None if vocab_size is None else padded_vocab_size(config, vocab_size)
+    padded = None if vocab_size is None else config.model.padded_vocab_size(vocab_size)
     try:
         layout = check_layout(config, ranks, padded)
         check_deepspeed(config, layout.data)

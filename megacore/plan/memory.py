@@ -1,23 +1,182 @@
 """Bytes that a rank needs for training.
 
-Bytes of activations that a rank keeps between forward and backward passes.
-
-They follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), written out per element size:
-with 2-byte elements, dropout and fused attention a layer's terms on a GPU add up to the paper's 34
-s b h, to s b h (10 + 24 / t) with tensor parallelism, and to 34 s b h / t with sequence parallelism
-as well.
+Activations that are kept between forward and backward passes follow Korthikanti et al. 2022
+(arXiv:2205.05198, section 4), written out per element size: with 2-byte elements, dropout and
+fused attention a layer's terms on a GPU add up to the paper's 34 s b h, to s b h (10 + 24 / t) with
+tensor parallelism, and to 34 s b h / t with sequence parallelism as well.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megacore.config.deepspeed import asked_of, zero_of
+from megacore.config.deepspeed import ZeroSettings, asked_of, zero_of
 from megacore.config.run import RunConfig
-from megacore.models.parameters import chunk_sizes, padded_vocab_size
+from megacore.config.spec import ModelSpec
+from megacore.models.parameters import chunk_sizes
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Direction, build_schedule
 from megacore.plan.zero import ELEMENT_BYTES, Buffers, DeepSpeedMemory, ZeroBytes, zero_bytes
+
+GIB = 2**30
+_PROCESS_BYTES = {"cpu": 350 * 2**20, "cuda": 600 * 2**20}
+"""The interpreter with torch (resident, measured), or a CUDA context with its libraries."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank, by what they hold: on the device that computes, but for the last two."""
+
+    parameters: int
+    """Number of parameters on the rank that ZeRO divides over the replicas, from which the next
+    three follow."""
+    weights: int
+    """The weights that the model computes with, and under bf16 or fp16 the fp32 main weights."""
+    gradients: int
+    """The gradients that accumulate over micro batches."""
+    optimizer: int
+    """Adam's two fp32 moments."""
+    activations: int
+    """What forward passes keep for their backward passes, of all micro batches in flight."""
+    logits: int
+    """The output layer's logits and their gradient, where the rank has one."""
+    process: int
+    """Interpreter and libraries, or CUDA context."""
+    buffers: int = 0
+    """DeepSpeed's buckets of gradients, and the weights that ZeRO stage 3 gathers or does not
+    divide."""
+    step: int = 0
+    """What DeepSpeed makes for the optimizer's step, when the activations are gone."""
+    host: int = 0
+    """In main memory, beside a GPU: what is offloaded there, with its buffers."""
+    nvme: int = 0
+    """On disk: what is offloaded there."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device at the peak."""
+        state = self.weights + self.gradients + self.optimizer + self.buffers + self.process
+        return state + max(self.activations + self.logits, self.step)
+
+
+def estimate_memory(
+    config: RunConfig,
+    vocab_size: int,
+    precision: str,
+    device_type: str,
+    data_parallel_size: int = 1,
+) -> MemoryEstimate:
+    """Peak memory of a rank of the pipeline stage that needs most.
+
+    The arguments are those of `estimate_stages`.
+    """
+    stages = estimate_stages(config, vocab_size, precision, device_type, data_parallel_size)
+    return max(stages, key=lambda stage: stage.total)
+
+
+def estimate_stages(
+    config: RunConfig,
+    vocab_size: int,
+    precision: str,
+    device_type: str,
+    data_parallel_size: int = 1,
+) -> tuple[MemoryEstimate, ...]:
+    """Peak memory of one rank of each pipeline stage.
+
+    On a CPU there is one memory alone, and what is offloaded stays where it is.
+
+    Args:
+        config: the run.
+        vocab_size: entries of the vocabulary before padding.
+        precision: fp32, bf16 or fp16.
+        device_type: cpu or cuda.
+        data_parallel_size: replicas; they share the batch, and what ZeRO divides.
+
+    Raises:
+        ParallelLayoutError: layers or micro batches cannot be divided over the stages.
+    """
+    parallel, train = config.parallel, config.train
+    stages, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    chunks, element = chunks_of(config, vocab_size), ELEMENT_BYTES[precision]
+    spec, zero = ModelSpec.of(config, vocab_size), zero_of(config)
+    deepspeed = None
+    if config.engine == "deepspeed":
+        from megacore.engine.deepspeed.settings import deepspeed_settings
+
+        settings = deepspeed_settings(  # sizes do not depend on the device
+            config, precision=precision, device_type="cuda", data_parallel_size=data_parallel_size
+        )
+        deepspeed = DeepSpeedMemory(settings, precision)
+    kept = Activations(config, element, device_type)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
+    estimates = []
+    for stage in range(stages):
+        own = chunks[stage::stages]
+        sizes = [size for chunk in own for size in chunk_sizes(spec, chunk, tensor)]
+        state = _model_state(zero, deepspeed, sum(sizes), precision, data_parallel_size)
+        extra = deepspeed.buffers(sizes, data_parallel_size) if deepspeed else Buffers()
+        activations, losses = kept.peak(own, stage, micro_batches)
+        offloaded = kept.offloaded(own, stage, micro_batches)
+        here, there = state.device, state.cpu
+        alone = device_type == "cpu"
+        bytes_per_logit = element * losses  # their gradient takes their place
+        estimates.append(
+            MemoryEstimate(
+                parameters=sum(sizes),
+                weights=here.parameters
+                + here.main_weights
+                + alone * (there.parameters + there.main_weights),
+                gradients=here.gradients + alone * there.gradients,
+                optimizer=here.moments + alone * there.moments,
+                activations=activations + alone * offloaded,
+                logits=kept.predictions * spec.padded_vocab_size // tensor * bytes_per_logit,
+                process=_PROCESS_BYTES[device_type],
+                buffers=extra.device + alone * extra.cpu,
+                step=extra.step,
+                host=0 if alone else there.total + extra.cpu + offloaded,
+                nvme=state.nvme.total,
+            )
+        )
+    return tuple(estimates)
+
+
+def _model_state(
+    zero: ZeroSettings,
+    deepspeed: DeepSpeedMemory | None,
+    parameters: int,
+    precision: str,
+    data_parallel_size: int,
+) -> ZeroBytes:
+    """Return the weights, gradients and optimizer state of a rank, as its engine keeps them.
+
+    Args:
+        zero: what is divided and offloaded.
+        deepspeed: what DeepSpeed is told; None is the native engine.
+        parameters: on the rank, before ZeRO divides them.
+        precision: fp32, bf16 or fp16.
+        data_parallel_size: replicas.
+    """
+    if deepspeed is None:
+        return zero_bytes(parameters, zero.stage, data_parallel_size, precision, gradient_bytes=4)
+    return zero_bytes(
+        parameters,
+        zero.stage,
+        data_parallel_size,
+        precision,
+        gradient_bytes=deepspeed.gradient_bytes,
+        main_weights=deepspeed.main_weights,
+        offload_optimizer=zero.offload_optimizer,
+        offload_param=zero.offload_param,
+    )
+
+
+def engine_name(engine: str, zero: ZeroSettings) -> str:
+    """Return a name as in `deepspeed ZeRO-3, optimizer on cpu, weights on nvme`."""
+    if engine == "native":
+        return engine
+    places = {"optimizer": zero.offload_optimizer, "weights": zero.offload_param}
+    moved = "".join(f", {what} on {where}" for what, where in places.items() if where != "none")
+    return f"{engine} ZeRO-{zero.stage}{moved}"
 
 
 @dataclass(frozen=True)
@@ -270,175 +429,3 @@ class Activations:
         """Bytes of one rank's hidden states, [b, s, h], or [b, s/t, h] of a divided sequence."""
         parts = self._tensor if self.config.parallel.sequence_parallel else 1
         return element * tokens * self.config.model.hidden_size // parts
-
-
-GIB = 2**30
-
-_PROCESS_BYTES = {"cpu": 350 * 2**20, "cuda": 600 * 2**20}
-"""The interpreter with torch (resident, measured), or a CUDA context with its libraries."""
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one rank, by what they hold: on the device that computes, but for the last two."""
-
-    parameters: int
-    """Number of parameters on the rank that ZeRO divides over the replicas, from which the next
-    three follow."""
-    weights: int
-    """The weights that the model computes with, and under bf16 or fp16 the fp32 main weights."""
-    gradients: int
-    """The gradients that accumulate over micro batches."""
-    optimizer: int
-    """Adam's two fp32 moments."""
-    activations: int
-    """What forward passes keep for their backward passes, of all micro batches in flight."""
-    logits: int
-    """The output layer's logits and their gradient, where the rank has one."""
-    process: int
-    """Interpreter and libraries, or CUDA context."""
-    buffers: int = 0
-    """DeepSpeed's buckets of gradients, and the weights that ZeRO stage 3 gathers or does not
-    divide."""
-    step: int = 0
-    """What DeepSpeed makes for the optimizer's step, when the activations are gone."""
-    host: int = 0
-    """In main memory, beside a GPU: what is offloaded there, with its buffers."""
-    nvme: int = 0
-    """On disk: what is offloaded there."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of the device at the peak."""
-        state = self.weights + self.gradients + self.optimizer + self.buffers + self.process
-        return state + max(self.activations + self.logits, self.step)
-
-
-def estimate_memory(
-    config: RunConfig,
-    vocab_size: int,
-    precision: str,
-    device_type: str,
-    data_parallel_size: int = 1,
-) -> MemoryEstimate:
-    """Peak memory of a rank of the pipeline stage that needs most.
-
-    The arguments are those of `estimate_stages`.
-    """
-    stages = estimate_stages(config, vocab_size, precision, device_type, data_parallel_size)
-    return max(stages, key=lambda stage: stage.total)
-
-
-def estimate_stages(
-    config: RunConfig,
-    vocab_size: int,
-    precision: str,
-    device_type: str,
-    data_parallel_size: int = 1,
-) -> tuple[MemoryEstimate, ...]:
-    """Peak memory of one rank of each pipeline stage.
-
-    On a CPU there is one memory alone, and what is offloaded stays where it is.
-
-    Args:
-        config: the run.
-        vocab_size: entries of the vocabulary before padding.
-        precision: fp32, bf16 or fp16.
-        device_type: cpu or cuda.
-        data_parallel_size: replicas; they share the batch, and what ZeRO divides.
-
-    Raises:
-        ParallelLayoutError: layers or micro batches cannot be divided over the stages.
-    """
-    parallel, train = config.parallel, config.train
-    stages, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    chunks, element = chunks_of(config, vocab_size), ELEMENT_BYTES[precision]
-    kept = Activations(config, element, device_type)
-    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
-    estimates = []
-    for stage in range(stages):
-        own = chunks[stage::stages]
-        sizes = [size for chunk in own for size in chunk_sizes(config, vocab_size, chunk, tensor)]
-        state = model_state(config, sum(sizes), precision, data_parallel_size)
-        extra = _buffers(config, sizes, precision, data_parallel_size)
-        activations, losses = kept.peak(own, stage, micro_batches)
-        offloaded = kept.offloaded(own, stage, micro_batches)
-        here, there = state.device, state.cpu
-        alone = device_type == "cpu"
-        bytes_per_logit = element * losses  # their gradient takes their place
-        estimates.append(
-            MemoryEstimate(
-                parameters=sum(sizes),
-                weights=here.parameters
-                + here.main_weights
-                + alone * (there.parameters + there.main_weights),
-                gradients=here.gradients + alone * there.gradients,
-                optimizer=here.moments + alone * there.moments,
-                activations=activations + alone * offloaded,
-                logits=kept.predictions
-                * padded_vocab_size(config, vocab_size)
-                // tensor
-                * bytes_per_logit,
-                process=_PROCESS_BYTES[device_type],
-                buffers=extra.device + alone * extra.cpu,
-                step=extra.step,
-                host=0 if alone else there.total + extra.cpu + offloaded,
-                nvme=state.nvme.total,
-            )
-        )
-    return tuple(estimates)
-
-
-def model_state(
-    config: RunConfig, parameters: int, precision: str, data_parallel_size: int
-) -> ZeroBytes:
-    """Weights, gradients and optimizer state of a rank, as the configuration's engine keeps them.
-
-    Args:
-        config: the run.
-        parameters: on the rank, before ZeRO divides them.
-        precision: fp32, bf16 or fp16.
-        data_parallel_size: replicas.
-    """
-    zero = zero_of(config)
-    if config.engine == "native":
-        return zero_bytes(parameters, zero.stage, data_parallel_size, precision, gradient_bytes=4)
-    memory = _deepspeed(config, precision, data_parallel_size)
-    return zero_bytes(
-        parameters,
-        zero.stage,
-        data_parallel_size,
-        precision,
-        gradient_bytes=memory.gradient_bytes,
-        main_weights=memory.main_weights,
-        offload_optimizer=zero.offload_optimizer,
-        offload_param=zero.offload_param,
-    )
-
-
-def engine_name(config: RunConfig) -> str:
-    """As in `deepspeed ZeRO-3, optimizer on cpu, weights on nvme`."""
-    if config.engine == "native":
-        return config.engine
-    zero = zero_of(config)
-    places = {"optimizer": zero.offload_optimizer, "weights": zero.offload_param}
-    moved = "".join(f", {what} on {where}" for what, where in places.items() if where != "none")
-    return f"{config.engine} ZeRO-{zero.stage}{moved}"
-
-
-def _buffers(
-    config: RunConfig, sizes: list[int], precision: str, data_parallel_size: int
-) -> Buffers:
-    if config.engine == "native":
-        return Buffers()
-    return _deepspeed(config, precision, data_parallel_size).buffers(sizes, data_parallel_size)
-
-
-def _deepspeed(config: RunConfig, precision: str, data_parallel_size: int) -> DeepSpeedMemory:
-    """What DeepSpeed is told; sizes do not depend on the device."""
-    from megacore.engine.deepspeed.settings import deepspeed_settings
-
-    settings = deepspeed_settings(
-        config, precision=precision, device_type="cuda", data_parallel_size=data_parallel_size
-    )
-    return DeepSpeedMemory(settings, precision)

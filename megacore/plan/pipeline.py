@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from megacore.config.deepspeed import zero_of
 from megacore.config.hostfile import hosts_of
 from megacore.config.run import RunConfig
 from megacore.hardware import Hardware
+from megacore.observe.flops import TransformerShape
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule, max_in_flight
@@ -45,7 +47,11 @@ class PipelinePlan:
     def summary(self) -> str:
         """The layout and the bubble, a line each."""
         train, layout = self.config.train, self.layout
-        engine = "" if self.config.engine == "native" else f"; {engine_name(self.config)}"
+        engine = (
+            ""
+            if self.config.engine == "native"
+            else f"; {engine_name(self.config.engine, zero_of(self.config))}"
+        )
         return (
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = "
             f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}; {self.micro_batches} "
@@ -124,7 +130,11 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
         parallel.virtual_pipeline_model_parallel_size,
     )
     chunks = chunks_of(config, vocab_size)
-    costs = [_cost(config, vocab_size, chunk) for chunk in chunks]
+    shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
+    forward = [chunk_flops(shape, train, chunk, forward=True) for chunk in chunks]
+    backward = [
+        chunk_flops(shape, train, chunk) - cost for chunk, cost in zip(chunks, forward, strict=True)
+    ]
     return PipelinePlan(
         config,
         layout,
@@ -137,14 +147,8 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
             hardware.device_type,
             layout.data,
         ),
-        simulate(schedule, [forward for forward, _ in costs], [backward for _, backward in costs]),
+        simulate(schedule, forward, backward),
     )
-
-
-def _cost(config: RunConfig, vocab_size: int, chunk: ModelChunk) -> tuple[int, int]:
-    """Operations of a forward and of a backward pass of one sample through a chunk."""
-    forward = chunk_flops(config, vocab_size, chunk, forward=True)
-    return forward, chunk_flops(config, vocab_size, chunk) - forward
 
 
 def _content(chunk: ModelChunk) -> str:

@@ -1,38 +1,38 @@
-"""Can this configuration run on this machine, and what will it cost: said before anything starts.
+"""Whether a configuration can run on this machine, and what it will cost, before anything starts.
 
-Whether a rank has the memory that a run needs, and what would make it fit.
+A run that needs more memory than a rank has is refused with what would make it fit.
 """
 
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megacore.config.deepspeed import zero_of
 from megacore.config.hostfile import hosts_of
+from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
 from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
 from megacore.hardware import Gpu, Hardware
 from megacore.models.parameters import parameter_count
 from megacore.observe.recorder import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
-from megacore.plan.advice import COUNT, Place, Saving, savings
+from megacore.plan.advice import COUNT, Deployment, Saving, savings
 from megacore.plan.layouts import launched_ranks, layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_memory
 from megacore.plan.throughput import assumed_flops_per_second, training_days
 from megacore.plan.vocabulary import is_on_the_hub
 
-__all__ = ["Gpu", "Hardware", "Report", "preflight", "resolve_launch"]
-
+__all__ = ["Gpu", "Hardware", "RunEstimate", "preflight", "resolve_launch"]
 CPU_DAYS_LIMIT = 7.0
 """A run that is expected to take longer on CPUs was meant for GPUs, unless launch.allow_cpu says
 otherwise."""
 
 
 @dataclass(frozen=True)
-class Report:
+class RunEstimate:
     """What a run is expected to need."""
 
     parameters: int
@@ -93,7 +93,7 @@ class Report:
         return host + (f" and {gib(self.memory.nvme)} on NVMe" if self.memory.nvme else "")
 
 
-def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
+def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEstimate:
     """Estimate memory and time; refuse what this machine lacks.
 
     Raises ParallelLayoutError when ranks do not fit together with the model, its batch or the GPUs,
@@ -106,19 +106,21 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
     ranks, threads = resolve_launch(config, hardware, vocab_size if known else None)
-    beside = _ranks_beside(config, ranks)
+    beside = _ranks_beside(config.launch, ranks)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
     rate = assumed_flops_per_second(hardware, precision, ranks, threads)
 
-    place = Place(ranks, vocab_size, precision, hardware.device_type, hardware.memory // beside)
-    report = Report(
-        parameters=parameter_count(config, vocab_size),
+    deployment = Deployment(
+        ranks, vocab_size, precision, hardware.device_type, hardware.memory // beside
+    )
+    estimate = RunEstimate(
+        parameters=parameter_count(ModelSpec.of(config, vocab_size)),
         layout=layout,
         threads_per_rank=threads,
         device_type=hardware.device_type,
         precision=precision,
-        engine=engine_name(config),
+        engine=engine_name(config.engine, zero_of(config)),
         memory=estimate_memory(config, vocab_size, precision, hardware.device_type, layout.data),
         memory_available=min(gpu.memory for gpu in hardware.gpus)
         if hardware.gpus
@@ -126,17 +128,17 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> Report:
         host_available=hardware.memory // beside,
         days=training_days(config, vocab_size, rate, layout.data),
         flops_per_second=rate,
-        unseen=_unseen(config, hardware),
+        unseen=_unseen(config.launch, hardware),
     )
     if config.tracking.tensorboard:
         check_tensorboard()
-    if report.unseen is not None:
-        return report
+    if estimate.unseen is not None:
+        return estimate
     if not hardware.gpus:
-        _check_meant_for_cpu(config, report)
-    room = Room(report.memory_available, report.host_available, report.device_type, beside)
-    check_memory(config, report.memory, room, place)
-    return report
+        _check_meant_for_cpu(config, estimate)
+    room = Room(estimate.memory_available, estimate.host_available, estimate.device_type, beside)
+    check_memory(config, estimate.memory, room, deployment)
+    return estimate
 
 
 def resolve_launch(
@@ -166,9 +168,8 @@ def resolve_launch(
     return ranks, threads
 
 
-def _unseen(config: RunConfig, hardware: Hardware) -> str | None:
-    """The scheduler that is to give GPUs, where the submitting machine has none."""
-    launch = config.launch
+def _unseen(launch: LaunchConfig, hardware: Hardware) -> str | None:
+    """Return the scheduler that is to give GPUs, where the submitting machine has none."""
     gpus = launch.slurm.gpus_per_node if launch.kind == "slurm" else "auto"
     asked = not launch.allow_cpu if gpus == "auto" else gpus > 0
     return (
@@ -178,18 +179,17 @@ def _unseen(config: RunConfig, hardware: Hardware) -> str | None:
     )
 
 
-def _ranks_beside(config: RunConfig, ranks: int) -> int:
-    """Ranks that share a machine."""
-    launch = config.launch
+def _ranks_beside(launch: LaunchConfig, ranks: int) -> int:
+    """Count the ranks that share a machine."""
     if launch.kind in ("slurm", "kubernetes") and launch.nproc_per_node != "auto":
         return launch.nproc_per_node
     return max(hosts_of(launch).values(), default=ranks)
 
 
-def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:
-    needs = f"about {gib(report.memory.total)} of memory per rank and {_duration(report.days)}"
+def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate) -> None:
+    needs = f"about {gib(estimate.memory.total)} of memory per rank and {_duration(estimate.days)}"
     allowed, deepspeed = config.launch.allow_cpu, config.engine == "deepspeed"
-    if report.precision == "fp16" and (deepspeed or not allowed):
+    if estimate.precision == "fp16" and (deepspeed or not allowed):
         raise ConfigError(
             "train.precision is fp16, which "
             f"{'DeepSpeed has on GPUs alone' if deepspeed else 'needs a GPU'}, and this machine "
@@ -197,7 +197,7 @@ def _check_meant_for_cpu(config: RunConfig, report: Report) -> None:
             f"auto, or {'engine to native and ' if deepspeed else ''}launch.allow_cpu to true to "
             "start it all the same"
         )
-    if report.days > CPU_DAYS_LIMIT and not allowed:
+    if estimate.days > CPU_DAYS_LIMIT and not allowed:
         raise ConfigError(
             f"{config.name} is sized for GPUs and this machine has none: its CPUs would need "
             f"{needs}: lower train.train_iters ({config.train.train_iters}) or the model, or set "
@@ -230,14 +230,16 @@ class Room:
         return need.total <= self.device and need.host <= self.host
 
 
-def check_memory(config: RunConfig, need: MemoryEstimate, room: Room, place: Place) -> None:
+def check_memory(
+    config: RunConfig, need: MemoryEstimate, room: Room, deployment: Deployment
+) -> None:
     """Refuse what does not fit into a GPU, main memory or the disk of what is offloaded.
 
     Args:
         config: the run.
         need: of its ranks.
         room: of its ranks.
-        place: what a changed configuration is estimated for.
+        deployment: what a changed configuration is estimated for.
 
     Raises:
         ConfigError: it does not fit; the message has the numbers and what would help.
@@ -246,14 +248,14 @@ def check_memory(config: RunConfig, need: MemoryEstimate, room: Room, place: Pla
         raise ConfigError(
             f"{config.name} needs about {gib(need.total)} of memory per rank "
             f"({gib(need.activations + need.logits)} of it for activations) and this machine has "
-            f"{gib(room.device)} per rank: {_advice(config, room, place)}"
+            f"{gib(room.device)} per rank: {_advice(config, room, deployment)}"
         )
     if need.host > room.host:
         ways = [f"lower launch.nproc_per_node ({room.ranks})"] if room.ranks > 1 else []
         ways += [
             f"set {sentence}"
             for sentence, changed in _returned(config)
-            if room.holds(place.estimate(changed))
+            if room.holds(deployment.estimate(changed))
         ]
         where = "deepspeed.config" if config.deepspeed.config is not None else "deepspeed.offload_*"
         ways.append(f"offload less or to nvme ({where})")
@@ -261,7 +263,7 @@ def check_memory(config: RunConfig, need: MemoryEstimate, room: Room, place: Pla
             f"{config.name} offloads about {gib(need.host)} per rank to main memory and this "
             f"machine has {gib(room.host)} of it per rank: {', or '.join(ways)}"
         )
-    _check_nvme(config, need, room)
+    _check_nvme(config.name, zero_of(config).nvme_path, need, room)
 
 
 def gib(count: int) -> str:
@@ -269,24 +271,23 @@ def gib(count: int) -> str:
     return f"{count / GIB:.1f} GiB"
 
 
-def _check_nvme(config: RunConfig, need: MemoryEstimate, room: Room) -> None:
-    directory = zero_of(config).nvme_path
+def _check_nvme(run: str, directory: str | None, need: MemoryEstimate, room: Room) -> None:
     if not need.nvme or directory is None:
         return
     if not Path(directory).is_dir():
         raise ConfigError(
-            f"{config.name} offloads to nvme but its path {directory} is no directory: make it"
+            f"{run} offloads to nvme but its path {directory} is no directory: make it"
         )
     free = shutil.disk_usage(directory).free
     if need.nvme * room.ranks > free:
         raise ConfigError(
-            f"{config.name} offloads about {gib(need.nvme)} per rank to {directory}, "
+            f"{run} offloads about {gib(need.nvme)} per rank to {directory}, "
             f"{gib(need.nvme * room.ranks)} of {room.ranks} rank{'s' if room.ranks > 1 else ''}, "
             f"and {gib(free)} are free there: give another path, or offload less"
         )
 
 
-def _advice(config: RunConfig, room: Room, place: Place) -> str:
+def _advice(config: RunConfig, room: Room, deployment: Deployment) -> str:
     """What suffices by itself, or, where nothing does, what saves most."""
 
     def fits(saving: Saving) -> bool:
@@ -295,7 +296,7 @@ def _advice(config: RunConfig, room: Room, place: Place) -> str:
             and saving.after.host * saving.share <= room.host
         )
 
-    best = savings(config, place, fits=fits)
+    best = savings(config, deployment, fits=fits)
     enough = [saving for saving in best if fits(saving)]
     shown = "; ".join(map(str, (enough or best)[:COUNT]))
     if enough:
@@ -312,11 +313,6 @@ def _returned(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     if config.deepspeed.config is None:
         for name in ("offload_param", "offload_optimizer"):
             if getattr(config.deepspeed, name) == "cpu":
-                yield f"deepspeed.{name} to none", _with(config, **{name: "none"})
-
-
-def _with(config: RunConfig, **values: Any) -> RunConfig:
-    """The configuration with engine deepspeed and these values of its section."""
-    return config.model_copy(
-        update={"engine": "deepspeed", "deepspeed": config.deepspeed.model_copy(update=values)}
-    )
+                section = config.deepspeed.model_copy(update={name: "none"})
+                changed = config.model_copy(update={"engine": "deepspeed", "deepspeed": section})
+                yield f"deepspeed.{name} to none", changed

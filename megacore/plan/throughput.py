@@ -1,9 +1,11 @@
 """How long a run takes, from the operations of its iterations and an assumed rate."""
 
+from collections.abc import Sequence
+
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
+from megacore.config.train import TrainConfig
 from megacore.hardware import Hardware
-from megacore.models.parameters import padded_vocab_size
 from megacore.observe.flops import PEAK_TFLOPS, TransformerShape, peak_by_name, step_flops
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 
@@ -23,49 +25,48 @@ _FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 
 def training_flops(config: RunConfig, vocab_size: int) -> int:
     """Operations of the whole run, all ranks and validations (Narayanan et al. 2021)."""
-    shape = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
+    shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
     train = config.train
     consumed = BatchSchedule.of(train).consumed_after(train.train_iters)
-    iterations = step_flops(
-        shape, consumed, train.recompute, *recomputed_layers(config, vocab_size)
-    )
+    layers = recomputed_layers(chunks_of(config, vocab_size), train.recompute_num_layers)
+    iterations = step_flops(shape, consumed, train.recompute, *layers)
     samples = config.eval_rounds * train.eval_iters * train.global_batch_size
     return iterations + step_flops(shape, samples, "none") // 3
 
 
-def recomputed_layers(config: RunConfig, vocab_size: int) -> tuple[int, int]:
-    """Layers of the whole model that recompute.
+def recomputed_layers(chunks: Sequence[ModelChunk], limit: int | None) -> tuple[int, int]:
+    """Count the layers of the whole model that recompute, those of T5's decoder by themselves.
 
-    The first `train.recompute_num_layers` of each chunk, or all.
-
-    Those of T5's decoder are counted by themselves. Raises ParallelLayoutError when the layers
-    cannot be divided over the chunks.
+    Args:
+        chunks: of the whole model.
+        limit: how many of the first layers of each chunk recompute, None for all.
     """
-    chunks = chunks_of(config, vocab_size)
-    encoder, decoder = zip(*(_recomputed(config, chunk) for chunk in chunks), strict=True)
+    encoder, decoder = zip(*(_recomputed(chunk, limit) for chunk in chunks), strict=True)
     return sum(encoder), sum(decoder)
 
 
 def chunk_flops(
-    config: RunConfig, vocab_size: int, chunk: ModelChunk, *, forward: bool = False
+    model: TransformerShape, train: TrainConfig, chunk: ModelChunk, *, forward: bool = False
 ) -> int:
-    """Operations of a chunk for one training sample, or of its forward pass alone.
+    """Count the operations of a chunk for one training sample, over its tensor-parallel ranks.
 
-    They are over its tensor-parallel ranks.
+    Args:
+        model: shape of the whole model.
+        train: what is computed again.
+        chunk: which part.
+        forward: count the forward pass only.
     """
-    whole = TransformerShape.of(config, padded_vocab_size(config, vocab_size))
-    shape = whole.part(len(chunk.layers), len(chunk.decoder_layers), head=chunk.has_head)
+    shape = model.part(len(chunk.layers), len(chunk.decoder_layers), head=chunk.has_head)
     if forward:
         return step_flops(shape, 1, "none") // 3
-    return step_flops(shape, 1, config.train.recompute, *_recomputed(config, chunk))
+    return step_flops(shape, 1, train.recompute, *_recomputed(chunk, train.recompute_num_layers))
 
 
-def _recomputed(config: RunConfig, chunk: ModelChunk) -> tuple[int, int]:
-    """Layers of a chunk that recompute, of the encoder and T5's decoder.
+def _recomputed(chunk: ModelChunk, limit: int | None) -> tuple[int, int]:
+    """Count the layers of a chunk that recompute, of the encoder and T5's decoder.
 
     They are the first ones of both together.
     """
-    limit = config.train.recompute_num_layers
     encoder, decoder = len(chunk.layers), len(chunk.decoder_layers)
     if limit is None:
         return encoder, decoder
@@ -78,22 +79,25 @@ def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
     Raises ParallelLayoutError when the layers cannot be divided over the stages.
     """
     stages, chunks = config.parallel.pipeline_model_parallel_size, chunks_of(config, vocab_size)
+    model = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
     totals = [0] * stages
     for index, chunk in enumerate(chunks):
-        totals[index % stages] += chunk_flops(config, vocab_size, chunk)
+        totals[index % stages] += chunk_flops(model, config.train, chunk)
     return tuple(totals)
 
 
-def pipeline_slowdown(config: RunConfig, vocab_size: int, data_parallel_size: int) -> float:
-    """How many times longer an iteration takes than its operations alone, at least 1.
+def pipeline_slowdown(stages: Sequence[int], micro_batches: int, chunks: int) -> float:
+    """Return how many times longer an iteration takes than its operations alone, at least 1.
 
     The stage with the most operations sets the pace of all, and filling and draining the pipeline
     leaves a bubble of (pp - 1) / (m v) of the compute time (Narayanan et al. 2021, section 2.2).
+
+    Args:
+        stages: operations of each.
+        micro_batches: of one step on each replica (m).
+        chunks: of each stage (v).
     """
-    parallel, train = config.parallel, config.train
-    stages = stage_flops(config, vocab_size)
-    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
-    bubble = (len(stages) - 1) / (micro_batches * parallel.virtual_pipeline_model_parallel_size)
+    bubble = (len(stages) - 1) / (micro_batches * chunks)
     return max(stages) * len(stages) / sum(stages) * (1.0 + bubble)
 
 
@@ -132,5 +136,8 @@ def training_days(
     config: RunConfig, vocab_size: int, flops_per_second: float, data_parallel_size: int = 1
 ) -> float:
     """Days of training at a rate that all ranks reach while none waits for another stage."""
+    train, chunks = config.train, config.parallel.virtual_pipeline_model_parallel_size
+    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
     seconds = training_flops(config, vocab_size) / flops_per_second
-    return seconds * pipeline_slowdown(config, vocab_size, data_parallel_size) / SECONDS_PER_DAY
+    slowdown = pipeline_slowdown(stage_flops(config, vocab_size), micro_batches, chunks)
+    return seconds * slowdown / SECONDS_PER_DAY

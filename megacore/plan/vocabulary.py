@@ -15,20 +15,19 @@ from megacore.config.data import (
     TrainBpeTokenizer,
     TrainWordPieceTokenizer,
 )
-from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 
 HUB_VOCAB_SIZE = 50_257
 """What a tokenizer that is still on the hub counts as: GPT-2's entries."""
 
 
-def expected_vocab_size(config: RunConfig) -> int:
-    """Entries of the vocabulary as far as they can be known before the tokenizer stage ran.
+def expected_vocab_size(tokenizer: TokenizerChoice) -> int:
+    """Return the entries of the vocabulary as far as they are known before the tokenizer stage ran.
 
     A tokenizer that is on the hub counts as GPT-2's. Raises ConfigError for a vocabulary file that
     is missing or damaged.
     """
-    return _own_entries(config.data.tokenizer) + config.data.tokenizer.vocab_extra_ids
+    return _own_entries(tokenizer) + tokenizer.vocab_extra_ids
 
 
 def _own_entries(tokenizer: TokenizerChoice) -> int:

@@ -1,4 +1,4 @@
-"""The state of a model on one rank under ZeRO, as a formula.
+"""What a rank holds under ZeRO, as formulas.
 
 A replica of ψ parameters in a 2-byte type has 2ψ bytes of weights, 2ψ of gradients and 12ψ of fp32
 main weights and Adam's two moments, of which N replicas divide more with each stage (Rajbhandari et
@@ -13,10 +13,8 @@ al. 2020, section 5):
 
 Offloading moves what lies in the columns of the optimizer and of the gradients, or of the weights,
 to main memory (Ren et al. 2021) or to disk (Rajbhandari et al. 2021). Buckets, and what is gathered
-for a moment, come on top.
-
-What DeepSpeed allocates beside the state of the model: buckets, gathered weights, and copies for
-the step.
+for a moment, come on top: `DeepSpeedMemory` has what DeepSpeed allocates beside the state of the
+model, with its copies for the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +24,18 @@ from typing import Any, NamedTuple
 from megacore.config.deepspeed import OffloadDevice
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+}
+"""DeepSpeed's own, in elements."""
+_ALLREDUCE_ELEMENTS = 500_000_000
+"""Gradients that travel at a time without ZeRO."""
+_OPTIMIZER_SWAP_BUFFERS = 4
+_PARAMETER_SWAP_BUFFERS = (5, 100_000_000)
+"""How many, and elements of each, while what is on NVMe is read and written."""
 
 
 class ModelState(NamedTuple):
@@ -123,20 +133,6 @@ def zero_bytes(
     return ZeroBytes(
         *(ModelState(*map(sum, zip(ModelState(), *held, strict=True))) for held in places.values())
     )
-
-
-DEFAULTS = {
-    "reduce_bucket_size": 500_000_000,
-    "sub_group_size": 1_000_000_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-}
-"""DeepSpeed's own, in elements."""
-_ALLREDUCE_ELEMENTS = 500_000_000
-"""Gradients that travel at a time without ZeRO."""
-_OPTIMIZER_SWAP_BUFFERS = 4
-_PARAMETER_SWAP_BUFFERS = (5, 100_000_000)
-"""How many, and elements of each, while what is on NVMe is read and written."""
 
 
 @dataclass(frozen=True)

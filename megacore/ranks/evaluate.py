@@ -49,7 +49,7 @@ def _score_all(
     from megacore.train.memory import scoring_memory_errors
 
     results = {}
-    with scoring_memory_errors(job.config, mesh.rank):
+    with scoring_memory_errors(job.config.evaluate.micro_batch_size, mesh.rank):
         for checkpoint in job.checkpoints:
             results[checkpoint] = scorer.score(Path(checkpoint))
     return results

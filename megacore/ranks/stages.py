@@ -21,7 +21,7 @@ from megacore.jobs.model import ModelJob
 from megacore.jobs.run import ConvertJob, EvaluateJob, Job, TrainJob
 from megacore.launch.exit_reason import read_reasons
 from megacore.launch.supervise import supervise
-from megacore.plan.advice import Place, memory_advice
+from megacore.plan.advice import Deployment, memory_advice
 from megacore.plan.memory import GIB
 from megacore.ranks.operators import prepare_operators
 
@@ -82,11 +82,9 @@ def _memory_advice(job: TrainJob) -> str:
     hosts = job.hosts or hosts_of(job.config.launch)
     precision = hardware.resolve_precision(job.config.train.precision)
     host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
-    place = Place(job.ranks, job.vocab_size, precision, hardware.device_type, host)
-    return (
-        f"{memory_advice(job.config, place)} ({hardware.memory / GIB:.1f} GiB of main memory on "
-        "this machine)"
-    )
+    deployment = Deployment(job.ranks, job.vocab_size, precision, hardware.device_type, host)
+    advice = memory_advice(job.config, deployment)
+    return f"{advice} ({hardware.memory / GIB:.1f} GiB of main memory on this machine)"
 
 
 def _prepare_hosts(job: Job) -> None:

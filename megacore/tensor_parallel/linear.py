@@ -1,6 +1,6 @@
 """Linear layers divided by output (column) or by input (row) features.
 
-Where the gradients of weights go: straight into an fp32 main gradient, if the weight has one.
+The gradient of a weight goes straight into an fp32 main gradient, if the weight has one.
 """
 
 from collections.abc import Sequence
@@ -26,80 +26,8 @@ from megacore.tensor_parallel.mappings import (
 )
 from megacore.tensor_parallel.partition import Partition, divide
 
-
-class GradSink(Protocol):
-    """What a weight has as `grad_sink` when autograd is not to accumulate its gradient."""
-
-    main_grad: Tensor
-    """Takes the sum of all contributions: fp32, shaped like the weight."""
-
-    @property
-    def add_product(self) -> WeightGradient:
-        """Adds the weight gradient of a linear layer to a main gradient."""
-        ...
-
-    def accumulated(self) -> None:
-        """One contribution has been added."""
-        ...
-
-
-def sink_of(weight: Tensor) -> GradSink | None:
-    """The weight's sink, if any.
-
-    To be asked in the forward pass: recomputation hands over a weight without it.
-    """
-    sink: GradSink | None = getattr(weight, "grad_sink", None)
-    return sink
-
-
-def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient dyᵀ x of a weight [o, i].
-
-    Returned without a sink, else added to it, and None is returned.
-
-    Args:
-        sink: of the weight.
-        dy: gradient of the output, [rows, o].
-        x: input, [rows, i].
-    """
-    if sink is None:
-        return dy.t() @ x
-    sink.add_product(sink.main_grad, dy, x)
-    sink.accumulated()
-    return None
-
-
-def lookup_gradient(
-    sink: GradSink | None, weight: Tensor, ids: Tensor, dy: Tensor
-) -> Tensor | None:
-    """The gradient of the rows `ids` of a table.
-
-    Returned without a sink, else added to it, and None is returned.
-
-    Args:
-        sink: of the table.
-        weight: the table, [v, h], for its shape and type.
-        ids: rows that were looked up, [n]; equal ones are summed.
-        dy: gradient of each, [n, h].
-    """
-    if sink is None:
-        gradient = torch.zeros_like(weight)
-        _add_rows_(gradient, ids, dy)
-        return gradient
-    _add_rows_(sink.main_grad, ids, dy.to(sink.main_grad.dtype))
-    sink.accumulated()
-    return None
-
-
-def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """`table[ids] += rows` in an order that does not change.
-
-    On a GPU index_add_ has atomics, index_put_ sorts.
-    """
-    if table.is_cuda:
-        table.index_put_((ids,), rows, accumulate=True)
-    else:
-        table.index_add_(0, ids, rows)
+Affine = tuple[Tensor, Tensor | None]
+"""A weight [o, i] and its bias [o]."""
 
 
 class InputOn(Enum):
@@ -209,10 +137,6 @@ class RowParallelLinear(nn.Module):
         return {"weight": Partition(1, self.tp.rank, self.tp.size)}
 
 
-Affine = tuple[Tensor, Tensor | None]
-"""A weight [o, i] and its bias [o]."""
-
-
 def column_parallel(
     x: Tensor, layers: Sequence[Affine], tp: ParallelGroup = ALONE, sequence_parallel: bool = False
 ) -> tuple[Tensor, ...]:
@@ -319,3 +243,78 @@ def _start_sum(dx: Tensor, tp: ParallelGroup, input_on: InputOn) -> Pending:
     if input_on is InputOn.OWN_POSITIONS:
         return start_reduce_scatter(dx, tp, SEQUENCE)
     return start_all_reduce(dx, tp if input_on is InputOn.EVERY_RANK else ALONE)
+
+
+class GradSink(Protocol):
+    """What a weight has as `grad_sink` when autograd is not to accumulate its gradient."""
+
+    main_grad: Tensor
+    """Takes the sum of all contributions: fp32, shaped like the weight."""
+
+    @property
+    def add_product(self) -> WeightGradient:
+        """Adds the weight gradient of a linear layer to a main gradient."""
+        ...
+
+    def accumulated(self) -> None:
+        """One contribution has been added."""
+        ...
+
+
+def sink_of(weight: Tensor) -> GradSink | None:
+    """The weight's sink, if any.
+
+    To be asked in the forward pass: recomputation hands over a weight without it.
+    """
+    sink: GradSink | None = getattr(weight, "grad_sink", None)
+    return sink
+
+
+def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient dyᵀ x of a weight [o, i].
+
+    Returned without a sink, else added to it, and None is returned.
+
+    Args:
+        sink: of the weight.
+        dy: gradient of the output, [rows, o].
+        x: input, [rows, i].
+    """
+    if sink is None:
+        return dy.t() @ x
+    sink.add_product(sink.main_grad, dy, x)
+    sink.accumulated()
+    return None
+
+
+def lookup_gradient(
+    sink: GradSink | None, weight: Tensor, ids: Tensor, dy: Tensor
+) -> Tensor | None:
+    """The gradient of the rows `ids` of a table.
+
+    Returned without a sink, else added to it, and None is returned.
+
+    Args:
+        sink: of the table.
+        weight: the table, [v, h], for its shape and type.
+        ids: rows that were looked up, [n]; equal ones are summed.
+        dy: gradient of each, [n, h].
+    """
+    if sink is None:
+        gradient = torch.zeros_like(weight)
+        _add_rows_(gradient, ids, dy)
+        return gradient
+    _add_rows_(sink.main_grad, ids, dy.to(sink.main_grad.dtype))
+    sink.accumulated()
+    return None
+
+
+def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """`table[ids] += rows` in an order that does not change.
+
+    On a GPU index_add_ has atomics, index_put_ sorts.
+    """
+    if table.is_cuda:
+        table.index_put_((ids,), rows, accumulate=True)
+    else:
+        table.index_add_(0, ids, rows)

@@ -257,15 +257,6 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """The vocabulary rounded up to a multiple of `divisible_by`.
-
-    Megatron-LM multiplies that by the tensor-parallel size; here a model has one shape whatever its
-    layout, and the tensor-parallel size must divide it.
-    """
-    return -(-vocab_size // divisible_by) * divisible_by
-
-
 def text_batches(texts: Sequence[str], characters: int) -> list[Sequence[str]]:
     """The texts in runs of about `characters` together, at least one text each."""
     batches, start, size = [], 0, 0

@@ -1,7 +1,7 @@
 """The checkpoints of one run: where it goes on from, what it writes, what it reports of them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,7 @@ class RunCheckpoints:
         self._compare(
             path, saved.get(CONFIG_KEY), saved.get(_PRECISION_KEY), another_run=another_run
         )
-        check_skipped(self._config, restored, path)
+        check_skipped(self._config.train.skipped_ranges, restored, path)
         tensors = self._engine.tensors()
         load_checkpoint(path, tensors, expected=names_of_all(tensors))
         self._engine.load_state(saved["engine"], tensors)
@@ -305,12 +305,12 @@ class RunCheckpoints:
         )
 
 
-def check_skipped(config: RunConfig, state: TrainState, checkpoint: Path) -> None:
+def check_skipped(skipped: Sequence[range], state: TrainState, checkpoint: Path) -> None:
     """Refuse to pass over samples that the checkpoint has learned from already.
 
     Raises ConfigError that names them.
     """
-    learned = [samples for samples in config.train.skipped_ranges if any(_learned(samples, state))]
+    learned = [samples for samples in skipped if any(_learned(samples, state))]
     if learned:
         named = ", ".join(f"{samples.start}-{samples.stop - 1}" for samples in learned)
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megacore.config.run import RunConfig
 from megacore.errors import MemoryExhaustedError
 from megacore.hardware import Hardware, memory_info, memory_limit, resolve_precision
-from megacore.plan.advice import Place, memory_advice
+from megacore.plan.advice import Deployment, memory_advice
 from megacore.plan.memory import GIB
 from megacore.train.state import TrainState
 
@@ -37,7 +37,7 @@ def memory_errors(
     """
 
     def message(reason: str) -> str:
-        advice = memory_advice(config, _place(config, vocab_size), rank)
+        advice = memory_advice(config, _deployment(config.train.precision, vocab_size), rank)
         return (
             f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): "
             f"{in_use()}; {advice}"
@@ -48,13 +48,13 @@ def memory_errors(
 
 
 @contextmanager
-def scoring_memory_errors(config: RunConfig, rank: int) -> Iterator[None]:
+def scoring_memory_errors(micro_batch_size: int, rank: int) -> Iterator[None]:
     """The same for the evaluation of checkpoints, where only the batch can be changed."""
 
     def message(reason: str) -> str:
         return (
             f"rank {rank} ran out of memory while it evaluated ({reason}): {in_use()}; lower "
-            f"evaluate.micro_batch_size (now {config.evaluate.micro_batch_size}; the results stay "
+            f"evaluate.micro_batch_size (now {micro_batch_size}; the results stay "
             "the same)"
         )
 
@@ -86,13 +86,13 @@ def in_use() -> str:
     )
 
 
-def _place(config: RunConfig, vocab_size: int) -> Place:
-    """This job, as the planner sees it."""
+def _deployment(precision: str, vocab_size: int) -> Deployment:
+    """Return this job, as the planner sees it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    precision = resolve_precision(config.train.precision, device)
-    return Place(ranks, vocab_size, precision, device, Hardware.detect().memory // beside)
+    host = Hardware.detect().memory // beside
+    return Deployment(ranks, vocab_size, resolve_precision(precision, device), device, host)
 
 
 def _gib(count: int) -> str:

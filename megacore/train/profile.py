@@ -5,8 +5,7 @@ profile/rank_0_memory.json, .svg     what was allocated, and on a CPU what was r
 profile/rank_0_memory_snapshot.pickle   of a GPU alone: each allocation with its stack, as torch's
                                         viewer reads it
 
-Memory over the time of a profile: what torch allocated on each device, and what of the process was
-resident.
+The timeline has what torch allocated on each device and what of the process was resident.
 """
 
 import gzip
@@ -37,6 +36,18 @@ FOLDER = "profile"
 """In the run directory."""
 _SNAPSHOT_ENTRIES = 200_000
 """Allocations and frees of a GPU that a snapshot keeps, the last ones."""
+Points = list[tuple[int, int]]
+"""Unix time in nanoseconds, bytes."""
+_STATM = Path("/proc/self/statm")
+_PERIOD = 0.005
+"""Seconds between two looks at the resident memory."""
+_DEVICES = {0: "cpu", 1: "cuda"}
+"""By torch's number of a type of device."""
+_KEPT_POINTS = 20_000
+_DRAWN_POINTS = 1500
+_WIDTH, _HEIGHT, _MARGIN = 900, 320, 60
+_COLORS = ("#1f4e79", "#c8501e", "#4f8f5f", "#7a5fa0", "#7f9fbf")
+_MB = 1e6
 
 
 class IterationProfiler:
@@ -220,21 +231,6 @@ def _replace(temporary: Path, path: Path) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-Points = list[tuple[int, int]]
-"""Unix time in nanoseconds, bytes."""
-
-_STATM = Path("/proc/self/statm")
-_PERIOD = 0.005
-"""Seconds between two looks at the resident memory."""
-_DEVICES = {0: "cpu", 1: "cuda"}
-"""By torch's number of a type of device."""
-_KEPT_POINTS = 20_000
-_DRAWN_POINTS = 1500
-_WIDTH, _HEIGHT, _MARGIN = 900, 320, 60
-_COLORS = ("#1f4e79", "#c8501e", "#4f8f5f", "#7a5fa0", "#7f9fbf")
-_MB = 1e6
 
 
 class ResidentSampler:

@@ -15,6 +15,7 @@ from megacore.observe.flops import TransformerShape, step_flops
 from megacore.observe.logging import StepReport
 from megacore.observe.timers import Timers, exposed_communication
 from megacore.optim.param_schedule import LrSchedule
+from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.throughput import recomputed_layers
 from megacore.train.state import TrainState
 
@@ -45,7 +46,8 @@ class RateMeter:
         self._config = config
         self._timers = timers
         self._schedule = LrSchedule.of(config)
-        recomputed = recomputed_layers(config, shape.vocab_size)
+        chunks = chunks_of(config, shape.vocab_size)
+        recomputed = recomputed_layers(chunks, config.train.recompute_num_layers)
         # Of one sample, on one rank: a ramp-up changes the batch.
         self._hardware_tflop = (
             step_flops(shape, 1, config.train.recompute, *recomputed) / ranks / 1e12

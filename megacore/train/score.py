@@ -58,7 +58,7 @@ class CheckpointScorer:
             mesh,
             special_tokens=job.special_tokens,
             device=device,
-            kernels=kernels_of(job.config, device, precision),
+            kernels=kernels_of(job.config.train.kernels, device, precision),
         )
         parameters = self._stage.named_parameters
         self._weights = {name: parameter.data for name, parameter in parameters.items()}

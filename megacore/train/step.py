@@ -49,7 +49,7 @@ class Stepper:
         self._read, self._warn = read, warn
         self._batch = BatchSchedule.of(config.train)
         self._lr = LrSchedule.of(config)
-        self._weight_decay = WeightDecaySchedule.of(config)
+        self._weight_decay = WeightDecaySchedule.of(config.optim, config.lr_decay_iters)
 
     def upcoming(self, state: TrainState, steps: int) -> Iterator[range]:
         """Samples of this rank's micro batches in the next `steps` iterations.

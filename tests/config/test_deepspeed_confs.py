@@ -11,6 +11,7 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.config.deepspeed import ZeroSettings, zero_of
+from megacore.config.spec import ModelSpec
 from megacore.hardware import Gpu, Hardware
 from megacore.models.build import build_model
 from megacore.models.parameters import parameter_count
@@ -68,7 +69,7 @@ def test_every_conf_with_deepspeed_is_here() -> None:
 
 
 def test_the_model_has_its_size(name: str) -> None:
-    assert parameter_count(conf(name), VOCAB_SIZE) == pytest.approx(
+    assert parameter_count(ModelSpec.of(conf(name), VOCAB_SIZE)) == pytest.approx(
         CONFS[name].parameters, rel=0.02
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 from megacore.artifact import Workspace
 from megacore.config.launch import LaunchConfig
+from megacore.config.spec import ModelSpec
 from megacore.doctor.examine import examine
 from megacore.doctor.subject import RunData, Subject, data_at, data_of, needs_of, own_name
 from megacore.errors import ConfigError, ParallelLayoutError
@@ -55,7 +56,7 @@ def test_what_a_run_needs() -> None:
     )
     needs = needs_of(subject, "cpu", "fp32")
     assert needs is not None
-    parameters = parameter_count(run, _runs.VOCAB_SIZE)
+    parameters = parameter_count(ModelSpec.of(run, _runs.VOCAB_SIZE))
     assert (needs.checkpoint, needs.gradients) == (12 * parameters, 4 * parameters)
     assert needs.checkpoints == 4 * needs.checkpoint  # two newest, the best, and the one under way
     assert needs.device > 100 * 2**20

@@ -131,9 +131,9 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
     def run(**overrides: Any) -> FlowRun:
         result = FlowRun()
-        report = _pipeline.Pipeline._report
+        report = _pipeline.StageRunner._report
 
-        def remember(pipeline: _pipeline.Pipeline) -> None:
+        def remember(pipeline: _pipeline.StageRunner) -> None:
             result.outcomes = {row.stage: row.outcome for row in pipeline.rows}
             report(pipeline)
 
@@ -141,7 +141,7 @@ def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
             result.flow_run_id = str(flow_run.id)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_pipeline.Pipeline, "_report", remember)
+            patch.setattr(_pipeline.StageRunner, "_report", remember)
             patch.setattr(pretrain, "on_failure_hooks", [remember_run])
             try:
                 pretrain(

@@ -57,14 +57,14 @@ def trained(
     from flows.pretrain import pretrain
 
     rows: dict[str, str] = {}
-    report = _pipeline.Pipeline._report
+    report = _pipeline.StageRunner._report
 
-    def remember(pipeline: _pipeline.Pipeline) -> None:
+    def remember(pipeline: _pipeline.StageRunner) -> None:
         rows.update({row.stage: row.outcome for row in pipeline.rows})
         report(pipeline)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_pipeline.Pipeline, "_report", remember)
+        patch.setattr(_pipeline.StageRunner, "_report", remember)
         pretrain(request.param, SHORT)
     runs = Workspace(own_workspace).folder("train")
     (directory,) = [

@@ -48,14 +48,14 @@ def test_two_distributions_are_compared_and_the_second_time_nothing_runs(
     from flows.finetune import finetune
     from tasks import _pipeline
 
-    seen: list[_pipeline.Pipeline[Any]] = []
-    report = _pipeline.Pipeline._report
+    seen: list[_pipeline.StageRunner[Any]] = []
+    report = _pipeline.StageRunner._report
 
-    def remember(pipeline: _pipeline.Pipeline[Any]) -> None:
+    def remember(pipeline: _pipeline.StageRunner[Any]) -> None:
         seen.append(pipeline)
         report(pipeline)
 
-    monkeypatch.setattr(_pipeline.Pipeline, "_report", remember)
+    monkeypatch.setattr(_pipeline.StageRunner, "_report", remember)
     conf = write_conf(tmp_path)
     for _ in range(2):
         finetune(str(conf), find_batch_size=True)

@@ -44,7 +44,7 @@ class Place:
         from flows.finetune import finetune
         from tasks import _pipeline
 
-        report = _pipeline.Pipeline._report
+        report = _pipeline.StageRunner._report
 
         def remember(pipeline: Any) -> None:
             self.outcomes = {row.stage: row.outcome for row in pipeline.rows}
@@ -52,7 +52,7 @@ class Place:
             report(pipeline)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_pipeline.Pipeline, "_report", remember)
+            patch.setattr(_pipeline.StageRunner, "_report", remember)
             finetune(
                 str(self.conf), {key.replace("__", "."): value for key, value in overrides.items()}
             )

@@ -47,14 +47,14 @@ def place(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> P
 def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
     """The outcome of each stage of the last run."""
     seen: Rows = {}
-    report = _pipeline.Pipeline._report
+    report = _pipeline.StageRunner._report
 
-    def remember(pipeline: _pipeline.Pipeline) -> None:
+    def remember(pipeline: _pipeline.StageRunner) -> None:
         seen.clear()
         seen.update({row.stage: row.outcome for row in pipeline.rows})
         report(pipeline)
 
-    monkeypatch.setattr(_pipeline.Pipeline, "_report", remember)
+    monkeypatch.setattr(_pipeline.StageRunner, "_report", remember)
     return seen
 
 

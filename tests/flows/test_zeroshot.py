@@ -75,14 +75,14 @@ def test_the_flow_evaluate_has_the_stage_too(bench: Bench, texts: Path) -> None:
     from flows.evaluate import evaluate
 
     stages: list[list[str]] = []
-    report = _pipeline.Pipeline._report
+    report = _pipeline.StageRunner._report
     with pytest.MonkeyPatch.context() as patch:
 
-        def remember(pipeline: _pipeline.Pipeline) -> None:
+        def remember(pipeline: _pipeline.StageRunner) -> None:
             stages.append([f"{row.stage} {row.outcome}" for row in pipeline.rows[-2:]])
             report(pipeline)
 
-        patch.setattr(_pipeline.Pipeline, "_report", remember)
+        patch.setattr(_pipeline.StageRunner, "_report", remember)
         overrides = {key.replace("__", "."): value for key, value in values(texts).items()}
         evaluate(str(bench.conf), overrides)
     assert stages == [["evaluate cached", "zeroshot cached"]]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megacore.config.spec import ModelSpec
 from megacore.models.build import build_model
 from megacore.models.parameters import parameter_count
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
@@ -45,7 +46,7 @@ def test_parameter_count(vocab_size: int, ffn: int | None, positions: int | None
             num_query_groups=groups,
         )
         model = build_model(config, vocab_size, ProcessMesh.serial())
-        assert parameter_count(config, vocab_size) == sum(
+        assert parameter_count(ModelSpec.of(config, vocab_size)) == sum(
             parameter.numel() for parameter in model.parameters()
         )
 
@@ -55,7 +56,7 @@ def test_the_meta_device_allocates_nothing() -> None:
     model = build_model(config, 50257, ProcessMesh.serial(), device="meta")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(
-        config, 50257
+        ModelSpec.of(config, 50257)
     )
 
 

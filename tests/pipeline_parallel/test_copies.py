@@ -72,12 +72,12 @@ def test_copies_are_what_several_chunks_hold(name: str) -> None:
     expected = {
         parameter: tuple(numbers) for parameter, numbers in holders.items() if len(numbers) > 1
     }
-    assert copied_parameters(own, VOCAB) == expected
+    assert copied_parameters(chunks_of(own, VOCAB), stages, own.model) == expected
 
 
 def test_a_stage_may_belong_to_several_groups() -> None:
     own = config(*CASES["t5"])
-    assert copied_parameters(own, VOCAB) == {
+    assert copied_parameters(chunks_of(own, VOCAB), 4, own.model) == {
         WORD_EMBEDDINGS: (0, 2, 3),
         ENCODER_BIAS: (0, 1),
         DECODER_BIAS: (2, 3),

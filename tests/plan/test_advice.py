@@ -8,18 +8,20 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.hardware import Hardware
-from megacore.plan.advice import Place, memory_advice, pair, parts_of, savings
+from megacore.plan.advice import Deployment, memory_advice, pair, parts_of, savings
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, estimate_memory
 
 FAR = 10**15
 
 
-def place(ranks: int, device: str = "cuda", precision: str = "bf16", host: int = FAR) -> Place:
-    return Place(ranks, 50_257, precision, device, host)
+def deployment(
+    ranks: int, device: str = "cuda", precision: str = "bf16", host: int = FAR
+) -> Deployment:
+    return Deployment(ranks, 50_257, precision, device, host)
 
 
-def settings(config: RunConfig, there: Place) -> dict[str, str]:
+def settings(config: RunConfig, there: Deployment) -> dict[str, str]:
     """By kind, in their order."""
     return {saving.kind: saving.setting for saving in savings(config, there)}
 
@@ -30,7 +32,7 @@ def gpt2(**overrides: Any) -> RunConfig:
 
 
 def test_every_kind_is_estimated_and_the_greatest_saving_comes_first() -> None:
-    config, there = gpt2(), place(8)
+    config, there = gpt2(), deployment(8)
     found = savings(config, there)
     assert [saving.bytes for saving in found] == sorted(
         (saving.bytes for saving in found), reverse=True
@@ -50,17 +52,17 @@ def test_every_kind_is_estimated_and_the_greatest_saving_comes_first() -> None:
 
 
 def test_what_is_refused_is_not_advised() -> None:
-    alone = settings(gpt2(launch__nproc_per_node=1), place(1))
+    alone = settings(gpt2(launch__nproc_per_node=1), deployment(1))
     assert {"tensor", "pipeline", "zero", "ranks"}.isdisjoint(alone), "one rank divides nothing"
     list_of_layers = gpt2(
         parallel__pipeline_model_parallel_size=2, parallel__pipeline_partition=[12, 12]
     )
-    assert "pipeline" not in settings(list_of_layers, place(8)), "the list has two entries"
+    assert "pipeline" not in settings(list_of_layers, deployment(8)), "the list has two entries"
     layers = {"model.num_layers": 3, "launch.nproc_per_node": "auto", "train.global_batch_size": 32}
     three = load_config("gpt2-tiny", layers)
     pipelined = load_config("gpt2-tiny", {**layers, "parallel.pipeline_model_parallel_size": 2})
-    assert "pipeline" in settings(three, place(4, precision="fp32"))
-    assert "pipeline" not in settings(pipelined, place(4, precision="fp32")), (
+    assert "pipeline" in settings(three, deployment(4, precision="fp32"))
+    assert "pipeline" not in settings(pipelined, deployment(4, precision="fp32")), (
         "four stages of three layers"
     )
 
@@ -68,7 +70,7 @@ def test_what_is_refused_is_not_advised() -> None:
 def test_every_configuration_that_is_advised_can_be_launched() -> None:
     from megacore.plan import advice
 
-    config, there = gpt2(), place(8)
+    config, there = gpt2(), deployment(8)
     for change in advice._changes(config, there):
         changed = advice._valid(config.model_dump(), change.values)
         if changed is not None and change.kind in settings(config, there):
@@ -77,20 +79,20 @@ def test_every_configuration_that_is_advised_can_be_launched() -> None:
 
 def test_an_odd_batch_is_lowered_to_a_divisor() -> None:
     odd = gpt2(train__micro_batch_size=9, train__global_batch_size=72)
-    assert settings(odd, place(8))["batch"] == "train.micro_batch_size: 9 -> 3"
+    assert settings(odd, deployment(8))["batch"] == "train.micro_batch_size: 9 -> 3"
 
 
 def test_recomputing_some_layers_can_become_all() -> None:
     some = gpt2(train__recompute="full", train__recompute_num_layers=3)
-    assert settings(some, place(8))["recompute"] == "train.recompute_num_layers: 3 -> null"
-    assert "recompute" not in settings(gpt2(train__recompute="full"), place(8))
-    attention = settings(gpt2(train__recompute="selective"), place(8))
+    assert settings(some, deployment(8))["recompute"] == "train.recompute_num_layers: 3 -> null"
+    assert "recompute" not in settings(gpt2(train__recompute="full"), deployment(8))
+    attention = settings(gpt2(train__recompute="selective"), deployment(8))
     assert attention["recompute"] == "train.recompute: selective -> full"
 
 
 def test_a_users_own_deepspeed_json_is_named() -> None:
     config = load_config("gpt2-345m-zero2", {"launch.nproc_per_node": 4})
-    advice = settings(config, place(4))["offload"]
+    advice = settings(config, deployment(4))["offload"]
     assert advice.startswith(
         "zero_optimization.stage of deepspeed.config: 2 -> 3, zero_optimization.offload_optimizer."
     )
@@ -104,14 +106,14 @@ def test_offloading_needs_a_gpu_and_main_memory() -> None:
         "gpt2-xl-zero3-offload",
         {"deepspeed.offload_optimizer": "none", "deepspeed.offload_param": "none"},
     )
-    assert "offload" in settings(config, place(1, precision="fp16"))
-    assert "offload" not in settings(config, place(1, precision="fp16", host=GIB))
-    assert "offload" not in settings(config, place(1, "cpu", "fp32"))
+    assert "offload" in settings(config, deployment(1, precision="fp16"))
+    assert "offload" not in settings(config, deployment(1, precision="fp16", host=GIB))
+    assert "offload" not in settings(config, deployment(1, "cpu", "fp32"))
 
 
 def test_on_a_cpu_fewer_ranks_share_its_memory() -> None:
     config = load_config("gpt2-tiny", {"launch.nproc_per_node": 2})
-    ranks = savings(config, place(2, "cpu", "fp32"))[0]
+    ranks = savings(config, deployment(2, "cpu", "fp32"))[0]
     assert ranks.setting == "launch.nproc_per_node: 2 -> 1"
     assert ranks.bytes == ranks.before.total - ranks.after.total / 2
     assert str(ranks).endswith(" MiB for each of them)")
@@ -121,13 +123,13 @@ def test_deepspeed_is_not_advised_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = settings(gpt2(), place(8))
+    found = settings(gpt2(), deployment(8))
     assert "offload" not in found
     assert found["zero"] == "parallel.use_distributed_optimizer: false -> true"
 
 
 def test_the_clause_has_the_prediction_by_part_and_three_settings() -> None:
-    config, there = gpt2(), place(8)
+    config, there = gpt2(), deployment(8)
     text = memory_advice(config, there, rank=3)
     assert text.startswith(
         f"predicted for rank 3: {parts_of(there.estimate(config))}; what helps most: "
@@ -139,7 +141,7 @@ def test_the_clause_has_the_prediction_by_part_and_three_settings() -> None:
 
 
 def test_the_prediction_is_that_of_the_ranks_own_stage() -> None:
-    config, there = gpt2(parallel__pipeline_model_parallel_size=2), place(8)
+    config, there = gpt2(parallel__pipeline_model_parallel_size=2), deployment(8)
     first, last = there.estimate(config, 0), there.estimate(config, 7)
     assert first.logits == 0 < last.logits
     assert there.estimate(config) in (first, last)

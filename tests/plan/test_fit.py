@@ -7,7 +7,7 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError
-from megacore.plan.advice import Place
+from megacore.plan.advice import Deployment
 from megacore.plan.memory import GIB
 from megacore.plan.preflight import Room, check_memory
 
@@ -44,10 +44,10 @@ def refusal(
     ranks: int = 4,
 ) -> str:
     """What is said where a rank has this many GiB."""
-    place = Place(ranks, VOCAB_SIZE, config.train.precision, device_type, int(host * GIB))
+    deployment = Deployment(ranks, VOCAB_SIZE, config.train.precision, device_type, int(host * GIB))
     room = Room(int(device * GIB), int(host * GIB), device_type, ranks)
     with pytest.raises(ConfigError) as caught:
-        check_memory(config, place.estimate(config), room, place)
+        check_memory(config, deployment.estimate(config), room, deployment)
     return str(caught.value)
 
 

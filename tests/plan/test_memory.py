@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 
 from megacore.config import RunConfig, load_config
+from megacore.config.deepspeed import zero_of
+from megacore.config.spec import ModelSpec
 from megacore.models.build import build_model
 from megacore.models.parameters import (
-    chunk_parameters,
     chunk_sizes,
-    layer_parameters,
-    padded_vocab_size,
+    layer_sizes,
     parameter_count,
 )
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
@@ -124,10 +124,10 @@ def test_parameters_of_every_family_are_counted(
     for chunk in chunks_of(config, VOCAB_SIZE):
         model = build_model(config, VOCAB_SIZE, mesh, device="meta", chunk=chunk)
         sizes = [parameter.numel() for parameter in model.parameters()]
-        assert sorted(chunk_sizes(config, VOCAB_SIZE, chunk, tp)) == sorted(sizes)
-        assert chunk_parameters(config, VOCAB_SIZE, chunk, tp) == sum(sizes)
+        counted = chunk_sizes(ModelSpec.of(config, VOCAB_SIZE), chunk, tp)
+        assert sorted(counted) == sorted(sizes)
     if tp == pp == 1:
-        assert parameter_count(config, VOCAB_SIZE) == sum(sizes)
+        assert parameter_count(ModelSpec.of(config, VOCAB_SIZE)) == sum(sizes)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_parameters_of_every_family_are_counted(
 def test_parameter_count_is_the_models(overrides: dict[str, object]) -> None:
     config = tiny(**overrides)
     model = build_model(config, VOCAB_SIZE, ProcessMesh.serial(), device="meta")
-    assert parameter_count(config, VOCAB_SIZE) == sum(
+    assert parameter_count(ModelSpec.of(config, VOCAB_SIZE)) == sum(
         parameter.numel() for parameter in model.parameters()
     )
 
@@ -155,18 +155,14 @@ def test_stages_hold_the_model_and_a_copy_of_the_word_embeddings(
     stages = estimate_stages(config, VOCAB_SIZE, "fp32", "cpu")
     hidden, ffn, vocab = 128, 512, 2048
     whole_on_each = 8 * (4 * hidden + 2 * hidden) + 128 * hidden + 2 * hidden
-    divided = parameter_count(config, VOCAB_SIZE) - whole_on_each
+    divided = parameter_count(ModelSpec.of(config, VOCAB_SIZE)) - whole_on_each
     copy = vocab * hidden // tp if pp > 1 else 0
     assert sum(stage.parameters for stage in stages) == whole_on_each + divided // tp + copy
-    assert (
-        layer_parameters(config.model, tp) * tp - layer_parameters(config.model)
-        == (tp - 1) * 6 * hidden
-    )
+    one_layer = sum(layer_sizes(config.model, tp))
+    assert one_layer * tp - sum(layer_sizes(config.model)) == (tp - 1) * 6 * hidden
     assert ffn == config.model.ffn_size
     if pp == 4:
-        assert (
-            stages[1].parameters == stages[2].parameters == 2 * layer_parameters(config.model, tp)
-        )
+        assert stages[1].parameters == stages[2].parameters == 2 * one_layer
 
 
 def in_flight(config: RunConfig, stage: int, data_parallel_size: int = 1) -> float:
@@ -243,13 +239,16 @@ def test_fewer_layers_to_recompute_keep_more() -> None:
 
 def test_345m() -> None:
     config = load_config("gpt2-345m")
-    assert padded_vocab_size(config, 50_257) == 50_304
-    assert parameter_count(config, 50_257) == 354_871_296
+    assert config.model.padded_vocab_size(50_257) == 50_304
+    assert config.model.padded_vocab_size(50_304) == 50_304
+    wider = config.model.model_copy(update={"make_vocab_size_divisible_by": 1024})
+    assert wider.padded_vocab_size(50_257) == 51_200
+    assert parameter_count(ModelSpec.of(config, 50_257)) == 354_871_296
 
 
 def test_bytes_per_parameter() -> None:
     config = load_config("gpt2-345m")
-    count = parameter_count(config, 50_257)
+    count = parameter_count(ModelSpec.of(config, 50_257))
     for precision, expected in (("fp32", 16), ("bf16", 18), ("fp16", 18)):
         estimate = estimate_memory(config, 50_257, precision, "cuda")
         assert estimate.weights + estimate.gradients + estimate.optimizer == expected * count
@@ -356,4 +355,4 @@ def test_what_recomputation_keeps_may_be_divided_or_leave() -> None:
     ],
 )
 def test_an_engine_is_named_with_its_stage(config: RunConfig, name: str) -> None:
-    assert engine_name(config) == name
+    assert engine_name(config.engine, zero_of(config)) == name

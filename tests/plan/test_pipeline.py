@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from megacore.config import RunConfig, load_config
+from megacore.config.spec import ModelSpec
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Gpu, Hardware
 from megacore.models.parameters import parameter_count
@@ -39,7 +40,7 @@ def test_serial() -> None:
     plan = plan_pipeline(conf(launch__nproc_per_node=1), 8192, CPU)
     assert (plan.layout.shape, plan.micro_batches) == ((1, 1, 1), 8)
     assert plan.timeline.bubble_fraction == plan.equal_bubble == 0
-    assert plan.memory[0].parameters == parameter_count(plan.config, 8192)
+    assert plan.memory[0].parameters == parameter_count(ModelSpec.of(plan.config, 8192))
     assert "│     0 │ embedding, 0-7, head │" in shown(plan)
     assert plan.summary().startswith(
         "tensor 1 x pipeline 1 x data 1 = 1 rank; 8 micro batches of 2"

@@ -3,6 +3,7 @@ import pytest
 from megacore.config import RunConfig, load_config
 from megacore.hardware import Gpu, Hardware
 from megacore.observe.flops import TransformerShape, step_flops
+from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.throughput import (
     assumed_flops_per_second,
     pipeline_slowdown,
@@ -78,27 +79,31 @@ def test_stages_share_the_operations(recompute: str, pp: int, v: int, partition:
         assert each[0] == 5 * (sum(each) - 3 * shape.logits_forward) // 8
 
 
+def recomputed(config: RunConfig) -> tuple[int, int]:
+    return recomputed_layers(chunks_of(config, 8192), config.train.recompute_num_layers)
+
+
 def test_the_first_layers_of_each_chunk_recompute() -> None:
     some = {"train__recompute": "full", "train__recompute_num_layers": 2}
-    assert recomputed_layers(stages(1, **some), 8192) == (2, 0)
-    assert recomputed_layers(stages(4, **some, parallel__pipeline_partition="uniform"), 8192) == (
-        8,
-        0,
-    )
-    assert recomputed_layers(
-        stages(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1]), 8192
-    ) == (6, 0)
-    assert recomputed_layers(stages(2, train__recompute="full"), 8192) == (8, 0)
+    assert recomputed(stages(1, **some)) == (2, 0)
+    assert recomputed(stages(4, **some, parallel__pipeline_partition="uniform")) == (8, 0)
+    assert recomputed(stages(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1])) == (6, 0)
+    assert recomputed(stages(2, train__recompute="full")) == (8, 0)
 
 
 def test_days_count_the_bubble_and_the_slowest_stage() -> None:
     """64 samples in micro batches of 2 on 2 replicas are 16 micro batches."""
-    assert pipeline_slowdown(stages(1), 8192, 2) == 1.0
+
+    def slowdown(config: RunConfig) -> float:
+        chunks = config.parallel.virtual_pipeline_model_parallel_size
+        return pipeline_slowdown(stage_flops(config, 1), 16, chunks)
+
+    assert slowdown(stages(1)) == 1.0
     even = {"parallel__pipeline_partition": "uniform", "model__make_vocab_size_divisible_by": 1}
-    assert pipeline_slowdown(stages(4, **even), 1, 2) == pytest.approx(1 + 3 / 16, rel=0.01)
-    assert pipeline_slowdown(stages(4, 2, **even), 1, 2) == pytest.approx(1 + 3 / 32, rel=0.01)
+    assert slowdown(stages(4, **even)) == pytest.approx(1 + 3 / 16, rel=0.01)
+    assert slowdown(stages(4, 2, **even)) == pytest.approx(1 + 3 / 32, rel=0.01)
     uneven = stages(2, parallel__pipeline_partition=[6, 2], model__make_vocab_size_divisible_by=1)
-    assert pipeline_slowdown(uneven, 1, 2) == pytest.approx(1.5 * (1 + 1 / 16), rel=0.01)
+    assert slowdown(uneven) == pytest.approx(1.5 * (1 + 1 / 16), rel=0.01)
     days = training_days(stages(4, **even), 1, 1e12, data_parallel_size=2)
     assert days == pytest.approx(training_days(stages(1, **even), 1, 1e12) * (1 + 3 / 16), rel=0.01)
 

@@ -15,30 +15,30 @@ def test_vocabulary_size_from_files(tmp_path: Path) -> None:
     choice = {"kind": "gpt2-bpe", "vocab_file": str(vocab), "merge_file": str(merges)}
     config = load_config("gpt2-tiny", {"data.tokenizer": choice})
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.merge_file.*merges\.txt is no file"):
-        expected_vocab_size(config)
+        expected_vocab_size(config.data.tokenizer)
     merges.write_text("#version: 0.2\n")
     with pytest.raises(
         ConfigError, match=r"data\.tokenizer\.vocab_file.*vocab\.json cannot be read"
     ):
-        expected_vocab_size(config)
+        expected_vocab_size(config.data.tokenizer)
     vocab.write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2}))
-    assert expected_vocab_size(config) == 3
+    assert expected_vocab_size(config.data.tokenizer) == 3
     tokenizer = {
         "model": {"vocab": {"a": 0, "b": 1}},
         "added_tokens": [{"content": "b"}, {"content": "<|endoftext|>"}],
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     local = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path)}})
-    assert expected_vocab_size(local) == 3
+    assert expected_vocab_size(local.data.tokenizer) == 3
     gone = load_config(
         "gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path / "typo.json")}}
     )
     with pytest.raises(
         ConfigError, match=r"data\.tokenizer\.name: the vocabulary .*typo\.json cannot be read"
     ):
-        expected_vocab_size(gone)
-    assert expected_vocab_size(load_config("gpt2-tiny")) == 8192
-    assert expected_vocab_size(load_config("gpt2-345m")) == 50_257
+        expected_vocab_size(gone.data.tokenizer)
+    assert expected_vocab_size(load_config("gpt2-tiny").data.tokenizer) == 8192
+    assert expected_vocab_size(load_config("gpt2-345m").data.tokenizer) == 50_257
 
 
 def test_word_piece_has_an_entry_per_line(tmp_path: Path) -> None:
@@ -50,9 +50,9 @@ def test_word_piece_has_an_entry_per_line(tmp_path: Path) -> None:
         ConfigError,
         match=r"data\.tokenizer\.vocab_file: the vocabulary .*vocab\.txt cannot be read",
     ):
-        expected_vocab_size(config)
+        expected_vocab_size(config.data.tokenizer)
     vocab.write_text("[PAD]\n[SEP]\na\u2028b\n", encoding="utf-8")
-    assert expected_vocab_size(config) == 3
+    assert expected_vocab_size(config.data.tokenizer) == 3
 
 
 def test_sentence_piece_says_how_many_pieces_it_has(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_sentence_piece_says_how_many_pieces_it_has(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data\.tokenizer\.model_file: the model .*m\.model cannot be read"
     ):
-        expected_vocab_size(config)
+        expected_vocab_size(config.data.tokenizer)
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat on the mat", "a dog ate the cat"] * 20),
@@ -72,7 +72,7 @@ def test_sentence_piece_says_how_many_pieces_it_has(tmp_path: Path) -> None:
         minloglevel=2,
     )
     model.write_bytes(written.getvalue())
-    assert expected_vocab_size(config) == 16
+    assert expected_vocab_size(config.data.tokenizer) == 16
 
 
 def test_sentinels_are_counted(tmp_path: Path) -> None:
@@ -88,4 +88,4 @@ def test_sentinels_are_counted(tmp_path: Path) -> None:
             config = load_config(
                 "gpt2-tiny", {"data.tokenizer": {**choice, "vocab_extra_ids": extra}}
             )
-            assert expected_vocab_size(config) == entries + extra
+            assert expected_vocab_size(config.data.tokenizer) == entries + extra

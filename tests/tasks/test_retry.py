@@ -202,7 +202,7 @@ def test_a_stop_on_request_is_a_state_of_its_own(
 ) -> None:
     error = TrainingStoppedError("training stopped at iteration 40 of 100")
     task: Any = FakeTask(error, retries=UNLIMITED_RETRIES)
-    with _pipeline.Pipeline(run.config) as pipeline:
+    with _pipeline.StageRunner(run.config) as pipeline:
         pipeline.stage(task)
     assert [row["outcome"] for row in reported] == ["stopped"]
     assert task.options["retries"] == UNLIMITED_RETRIES
@@ -215,7 +215,7 @@ def test_a_stop_on_request_is_a_state_of_its_own(
 
 def test_a_failure_stays_one(reported: list[dict[str, str]], run: FakeRun) -> None:
     task: Any = FakeTask(LOST)
-    with pytest.raises(RankLostError), _pipeline.Pipeline(run.config) as pipeline:
+    with pytest.raises(RankLostError), _pipeline.StageRunner(run.config) as pipeline:
         pipeline.stage(task)
     assert [row["outcome"] for row in reported] == ["failed"]
     assert task.options["retries"] == run.config.launch.retries

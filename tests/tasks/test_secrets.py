@@ -50,7 +50,7 @@ def test_prefect_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         _pipeline, "create_markdown_artifact", lambda text, **values: shown.append(text)
     )
-    _pipeline.Pipeline.start(config_with_secrets())
+    _pipeline.StageRunner.start(config_with_secrets())
     assert "***@host/a.jsonl" in shown[0]
     assert CANARY not in shown[0]
 

@@ -9,17 +9,13 @@ from torch import Tensor
 
 from megacore.parallel.mesh import ALONE
 from megacore.tensor_parallel import mappings
-from megacore.tensor_parallel import mappings as sequence_parallel
 from tests._tensor_ranks import random
 
 PAIRS = [
-    mappings.copy_to_tensor_parallel_region,
     mappings.reduce_from_tensor_parallel_region,
     mappings.gather_from_tensor_parallel_region,
     mappings.gather_within_tensor_parallel_region,
-    sequence_parallel.scatter_to_sequence_parallel_region,
-    sequence_parallel.gather_from_sequence_parallel_region,
-    sequence_parallel.reduce_scatter_to_sequence_parallel_region,
+    mappings.reduce_scatter_to_sequence_parallel_region,
 ]
 Found = list[dict[str, Tensor]]
 
@@ -47,13 +43,6 @@ def _total(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-def test_copy_sums_gradients(ranks: list[dict[str, Any]]) -> None:
-    found = _found(ranks, mappings.copy_to_tensor_parallel_region)
-    for part, x in zip(found, _inputs(ranks), strict=True):
-        assert torch.equal(part["y"], x)
-        torch.testing.assert_close(part["x"], _total(_grads(found)))
-
-
 def test_reduce_sums_and_hands_gradients_on(ranks: list[dict[str, Any]]) -> None:
     for part in _found(ranks, mappings.reduce_from_tensor_parallel_region):
         torch.testing.assert_close(part["y"], _total(_inputs(ranks)))
@@ -61,15 +50,11 @@ def test_reduce_sums_and_hands_gradients_on(ranks: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.parametrize(
-    ("mapping", "dim"),
-    [
-        (mappings.gather_from_tensor_parallel_region, -1),
-        (mappings.gather_within_tensor_parallel_region, -1),
-        (sequence_parallel.gather_from_sequence_parallel_region, 1),
-    ],
+    "mapping",
+    [mappings.gather_from_tensor_parallel_region, mappings.gather_within_tensor_parallel_region],
 )
 def test_gather_joins_and_its_gradient_takes_apart(
-    ranks: list[dict[str, Any]], mapping: Callable[..., Tensor], dim: int
+    ranks: list[dict[str, Any]], mapping: Callable[..., Tensor]
 ) -> None:
     found = _found(ranks, mapping)
     if mapping is mappings.gather_from_tensor_parallel_region:
@@ -77,19 +62,12 @@ def test_gather_joins_and_its_gradient_takes_apart(
     else:
         whole = _total(_grads(found))
     for rank, part in enumerate(found):
-        assert torch.equal(part["y"], torch.cat(_inputs(ranks), dim))
-        torch.testing.assert_close(part["x"], whole.chunk(len(ranks), dim)[rank])
+        assert torch.equal(part["y"], torch.cat(_inputs(ranks), -1))
+        torch.testing.assert_close(part["x"], whole.chunk(len(ranks), -1)[rank])
 
 
 def test_reduce_scatter_sums_and_its_gradient_joins(ranks: list[dict[str, Any]]) -> None:
-    found = _found(ranks, sequence_parallel.reduce_scatter_to_sequence_parallel_region)
+    found = _found(ranks, mappings.reduce_scatter_to_sequence_parallel_region)
     for rank, part in enumerate(found):
         torch.testing.assert_close(part["y"], _total(_inputs(ranks)).chunk(len(ranks), 1)[rank])
         assert torch.equal(part["x"], torch.cat(_grads(found), 1))
-
-
-def test_scatter_takes_apart_and_its_gradient_joins(ranks: list[dict[str, Any]]) -> None:
-    found = _found(ranks, sequence_parallel.scatter_to_sequence_parallel_region)
-    for rank, part in enumerate(found):
-        assert torch.equal(part["y"], _inputs(ranks)[rank].chunk(len(ranks), 1)[rank])
-        assert torch.equal(part["x"], torch.cat([random("g", *part["y"].shape)] * len(ranks), 1))

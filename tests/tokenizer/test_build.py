@@ -9,7 +9,7 @@ from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenize
 from megacore.config.spec import SpecialTokens
 from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError, DownloadError
-from megacore.tokenizer import load_tokenizer, padded_vocab_size
+from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer, fingerprint
 
 TEXT = "def größe(n):\n    return n<|endoftext|>x 💡\n"
@@ -261,9 +261,3 @@ def test_unreachable_hub_is_a_download_error(
 def test_damaged_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"tokenizer_config\.json is missing or damaged"):
         load_tokenizer(tmp_path)
-
-
-def test_padding_follows_the_layout() -> None:
-    assert padded_vocab_size(50257, 128) == 50304
-    assert padded_vocab_size(50257, 1024) == 51200
-    assert padded_vocab_size(8192, 128) == 8192

@@ -98,7 +98,7 @@ def test_scoring_names_its_batch() -> None:
     )
     with (
         pytest.raises(MemoryExhaustedError, match=message),
-        scoring_memory_errors(tiny_config(), 1),
+        scoring_memory_errors(tiny_config().evaluate.micro_batch_size, 1),
     ):
         raise MemoryError
 

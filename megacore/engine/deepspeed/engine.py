@@ -1,9 +1,7 @@
-"""What DeepSpeed's engines with and without pipeline stages have in common.
+"""DeepSpeed's engine: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al. 2021).
 
-The engine that DeepSpeed carries out: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al.
-2021).
-
-Models, data, events and checkpoints are those of the native engine.
+`DeepSpeedBase` is what it has in common with the one of pipeline stages in `pipeline.py`. Models,
+data, events and checkpoints are those of the native engine.
 """
 
 import math
@@ -98,14 +96,16 @@ class DeepSpeedBase(StageEngine, ABC):
         (model,) = self._stage.chunks
         prepare_parameters(model, mesh)
         self._adam, self._moments = make_adam(
-            self._stage.named_parameters, config, compiled=compiled_adam
+            self._stage.named_parameters,
+            config.optim,
+            compiled=compiled_adam and zero_of(config).offload_optimizer != "none",
         )
-        checkpoint_activations(model, config, self._settings, mpu)
-        self._engine, optimizer = self._initialize(mpu, vocab_size)
+        checkpoint_activations(model, config.family, self._settings, mpu)
+        self._engine, optimizer = self._initialize(mpu)
         self._take_over(optimizer, ModelSpec.of(config, vocab_size), mpu)
 
     @abstractmethod
-    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
+    def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
         """DeepSpeed's engine of the stage, and what it made of our optimizer."""
 
     can_withhold = False
@@ -274,7 +274,7 @@ class MicroBatch(nn.Module):
 class DeepSpeedEngine(DeepSpeedBase):
     """Implements `megacore.engine.base.Engine` for models without pipeline stages."""
 
-    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
+    def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
         (model,) = self._stage.chunks
         engine, optimizer, _, _ = import_deepspeed().initialize(
             model=MicroBatch(model, self._stage.rules),

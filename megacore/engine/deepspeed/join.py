@@ -1,9 +1,7 @@
 """What a DeepSpeed engine needs before it can be made, with and without a pipeline.
 
-The one way to import deepspeed: for the hardware that is here, quietly, and so that no rank
-compiles anything.
-
-The process mesh as DeepSpeed asks for it: the methods of Megatron-LM's `mpu`.
+`import_deepspeed` is the one way to import it: for the hardware that is here, quietly, and so that
+no rank compiles anything. `MeshUnit` is the process mesh with the methods of Megatron-LM's `mpu`.
 """
 
 import logging
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megacore.config.run import RunConfig
+from megacore.config.model import Family
 from megacore.engine.deepspeed.settings import NEVER
 from megacore.models.layers.transformer import TransformerLayer
 from megacore.parallel.collectives import all_reduce
@@ -30,6 +28,14 @@ from megacore.tensor_parallel import partial_gradients, partitions
 _COMPILED_ON_THE_WAY = "deepspeed_shm_comm"
 """An operator for sums on one host's CPUs, which DeepSpeed otherwise compiles when it joins the
 ranks."""
+_REPORTS = (
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "flops_profiler",
+    "comms_logger",
+)
+"""Settings that write to DeepSpeed's log."""
 
 
 @cache
@@ -106,16 +112,6 @@ def _with_group(own: ParallelGroup, layout: RankLayout, axis: str) -> ParallelGr
     return own
 
 
-_REPORTS = (
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "flops_profiler",
-    "comms_logger",
-)
-"""Settings that write to DeepSpeed's log."""
-
-
 def join_ranks() -> None:
     """Let DeepSpeed use the process group that is there.
 
@@ -154,7 +150,7 @@ def prepare_parameters(model: nn.Module, mesh: ProcessMesh) -> None:
 
 
 def checkpoint_activations(
-    model: nn.Module, config: RunConfig, settings: dict[str, Any], mpu: Any
+    model: nn.Module, family: Family, settings: dict[str, Any], mpu: Any
 ) -> None:
     """Let layers that recompute all do it DeepSpeed's way.
 
@@ -164,7 +160,7 @@ def checkpoint_activations(
     output.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    if config.family == "t5" or not any(layer.recompute == "full" for layer in layers):
+    if family == "t5" or not any(layer.recompute == "full" for layer in layers):
         return
     checkpointing = import_deepspeed().checkpointing
     # What lies in main memory already must stay: moving it there would empty it.

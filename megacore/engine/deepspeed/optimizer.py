@@ -1,9 +1,7 @@
-"""Adam as a DeepSpeed engine steps it.
+"""Adam and the dynamic loss scale as a DeepSpeed engine steps them.
 
-torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU.
-
-DeepSpeed's dynamic loss scale, in the words of a checkpoint, which the native engine reads and
-writes too.
+Adam is torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU. The loss scale's
+state has the form of a checkpoint, which the native engine reads and writes too.
 """
 
 import math
@@ -13,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.config.deepspeed import zero_of
-from megacore.config.optim import LossScaleConfig
-from megacore.config.run import RunConfig
+from megacore.config.optim import LossScaleConfig, OptimConfig
 from megacore.engine.deepspeed.join import import_deepspeed
 from megacore.engine.deepspeed.state import Moments, shape_of
 from megacore.models.stage import Stage
@@ -28,7 +24,7 @@ _DECAYS = "decays"
 
 
 def make_adam(
-    parameters: Mapping[str, nn.Parameter], config: RunConfig, *, compiled: bool
+    parameters: Mapping[str, nn.Parameter], optim: OptimConfig, *, compiled: bool
 ) -> tuple[torch.optim.Optimizer, Moments]:
     """AdamW over all parameters, and its state.
 
@@ -36,8 +32,8 @@ def make_adam(
 
     Args:
         parameters: by global name.
-        config: the run.
-        compiled: whether DeepSpeed's own Adam for the CPU is there to be loaded.
+        optim: betas and epsilon.
+        compiled: make it DeepSpeed's own Adam for the CPU, of what is offloaded.
     """
     shapes = {
         name: torch.empty(shape_of(parameter), device="meta")
@@ -47,7 +43,6 @@ def make_adam(
         {"params": [parameters[name] for name in group.names], _DECAYS: group.decays}
         for group in param_groups(shapes.items())
     ]
-    optim = config.optim
     values: dict[str, Any] = {
         "lr": 0.0,
         "betas": (optim.adam_beta1, optim.adam_beta2),
@@ -55,7 +50,7 @@ def make_adam(
         "weight_decay": 0.0,
     }
     adam: torch.optim.Optimizer
-    if compiled and zero_of(config).offload_optimizer != "none":
+    if compiled:
         import_deepspeed()
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megacore.engine.deepspeed.engine import DeepSpeedBase
 from megacore.engine.deepspeed.join import MeshUnit, import_deepspeed
 from megacore.models.stage import Stage
-from megacore.pipeline_parallel.partition import copied_parameters
 
 
 class StageLayer(nn.Module):
@@ -76,14 +75,14 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
 
     _seeds: Sequence[int] = ()
 
-    def _initialize(self, mpu: MeshUnit, vocab_size: int) -> tuple[Any, Any]:
+    def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
         # With sequence parallelism tensor-parallel ranks do not hold the same, of which each could
         # send a part.
         same = not self._config.parallel.sequence_parallel
         self._settings["pipeline"] = {"pipe_partitioned": same, "grad_partitioned": same}
         self._layer = StageLayer(self._stage)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers
-            module = self._module(vocab_size)
+            module = self._module()
         engine, optimizer, _, _ = import_deepspeed().initialize(
             model=module, optimizer=self._adam, config=self._settings
         )
@@ -114,7 +113,7 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         """
         return self._stage.loss_sum(batches, sizes)
 
-    def _module(self, vocab_size: int) -> Any:
+    def _module(self) -> Any:
         """The stages as PipelineModule wants them.
 
         Of every stage as many layers, of which this rank's are real.
@@ -124,10 +123,7 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         layout, own = self._mesh.layout, self._mesh.pipeline_parallel.rank
-        parameters, copied = (
-            self._stage.named_parameters,
-            copied_parameters(self._config, vocab_size),
-        )
+        parameters, copied = self._stage.named_parameters, self._stage.copied_parameters
         layers: list[Any] = []
         for stage in range(layout.pipeline):
             for name, holders in copied.items():

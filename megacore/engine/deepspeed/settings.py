@@ -12,7 +12,10 @@ from megacore.foreign.deepspeed_keys import PACKAGES
 from megacore.foreign.files import nested
 
 if TYPE_CHECKING:
+    from megacore.config.optim import LossScaleConfig
+    from megacore.config.parallel import ParallelConfig
     from megacore.config.run import RunConfig
+    from megacore.config.train import TrainConfig
 
 NEVER = sys.maxsize
 """Steps between DeepSpeed's own log lines, which its pipeline engine must be told."""
@@ -49,10 +52,10 @@ def deepspeed_settings(
             "zero_allow_untested_optimizer": True,
             # Which Adam an offloaded optimizer has is decided by deepspeed.cpu_adam.
             "zero_force_ds_cpu_optimizer": False,
-            **_buckets(config, asked),
+            **_buckets(config.parallel, asked),
             **_without_idle_blocks(passed, asked, device_type),
-            **_batch(config, data_parallel_size),
-            **_precision(config, precision),
+            **_batch(config.train, data_parallel_size),
+            **_precision(config.optim.loss_scale, precision),
             "data_types.grad_accum_dtype": accumulation,
             "communication_data_type": config.parallel.grad_reduce_dtype,
             "gradient_clipping": config.optim.clip_grad,
@@ -60,20 +63,20 @@ def deepspeed_settings(
     )
 
 
-def _buckets(config: "RunConfig", asked: Asked) -> dict[str, int]:
+def _buckets(parallel: "ParallelConfig", asked: Asked) -> dict[str, int]:
     """The section's bucket of gradients.
 
     Where a JSON leaves it out, DeepSpeed has a default of its own.
     """
     if asked.in_file:
         return {}
-    bucket = int(config.parallel.grad_reduce_bucket_mb * 2**20 / 4)
+    bucket = int(parallel.grad_reduce_bucket_mb * 2**20 / 4)
     return {"zero_optimization.reduce_bucket_size": bucket}
 
 
-def _batch(config: "RunConfig", data_parallel_size: int) -> dict[str, int]:
+def _batch(train: "TrainConfig", data_parallel_size: int) -> dict[str, int]:
     """Of the whole global batch, which a ramp-up reaches at its end."""
-    total, micro = config.train.global_batch_size, config.train.micro_batch_size
+    total, micro = train.global_batch_size, train.micro_batch_size
     return {
         "train_batch_size": total,
         "train_micro_batch_size_per_gpu": micro,
@@ -81,10 +84,9 @@ def _batch(config: "RunConfig", data_parallel_size: int) -> dict[str, int]:
     }
 
 
-def _precision(config: "RunConfig", precision: str) -> dict[str, Any]:
+def _precision(scale: "LossScaleConfig", precision: str) -> dict[str, Any]:
     if precision != "fp16":
         return {"fp16.enabled": False, "bf16.enabled": precision == "bf16"}
-    scale = config.optim.loss_scale
     return {
         "bf16.enabled": False,
         "fp16.enabled": True,

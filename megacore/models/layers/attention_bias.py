@@ -1,6 +1,7 @@
 """What is added to attention's scores: masks, and biases that depend on distance.
 
-T5's relative position bias (Raffel et al. 2019, arXiv:1910.10683, section 2.1).
+These are ALiBi's slopes and T5's relative position bias (Raffel et al. 2019, arXiv:1910.10683,
+section 2.1).
 """
 
 import math

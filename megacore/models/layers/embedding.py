@@ -1,7 +1,7 @@
-"""Embeddings of tokens, positions and segments.
+"""Embeddings of tokens, positions and segments, the output layer, and rotary tables.
 
-Rotary position embedding (Su et al. 2021, arXiv:2104.09864), on halves of a head as GPT-NeoX and
-Llama have it.
+Rotary position embedding (Su et al. 2021, arXiv:2104.09864) is on halves of a head, as in GPT-NeoX
+and Llama.
 """
 
 from contextlib import nullcontext

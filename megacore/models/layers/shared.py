@@ -1,6 +1,6 @@
-"""What all layers of a stack have in common for one micro batch; it is made once.
+"""What all layers of a stage have in common for one micro batch; it is made once.
 
-Keys and values of the tokens that a model has read: generation computes each of them once.
+Generation adds the keys and values of the tokens that the model has read: each is computed once.
 """
 
 from dataclasses import dataclass
