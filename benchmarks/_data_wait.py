@@ -22,7 +22,7 @@ from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.ranks.process import set_up_arithmetic
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
 
 ITERATIONS, INTERVAL, SAMPLES = 20, 5, 4

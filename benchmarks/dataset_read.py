@@ -30,7 +30,7 @@ from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
 from megacore.data.sampler import PrefetchingIterator, micro_batches
 from megacore.data.samples import empty_batch
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 
 SEED = 1234
 VOCAB_SIZE = 50257

@@ -18,7 +18,6 @@ from megacore.config.data import (
     TrainBpeTokenizer,
     holds_tokens,
 )
-from megacore.config.deepspeed_checks import check_deepspeed
 from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelLayout, check_layout
@@ -68,9 +67,11 @@ def check_sections(config: "RunConfig") -> None:
     )
     if ranks is not None and launch.kind in ("slurm", "kubernetes"):
         ranks = None if launch.elastic else ranks * (launch.node_range or (1, 1))[0]
-    check_deepspeed(
-        config, None if ranks is None else ParallelLayout.of(config.parallel, ranks).data
-    )
+    if config.engine == "deepspeed":
+        from megacore.config.deepspeed_checks import check_deepspeed
+
+        layout = None if ranks is None else ParallelLayout.of(config.parallel, ranks)
+        check_deepspeed(config, None if layout is None else layout.data)
     check_layout(config, ranks)
 
 

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from megacore.config.base import Section, unkeyed
-from megacore.foreign.deepspeed import pretraining_keys, read_keys
-from megacore.foreign.deepspeed_keys import AUTO
-from megacore.foreign.files import shown
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
@@ -127,6 +124,7 @@ def asked_of(config: "RunConfig") -> Asked:
         if value != DeepSpeedConfig.model_fields[name].default
     }
     values: dict[str, Any] = {}
+    autos: frozenset[str] = frozenset()
     if section.config is None:
         values = {key: value for name, value in changed.items() for key in FIELDS[name]}
     elif isinstance(section.config, str):
@@ -135,12 +133,15 @@ def asked_of(config: "RunConfig") -> Asked:
             "content of the file, or load the configuration from its YAML"
         )
     else:
+        from megacore.foreign.deepspeed import read_keys
+        from megacore.foreign.deepspeed_keys import AUTO
+
         values = dict(read_keys(section.config))
         for name, value in changed.items():
             _fill(values, name, value)
-    autos = frozenset(key for key, value in values.items() if value == AUTO)
-    values |= _by_width(autos, values, config.model.hidden_size)
-    values = {key: value for key, value in values.items() if value != AUTO}
+        autos = frozenset(key for key, value in values.items() if value == AUTO)
+        values |= _by_width(autos, values, config.model.hidden_size)
+        values = {key: value for key, value in values.items() if value != AUTO}
     values.setdefault(f"{_ZERO}.stage", int(config.parallel.use_distributed_optimizer))
     return Asked(values, autos, section.config is not None)
 
@@ -150,6 +151,9 @@ def _fill(values: dict[str, Any], name: str, value: Any) -> None:
 
     Raises ValueError where it says otherwise.
     """
+    from megacore.foreign.deepspeed_keys import AUTO
+    from megacore.foreign.files import shown
+
     keys = FIELDS[name]
     present = [key for key in keys if key in values]
     if not present:
@@ -188,6 +192,8 @@ def with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
     content = section.get("config") if isinstance(section, dict) else None
     if values.get("engine") != "deepspeed" or not isinstance(content, dict):
         return values
+    from megacore.foreign.deepspeed import read_keys
+
     train = values.get("train")
     precision = train.get("precision") if isinstance(train, dict) else None
     merged = copy.deepcopy(dict(values))
@@ -207,6 +213,8 @@ def _defaults(
     said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """Fields of optim, and what DeepSpeed takes for the keys that a JSON does not have."""
+    from megacore.foreign.deepspeed import pretraining_keys
+
     known = pretraining_keys().definitions
     silent = {key: known.default(key) for key in known.keys if key not in said}
     if "optimizer.params.max_grad_norm" not in said and "gradient_clipping" in silent:

@@ -6,19 +6,19 @@ That is one data set, a blend, or several as a whole.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megacore.config.data import DataConfig
 from megacore.config.model import Family, ModelConfig
 from megacore.config.run import RunConfig
-from megacore.data.fim import FimDataset
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_directory import IndexDescription, member_directory, read_description
 from megacore.data.index_options import SentenceOptions
 from megacore.data.samples import BlendedDataset, ConcatDataset, Dataset, MemberDataset
-from megacore.data.sentence_dataset import MaskedLmDataset, T5Dataset
 from megacore.errors import DataFormatError
-from megacore.tokenizer import load_tokenizer
-from megacore.tokenizer.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from megacore.tokenizer.vocabulary import Vocabulary
 
 
 def open_split(
@@ -50,6 +50,9 @@ def open_split(
     dataset = opener.split(index_directory, split_name)
     if config.data.fim is None or split_name != "train":
         return dataset
+    from megacore.data.fim import FimDataset
+    from megacore.tokenizer import load_tokenizer
+
     capacity = config.data.seq_length + opener.description.options.extra
     tokenizer = load_tokenizer(tokenizer_directory)
     return FimDataset(dataset, tokenizer, config.data.fim, seed=config.seed, capacity=capacity)
@@ -113,7 +116,7 @@ class MemberOpener:
     """How samples are made."""
     description: IndexDescription
     """Of the run's maps."""
-    vocabulary: Vocabulary | None
+    vocabulary: "Vocabulary | None"
     """Of samples of sentences."""
 
     @classmethod
@@ -128,6 +131,8 @@ class MemberOpener:
         description = describe(token_prefixes, index_directory, config)
         vocabulary = None
         if config.family != "gpt":
+            from megacore.tokenizer.vocabulary import Vocabulary
+
             vocabulary = Vocabulary.load(tokenizer_directory, config.family, config.data)
         return cls(token_prefixes, config, description, vocabulary)
 
@@ -183,6 +188,8 @@ class MemberOpener:
                 add_extra_token=options.add_extra_token,
                 keeps_partial=options.keeps_partial(split_name),
             )
+        from megacore.data.sentence_dataset import MaskedLmDataset, T5Dataset
+
         if self.config.family == "bert":
             return MaskedLmDataset(
                 prefix,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from megacore.config.deepspeed_checks import check_deepspeed
 from megacore.config.hostfile import hosts_of, local_slots
 from megacore.config.launch import LaunchConfig
 from megacore.config.parallel import check_layout
@@ -30,7 +29,10 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
     padded = None if vocab_size is None else config.model.padded_vocab_size(vocab_size)
     try:
         layout = check_layout(config, ranks, padded)
-        check_deepspeed(config, layout.data)
+        if config.engine == "deepspeed":
+            from megacore.config.deepspeed_checks import check_deepspeed
+
+            check_deepspeed(config, layout.data)
     except ValueError as error:
         raise ParallelLayoutError(str(error)) from error
     return RankLayout(data=layout.data, pipeline=layout.pipeline, tensor=layout.tensor)

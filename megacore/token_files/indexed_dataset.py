@@ -10,7 +10,8 @@ A tokens directory stands for its own pair of files, or for those of the members
 
 import json
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,51 @@ import numpy.typing as npt
 
 from megacore.artifact.files import write_json
 from megacore.errors import DataFormatError
-from megacore.token_files.indexed_dataset_writer import (
-    DTYPES,
-    FORMAT_VERSION,
-    HEADER,
-    MAGIC,
-    UINT16_LIMIT,
-    IndexedDatasetWriter,
-    bin_path,
-    blocks,
-    idx_path,
-    token_dtype,
-)
 
-__all__ = [
-    "DTYPES",
-    "FORMAT_VERSION",
-    "HEADER",
-    "MAGIC",
-    "UINT16_LIMIT",
-    "IndexedDataset",
-    "IndexedDatasetWriter",
-    "bin_path",
-    "idx_path",
-    "token_dtype",
-]
+MAGIC = b"MMIDIDX\x00\x00"
+FORMAT_VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+"""By code in the header."""
+UINT16_LIMIT = 65500
+"""Vocabularies below this many entries are stored as u16, others as i32."""
+MAX_LENGTH = 2**31 - 1
+"""Tokens of a sequence: its length is an i32."""
+_BLOCK = 1 << 20
+"""Rows that are checked or written at a time: temporaries stay small for any number of
+sequences."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that tokens of a vocabulary are stored in."""
+    return DTYPES[8] if vocab_size < UINT16_LIMIT else DTYPES[4]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """Where the tokens of `prefix` are."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """Where the index of `prefix` is."""
+    return Path(f"{prefix}.idx")
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """The rows 0 … count-1 in slices of bounded size."""
+    for start in range(0, count, _BLOCK):
+        yield slice(start, min(start + _BLOCK, count))
+
+
 BLEND_VERSION = 1
 """Of the blend stage; raised when it produces something else."""
 MEMBERS_NAME = "members.json"

@@ -5,68 +5,33 @@ Both files are written under temporary names and renamed when they are whole, `.
 
 import hashlib
 import os
-import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import sync_directory, workspace_errors
 from megacore.errors import DataFormatError
+from megacore.token_files.indexed_dataset import (
+    DTYPES,
+    FORMAT_VERSION,
+    HEADER,
+    MAGIC,
+    MAX_LENGTH,
+    IndexedDataset,
+    bin_path,
+    blocks,
+    idx_path,
+)
 
-if TYPE_CHECKING:
-    from megacore.token_files.indexed_dataset import IndexedDataset
-
-MAGIC = b"MMIDIDX\x00\x00"
-FORMAT_VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-"""By code in the header."""
-UINT16_LIMIT = 65500
-"""Vocabularies below this many entries are stored as u16, others as i32."""
-MAX_LENGTH = 2**31 - 1
-"""Tokens of a sequence: its length is an i32."""
-_BLOCK = 1 << 20
-"""Rows that are checked or written at a time: temporaries stay small for any number of
-sequences."""
 _COPY_BYTES = 1 << 24
 _GATHER_DOCUMENTS = 1 << 14
 """Documents that are gathered at a time."""
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that tokens of a vocabulary are stored in."""
-    return DTYPES[8] if vocab_size < UINT16_LIMIT else DTYPES[4]
-
-
-def bin_path(prefix: str | Path) -> Path:
-    """Where the tokens of `prefix` are."""
-    return Path(f"{prefix}.bin")
-
-
-def idx_path(prefix: str | Path) -> Path:
-    """Where the index of `prefix` is."""
-    return Path(f"{prefix}.idx")
-
-
-def blocks(count: int) -> Iterator[slice]:
-    """The rows 0 … count-1 in slices of bounded size."""
-    for start in range(0, count, _BLOCK):
-        yield slice(start, min(start + _BLOCK, count))
 
 
 class IndexedDatasetWriter:
@@ -158,7 +123,7 @@ class IndexedDatasetWriter:
         self._document_indices.frombytes(starts.tobytes())
         self.empty_documents += int(np.count_nonzero(sequences == 0))
 
-    def append(self, dataset: "IndexedDataset") -> None:
+    def append(self, dataset: IndexedDataset) -> None:
         """Append all documents of other token files, a part at a time.
 
         Raises DataFormatError for another type.
@@ -277,7 +242,7 @@ class IndexedDatasetWriter:
 
 
 def permute(
-    dataset: "IndexedDataset", order: npt.NDArray[np.int64], writer: IndexedDatasetWriter
+    dataset: IndexedDataset, order: npt.NDArray[np.int64], writer: IndexedDatasetWriter
 ) -> None:
     """Append the documents of `dataset` in the given order [D] to `writer`.
 
@@ -313,7 +278,7 @@ def _read(descriptor: int, offset: int, size: int) -> bytes:
 
 
 def _byte_offsets(
-    dataset: "IndexedDataset", sequences: npt.NDArray[np.int64]
+    dataset: IndexedDataset, sequences: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Where the sequences [n] begin in `.bin`; the one after the last begins at the end."""
     offsets = np.full(sequences.shape, dataset.tokens.nbytes, np.int64)

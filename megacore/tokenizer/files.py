@@ -26,7 +26,7 @@ from megacore.config.data import (
 from megacore.corpus.local_files import list_files
 from megacore.corpus.segments import Segment, jsonl_segments
 from megacore.errors import ConfigError
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer.build import fingerprint, open_tokenizer
 from megacore.tokenizer.records import DOCUMENTS_NAME
 from megacore.tokenizer.tokenize import (

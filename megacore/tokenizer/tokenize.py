@@ -23,12 +23,11 @@ from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import (
     TOKENS_NAMES,
     IndexedDataset,
-    IndexedDatasetWriter,
     bin_path,
     idx_path,
     token_dtype,
 )
-from megacore.token_files.indexed_dataset_writer import permute
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter, permute
 from megacore.tokenizer.fast import SAMPLE_CHARACTERS, choose_encoder, take_sample
 from megacore.tokenizer.load import Tokenizer, load_tokenizer
 from megacore.tokenizer.pipeline import BlockEncoder, EncodedBlock, encode_blocks

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY, WEIGHTS_PREFIX
 from megacore.checkpoint.background import CheckpointSaver, SaveFinished
@@ -20,7 +20,6 @@ from megacore.checkpoint.format import (
 from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
-from megacore.config.difference import Change, changes_of, check_resume
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.engine.base import Engine
@@ -29,6 +28,9 @@ from megacore.observe.logging import logger
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.state import TrainState
+
+if TYPE_CHECKING:
+    from megacore.config.difference import Change
 
 _PRECISION_KEY = "precision"
 """Of a checkpoint's state: what it was computed in, since what `auto` comes to depends on the
@@ -231,6 +233,8 @@ class RunCheckpoints:
             before = {**before, "train": before["train"] | {"precision": precision}}
             train = now.train.model_copy(update={"precision": self._engine.precision})
             now = now.model_copy(update={"train": train})
+        from megacore.config.difference import changes_of, check_resume
+
         self.changes = changes_of(before, now, another_run=another_run)
         for change in self.changes:
             logger.info("changed since the checkpoint: %s", change)

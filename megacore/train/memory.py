@@ -5,6 +5,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from megacore.config.run import RunConfig
 from megacore.errors import MemoryExhaustedError
 from megacore.hardware import Hardware, memory_info, memory_limit, resolve_precision
-from megacore.plan.advice import Deployment, memory_advice
-from megacore.plan.memory import GIB
 from megacore.train.state import TrainState
+
+if TYPE_CHECKING:
+    from megacore.plan.advice import Deployment
 
 _CPU_PHRASES = ("can't allocate memory", "not enough memory")
 
@@ -37,6 +39,8 @@ def memory_errors(
     """
 
     def message(reason: str) -> str:
+        from megacore.plan.advice import memory_advice
+
         advice = memory_advice(config, _deployment(config.train.precision, vocab_size), rank)
         return (
             f"rank {rank} ran out of memory at iteration {state.iteration + 1} ({reason}): "
@@ -86,8 +90,10 @@ def in_use() -> str:
     )
 
 
-def _deployment(precision: str, vocab_size: int) -> Deployment:
+def _deployment(precision: str, vocab_size: int) -> "Deployment":
     """Return this job, as the planner sees it."""
+    from megacore.plan.advice import Deployment
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
@@ -96,7 +102,7 @@ def _deployment(precision: str, vocab_size: int) -> Deployment:
 
 
 def _gib(count: int) -> str:
-    return f"{count / GIB:.2f} GiB"
+    return f"{count / 2**30:.2f} GiB"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from megacore.corpus.documents import CorpusWriter
 from megacore.data.index_options import IndexOptions, Mixture, SentenceOptions
 from megacore.data.sentence_maps import build_sentence_maps
 from megacore.jobs.run import ConvertJob
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 from tests.convert._models import our_model

@@ -15,7 +15,7 @@ from megacore.jobs.run import ConvertJob
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.parallel.mesh import ProcessMesh
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer import load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 

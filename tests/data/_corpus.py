@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer.load import JsonTokenizer
 
 END_OF_TEXT = "<|endoftext|>"

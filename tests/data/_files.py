@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 
 
 def write_tokens(prefix: Path, lengths: Sequence[int], dtype: str = "u2") -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from megacore.config.spec import SpecialTokens
-from megacore.token_files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megacore.token_files.indexed_dataset import IndexedDataset
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer.vocabulary import Vocabulary
 
 PAD, UNK, CLS, SEP, MASK = range(5)

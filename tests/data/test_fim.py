@@ -12,7 +12,7 @@ from megacore.data.fim import FimDataset
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.samples import Batch, Dataset, Indices, as_array
 from megacore.errors import ConfigError
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer import Tokenizer, load_tokenizer
 from megacore.tokenizer.build import build_tokenizer
 from tests.data._config import run_config

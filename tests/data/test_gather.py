@@ -13,7 +13,8 @@ from megacore.data._compiled import Gatherer
 from megacore.data.build import open_split
 from megacore.data.index_maps import MAP_NAMES, IndexOptions, Mixture, build_index_maps, map_path
 from megacore.data.index_plans import least_samples, pack_sample_index
-from megacore.token_files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megacore.token_files.indexed_dataset import IndexedDataset
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data._config import run_config
 from tests.data._reference import samples_of
 

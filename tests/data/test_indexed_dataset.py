@@ -8,12 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError
-from megacore.token_files.indexed_dataset import (
-    DTYPES,
-    IndexedDataset,
-    IndexedDatasetWriter,
-    token_dtype,
-)
+from megacore.token_files.indexed_dataset import DTYPES, IndexedDataset, token_dtype
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data._files import write_tokens
 
 HEADER_BYTES = 34

@@ -21,7 +21,8 @@ from megacore.data.index_directory import MAP_NAMES, map_path, read_description
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.errors import DataFormatError
 from megacore.inspect.provenance import Origins
-from megacore.token_files.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter
+from megacore.token_files.indexed_dataset import DTYPES, IndexedDataset
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data._corpus import entry, write_documents
 from tests.data._files import write_tokens
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megacore.errors import DataFormatError, WorkspaceError
 from megacore.token_files import indexed_dataset_writer
-from megacore.token_files.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megacore.token_files.indexed_dataset_writer import permute
+from megacore.token_files.indexed_dataset import IndexedDataset
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter, permute
 
 Documents = list[list[list[int]]]
 

@@ -22,7 +22,8 @@ from megacore.corpus.documents import CorpusWriter
 from megacore.corpus.fetch import Version
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.errors import ArtifactError
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter, write_members
+from megacore.token_files.indexed_dataset import write_members
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.tokenizer.build import build_tokenizer
 from megacore.tokenizer.tokenize import (
     TokenizeOptions,

@@ -5,7 +5,8 @@ import pytest
 from megacore.errors import DataFormatError
 from megacore.inspect import tokens
 from megacore.inspect.tokens import describe, document_of, document_tokens, find_prefixes, id_range
-from megacore.token_files.indexed_dataset import IndexedDataset, IndexedDatasetWriter, write_members
+from megacore.token_files.indexed_dataset import IndexedDataset, write_members
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data._files import write_tokens
 
 

@@ -18,7 +18,7 @@ from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import shared_stages
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
 
 VOCAB_SIZE = 61

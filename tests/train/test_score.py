@@ -19,7 +19,7 @@ from megacore.models.gpt import GPTModel
 from megacore.models.stage import Stage
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.train.loop import Datasets, Trainer
 from megacore.train.score import CheckpointScorer
 from tests.train import _runs

@@ -21,7 +21,7 @@ from megacore.cluster.placement.files import Entry, Item
 from megacore.engine.deepspeed.operators import operator_directories
 from megacore.errors import ArtifactError, CheckpointError, LaunchError
 from megacore.jobs.run import EvaluateJob, Job, TrainJob
-from megacore.token_files.indexed_dataset_writer import bin_path, idx_path
+from megacore.token_files.indexed_dataset import bin_path, idx_path
 
 if TYPE_CHECKING:
     from megacore.jobs.model import ModelJob
