@@ -190,7 +190,7 @@ def test_full_disk_is_a_workspace_error(tmp_path: Path) -> None:
 NO_FILE_BEYOND_4_KB = """
 import resource, signal, sys
 import numpy as np
-from megacore.token_files.indexed_dataset import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from megacore.errors import WorkspaceError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
