@@ -4,7 +4,7 @@ Whether a configuration can be exported is asked before training starts.
 `megacore.convert.hf.forms` says how the weights and the configuration of each class are written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -63,6 +63,32 @@ _T5: dict[str, tuple[object, ...]] = {
     "qk_layernorm": (False,),
     "add_bias_linear": (False,),
 }
+CARRIED = frozenset(
+    [
+        "num_layers",
+        "num_decoder_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "ffn_hidden_size",
+        "rotary_base",
+        "rotary_percent",
+        "relative_attention_num_buckets",
+        "relative_attention_max_distance",
+        "bert_binary_head",
+        "max_position_embeddings",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "layernorm_epsilon",
+        "make_vocab_size_divisible_by",
+        "untie_embeddings_and_output_weights",
+    ]
+)
+"""Fields of `model` that every form of a model can hold, or that only training reads. A field that
+is named neither here nor in a table of options was added later: a form without a place for it takes
+only its default."""
 Dtype = Literal["float32", "bfloat16"]
 """Types of exported weights."""
 
@@ -89,7 +115,8 @@ class Counterpart:
     family: Family
     """Of our models."""
     options: Mapping[str, tuple[object, ...]]
-    """Allowed values by field of `ModelConfig`; what is not named may have any value."""
+    """Allowed values by field of `ModelConfig`; of what is not named, any that CARRIED has, else
+    the default."""
     grouped_queries: bool = False
     """Whether key-value heads may be fewer than query heads."""
     any_head_size: bool = False
@@ -103,6 +130,11 @@ class Counterpart:
             Obstacle(name, _written(value), " or ".join(map(_written, allowed)))
             for name, allowed in self.options.items()
             if not _is_among(value := getattr(model, name), allowed)
+        ]
+        found += [
+            Obstacle(name, _written(getattr(model, name)), _written(default))
+            for name, default in without_place(model, {*CARRIED, *_NAMED}).items()
+            if name not in self.options
         ]
         if not self.grouped_queries and model.query_groups != model.num_attention_heads:
             found.append(
@@ -125,6 +157,20 @@ class Counterpart:
                 )
             )
         return found
+
+
+def without_place(model: ModelConfig, known: Collection[str]) -> dict[str, object]:
+    """Return the fields of `model` that are not known and not at their default, with that."""
+    defaults = {name: field.default for name, field in ModelConfig.model_fields.items()}
+    return {
+        name: default
+        for name, default in defaults.items()
+        if name not in known and getattr(model, name) != default
+    }
+
+
+_NAMED = frozenset().union(_GPT2, _LLAMA, _NEOX, _BERT, _T5)
+"""Fields that a table of options names."""
 
 
 def _bert(

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megacore.config.run import RunConfig
-from megacore.convert import exportable
+from megacore.convert import counterparts, exportable
 from megacore.errors import ConfigError, ConversionError
 from tests.convert._family_jobs import family_config
 from tests.convert._tiny import tiny_config
@@ -102,3 +102,21 @@ def test_every_option_without_counterpart_is_named_with_what_to_set(
 ) -> None:
     with pytest.raises(ConversionError, match=message):
         check(tiny_config(**model))
+
+
+def test_a_value_that_no_table_knows_is_exported_only_at_its_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A field added to the architecture is refused until someone says how a form holds it."""
+    known = counterparts.CARRIED - {"rotary_base"}
+    monkeypatch.setattr(counterparts, "CARRIED", known)
+    check(tiny_config(**LLAMA))
+    with pytest.raises(ConversionError, match=r"has no model\.rotary_base 5000\.0: set .* 10000"):
+        check(tiny_config(**LLAMA, rotary_base=5000.0))
+    left = counterparts.without_place(tiny_config(**LLAMA, rotary_base=5000.0).model, known)
+    assert "rotary_base" in left
+
+
+def test_every_field_of_the_architecture_is_known() -> None:
+    model = tiny_config(**LLAMA).model
+    assert set(type(model).model_fields) == {*counterparts.CARRIED, *counterparts._NAMED}

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from megacore.config.model import Activation, Family, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.convert.counterparts import CARRIED, without_place
 from megacore.errors import CheckpointError, ConversionError, ParallelLayoutError
 
 _MADE_AS = {"gelu_tanh", "gelu", "swiglu"}
@@ -107,7 +108,9 @@ def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> No
             "alone: export it with --format hf"
         )
     rules = _NO_PLACE | _NO_PLACE_IN_BERT if spec.family == "bert" else _NO_PLACE
-    used = [f"model.{name} {getattr(model, name)!r}" for name, rule in rules.items() if rule(model)]
+    names = [name for name, rule in rules.items() if rule(model)]
+    names += without_place(model, {*CARRIED, *_NO_PLACE, *_NO_PLACE_IN_BERT})
+    used = [f"model.{name} {getattr(model, name)!r}" for name in names]
     if used:
         raise ConversionError(
             f"Megatron's file form of {spec.family} has no place for {', '.join(used)}: export the "
