@@ -2,6 +2,7 @@
 it."""
 
 import re
+import sysconfig
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -50,7 +51,8 @@ def test_what_runs_here_is_what_is_pinned() -> None:
     pinned = pins()
     differing = {
         name: dist.version
-        for dist in distributions()
+        # sys.path may have grown by packages that setuptools carries for itself.
+        for dist in distributions(path=[sysconfig.get_path("purelib")])
         if (name := canonicalize_name(dist.metadata["Name"])) in pinned
         and Version(dist.version).public != pinned[name].public
     }
