@@ -20,7 +20,6 @@ there a checkpoint that is read may be deleted, and the reader is told so.
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import math
 import os
@@ -31,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import CheckpointError
 
@@ -90,7 +89,7 @@ class Marker:
         """Read a checkpoint's marker. Raises CheckpointError when it is missing or damaged."""
         path = directory / MARKER_NAME
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
             files = {
                 _name_within(name): FileRecord(**record)
                 for name, record in values.pop("files").items()
@@ -372,7 +371,7 @@ def read_state(directory: Path, name: str = STATE_NAME) -> dict[str, Any]:
     """Read the state that is no tensor, or another file with an object. Raises CheckpointError."""
     path = directory / name
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint") from error
     if not isinstance(state, dict):

@@ -3,14 +3,13 @@
 No gate runs.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import megacore
-from megacore.artifact.files import staged, workspace_errors, write_json
+from megacore.artifact.files import read_json, staged, workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import MARKER_NAME, Marker, reading, verify
 from megacore.config.spec import ModelSpec
@@ -167,7 +166,7 @@ def _lacking(source: Source) -> dict[str, str]:
 def _run_facts(checkpoint: Path) -> dict[str, str]:
     """What the run of a checkpoint says of its data, where it is a run's."""
     try:
-        job = json.loads((checkpoint.parent.parent / "run.json").read_text(encoding="utf-8"))
+        job = read_json(checkpoint.parent.parent / "run.json")
         return {"run": job["config"]["name"], "tokens": ", ".join(job["token_prefixes"])}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

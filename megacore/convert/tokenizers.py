@@ -3,10 +3,10 @@
 Their files are kept, or made into a tokenizer.json.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from megacore.artifact.files import read_json
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import ConversionError, DataFormatError
 from megacore.tokenizer.build import END_OF_TEXT, read_gpt2_bpe
@@ -106,7 +106,7 @@ def _settings(source: Path) -> dict[str, Any]:
     for name in ("special_tokens_map.json", TOKENIZER_CONFIG_NAME):
         path = source / name
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import orjson
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.errors import DataFormatError
 
 CORPUS_NAME = "corpus.jsonl"
@@ -107,7 +107,7 @@ def read_sources(directory: Path) -> tuple[dict[str, Any], list[SourceFile]] | N
     if not path.exists():
         return None
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = read_json(path)
         files = [
             SourceFile(**{**entry, "path": _below(directory, entry["path"])})
             for entry in facts["files"]

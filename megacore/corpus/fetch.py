@@ -6,7 +6,6 @@ off as long as the server says that it still has that version (RFC 9110, section
 """
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.artifact.build import lock
-from megacore.artifact.files import sync_directory, workspace_errors, write_json
+from megacore.artifact.files import read_json, sync_directory, workspace_errors, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
 from megacore.redact import redact, redact_log
@@ -75,7 +74,7 @@ class Version:
     def read(cls, path: Path) -> "Version | None":
         """What `path` says; None when it is missing or damaged."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return cls(**read_json(path))
         except (OSError, ValueError, TypeError):
             return None
 

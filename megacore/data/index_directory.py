@@ -15,7 +15,6 @@ splits it takes part in; `blends`, for each split the numbers of the members in 
 the dataset index counts them; `samples` per split. Maps are checked when they are read.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.data.index_options import SPLIT_NAMES, IndexOptions, Mixture, SentenceOptions
 from megacore.errors import ConfigError, DataFormatError
 
@@ -137,7 +136,7 @@ def read_description(directory: str | Path) -> IndexDescription:
     """Read `index.json`. Raises DataFormatError when it is missing or damaged."""
     path = Path(directory, INDEX_NAME)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["format"] != FORMAT:
             raise DataFormatError(
                 f"{path} has format {content['format']!r}; only {FORMAT} is known: build it again"

@@ -5,7 +5,6 @@ before is removed only once a better one is whole. With DeepSpeed in bf16 or fp1
 those that the evaluation measured: of 16 bits, written as fp32.
 """
 
-import json
 import math
 import shutil
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import checkpoint_directories, directory_name, read_state, verify
 from megacore.checkpoint.retain import remove_stale, rename_away
@@ -200,7 +199,7 @@ def write_model(
         model.save_pretrained(directory, state_dict=kept, safe_serialization=True)
         tokenizer.save_pretrained(directory)
     path = directory / "config.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json(path)
     values.pop("torch_dtype", None)
     write_json(path, values | {"dtype": "float32"})
 

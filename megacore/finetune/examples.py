@@ -4,7 +4,6 @@ Whatever is wrong with data or model is refused here.
 """
 
 import difflib
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import (
     CausalLmConfig,
@@ -470,7 +469,7 @@ def read_task(directory: Path) -> dict[str, Any]:
     """What `build_examples` wrote beside the splits. Raises DataFormatError."""
     path = directory / TASK_NAME
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise DataFormatError(
             f"{path} is damaged ({error}): delete {directory} to build it again"

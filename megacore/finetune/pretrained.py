@@ -4,7 +4,6 @@ A model's files, from a local directory or the Hugging Face hub, and where they 
 """
 
 import fnmatch
-import json
 import os
 import pickle
 import shutil
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
 from megacore.corpus.hub import broken_connections, disk_errors, first_sentence
@@ -50,7 +49,7 @@ def refuse_remote_code(path: str, directory: Path) -> None:
     from transformers import CONFIG_MAPPING
 
     try:
-        values = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
+        values = read_json(directory / CONFIG_NAME)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path {path} has no readable {CONFIG_NAME} ({error}): give a directory that "
@@ -376,7 +375,7 @@ def _parts(path: str, source: Path, files: Sequence[str]) -> list[str]:
             )
         return [TORCH_NAME]
     try:
-        index = json.loads((source / TORCH_INDEX_NAME).read_text(encoding="utf-8"))
+        index = read_json(source / TORCH_INDEX_NAME)
         names = list(dict.fromkeys(index["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(

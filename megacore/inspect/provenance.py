@@ -6,7 +6,6 @@ number order[i] of that order, order being numpy's `RandomState(shuffle_seed)` s
 0 … documents - 1.
 """
 
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from megacore.artifact.files import read_json
 from megacore.corpus import local_files
 from megacore.corpus.documents import parse_document
 from megacore.corpus.formats import BOM, decompress, file_format_of, open_file, unreadable
@@ -102,7 +102,7 @@ class Origins:
     def read(cls, path: Path) -> "Origins":
         """Read a `documents.json`. Raises DataFormatError."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
             if values["format"] != FORMAT:
                 raise DataFormatError(
                     f"{path} has format {values['format']!r}; only {FORMAT} is known: tokenize "

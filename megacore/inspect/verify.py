@@ -3,7 +3,6 @@
 Index maps are checked against their tokens, in blocks.
 """
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest, file_digest
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
@@ -214,7 +214,7 @@ def _verify_manifest_beside(prefix: str) -> Iterator[Check]:
 
 def _read_files(path: Path) -> dict[str, FileEntry]:
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values: Any = read_json(path)
         return {name: FileEntry(**entry) for name, entry in values["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(

@@ -3,9 +3,9 @@
 The model's size depends on it.
 """
 
-import json
 from pathlib import Path
 
+from megacore.artifact.files import read_json
 from megacore.config.data import (
     BertWordPieceTokenizer,
     Gpt2BpeTokenizer,
@@ -81,7 +81,7 @@ def _pieces(file: Path, setting: str) -> int:
 def _entries(file: Path, setting: str) -> int:
     """Entries in a vocab.json or a tokenizer.json."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{setting}: the vocabulary {file} cannot be read ({error}): correct the path"

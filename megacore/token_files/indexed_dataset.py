@@ -8,7 +8,6 @@ in multimodal files only.
 A tokens directory stands for its own pair of files, or for those of the members of a blend.
 """
 
-import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.errors import DataFormatError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -278,7 +277,7 @@ def token_prefixes(directory: str | Path) -> tuple[str, ...]:
 
 def _members(listing: Path) -> list[Path]:
     try:
-        values: Any = json.loads(listing.read_text(encoding="utf-8"))
+        values: Any = read_json(listing)
         return [
             Path(os.path.normpath(listing.parent / str(member))) for member in values["members"]
         ]

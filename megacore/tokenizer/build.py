@@ -5,7 +5,6 @@ merges.txt; or, of a SentencePiece model, tokenizer.model instead. The tokenizer
 from files, or downloaded from the Hugging Face hub.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from megacore.artifact.files import read_json
 from megacore.artifact.manifest import file_digest
 from megacore.config.data import (
     BertWordPieceTokenizer,
@@ -227,7 +227,7 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 def _read_vocab(path: Path) -> dict[str, int]:
     try:
-        vocab = json.loads(path.read_text(encoding="utf-8"))
+        vocab = read_json(path)
     except OSError as error:
         raise DataFormatError(
             f"{path} cannot be read: {error.strerror}: set data.tokenizer.vocab_file"

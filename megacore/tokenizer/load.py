@@ -1,7 +1,6 @@
 """A saved tokenizer, as the pipeline uses it: many texts in, in parts of bounded size, ids out."""
 
 import itertools
-import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.errors import DataFormatError
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -219,7 +218,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer that was saved in `directory`. Raises DataFormatError."""
     path = Path(directory, TOKENIZER_CONFIG_NAME)
     try:
-        eod_token = json.loads(path.read_text(encoding="utf-8"))["eos_token"]
+        eod_token = read_json(path)["eos_token"]
         if not isinstance(eod_token, str):
             raise TypeError(f"its eos_token is {eod_token!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:

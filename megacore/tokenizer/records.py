@@ -1,12 +1,12 @@
 """`documents.json`: which file and line each stored document came from."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megacore.artifact.files import read_json
 from megacore.errors import DataFormatError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def read_files(directory: Path) -> list[FileRecord]:
     """The files that `documents.json` of a directory names. Raises DataFormatError."""
     path = directory / DOCUMENTS_NAME
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         files = [FileRecord(**entry) for entry in values["files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(f"{path} is missing or damaged ({error}): tokenize again") from error

@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megacore.artifact.files import write_json
+from megacore.artifact.files import replace_file, write_json
 from megacore.checkpoint.bring import bring_files, sees_first
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import FileRecord
@@ -207,24 +207,15 @@ class _Recording:
         timeline = MemoryTimeline.of(read_allocations(events), self._resident)
         numbers, picture = directory / f"{stem}_memory.json", directory / f"{stem}_memory.svg"
         write_json(numbers, {"from": self._first, "to": last, **timeline.values()})
-        _write_bytes(
+        replace_file(
             picture, timeline.picture(f"{stem}, iterations {self._first} to {last}").encode()
         )
         names = [trace.name, numbers.name, picture.name]
         if self._snapshot is not None:
             snapshot = directory / f"{stem}_memory_snapshot.pickle"
-            _write_bytes(snapshot, pickle.dumps(self._snapshot))
+            replace_file(snapshot, pickle.dumps(self._snapshot))
             names.append(snapshot.name)
         return names
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        _replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _replace(temporary: Path, path: Path) -> None:

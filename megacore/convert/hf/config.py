@@ -5,11 +5,11 @@ What a model of ours lacks is refused by name.
 Imports no torch.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megacore.artifact.files import read_json
 from megacore.config.model import Activation
 from megacore.errors import ConversionError
 
@@ -61,7 +61,7 @@ class HfConfig:
         """The configuration in a transformers directory. Raises ConversionError."""
         path = directory / CONFIG_NAME
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except OSError as error:
             raise ConversionError(
                 f"{path} cannot be read ({error.strerror}): give a directory that transformers' "

@@ -1,6 +1,5 @@
 """The weights of a transformers directory by the names of our tables, read one at a time."""
 
-import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megacore.artifact.files import read_json
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
 from megacore.convert.hf.config import HfConfig
@@ -134,7 +134,7 @@ def _indexed(
 ) -> dict[str, Reader]:
     """The tensors of all files that an index names, each of which must be where the index says."""
     try:
-        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places: dict[str, str] = read_json(index)["weight_map"]
         files = sorted(set(places.values()))
         plain = all(Path(file).name == file for file in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -16,7 +16,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Dtype
 from megacore.convert.hf.config import CONFIG_NAME
@@ -116,7 +116,7 @@ def copy_tokenizer(source: Path, directory: Path, positions: int) -> None:
     """
     path = source / _TOKENIZER_CONFIG
     try:
-        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        settings: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
         raise ConversionError(
             f"{path} cannot be read ({error}): build the tokenizer again"

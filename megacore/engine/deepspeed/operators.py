@@ -7,7 +7,6 @@ what a job needs.
 
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import platform
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megacore.artifact.build import StageKey, build_artifact, open_artifact
+from megacore.artifact.files import read_json
 from megacore.artifact.workspace import Workspace
 from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
@@ -217,7 +217,7 @@ def _reported(name: Operator) -> str | None:
     path = os.environ.get(REPORT_VARIABLE)
     if path is None:
         return None
-    report: dict[str, str | None] = json.loads(Path(path).read_text(encoding="utf-8"))
+    report: dict[str, str | None] = read_json(Path(path))
     return report.get(name)
 
 
