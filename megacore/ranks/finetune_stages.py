@@ -12,11 +12,9 @@ from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import prepare_finetune_hosts
 from megacore.cluster.start import ssh_of, start_here, start_ranks
 from megacore.config.hostfile import hosts_of, is_only_here
-from megacore.errors import MemoryExhaustedError
 from megacore.finetune.resolve import memory_advice
 from megacore.jobs.finetune import FinetuneExportJob, FinetuneJob
-from megacore.launch.exit_reason import read_reasons
-from megacore.ranks.stages import attempt_log, nothing, supervise_job
+from megacore.ranks.stages import advising, attempt_log, nothing, supervise_job
 
 FINETUNE_VERSION = 1
 FINETUNE_EXPORT_VERSION = 1
@@ -68,15 +66,8 @@ def run_ranks(
         check_ssh(hosts)
         prepare_finetune_hosts(job, hosts, ssh_of(launch))
     start = start_ranks(launch, module, job, job_file)
-    try:
+    with advising(Path(job.exit_directory), lambda: memory_advice(job.config)):
         supervise_job(start, job, log, on_poll, minutes)
-    except MemoryExhaustedError as error:
-        if any(
-            reason.error == type(error).__name__
-            for reason in read_reasons(Path(job.exit_directory))
-        ):
-            raise  # a rank that could still speak has said what helps
-        raise MemoryExhaustedError(f"{error}; {memory_advice(job.config)}") from error
 
 
 def export(

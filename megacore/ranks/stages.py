@@ -1,6 +1,7 @@
 """The stages that start processes: each writes its job file and runs it under the guard."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,23 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
     env = prepare_operators(job, job_file, log, on_poll)
     _prepare_hosts(job)
     start = start_ranks(job.config.launch, "megacore.ranks.pretrain", job, job_file, env)
-    try:
+    with advising(Path(job.exit_directory), lambda: _memory_advice(job)):
         supervise_job(start, job, log, on_poll, job.config.launch.timeout_minutes)
+
+
+@contextmanager
+def advising(exit_directory: Path, advice: Callable[[], str]) -> Iterator[None]:
+    """Add `advice` to the error of the body where the kernel killed a rank for want of memory.
+
+    A rank that could still write a reason into `exit_directory` has said what helps.
+    """
+    try:
+        yield
     except MemoryExhaustedError as error:
-        if any(
-            reason.error == type(error).__name__
-            for reason in read_reasons(Path(job.exit_directory))
-        ):
-            raise  # a rank that could still speak has said what helps
-        raise MemoryExhaustedError(f"{error}; {_memory_advice(job)}") from error
+        name = type(error).__name__
+        if any(reason.error == name for reason in read_reasons(exit_directory)):
+            raise
+        raise MemoryExhaustedError(f"{error}; {advice()}") from error
 
 
 def _memory_advice(job: TrainJob) -> str:
