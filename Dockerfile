@@ -4,14 +4,14 @@
 #   docker build --target servers -t megacore:servers .
 # The quickstart in a container: docker run --rm -v megacore:/app/workspace megacore:cpu make pretrain
 # On GPUs: docker run --rm --gpus all --ipc host -v megacore:/app/workspace megacore:cuda make pretrain CONF=gpt2-345m
-# Several trainers and the servers: docker-compose.yml. No key and no password is in an image.
+# Several trainers and the servers: docker-compose.yml. Images contain no keys and no passwords.
 #
-# torch's plain wheel brings CUDA's libraries with it. A smaller image for CPUs takes the wheels of PyTorch's own index
-# for them: --build-arg PIP_EXTRA_INDEX_URL=…
+# torch's wheel on PyPI includes CUDA's libraries. For a smaller CPU image, use the CPU wheels of PyTorch's own index:
+# --build-arg PIP_EXTRA_INDEX_URL=…
 ARG CPU_BASE=python:3.11-slim-bookworm
 ARG CUDA_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 
-# What the installation reads: a change of Python code alone does not install anything again.
+# Inputs of the installation: a change of other Python code does not trigger a new installation.
 FROM scratch AS inputs
 COPY pyproject.toml setup.py constraints.txt MANIFEST.in README.md LICENSE Makefile /
 COPY scripts/venv.sh /scripts/
@@ -37,7 +37,7 @@ RUN apt-get update \
     && useradd --create-home --uid 10001 --shell /bin/bash --password '*' megacore \
     && install --directory --owner megacore --group megacore /app /app/workspace
 
-# Prefect's and MLflow's servers, in the trainers' versions and without torch.
+# Prefect's and MLflow's servers, in the same versions as the trainers, without torch.
 FROM ${CPU_BASE} AS servers
 RUN useradd --create-home --uid 10001 --password '*' megacore \
     && install --directory --owner megacore --group megacore /app /artifacts
@@ -59,15 +59,15 @@ COPY --from=inputs --chown=megacore:megacore / ./
 RUN --mount=type=cache,target=/var/cache/pip,uid=10001,gid=10001 \
     PIP_CACHE_DIR=/var/cache/pip make venv PYTHON=python3
 COPY --chown=megacore:megacore . .
-# COPY sets new times: what was installed above is what is here.
+# COPY sets new file times; the stamp marks the installation above as up to date.
 RUN touch .venv/.installed
-# docker build --build-arg GIT_COMMIT=$(git rev-parse HEAD) …: the image holds no .git, and MLflow notes the commit.
+# docker build --build-arg GIT_COMMIT=$(git rev-parse HEAD) …: MLflow records the commit, and the image has no .git.
 ARG GIT_COMMIT=""
 ENV DO_NOT_TRACK=true MEGACORE_GIT_COMMIT=${GIT_COMMIT} MEGACORE_WORKSPACE=/app/workspace
 VOLUME /app/workspace
 CMD ["make", "pretrain"]
 
-# What a build without a target makes.
+# The default target of a build.
 FROM cpu-system AS cpu
 ARG PIP_EXTRA_INDEX_URL=""
 USER megacore

@@ -1,4 +1,4 @@
-# Every target that needs Python makes .venv first. `make` alone lists the targets.
+# Every target that needs Python creates .venv first. `make` without a target lists the targets.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := bash
@@ -17,42 +17,51 @@ SEED ?= 1
 OUT ?= workspace/soak.json
 BENCH ?=
 
-.PHONY: help venv test soak bench pretrain finetune server deploy stop status lint format types docs clean clean-venv
+JOBS ?= $(shell echo $$(($$(nproc) + 1)))
+PYTEST = $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: help venv test test-slow test-all soak bench pretrain finetune server deploy stop status lint format types docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 	@echo "CONF=<file in conf/, for finetune in conf/finetune/> and ARGS=<options> go to pretrain and finetune; ARGS also to test and bench. PYTHON= names the interpreter of .venv."
 
-venv: $(STAMP)  ## Make .venv and install everything into it
+venv: $(STAMP)  ## Create .venv and install everything into it
 
 $(STAMP): $(INSTALL_INPUTS)
 	@scripts/venv.sh
 
-test: $(STAMP)  ## Run the tests (ARGS="-k name" for some)
-	$(PY) -m pytest $(ARGS)
+test: $(STAMP)  ## Run the fast tests, 10 to 13 minutes on two cores (ARGS="-k name" for some, JOBS=4)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# One after another: most of these start several processes, some with time limits.
+test-slow: $(STAMP)  ## Run the other tests: kills, all layouts, several hosts, clusters, databases
+	$(PY) -m pytest -m slow $(ARGS)
+
+test-all: test test-slow  ## Run all tests
 
 soak: $(STAMP)  ## Kill everything KILLS=500 times and damage files (about an hour); SEED=1
 	$(PY) -m tests.faults.soak --kills $(KILLS) --seed $(SEED) --out $(OUT) $(ARGS)
 
-bench: $(STAMP)  ## Measure and write BENCHMARKS.md: BENCH="step scaling" for some, ARGS=--all for the slow ones too
+bench: $(STAMP)  ## Run the benchmarks and write docs/benchmarks.md: BENCH="step scaling" for some, ARGS=--all for the slow ones too
 	$(PY) -m benchmarks $(BENCH) $(ARGS)
 
-pretrain: $(STAMP)  ## Text to a model in MLflow: CONF=gpt2-tiny ARGS="-o train.train_iters=400"
+pretrain: $(STAMP)  ## Train a model from text and put it into MLflow: CONF=gpt2-tiny ARGS="-o train.train_iters=400"
 	$(PY) -m flows.pretrain --conf $(CONF) $(ARGS)
 
-finetune: $(STAMP)  ## A pretrained model to one that does a task: CONF=bert-tiny of conf/finetune/ ARGS="-o optim.lr=1e-4"
+finetune: $(STAMP)  ## Fine-tune a pretrained model for a task: CONF=bert-tiny of conf/finetune/ ARGS="-o optim.lr=1e-4"
 	$(PY) -m flows.finetune --conf $(FINETUNE_CONF) $(ARGS)
 
 server: $(STAMP)  ## Start Prefect (PREFECT_PORT=4200), a worker and MLflow (MLFLOW_PORT=5000), and deploy all
 	@$(PY) scripts/servers.py start
 
-deploy: $(STAMP)  ## Put work pool and deployments onto the team's server of PREFECT_API_URL
+deploy: $(STAMP)  ## Create the work pool and deployments on the team's server of PREFECT_API_URL
 	@$(PY) scripts/servers.py deploy
 
-stop:  ## End what `make server` started
+stop:  ## Stop what `make server` started
 	@if [ -x $(PY) ]; then $(PY) scripts/servers.py stop; else echo "nothing to stop: there is no $(VENV)"; fi
 
-status: $(STAMP)  ## Say whether the servers run
+status: $(STAMP)  ## Report whether the servers run
 	@$(PY) scripts/servers.py status
 
 lint: $(STAMP)  ## Check style and format

@@ -1,4 +1,4 @@
-"""Compiles the C++ parts when the package is installed; everything else is in pyproject.toml."""
+"""Build of the C++ extensions when the package is installed; the rest is in pyproject.toml."""
 
 import os
 import platform
@@ -11,16 +11,15 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
-# A fused multiply-add would round otherwise than the reference does.
+# A fused multiply-add would round differently from the reference.
 EXACT = ["-O3", "-ffp-contract=off"]
 FAST = ["-O3", "-fno-math-errno"]
-# Kernels need the threads of torch's own OpenMP library, which it brings on Linux.
+# Kernels need the threads of torch's own OpenMP library, which torch includes on Linux.
 OPENMP = ["-fopenmp"] if sys.platform == "linux" and platform.machine() == "x86_64" else []
 
 
 class BuildInParallel(build_ext):
-    """Compiles all files of all modules at the same time, each where something that it reads has
-    changed."""
+    """Build command that compiles all files of all modules in parallel, if their inputs changed."""
 
     def build_extensions(self) -> None:
         compile_in_turn = self.compiler.compile
@@ -40,7 +39,7 @@ class BuildInParallel(build_ext):
 
 
 def extension(module: Path, compile_args: list[str], link_args: list[str]) -> Pybind11Extension:
-    """A module of all C++ files in its folder."""
+    """Return an extension module of all C++ files in a folder."""
     return Pybind11Extension(
         ".".join(module.parts),
         sorted(map(str, module.parent.glob("_*.cpp"))),

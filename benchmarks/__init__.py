@@ -1,1 +1,1 @@
-"""One script per figure of BENCHMARKS.md."""
+"""One script per figure of docs/benchmarks.md."""

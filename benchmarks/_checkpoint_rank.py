@@ -1,6 +1,6 @@
-"""One rank of `benchmarks.checkpoint`: goes through the rounds with its peers.
+"""One rank of `benchmarks.checkpoint`, which runs the rounds together with its peers.
 
-The first writes the results.
+The first rank writes the results.
 """
 
 import json
@@ -27,7 +27,7 @@ BLOCK = 8 << 20
 
 
 def model_state(hidden: int, vocabulary: int) -> dict[str, Tensor]:
-    """Weights and moments of a GPT of 12 layers, fp32, under the names of a checkpoint."""
+    """Return fp32 weights and moments of a GPT of 12 layers, with the names of a checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {"word": (vocabulary, hidden), "position": (1024, hidden)}
     for layer in range(LAYERS):
         shapes |= {
@@ -40,16 +40,16 @@ def model_state(hidden: int, vocabulary: int) -> dict[str, Tensor]:
             f"layers.{layer}.down.weight": (hidden, 4 * hidden),
             f"layers.{layer}.down.bias": (hidden,),
             **{
-                f"layers.{layer}.{norm}.{what}": (hidden,)
+                f"layers.{layer}.{norm}.{part}": (hidden,)
                 for norm in ("first", "second")
-                for what in ("w", "b")
+                for part in ("w", "b")
             },
         }
     return {f"{kind}.{name}": torch.rand(shape) for kind in KINDS for name, shape in shapes.items()}
 
 
 class Rank:
-    """What a rank does in a round; every method is called by all ranks at the same time."""
+    """Actions of a rank in a round; every method is called by all ranks at the same time."""
 
     def __init__(self, directory: Path, options: Mapping[str, Any]) -> None:
         self.directory, self.options = directory, options
@@ -73,33 +73,35 @@ class Rank:
         self.batch = torch.rand(256, options["width"])
 
     def timed(self, action: Callable[[], object]) -> float:
-        """Seconds until the slowest rank has done it."""
+        """Return the seconds until the slowest rank has finished `action`."""
         self.together()
-        began = time.perf_counter()
+        start = time.perf_counter()
         action()
-        return self.slowest(time.perf_counter() - began)
+        return self.slowest(time.perf_counter() - start)
 
     def together(self) -> None:
-        """Wait for the others."""
+        """Wait for the other ranks."""
         if self.ranks.distributed:
             dist.barrier()
 
     def slowest(self, value: float) -> float:
-        """The largest of all ranks' values."""
+        """Return the largest of all ranks' values."""
         return max(self.ranks.everywhere(lambda: value))
 
     def plain_copy(self) -> None:
         """Write this rank's share of the bytes into one file, and sync it."""
         with open(self.directory / f"plain-{self.ranks.rank}", "wb", buffering=0) as file:
             for piece in self.own.values():
-                rest = memoryview(piece.numpy().reshape(-1).view("u1"))  # type: ignore[arg-type]
-                while rest:
-                    rest = rest[file.write(rest) :]
+                view = memoryview(piece.numpy().reshape(-1).view("u1"))  # type: ignore[arg-type]
+                while view:
+                    view = view[file.write(view) :]
             os.fsync(file.fileno())
 
     def save(self, kind: str) -> tuple[float, SaveFinished]:
-        """A checkpoint from beginning to end with nothing beside it; seconds that `save` took, and
-        what came of it."""
+        """Save a checkpoint completely, while nothing else runs.
+
+        Returns the seconds that `save` blocked, and the result.
+        """
         self.iteration += 1
         saver = self.savers[kind]
         self.together()
@@ -109,31 +111,31 @@ class Rank:
         return self.slowest(started.stall_seconds), finished
 
     def step(self) -> float:
-        """Seconds of one training step of a small model, its gradient summed over the ranks."""
-        began = time.perf_counter()
+        """Return the seconds of one training step of a small model with gradient all-reduce."""
+        start = time.perf_counter()
         self.net(self.batch).square().mean().backward()
         if self.ranks.distributed:
             for parameter in self.net.parameters():
                 dist.all_reduce(parameter.grad)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
-    def steps_beside(self) -> tuple[float, float]:
-        """Mean seconds of a step alone, and of those beside a save."""
+    def step_times(self) -> tuple[float, float]:
+        """Return the mean seconds of a step without and during a save."""
         count = self.options["steps"]
-        alone = [self.step() for _ in range(count)]
+        without_save = [self.step() for _ in range(count)]
         self.iteration += 1
         self.savers["asynchronous"].save(self.iteration, self.state, {}, validation_loss=None)
-        beside: list[float] = []
-        # As many on every rank, as the save is over on all at nearly the same time.
-        while len(beside) < 4 or any(
+        during_save: list[float] = []
+        # Every rank makes the same number of steps; the save ends on all at about the same time.
+        while len(during_save) < 4 or any(
             self.ranks.everywhere(lambda: self.savers["asynchronous"].progress() is not None)
         ):
-            beside += [self.step() for _ in range(4)]
+            during_save += [self.step() for _ in range(4)]
         self.savers["asynchronous"].wait()
-        return sum(alone) / len(alone), sum(beside) / len(beside)
+        return sum(without_save) / len(without_save), sum(during_save) / len(during_save)
 
     def round(self) -> dict[str, float]:
-        """Everything once."""
+        """Measure every action once."""
         copy = self.timed(self.plain_copy)
         cold = self.timed(self.plain_read)
         (self.directory / f"plain-{self.ranks.rank}").unlink()
@@ -142,7 +144,7 @@ class Rank:
         drop_caches(asynchronous.path) if self.ranks.rank == 0 else None
         verify = self.timed(lambda: verify_together(asynchronous.path, self.ranks))
         load = self.timed(lambda: load_checkpoint(asynchronous.path, self.state))
-        alone, beside = self.steps_beside()
+        without_save, during_save = self.step_times()
         return {
             "copy": copy,
             "read": cold,
@@ -151,8 +153,8 @@ class Rank:
             "stall": stall,
             "verify": verify,
             "load": load,
-            "step": self.slowest(alone),
-            "step beside": self.slowest(beside),
+            "step": self.slowest(without_save),
+            "step beside": self.slowest(during_save),
         }
 
     def plain_read(self) -> None:
@@ -165,13 +167,13 @@ class Rank:
                 pass
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close the savers."""
         for saver in self.savers.values():
             saver.close()
 
 
 def drop_caches(directory: Path) -> None:
-    """Let the files of a directory come from the disk again."""
+    """Drop the files of a directory from the page cache, to read them from the disk again."""
     for path in directory.iterdir():
         _drop(path)
 
@@ -182,9 +184,9 @@ def _drop(path: Path) -> None:
 
 
 def main() -> None:
-    """Go through the rounds.
+    """Run the rounds.
 
-    The first is not reported: buffers and the system's caches are allocated in it.
+    The first one is not reported: buffers and the system's caches are allocated in it.
     """
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])

@@ -1,5 +1,7 @@
-"""Some iterations of the training loop over an indexed data set of made-up tokens; their times as
-JSON."""
+"""Iterations of the training loop over an indexed data set of random tokens.
+
+The times are printed as JSON.
+"""
 
 import json
 import statistics
@@ -30,7 +32,7 @@ DOCUMENTS, LENGTH = 2000, 400
 
 
 class Listening(Recorder):
-    """Keeps the times of each interval; the first is that of warming up."""
+    """Recorder that keeps the times of each interval; the first interval is warm-up."""
 
     intervals: list[tuple[float, float]]
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.step` and `benchmarks.gpu` compare: sizes of a GPT, and ways to train it."""
+"""Sizes of a GPT and ways to train it, compared by `benchmarks.step` and `benchmarks.gpu`."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from megacore.observe.flops import TransformerShape, step_flops
 
 LR, WEIGHT_DECAY, BETAS, CLIP = 3e-4, 0.1, (0.9, 0.95), 1.0
 OUT_OF_MEMORY = 66
-"""Exit status of a process whose GPU has no memory left."""
+"""Exit status of a process whose GPU memory was exhausted."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.micro_batch_size * self.seq_length
 
     @property
     def flops(self) -> int:
-        """Of the model in a step, without recomputation."""
+        """Model FLOPs of a step, without recomputation."""
         shape = TransformerShape(
             self.layers, self.hidden, 4 * self.hidden, self.seq_length, self.vocab_size
         )
@@ -51,14 +51,14 @@ CASES = {
 
 @dataclass(frozen=True)
 class Entrant:
-    """One way to train it."""
+    """One way to train a case."""
 
     kind: Literal["megacore", "nanogpt", "transformers"]
     compiled: bool = False
     fused: bool = False
-    """Whether torch's fused AdamW steps on a CPU too; on a GPU nanoGPT always has it."""
+    """True if torch's fused AdamW is also used on a CPU; on a GPU nanoGPT always uses it."""
     tuned_malloc: bool = False
-    """Whether glibc keeps freed blocks, as megacore's launcher tells it."""
+    """True if glibc keeps freed blocks, as configured by megacore's launcher."""
 
 
 ENTRANTS = {
@@ -76,23 +76,24 @@ ENTRANTS = {
     "transformers": Entrant("transformers", fused=True),
     "transformers, tuned malloc": Entrant("transformers", fused=True, tuned_malloc=True),
 }
-"""nanoGPT is our own plain torch model in its manner, unless a work names a checkout."""
+"""Entrants by name. nanoGPT is our plain torch model in its style, unless a work names a
+checkout."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a process is started for; travels as JSON."""
+    """Task of a measuring process, passed as JSON."""
 
     case: Case
     entrant: Entrant
     device: str = "cpu"
     threads: int = 2
     checkout: str | None = None
-    """Of nanoGPT, whose own model.py is then trained."""
+    """Checkout of nanoGPT, whose model.py is then trained."""
     train: dict[str, Any] = field(default_factory=dict)
-    """Values of megacore's section `train` beside the defaults."""
+    """Values of megacore's section `train`, in addition to the defaults."""
     reference: bool = False
-    """Whether megacore computes in fp32, whatever the case says."""
+    """True if megacore computes in fp32, whatever the precision of the case."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -107,7 +108,7 @@ class Work:
         return "fp32" if self.reference else self.case.precision
 
     def config(self) -> RunConfig:
-        """The run that megacore makes steps of."""
+        """Return the run configuration for megacore's steps."""
         case = self.case
         values = {
             "name": "benchmark",

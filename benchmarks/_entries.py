@@ -1,4 +1,4 @@
-"""What `make bench` runs, and the blocks of BENCHMARKS.md that it writes."""
+"""Entries of `make bench`, and the blocks of docs/benchmarks.md that it writes."""
 
 import os
 import platform
@@ -14,20 +14,20 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Entry:
-    """One benchmark with the arguments that its figures have."""
+    """One benchmark with the arguments of its published figures."""
 
     arguments: tuple[str, ...]
-    """Of `python -m`."""
+    """Arguments of `python -m`."""
     title: str
     slow: bool = False
-    """Whether it takes so long, or needs so much, that only `--all` runs it."""
+    """True if it takes so much time or memory that only `--all` runs it."""
     gpu: bool = False
     packages: tuple[str, ...] = ("torch",)
-    """Whose versions shape the figures."""
+    """Packages whose versions affect the figures."""
 
     @property
     def command(self) -> str:
-        """As a user types it."""
+        """Command line of the benchmark."""
         return f"python -m {' '.join(self.arguments)}"
 
 
@@ -43,7 +43,9 @@ ENTRIES = {
     "step-124m-bf16": Entry(
         ("benchmarks.step", "--case", "124m-bf16"), "Training step, 124M, bf16", packages=_STEP
     ),
-    "step-losses": Entry(("benchmarks.step", "--losses", "50"), "Losses in bf16 beside fp32"),
+    "step-losses": Entry(
+        ("benchmarks.step", "--losses", "50"), "Losses in bf16 compared with fp32"
+    ),
     "kernels-bf16": Entry(("benchmarks.kernels",), "What each kernel brings, bf16"),
     "kernels-fp32": Entry(
         ("benchmarks.kernels", "--precision", "fp32"), "What each kernel brings, fp32"
@@ -89,66 +91,67 @@ ENTRIES = {
         packages=("torch", "deepspeed"),
     ),
 }
-"""By the name of the block in BENCHMARKS.md."""
+"""Entries by the name of the block in docs/benchmarks.md."""
 
 
 def chosen(names: list[str], *, everything: bool, has_gpu: bool) -> dict[str, Entry]:
-    """The entries of these names, where `step` names all that begin with `step-`; without names the
-    quick ones."""
+    """Return the entries with these names, or the quick ones if no name is given.
+
+    `step` also selects all names that begin with `step-`.
+    """
     if not names:
         return {
             name: entry
             for name, entry in ENTRIES.items()
             if (everything or not entry.slow) and (has_gpu or not entry.gpu)
         }
-    found: dict[str, Entry] = {}
-    for wanted in names:
+    selected: dict[str, Entry] = {}
+    for requested in names:
         matching = {
             name: entry
             for name, entry in ENTRIES.items()
-            if name == wanted or name.startswith(f"{wanted}-")
+            if name == requested or name.startswith(f"{requested}-")
         }
         if not matching:
-            raise SystemExit(f"there is no benchmark {wanted!r}: known are {', '.join(ENTRIES)}")
-        found |= matching
-    return found
+            raise SystemExit(f"there is no benchmark {requested!r}: known are {', '.join(ENTRIES)}")
+        selected |= matching
+    return selected
 
 
 def with_block(text: str, name: str, title: str, block: str) -> str:
-    """The text with the block between its markers, or at the end under a heading of its own.
+    """Return the text with the block between its markers, or at the end under a new heading.
 
-    All else stays.
+    The rest of the text stays.
 
-    Raises ValueError when a marker is there without the other, or twice.
+    Raises ValueError when one marker is missing, or occurs twice.
     """
     begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
-    written = f"{begin}\n{block.strip()}\n{end}"
+    marked_block = f"{begin}\n{block.strip()}\n{end}"
     counts = text.count(begin), text.count(end)
     if counts == (0, 0):
-        return f"{text.rstrip()}\n\n## {title}\n\n{written}\n"
+        return f"{text.rstrip()}\n\n## {title}\n\n{marked_block}\n"
     if counts != (1, 1) or text.index(begin) > text.index(end):
         raise ValueError(
             f"the text has {counts[0]} x {begin} and {counts[1]} x {end}: leave one of each, in "
             "this order"
         )
     before, rest = text.split(begin)
-    return before + written + rest.split(end)[1]
+    return before + marked_block + rest.split(end)[1]
 
 
 def block(entry: Entry, output: str, state: str, seconds: float) -> str:
-    """What is written of a run: command, commit, machine and versions, then what it printed."""
+    """Return a run's text: command, commit, host and versions, then the printed output."""
     versions = ", ".join(f"{name} {_version(name)}" for name in entry.packages)
     minutes = f"{seconds / 60:.1f} min"
-    here = f"{machine(gpu=entry.gpu)}; Python {platform.python_version()}, {versions}"
-    return f"`{entry.command}`, {state}, {minutes}: {here}.\n\n{output.strip()}"
+    environment = f"{machine(gpu=entry.gpu)}; Python {platform.python_version()}, {versions}"
+    return f"`{entry.command}`, {state}, {minutes}: {environment}.\n\n{output.strip()}"
 
 
 def commit(root: Path) -> str:
-    """The commit that is checked out, and whether files differ from it, BENCHMARKS.md left
-    aside."""
+    """Return the checked-out commit, and whether files other than the results differ from it."""
     try:
         changes = _git(
-            root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!BENCHMARKS.md"
+            root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/benchmarks.md"
         )
     except (OSError, subprocess.CalledProcessError):
         return "no commit"
@@ -159,18 +162,18 @@ def commit(root: Path) -> str:
 
 
 def machine(*, gpu: bool) -> str:
-    """Processor, cores and memory, or the GPU."""
+    """Return processor, cores and memory, or the GPU."""
     if gpu:
         return ", ".join(gpus()) or "no GPU"
-    text = (
+    cpuinfo = (
         Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     )
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    name = found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    name = match[1] if match else platform.processor() or platform.machine()
     special = [
         label
         for flag, label in (("avx512f", "AVX-512"), ("avx512_bf16", "bf16"))
-        if f" {flag}" in text
+        if f" {flag}" in cpuinfo
     ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
     extras = f" ({', '.join(special)})" if special else ""
@@ -178,18 +181,20 @@ def machine(*, gpu: bool) -> str:
 
 
 def gpus() -> list[str]:
-    """Names of this machine's GPUs."""
+    """Return the names of this host's GPUs."""
     try:
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.split("\n")[:-1]
+    return process.stdout.split("\n")[:-1]
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    process = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
+    )
+    return process.stdout.strip()
 
 
 def _version(package: str) -> str:

@@ -1,5 +1,4 @@
-"""A small model of random weights, text to learn, and the artifacts that a fine-tuning of it
-reads."""
+"""A small model with random weights, a text to learn, and the artifacts of its fine-tuning."""
 
 import json
 import random
@@ -40,7 +39,7 @@ class Prepared:
     samples: int
 
     def job(self, config: FinetuneConfig, directory: Path, ranks: int, threads: int) -> FinetuneJob:
-        """A fine-tuning in a directory of its own, which is made."""
+        """Build a fine-tuning job in a new directory."""
         directory.mkdir(parents=True)
         return FinetuneJob(
             config=config,
@@ -54,7 +53,7 @@ class Prepared:
 
 
 def prepare(root: Path, model: str, **sections: dict[str, Any]) -> Prepared:
-    """Make all that is read below `root`; `sections` are added to the configuration's."""
+    """Create all inputs below `root`; `sections` are added to those of the configuration."""
     _write_model(root / "source", model)
     for split, count in (("train", SAMPLES), ("valid", VALIDATION_SAMPLES)):
         lines = [json.dumps(row) for row in _rows(model, count)]
@@ -87,9 +86,9 @@ def prepare(root: Path, model: str, **sections: dict[str, Any]) -> Prepared:
 
 
 def _rows(model: str, count: int) -> list[dict[str, Any]]:
-    """Pairs whose class says from which half of the words they are, or texts.
+    """Return pairs of sentences or texts, about as long as a sample may be.
 
-    About as long as a sample may be.
+    The class of a pair is the half of the words from which it is drawn.
     """
     generator = random.Random(count)
     rows: list[dict[str, Any]] = []
@@ -133,7 +132,7 @@ def _write_model(directory: Path, model: str) -> None:
         sep_token="[SEP]",
     ).save_pretrained(directory)
     torch.manual_seed(1)
-    made: Any
+    network: Any
     if model == "deberta":
         config = transformers.DebertaV2Config(
             vocab_size=len(vocabulary),
@@ -146,9 +145,9 @@ def _write_model(directory: Path, model: str) -> None:
             relative_attention=True,
             pos_att_type=["p2c", "c2p"],
         )
-        made = transformers.DebertaV2ForMaskedLM(config)
+        network = transformers.DebertaV2ForMaskedLM(config)
     else:
-        made = transformers.GPT2LMHeadModel(
+        network = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
                 vocab_size=len(vocabulary),
                 n_positions=128,
@@ -159,4 +158,4 @@ def _write_model(directory: Path, model: str) -> None:
                 eos_token_id=3,
             )
         )
-    made.save_pretrained(directory)
+    network.save_pretrained(directory)

@@ -1,8 +1,8 @@
-"""A fine-tuning written by hand as Accelerate's tutorial does it: one rank.
+"""One rank of a fine-tuning written by hand, in the style of Accelerate's tutorial.
 
-The job file is the real one's.
+It reads the same job file as a real fine-tuning.
 
-python -m benchmarks._finetune_loop --config run.json
+    python -m benchmarks._finetune_loop --config run.json
 """
 
 import argparse
@@ -21,11 +21,11 @@ from megacore.jobs.finetune import FinetuneJob
 from megacore.ranks.process import set_up_arithmetic
 
 RESULT = "by-hand.json"
-"""In the run directory: seconds of each epoch."""
+"""Name of the file in the run directory with the seconds of each epoch."""
 
 
 def collator(tokenizer: Any, kind: str) -> Any:
-    """What makes a batch."""
+    """Return the data collator of the task."""
     from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
     if kind == "causal_lm":
@@ -34,7 +34,7 @@ def collator(tokenizer: Any, kind: str) -> Any:
 
 
 def main() -> None:
-    """Train as often as the job says, and write the seconds."""
+    """Train as many epochs as the job requests, and write the seconds of each."""
     import accelerate
     import transformers
     from datasets import load_from_disk
@@ -54,7 +54,7 @@ def main() -> None:
         rows, batch_size=train.micro_batch_size, shuffle=True, collate_fn=collator(tokenizer, kind)
     )
     steps = len(loader) // job.ranks * train.num_epochs
-    # DeepSpeed on CPUs needs what this sets up; nothing of it runs in the loop.
+    # Only sets up DeepSpeed on CPUs; none of it runs in the loop.
     arguments = training_arguments(
         config,
         precision="fp32",
@@ -78,7 +78,7 @@ def main() -> None:
     for _ in range(train.num_epochs):
         model.train()
         total = 0.0
-        began = time.perf_counter()
+        start = time.perf_counter()
         for batch in loader:
             loss = model(**batch).loss
             total += float(loss.detach())
@@ -87,7 +87,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     if accelerator.is_main_process:
         Path(job.run_directory, RESULT).write_text(
             json.dumps({"seconds": seconds, "loss": total / len(loader)})

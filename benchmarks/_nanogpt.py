@@ -1,5 +1,4 @@
-"""A GPT-2 in plain torch, in the manner of karpathy/nanoGPT (its structure and names; the code is
-our own).
+"""A GPT-2 in plain torch, with the structure and names of karpathy/nanoGPT but our code.
 
 Learned positions, pre-norm layers with biases, exact GeLU, scaled_dot_product_attention, the output
 layer tied to the embedding, and the logits of the whole batch into F.cross_entropy.
@@ -20,7 +19,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] to [b, s, h]."""
+        """Map [b, s, h] to [b, s, h]."""
         b, s, h = x.shape
         q, k, v = (
             part.view(b, s, self.heads, h // self.heads).transpose(1, 2)
@@ -38,7 +37,7 @@ class Mlp(nn.Module):
         self.c_proj = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] to [b, s, h]."""
+        """Map [b, s, h] to [b, s, h]."""
         output: Tensor = self.c_proj(F.gelu(self.c_fc(x)))
         return output
 
@@ -50,14 +49,14 @@ class Block(nn.Module):
         self.ln_2, self.mlp = nn.LayerNorm(hidden), Mlp(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] to [b, s, h]."""
+        """Map [b, s, h] to [b, s, h]."""
         x = x + self.attn(self.ln_1(x))
         output: Tensor = x + self.mlp(self.ln_2(x))
         return output
 
 
 class NanoGpt(nn.Module):
-    """Logits and loss of ids, under nanoGPT's names."""
+    """GPT-2 that returns logits and loss, with nanoGPT's parameter names."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -73,7 +72,7 @@ class NanoGpt(nn.Module):
         self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
 
     def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and targets [b, s] to logits [b, s, v] and their mean loss."""
+        """Map ids and targets [b, s] to logits [b, s, v] and their mean loss."""
         parts = self.transformer
         positions = torch.arange(ids.shape[1], device=ids.device)
         x = parts["wte"](ids) + parts["wpe"](positions)

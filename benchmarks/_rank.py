@@ -1,6 +1,7 @@
-"""One rank of one variant.
+"""One rank of one variant of `benchmarks.layouts`.
 
-Waits for `run N` on standard input, makes N steps, and tells of them as a line of JSON.
+It waits for `run N` on standard input, makes N steps, and prints the measurements as a line of
+JSON.
 """
 
 import json
@@ -33,14 +34,14 @@ TOKENS = SpecialTokens(eod=VOCAB_SIZE - 1)
 
 
 def tokens(samples: int) -> Tensor:
-    """One global batch of ids, [samples, s + 1]."""
+    """Return one global batch of ids, [samples, s + 1]."""
     return torch.randint(
         VOCAB_SIZE, (samples, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1)
     )
 
 
 def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Timers) -> Step:
-    """A step of our engine."""
+    """Return a function that makes a step of megacore's engine."""
     parallel = config.parallel
     layout = RankLayout.of_world(
         variant.ranks,
@@ -69,8 +70,10 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
 
 
 def torch_ddp(variant: Variant, config: RunConfig) -> Step:
-    """A step of torch's DistributedDataParallel over the same model in fp32, with torch's fused
-    AdamW."""
+    """Return a function that makes a step with torch's DistributedDataParallel.
+
+    It trains the same model in fp32 with torch's fused AdamW.
+    """
     from torch.nn.parallel import DistributedDataParallel
     from torch.nn.utils import clip_grad_norm_
     from torch.optim import AdamW
@@ -105,8 +108,7 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
 
 
 def measure(step: Step, steps: int, timers: Timers) -> dict[str, Any]:
-    """Seconds of each step, milliseconds per step by phase, and the most memory that this process
-    had."""
+    """Return the median seconds of a step, milliseconds per phase, and the peak memory in MiB."""
     seconds = []
     timers.take(1)
     for _ in range(steps):

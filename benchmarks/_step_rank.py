@@ -1,11 +1,12 @@
-"""One contestant: waits for commands on standard input and answers each with a line of JSON, a list
-of one object.
+"""One contestant of `benchmarks.step`, driven by commands on standard input.
+
+Each command is answered with a line of JSON, a list of one object.
 
 python -m benchmarks._step_rank WORK
-run N       makes N steps: seconds of one, most memory so far
+run N       makes N steps: seconds of one, peak memory so far
 losses N    makes N steps: the loss of each
 matmul      rate of large matrix products in the case's precision, in TFLOP/s
-kernels     what megacore's operations run on
+kernels     implementations of megacore's operations
 """
 
 import importlib.util
@@ -36,7 +37,7 @@ _PRODUCTS = 20
 
 
 class Rank:
-    """Answers commands, one after another; `Trainer` asks from within its own loop."""
+    """Command loop of a contestant; `Trainer` calls it from within its own loop."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self.work, self.device = work, device
@@ -48,7 +49,7 @@ class Rank:
         self._losses: list[Any] = []
 
     def next(self) -> bool:
-        """Whether there is a step to make: reads commands until one asks for some."""
+        """Read commands until one requests steps; return True if there is a step to make."""
         while not self._left:
             line = sys.stdin.readline()
             if not line:
@@ -73,7 +74,7 @@ class Rank:
             raise SystemExit(f"unknown command {self._command!r}")
 
     def done(self, loss: Any) -> None:
-        """Take a step's loss; the last one of a command is answered."""
+        """Record a step's loss, and answer the command after its last step."""
         if self._command == "losses":
             self._losses.append(float(loss))
         self._left -= 1
@@ -102,7 +103,7 @@ def answer(values: dict[str, Any]) -> None:
 
 
 def matmul_rate(precision: str, device: torch.device) -> float:
-    """Best rate of square matrix products of random numbers, TFLOP/s."""
+    """Return the best rate of square matrix products of random numbers, in TFLOP/s."""
     cuda = device.type == "cuda"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     best = 0.0
@@ -122,13 +123,13 @@ def matmul_rate(precision: str, device: torch.device) -> float:
 
 
 def serve(rank: Rank, step: Step) -> None:
-    """Make steps as they are asked for."""
+    """Make steps on request."""
     while rank.next():
         rank.done(step())
 
 
 def serve_trainer(rank: Rank) -> None:
-    """The same from within transformers' Trainer, whose loop makes the steps."""
+    """Make steps on request within transformers' Trainer, in its own loop."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     work, case = rank.work, rank.work.case
@@ -144,7 +145,7 @@ def serve_trainer(rank: Rank) -> None:
             losses.clear()
 
     class Samples(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-        """Single samples, of which the data loader makes the batches."""
+        """Stream of single samples, which the data loader collates into batches."""
 
         def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
             for inputs in endless(case, torch.device("cpu")):
@@ -183,9 +184,9 @@ def serve_trainer(rank: Rank) -> None:
         ).train()
 
 
-def main(text: str) -> None:
-    """Build what the work says, and serve."""
-    work = Work.of_json(json.loads(text))
+def main(work_json: str) -> None:
+    """Build the requested contestant, and serve."""
+    work = Work.of_json(json.loads(work_json))
     device = torch.device(work.device)
     torch.manual_seed(3)
     rank = Rank(work, device)

@@ -1,4 +1,4 @@
-"""One training step of each contestant, all from the same weights and over the same batches."""
+"""One training step of each contestant, all with the same initial weights and batches."""
 
 import importlib.util
 import math
@@ -17,39 +17,42 @@ from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.hf.gpt2 import key_map
 
 Step = Callable[[], "Tensor | float"]
-"""Makes one step and returns its loss; a tensor that nobody reads costs no wait for a GPU."""
+"""Function that makes one step and returns its loss; a tensor that is not read does not synchronize
+the GPU."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BATCHES = 64
 _NOISE = 0.1
-"""Share of tokens that no pattern tells."""
+"""Share of tokens that follow no pattern."""
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""[in, out] in transformers' GPT-2, [out, in] in nanoGPT's."""
+"""Weights that are [in, out] in transformers' GPT-2 and [out, in] in nanoGPT."""
 
 
 def batches(case: Case, device: torch.device) -> list[Tensor]:
-    """Ids [b, s + 1] of steps one after another.
+    """Return ids [b, s + 1] of consecutive steps.
 
-    Each row counts on by its own stride, with some noise.
+    Each row counts up by a random stride, with some noise.
     """
     random = torch.Generator().manual_seed(1)
 
     def drawn(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=random)
 
-    made = []
+    steps = []
     for _ in range(_BATCHES):
         b, width = case.micro_batch_size, case.seq_length + 1
         rows = drawn(case.vocab_size, b, 1) + (1 + drawn(4, b, 1)) * torch.arange(width)
         noise = torch.rand(b, width, generator=random) < _NOISE
-        made.append(
+        steps.append(
             torch.where(noise, drawn(case.vocab_size, b, width), rows % case.vocab_size).to(device)
         )
-    return made
+    return steps
 
 
 def initial_weights(case: Case) -> dict[str, Tensor]:
-    """GPT-2's weights (Radford et al. 2019) under transformers' names, those of linear layers [in,
-    out]."""
+    """Return GPT-2's initial weights (Radford et al. 2019) with transformers' names.
+
+    Weights of linear layers are [in, out].
+    """
     random = torch.Generator().manual_seed(2)
     h, deep = case.hidden, 0.02 / math.sqrt(2 * case.layers)
 
@@ -82,7 +85,7 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
 
 
 def megacore_step(work: Work, device: torch.device) -> tuple[Step, dict[str, str]]:
-    """A step of our engine, and what its operations run on."""
+    """Return a function that makes a step of megacore's engine, and the kernels in use."""
     from megacore.engine.build import build_engine
     from megacore.parallel.mesh import ProcessMesh
 
@@ -97,25 +100,28 @@ def megacore_step(work: Work, device: torch.device) -> tuple[Step, dict[str, str
         device=device,
         precision=work.precision,
     )
-    theirs = initial_weights(case)
-    own = engine.tensors()
-    ours = key_map(ModelSpec.of(config, case.vocab_size, tokens)).ours(theirs)
+    hf_weights = initial_weights(case)
+    tensors = engine.tensors()
+    ours = key_map(ModelSpec.of(config, case.vocab_size, tokens)).ours(hf_weights)
     for name, value in ours.items():
-        target = own[f"model.{name}"]
+        target = tensors[f"model.{name}"]
         assert isinstance(target, Tensor), "one rank holds everything whole"
         target.copy_(value.view_as(target))
-    engine.load_state(engine.state(), own)
-    given = cycle(batches(case, device))
+    engine.load_state(engine.state(), tensors)
+    batch_stream = cycle(batches(case, device))
 
     def step() -> float:
-        engine.forward_backward(iter([next(given)]), [0])
+        engine.forward_backward(iter([next(batch_stream)]), [0])
         return engine.update(LR, WEIGHT_DECAY).loss
 
     return step, engine.kernels
 
 
 def nanogpt_step(work: Work, device: torch.device) -> Step:
-    """A step as nanoGPT's train.py makes it, of our model in its manner or of its own."""
+    """Return a function that makes a step like nanoGPT's train.py.
+
+    The model is our plain one in nanoGPT's style, or that of a checkout.
+    """
     case = work.case
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
@@ -137,11 +143,11 @@ def nanogpt_step(work: Work, device: torch.device) -> Step:
     pairs = [
         (batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches(case, device)
     ]
-    given = cycle(pairs)
+    batch_stream = cycle(pairs)
 
     def step() -> Tensor:
         with autocast(case, device):
-            _, loss = called(*next(given))
+            _, loss = called(*next(batch_stream))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -154,7 +160,7 @@ def nanogpt_step(work: Work, device: torch.device) -> Step:
 
 
 def transformers_model(case: Case) -> Any:
-    """GPT2LMHeadModel with its own defaults but for dropout, which the others do not have."""
+    """Build GPT2LMHeadModel with its defaults, except dropout, which the others lack."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -170,20 +176,20 @@ def transformers_model(case: Case) -> Any:
         eos_token_id=case.vocab_size - 1,
     )
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # its own, which a configuration made here does not name
+    model.loss_type = "ForCausalLM"  # its own loss, which this configuration does not name
     weights = initial_weights(case)
     model.load_state_dict(weights | {"lm_head.weight": weights["transformer.wte.weight"]})
     return model.train()
 
 
 def transformers_inputs(batch: Tensor) -> dict[str, Tensor]:
-    """Of the model: as many targets as the others have, so they are shifted here and not there."""
+    """Return the model's inputs with shifted targets, so that it has as many as the others."""
     targets = batch[:, 1:].contiguous()
     return {"input_ids": batch[:, :-1].contiguous(), "labels": targets, "shift_labels": targets}
 
 
 def transformers_step(work: Work, device: torch.device) -> Step:
-    """A step as Trainer's loop makes it with its default optimizer, without accelerate."""
+    """Return a function that makes a step like Trainer's default loop, without accelerate."""
     case = work.case
     model = transformers_model(case).to(device)
     decayed = [p for name, p in model.named_parameters() if p.dim() >= 2]
@@ -194,11 +200,11 @@ def transformers_step(work: Work, device: torch.device) -> Step:
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    given = endless(case, device)
+    input_stream = endless(case, device)
 
     def step() -> Tensor:
         with autocast(case, device):
-            loss = model(**next(given)).loss
+            loss = model(**next(input_stream)).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -211,17 +217,17 @@ def transformers_step(work: Work, device: torch.device) -> Step:
 
 
 def autocast(case: Case, device: torch.device) -> Any:
-    """To the case's precision, as both peers do it."""
+    """Return the autocast context of the case's precision, as used by both peers."""
     if case.precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[case.precision])
 
 
 def _for_nanogpt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    turned = {
+    transposed = {
         name: value.t() if name.endswith(_TRANSPOSED) else value for name, value in weights.items()
     }
-    return turned | {"lm_head.weight": weights["transformer.wte.weight"]}
+    return transposed | {"lm_head.weight": weights["transformer.wte.weight"]}
 
 
 def _checkout_model(checkout: str, case: Case) -> nn.Module:
@@ -245,5 +251,5 @@ def _checkout_model(checkout: str, case: Case) -> nn.Module:
 
 
 def endless(case: Case, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Inputs of transformers' model for ever."""
+    """Return an endless iterator of inputs of transformers' model."""
     return cycle([transformers_inputs(batch) for batch in batches(case, device)])

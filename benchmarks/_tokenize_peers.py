@@ -1,4 +1,4 @@
-"""The processes of benchmarks.tokenize: `megacore` with a clock at its phases, and the peers.
+"""Processes of benchmarks.tokenize: `megacore` with timestamps of its phases, and its peers.
 
 python -m benchmarks._tokenize_peers megacore tokenize ...
 python -m benchmarks._tokenize_peers loop|hf CORPUS VOCAB MERGES OUTPUT
@@ -17,7 +17,7 @@ BLOCK = 32 << 20
 
 
 def megacore(arguments: list[str]) -> None:
-    """The command, then the seconds of its phases; the process began at BENCHMARK_STARTED."""
+    """Run the command, then print the seconds of its phases since BENCHMARK_STARTED."""
     times = {"start": float(os.environ["BENCHMARK_STARTED"])}
     from megacore.cli import main
     from megacore.tokenizer import files, tokenize
@@ -55,7 +55,7 @@ def megacore(arguments: list[str]) -> None:
 
 
 def loop(corpus: str, vocab: str, merges: str, output: str) -> None:
-    """The plain loop: parse, encode, write."""
+    """Tokenize with a plain loop: parse, encode, write."""
     import gigatoken
     import numpy as np
 
@@ -67,7 +67,7 @@ def loop(corpus: str, vocab: str, merges: str, output: str) -> None:
 
 
 def hf(corpus: str, vocab: str, merges: str, output: str) -> None:
-    """The same through `tokenizers`."""
+    """Tokenize with the library `tokenizers`."""
     import numpy as np
 
     backend = _backend(vocab, merges)

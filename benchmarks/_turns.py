@@ -1,5 +1,7 @@
-"""Processes that wait on standard input and take turns, so that a machine whose speed changes
-changes it for all."""
+"""Processes that wait on standard input and take turns.
+
+A host whose speed changes then affects all of them.
+"""
 
 import json
 import os
@@ -14,12 +16,14 @@ from typing import Any
 from megacore.cluster.rank_commands import rank_environment
 
 _MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-"""What tells glibc to keep freed blocks; a contestant without them must not inherit them."""
+"""Variables that make glibc keep freed blocks; a contestant without them must not inherit them."""
 
 
 def environment(threads: int, *, tuned_malloc: bool = True) -> dict[str, str]:
-    """Of a process with so many threads, as megacore's launcher sets it, or with glibc's own
-    malloc."""
+    """Return the environment of a process with this number of threads.
+
+    It is that of megacore's launcher, or without its malloc settings.
+    """
     launched = rank_environment(threads)
     untuned = {name: value for name, value in launched.items() if name not in _MALLOC}
     inherited = {name: value for name, value in os.environ.items() if name not in _MALLOC}
@@ -28,20 +32,20 @@ def environment(threads: int, *, tuned_malloc: bool = True) -> dict[str, str]:
 
 @dataclass
 class Contestant:
-    """The processes of one way to do the work, and what they measured."""
+    """Processes of one contestant, and their measurements."""
 
     name: str
     processes: "list[subprocess.Popen[str]]"
     seconds: list[float] = field(default_factory=list)
-    """Of one step on the slowest rank, by round."""
+    """Seconds of one step on the slowest rank, by round."""
     last: list[dict[str, Any]] = field(default_factory=list)
-    """What each rank said last."""
+    """Last answer of each rank."""
 
     @classmethod
     def start(
         cls, name: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
     ) -> "Contestant":
-        """A process `python -m ARGUMENTS` for each environment."""
+        """Start a process `python -m ARGUMENTS` for each environment."""
         command = [sys.executable, "-m", *arguments]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         return cls(
@@ -49,7 +53,7 @@ class Contestant:
         )
 
     def ask(self, command: str) -> list[dict[str, Any]]:
-        """Give every process a command; the first one's answer: a list, by rank."""
+        """Send a command to every process; return the first one's answer, a list by rank."""
         for process in self.processes:
             assert process.stdin is not None
             try:
@@ -66,29 +70,29 @@ class Contestant:
         raise SystemExit(f"contestant {self.name!r} ended: its error is above")
 
     def run(self, steps: int) -> float:
-        """Make steps; seconds of one on the slowest rank."""
+        """Make steps; return the seconds of one step on the slowest rank."""
         return max(float(rank["seconds"]) for rank in self.ask(f"run {steps}"))
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Median seconds of a step."""
         return statistics.median(self.seconds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Of the seconds of a step."""
+        """Quartiles of the seconds of a step."""
         if len(self.seconds) < 2:
             return self.median, self.median
         lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return lower, upper
 
-    def times_as_fast_as(self, other: "Contestant") -> float:
-        """Median of the ratios within rounds."""
+    def speedup_over(self, other: "Contestant") -> float:
+        """Return the median ratio of the other's seconds to these, taken within rounds."""
         pairs = zip(self.seconds, other.seconds, strict=True)
-        return statistics.median(theirs / own for own, theirs in pairs)
+        return statistics.median(other_seconds / seconds for seconds, other_seconds in pairs)
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -97,29 +101,29 @@ class Contestant:
 def compete(
     contestants: Sequence[Contestant], rounds: int, steps: int, *, warmup: int, seconds: float
 ) -> int:
-    """Take turns, every other round backwards, and return the number of rounds.
+    """Take turns, in reverse order in every other round; return the number of rounds.
 
     Args:
-        contestants: get their seconds.
-        rounds: at most.
-        steps: of each in a round.
-        warmup: steps of each before the first round.
-        seconds: after which no round begins that would not end in time; three are made in any case.
+        contestants: contestants, whose `seconds` are extended.
+        rounds: most rounds.
+        steps: steps of each contestant in a round.
+        warmup: steps of each contestant before the first round.
+        seconds: time limit; no round starts that would not end in time, but at least three are run.
     """
     started = time.monotonic()
     for each in contestants:
         each.run(warmup)
     for number in range(rounds):
-        began = time.monotonic()
+        round_start = time.monotonic()
         for each in contestants if number % 2 == 0 else reversed(contestants):
             each.seconds.append(each.run(steps))
         now = time.monotonic()
-        if number >= 2 and now + (now - began) > started + seconds:
+        if number >= 2 and now + (now - round_start) > started + seconds:
             return number + 1
     return rounds
 
 
 def progress(text: str) -> None:
-    """Say what is done, beside the results."""
+    """Print progress to standard error, separate from the results."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

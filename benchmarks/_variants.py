@@ -1,4 +1,4 @@
-"""What `benchmarks/layouts.py` compares: ways to divide the same optimizer step."""
+"""Variants of the same optimizer step, compared by `benchmarks/layouts.py`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,16 +25,16 @@ class Variant:
     ranks: int
     threads: int
     micro_batch_size: int
-    """Micro batches are free to choose: a pipeline takes many small ones."""
+    """Samples of a micro batch; each variant has its own, since pipelines need many small ones."""
     parallel: dict[str, Any] = field(default_factory=dict)
     torch_ddp: bool = False
-    """Whether torch's DistributedDataParallel and AdamW train the same model, instead of our
+    """True if torch's DistributedDataParallel and AdamW train the same model, instead of megacore's
     engine."""
     samples: int = SAMPLES
-    """Of a step on all ranks."""
+    """Samples of a step on all ranks."""
 
     def config(self, precision: str) -> RunConfig:
-        """The run that this variant makes steps of."""
+        """Return the run configuration for this variant's steps."""
         values = {
             "name": "benchmark",
             "data": {
@@ -73,11 +73,11 @@ VARIANTS = {
 }
 
 WEAK = {f"dp{ranks}": Variant(ranks, 1, 4, samples=4 * ranks) for ranks in (1, 2, 4)}
-"""Data-parallel ranks with one thread and 4 samples each: `benchmarks/scaling.py`."""
+"""Data-parallel ranks with one thread and 4 samples each, for `benchmarks/scaling.py`."""
 PIPELINES = {f"pp2, m {count}": Variant(2, 1, 1, PP2, samples=count) for count in (2, 4, 8, 16)} | {
     "pp2 interleaved, m 8": Variant(
         2, 1, 1, PP2 | {"virtual_pipeline_model_parallel_size": 2}, samples=8
     )
 }
-"""Two stages and m micro batches of one sample."""
+"""Two pipeline stages and m micro batches of one sample."""
 ALL = VARIANTS | WEAK | PIPELINES

@@ -1,4 +1,4 @@
-"""The verdict of a benchmark: one last line, and an exit status."""
+"""Verdict of a benchmark: one last line, and an exit status."""
 
 import math
 import sys
@@ -14,12 +14,12 @@ class Check:
     value: float
     goal: float
     at_most: bool = False
-    """Whether less is better."""
+    """True if less is better."""
     unit: str = "x"
 
     @property
     def met(self) -> bool:
-        """Whether the goal is reached; what is no number never is."""
+        """True if the goal is reached; NaN never reaches it."""
         if math.isnan(self.value):
             return False
         return self.value <= self.goal if self.at_most else self.value >= self.goal
@@ -41,6 +41,6 @@ def verdict(subject: str, checks: Sequence[Check]) -> int:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; all columns but the first are figures."""
+    """Return a Markdown table; all columns but the first are figures."""
     lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), ""])

@@ -1,4 +1,4 @@
-"""Counts the bytes of a model's state from an engine's own tensors, every storage once."""
+"""Count of the bytes of a model's state in an engine's tensors, each storage once."""
 
 import ctypes
 import gc
@@ -45,8 +45,8 @@ _ATTRIBUTES = {
     "ipg_buckets": BUCKETS,
     "extra_large_param_to_reduce": GRADIENTS,
 }
-"""What DeepSpeed's optimizers keep where, in the order in which a storage that has two names is
-claimed."""
+"""Content of the attributes of DeepSpeed's optimizers. If several attributes share a storage, the
+first in this order counts."""
 
 _MALLINFO2 = (
     "arena",
@@ -65,22 +65,22 @@ _MALLINFO2 = (
 
 @dataclass
 class Census:
-    """Bytes of one process, all of whose storages are either of a kind or unknown."""
+    """Bytes of one process by kind of storage, and of storages of unknown kind."""
 
     kinds: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """By what they hold."""
+    """Bytes by kind of content."""
     hosted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Of these, what lies in main memory instead of the device's; on a CPU what would, by what it
-    is."""
+    """Bytes of each kind in host memory instead of the device's; on a CPU, the bytes that would be
+    there, judged by their kind."""
     unknown: int = 0
-    """In live tensors that are no part of the state as it is known here."""
+    """Bytes of live tensors that are not a known part of the state."""
     largest_unknown: list[str] = field(default_factory=list)
     allocated: int = 0
-    """What the allocator gave since before the model was there."""
+    """Bytes that the allocator has handed out since before the model was built."""
 
 
 def take(engine: Engine, zero: ZeroSettings, allocated_before: int) -> Census:
-    """Count, between the last backward pass and the step."""
+    """Count the bytes, between the last backward pass and the step."""
     gc.collect()
     census, claimed = Census(), set[int]()
     tensors = _native(engine) if isinstance(engine, NativeEngine) else _deepspeed(engine)
@@ -95,7 +95,7 @@ def take(engine: Engine, zero: ZeroSettings, allocated_before: int) -> Census:
             )
             census.hosted[kind] += bytes_ * on_host
     for kind in (STEP_GRADIENTS, LEFT_GRADIENTS):
-        if GRADIENTS not in census.kinds and kind in census.kinds:  # there are no others
+        if GRADIENTS not in census.kinds and kind in census.kinds:  # no other gradients
             census.kinds[GRADIENTS], census.hosted[GRADIENTS] = (
                 census.kinds.pop(kind),
                 census.hosted.pop(kind),
@@ -108,14 +108,18 @@ def take(engine: Engine, zero: ZeroSettings, allocated_before: int) -> Census:
             )
     unknown.sort(reverse=True)
     census.unknown = sum(count for count, _ in unknown)
-    census.largest_unknown = [f"{count / 1e6:.2f} MB {what}" for count, what in unknown[:5]]
+    census.largest_unknown = [
+        f"{count / 1e6:.2f} MB {description}" for count, description in unknown[:5]
+    ]
     census.allocated = allocated_bytes(engine.device) - allocated_before
     return census
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What the device's allocator has given out, on a CPU what glibc's malloc has: more than
-    tensors."""
+    """Return the bytes given out by the device's allocator, or on a CPU by glibc's malloc.
+
+    They include more than tensors.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
 
@@ -129,18 +133,18 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def resident_mb(name: str) -> float:
-    """VmRSS or VmHWM, its peak, of this process; in 10^6 bytes."""
+    """Return VmRSS, or its peak VmHWM, of this process in 10^6 bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024 / 1e6
 
 
 def reset_peak() -> None:
-    """Let VmHWM begin anew."""
+    """Reset VmHWM to the current memory."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def _offloaded(kind: str, zero: ZeroSettings) -> bool:
-    """Whether DeepSpeed keeps what it is on the CPU when it computes on a GPU."""
+    """Return True if DeepSpeed keeps this kind on the CPU when it computes on a GPU."""
     if kind == PARAMETERS:
         return zero.offload_param != "none"
     if kind == GRADIENTS and zero.stage < 2:
@@ -155,7 +159,7 @@ def _offloaded(kind: str, zero: ZeroSettings) -> bool:
 
 
 def _new(tensor: Tensor, claimed: set[int]) -> bool:
-    """Whether a storage is seen for the first time."""
+    """Return True if the tensor's storage was not claimed before, and claim it."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return False
     storage = tensor.untyped_storage()
@@ -171,7 +175,7 @@ def _native(engine: Any) -> Iterator[tuple[str, Tensor]]:
     for sync in engine._syncs:
         for bucket in sync.buckets:
             yield GRADIENTS, bucket.buffer
-            if bucket.pending is not None:  # what others' sums are received in
+            if bucket.pending is not None:  # receives the sums of other ranks
                 for cell in bucket.pending._finish.__closure__ or ():
                     for tensor in _tensors(cell.cell_contents):
                         yield BUCKETS, tensor
@@ -208,7 +212,7 @@ def _deepspeed(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested containers, dataclasses included."""
+    """Yield the tensors in nested containers, including dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -217,13 +221,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for each in value:
             yield from _tensors(each)
     elif is_dataclass(value) and not isinstance(value, type):
-        # A bucket's `buffer`: its other fields name parameters and gradients that are known
-        # already.
+        # Only a bucket's `buffer`: its other fields refer to parameters and gradients that are
+        # already counted.
         yield from _tensors(vars(value).get("buffer"))
 
 
 def _live() -> Iterator[Tensor]:
-    """Every tensor that Python knows, and their gradients."""
+    """Yield every tensor that Python's garbage collector tracks, and their gradients."""
     for each in gc.get_objects():
         if issubclass(type(each), Tensor):
             yield each

@@ -1,4 +1,4 @@
-"""The largest micro batch that fits into a GPU's memory, and the time of an epoch at it."""
+"""Search of the largest micro batch that fits into GPU memory, and its time per epoch."""
 
 import argparse
 import math
@@ -12,15 +12,15 @@ from benchmarks._zero_variants import FITS, VARIANTS, Work
 from megacore.engine.deepspeed.operators import build_operator
 
 _STEPS = 3
-"""After one to warm up; what does not fit shows in these as well."""
+"""Measured steps after one warm-up step; they also show whether the micro batch fits."""
 _SMOKE_MB = 64
-"""What the ranks of the tiny model may allocate after it, so that it runs out of memory as well."""
+"""Limit in MiB of allocations after the tiny model, so that it also runs out of memory."""
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` that fits, when all below one that fits do.
+    """Return the largest number from 1 to `most` that fits, or 0 if 1 does not.
 
-    0 when 1 does not.
+    If a number fits, all smaller ones must fit too.
     """
     low, high = 0, 1
     while high <= most and fits(high):
@@ -33,7 +33,7 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def try_steps(work: Work) -> list[dict[str, Any]] | None:
-    """What the ranks measured, or None when they ran out of memory."""
+    """Return the ranks' measurements, or None if they ran out of memory."""
     results: list[dict[str, Any]] | None
     try:
         with started(work) as ranks:
@@ -49,14 +49,14 @@ def try_steps(work: Work) -> list[dict[str, Any]] | None:
 
 
 def fit_table(options: argparse.Namespace, precision: str) -> None:
-    """Search, measure and print."""
+    """Search, measure and print the table."""
     if any(VARIANTS[name].compiled_adam for name in FITS):
         build_operator("cpu_adam")
     sys.stdout.write(
         f"\n{precision}, {options.ranks} ranks, full recomputation, epochs of {options.samples:,} "
         "samples\n\n"
         "| model | variant | largest micro batch | time of an epoch (s) | peak on the device (MB) "
-        "| peak of a rank in main memory (MB) |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
+        "| peak of a rank in host memory (MB) |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
     )
     for size in ["tiny"] if options.smoke else options.sizes:
         for name in FITS:
@@ -68,18 +68,18 @@ def fit_table(options: argparse.Namespace, precision: str) -> None:
 
 
 def _cells(work: Work, options: argparse.Namespace) -> str:
-    tried: dict[int, list[dict[str, Any]]] = {}
+    results_by_size: dict[int, list[dict[str, Any]]] = {}
 
     def fits(micro_batch_size: int) -> bool:
         results = try_steps(replace(work, micro_batch_size=micro_batch_size))
         if results is not None:
-            tried[micro_batch_size] = results
+            results_by_size[micro_batch_size] = results
         return results is not None
 
     size = largest(fits, options.most)
     if not size:
         return "out of memory at 1 | - | - | -"
-    results = tried[size]
+    results = results_by_size[size]
     seconds = max(rank["seconds"] for rank in results) * math.ceil(
         options.samples / (size * work.ranks)
     )

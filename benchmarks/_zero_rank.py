@@ -1,6 +1,6 @@
-"""One rank of one way to keep a model's state.
+"""One rank of one variant of keeping a model's state.
 
-Does what standard input says, and tells of it as lines of JSON.
+It reads commands from standard input and answers with lines of JSON.
 """
 
 import json
@@ -29,7 +29,7 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 
 OUT_OF_MEMORY = 77
-"""Exit code."""
+"""Exit code of a rank that ran out of memory."""
 _PHRASES = (
     "out of memory",
     "can't allocate memory",
@@ -39,7 +39,7 @@ _PHRASES = (
 
 
 class Rank:
-    """A model that makes steps."""
+    """A rank's model and the function that makes its steps."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.config = work, work.config()
@@ -60,7 +60,7 @@ class Rank:
         census.reset_peak()
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Make steps: seconds of one, and memory."""
+        """Make steps; return the median seconds of one, and memory."""
         seconds = []
         for _ in range(steps):
             dist.barrier()
@@ -83,12 +83,12 @@ class Rank:
         }
 
     def census(self) -> dict[str, Any]:
-        """Bytes after the last backward pass, before the step."""
+        """Return the bytes after the last backward pass, before the step."""
         assert self.engine is not None
         self.engine.forward_backward(iter(self.batches), list(range(len(self.batches))))
-        found = census.take(self.engine, zero_of(self.config), self.allocated_before)
+        counts = census.take(self.engine, zero_of(self.config), self.allocated_before)
         self.engine.update(1e-4, 0.01)
-        return {**vars(found), "psi": self.engine.parameters}
+        return {**vars(counts), "psi": self.engine.parameters}
 
     def _own(self) -> Callable[[], object]:
         engine = self.engine = build_engine(
@@ -108,8 +108,10 @@ class Rank:
         return step
 
     def _ddp(self) -> Callable[[], object]:
-        """torch's DistributedDataParallel over transformers' GPT-2 of the same shape, autocast to
-        the compute type."""
+        """Return a function that makes a step with torch's DistributedDataParallel.
+
+        The model is transformers' GPT-2 of the same shape, with autocast to the compute type.
+        """
         from torch.nn.parallel import DistributedDataParallel
         from torch.nn.utils import clip_grad_norm_
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -152,7 +154,7 @@ class Rank:
 
 @contextmanager
 def running_out_of_memory() -> Iterator[None]:
-    """End this process with a code of its own when an allocation in the body fails."""
+    """End this process with a separate exit code when an allocation in the body fails."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -163,7 +165,7 @@ def running_out_of_memory() -> Iterator[None]:
 
 
 def limit_memory(limit_mb: int) -> None:
-    """Let this process allocate no more than so much on top of what it has."""
+    """Limit further allocations of this process to `limit_mb` MiB."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     data = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (data + limit_mb * 2**20, resource.RLIM_INFINITY))
@@ -172,7 +174,7 @@ def limit_memory(limit_mb: int) -> None:
 def main(work: Work) -> None:
     """Answer every command with one line, on the first rank, until standard input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print to stdout
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(work.threads)
     torch.set_flush_denormal(True)

@@ -1,4 +1,4 @@
-"""Starts the ranks of one piece of work, asks them, and ends them."""
+"""Ranks of one piece of work: their start, their commands and their end."""
 
 import json
 import os
@@ -17,15 +17,15 @@ from benchmarks._zero_variants import Work
 from megacore.cluster.rank_commands import rank_environment
 
 _GRACE = 10.0
-"""Seconds in which ranks that lost a peer find out; the peer tells why."""
+"""Seconds for ranks that lost a peer to notice it; the exit code of the peer shows the cause."""
 
 
 class OutOfMemoryError(Exception):
-    """A rank had no memory left."""
+    """A rank ran out of memory."""
 
 
 class Ranks:
-    """The processes of one piece of work."""
+    """Processes of one piece of work."""
 
     def __init__(self, work: Work) -> None:
         with socket.socket() as listener:
@@ -54,7 +54,10 @@ class Ranks:
             )
 
     def ask(self, command: str) -> list[dict[str, Any]]:
-        """What each rank answers. Raises OutOfMemoryError; any other failure ends the benchmark."""
+        """Send a command; return the answer of each rank.
+
+        Raises OutOfMemoryError; any other failure ends the benchmark.
+        """
         for process in self.processes:
             assert process.stdin is not None
             try:
@@ -74,7 +77,7 @@ class Ranks:
         return results
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -84,7 +87,7 @@ class Ranks:
         codes: list[int | None] = []
         while time.monotonic() < deadline:
             codes = [process.poll() for process in self.processes]
-            # the kernel's killer, which no rank survives to tell of
+            # -9 is the kernel's out-of-memory killer, which no rank can report
             if OUT_OF_MEMORY in codes or -9 in codes:
                 raise OutOfMemoryError
             if None not in codes:
@@ -95,7 +98,7 @@ class Ranks:
 
 @contextmanager
 def started(work: Work) -> Iterator[Ranks]:
-    """Ranks that end with the body."""
+    """Yield started ranks, and end them after the body."""
     ranks = Ranks(work)
     try:
         yield ranks

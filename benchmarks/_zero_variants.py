@@ -1,6 +1,6 @@
-"""What `benchmarks/zero.py` compares.
+"""Models and variants compared by `benchmarks/zero.py`.
 
-Models, and ways to keep their state on data-parallel ranks.
+A variant is a way to keep the model's state on data-parallel ranks.
 """
 
 import os
@@ -13,14 +13,14 @@ from megacore.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT."""
+    """Shape of a GPT."""
 
     layers: int
     hidden: int
     heads: int
     vocab_size: int = 50_257
     seq_length: int = 1024
-    """Of a sample; the model has positions for 1024."""
+    """Tokens of a sample; the model has positions for 1024."""
 
 
 SIZES = {
@@ -40,14 +40,14 @@ class Variant:
     """One way to keep the state of a model."""
 
     engine: str = "deepspeed"
-    """deepspeed, native, or ddp for torch's DistributedDataParallel and AdamW over transformers'
-    model."""
+    """One of deepspeed, native and ddp: torch's DistributedDataParallel and AdamW over
+    transformers' model."""
     parallel: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def compiled_adam(self) -> bool:
-        """Whether DeepSpeed's Adam updates what is offloaded, instead of torch's."""
+        """True if DeepSpeed's Adam updates the offloaded state, instead of torch's."""
         return self.deepspeed.get("cpu_adam") == "deepspeed"
 
 
@@ -76,7 +76,7 @@ VARIANTS = STATES | FITS
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank is started for; travels as JSON."""
+    """Task of a rank, passed as JSON."""
 
     variant: str
     size: str
@@ -85,19 +85,19 @@ class Work:
     ranks: int
     micro_batch_size: int = 1
     micro_batches: int = 1
-    """Of each rank in one step."""
+    """Micro batches of each rank in one step."""
     recompute: str = "none"
     limit_mb: int = 0
-    """On a CPU what may be allocated after the model, as if there were no more; 0 does not
-    limit."""
+    """Memory in MiB that a CPU rank may allocate after the model, to simulate a full memory; 0
+    means no limit."""
 
     @property
     def threads(self) -> int:
-        """Of each rank; beside a GPU all cores take part, for what is offloaded."""
+        """CPU threads of each rank; with a GPU the ranks share all cores, for offloaded state."""
         return 1 if self.device == "cpu" else max(1, (os.cpu_count() or 1) // self.ranks)
 
     def config(self) -> RunConfig:
-        """The run that this makes steps of."""
+        """Return the run configuration for this work's steps."""
         variant, size = VARIANTS[self.variant], SIZES[self.size]
         values = {
             "name": "benchmark",

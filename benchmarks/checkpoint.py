@@ -1,14 +1,14 @@
-"""Saving and loading a checkpoint beside a plain copy of the same bytes on the same disk, and what
-training waits for.
+"""Saving and loading of a checkpoint, compared with a plain copy of the same bytes.
 
     python -m benchmarks.checkpoint [--directory DIR] [--ranks 1 2] [--rounds 5] [--hidden 768]
 
 Ranks are data-parallel replicas: together they write each byte once, and each of them loads the
-whole. In every round, one after another: the bytes are written to a plain file and synced, and read
-again from the disk; saved, training waiting; saved beside the training; verified and loaded, from
-the disk again; and steps of a small model are made alone and beside a save. Ratios are taken within
-a round, and medians over the rounds are printed. The last line is the verdict; a missed goal ends
-the command with status 1. `--smoke` goes through all of it with a few megabytes and judges nothing.
+whole state. Every round has these steps, one after another: write the bytes to a plain file and
+sync it; read them from the disk; save synchronously, while training waits; save in the background;
+verify and load, again from the disk; make steps of a small model without and during a save. Ratios
+are taken within a round, and medians over the rounds are printed. The last line is the verdict; a
+missed goal ends the command with status 1. `--smoke` runs everything with a few megabytes and
+without a verdict.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from benchmarks._verdict import Check, verdict
 from megacore.cluster.rank_commands import rank_environment
 
 STALL_GOAL = 0.05
-"""Of the time of a save for which training waits: most that a save beside it may hold it up."""
+"""Most time that an asynchronous save may block training, as a share of a synchronous save."""
 BANDWIDTH_GOAL = 0.7
-"""Of a plain copy's: least of a save, and of a load with verification."""
+"""Least bandwidth of a save, and of a load with verification, as a share of a plain copy's."""
 
 
 def measure(ranks: int, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Run the ranks in `directory`; what the first wrote."""
+    """Run the ranks in `directory`; return the results that the first rank wrote."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -74,11 +74,11 @@ def measure(ranks: int, options: argparse.Namespace, directory: Path) -> dict[st
 
 
 def ratios(ranks: int, rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over the rounds.
+    """Return the medians over the rounds of each ratio.
 
-    A load's bytes are those that all ranks fill: each holds the whole state.
+    The bytes of a load are those that all ranks read, because each one loads the whole state.
     """
-    taken = {
+    values_by_name = {
         "save": [each["copy"] / each["synchronous"] for each in rounds],
         "asynchronous": [each["copy"] / each["asynchronous"] for each in rounds],
         "load": [ranks * each["copy"] / (each["verify"] + each["load"]) for each in rounds],
@@ -86,21 +86,21 @@ def ratios(ranks: int, rounds: list[dict[str, float]]) -> dict[str, float]:
         "stall": [each["stall"] / each["synchronous"] for each in rounds],
         "step": [each["step beside"] / each["step"] for each in rounds],
     }
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return {name: statistics.median(values) for name, values in values_by_name.items()}
 
 
 def table(results: dict[int, dict[str, Any]]) -> list[str]:
-    """Rows of Markdown."""
+    """Return the rows of a Markdown table."""
     rows = [
         (
             "| ranks | GiB | plain copy (s) | plain read (s) | save (s) | to the copy | "
-            "asynchronous save (s) | stall (s) | of the save | step beside a save | verify + load "
+            "asynchronous save (s) | stall (s) | of the save | step during a save | verify + load "
             "(s) | to the copy | to the read |"
         ),
         "| ---: |" + " ---: |" * 12,
     ]
     for ranks, result in results.items():
-        rounds, found = result["rounds"], ratios(ranks, result["rounds"])
+        rounds, medians = result["rounds"], ratios(ranks, result["rounds"])
         seconds = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
         cells = [
             str(ranks),
@@ -108,36 +108,36 @@ def table(results: dict[int, dict[str, Any]]) -> list[str]:
             f"{seconds['copy']:.2f}",
             f"{seconds['read']:.2f}",
             f"{seconds['synchronous']:.2f}",
-            f"{found['save']:.2f}",
+            f"{medians['save']:.2f}",
             f"{seconds['asynchronous']:.2f}",
             f"{seconds['stall']:.3f}",
-            f"{found['stall']:.1%}",
-            f"{found['step']:.2f} x",
+            f"{medians['stall']:.1%}",
+            f"{medians['step']:.2f} x",
             f"{seconds['verify']:.2f} + {seconds['load']:.2f}",
-            f"{found['load']:.2f}",
-            f"{found['load to read']:.2f}",
+            f"{medians['load']:.2f}",
+            f"{medians['load to read']:.2f}",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
 def checks(results: dict[int, dict[str, Any]]) -> list[Check]:
-    """Figures and goals."""
-    found = {ranks: ratios(ranks, result["rounds"]) for ranks, result in results.items()}
+    """Return the figures and their goals."""
+    medians = {ranks: ratios(ranks, result["rounds"]) for ranks, result in results.items()}
     stalls = [
         Check(f"{ranks} ranks: stall to a save", each["stall"], STALL_GOAL, at_most=True)
-        for ranks, each in found.items()
+        for ranks, each in medians.items()
     ]
     bandwidth = [
         Check(f"{ranks} ranks: {name} to the copy's bandwidth", each[name], BANDWIDTH_GOAL)
-        for ranks, each in found.items()
+        for ranks, each in medians.items()
         for name in ("save", "load")
     ]
     return stalls + bandwidth
 
 
 def main() -> None:
-    """Measure, print, judge."""
+    """Measure, print the table and give the verdict."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,13 @@
-"""Samples per second that one process reads at random, from tokens that are in the operating
-system's memory.
+"""Samples per second that one process reads at random, from tokens in the page cache.
 
     python -m benchmarks.dataset_read [--megabytes 400] [--micro-batch-size 8] [--rounds 5]
         [--megatron DIR]
 
-All ways to read take turns over the same samples, and the best round of each is printed, since
-other processes only ever slow one down: `gather` (one micro batch into one array), the iterator
-that training uses (a thread reads ahead), one sample at a time, a loop over memory-mapped arrays in
-NumPy, and, with DIR a checkout of Megatron-LM whose megatron/core/datasets/helpers.cpp is compiled,
-its GPTDataset. The ratio is to the last of these that was run.
+All readers take turns on the same samples, and the best round of each is printed, because other
+processes only ever slow a round down. The readers are `gather` (one micro batch into one array),
+the iterator that training uses (a thread reads ahead), one sample at a time, a loop over
+memory-mapped arrays in NumPy, and, if DIR is a checkout of Megatron-LM with a compiled
+megatron/core/datasets/helpers.cpp, its GPTDataset. Ratios refer to the last reader in the table.
 """
 
 import argparse
@@ -36,25 +35,25 @@ SEED = 1234
 VOCAB_SIZE = 50257
 SPLIT = "1,0,0"
 SLOW_SAMPLES = 40_000
-"""Read in a round by what reads sample by sample."""
+"""Samples of a round for readers of one sample at a time."""
 GOALS = {"gather": 500_000.0, "iterator": 200_000.0, "one by one": 45_000.0}
 """Samples per second, at sequences of 1024 tokens."""
 
 
 @dataclass
 class Contestant:
-    """A way to read samples."""
+    """One way to read samples."""
 
     name: str
     read: Callable[[], int]
-    """Reads some samples and returns how many."""
+    """Function that reads some samples and returns their number."""
     rate: float = 0.0
     """Samples per second in the best round."""
     processor_rate: float = 0.0
-    """Samples per second of processor time, all threads together, in its best round."""
+    """Samples per second of processor time, summed over all threads, in its best round."""
 
     def run(self) -> None:
-        """One round."""
+        """Run one round."""
         wall, processor = time.perf_counter(), time.process_time()
         samples = self.read()
         self.processor_rate = max(self.processor_rate, samples / (time.process_time() - processor))
@@ -62,7 +61,7 @@ class Contestant:
 
 
 def write(directory: Path, megabytes: int, document: int, seq_length: int) -> None:
-    """Tokens (u16) in documents of `document` tokens on average, and maps of one epoch."""
+    """Write tokens (u16) in documents of `document` tokens on average, and maps of one epoch."""
     random = np.random.default_rng(SEED)
     with IndexedDatasetWriter(directory / "tokens", np.uint16) as writer:
         while writer.tokens * 2 < megabytes * 1_000_000:
@@ -73,7 +72,7 @@ def write(directory: Path, megabytes: int, document: int, seq_length: int) -> No
 
 
 def ours(dataset: GPTDataset, size: int) -> list[Contestant]:
-    """The ways that there are here."""
+    """Return megacore's readers."""
     count = len(dataset) // size * size
     batches = [np.arange(first, first + size) for first in range(0, count, size)]
     out = empty_batch(size, dataset.width)
@@ -103,7 +102,7 @@ def ours(dataset: GPTDataset, size: int) -> list[Contestant]:
 
 
 def numpy_loop(directory: Path, seq_length: int) -> Contestant:
-    """What a reader in Python does: three maps, then a view per document, joined."""
+    """Return a reader in Python: three memory maps, then a view per document, concatenated."""
     documents, rows, order = (
         np.load(map_path(directory, "train", name), mmap_mode="r") for name in MAP_NAMES
     )
@@ -130,8 +129,8 @@ def numpy_loop(directory: Path, seq_length: int) -> Contestant:
 
 
 def megatron(checkout: Path, directory: Path, seq_length: int) -> Contestant:
-    """Megatron core's data set over the same tokens."""
-    # Its packages import GPU libraries when they are initialised, which its data sets do not need.
+    """Return Megatron core's data set over the same tokens."""
+    # Megatron's packages import GPU libraries in __init__, which its data sets do not need.
     for name in ("megatron", "megatron.core"):
         module = types.ModuleType(name)
         module.__path__ = [str(checkout / name.replace(".", "/"))]
@@ -164,7 +163,7 @@ def megatron(checkout: Path, directory: Path, seq_length: int) -> Contestant:
 
 
 def table(contestants: list[Contestant]) -> list[str]:
-    """Rows of Markdown."""
+    """Return the rows of a Markdown table."""
     reference = contestants[-1]
     return [
         f"| way to read | samples/s | samples/s of processor time | to {reference.name} |",
@@ -180,7 +179,7 @@ def table(contestants: list[Contestant]) -> list[str]:
 
 
 def checks(contestants: list[Contestant]) -> list[Check]:
-    """Figures and goals, of our own ways."""
+    """Return the figures and goals of megacore's readers."""
     return [
         Check(each.name, each.rate, goal, unit="samples/s")
         for each in contestants
@@ -190,7 +189,7 @@ def checks(contestants: list[Contestant]) -> list[Check]:
 
 
 def main() -> int:
-    """Write, compete, print, judge."""
+    """Write the data, take turns, print the table and give the verdict."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -205,7 +204,7 @@ def main() -> int:
         directory = Path(name)
         write(directory, options.megabytes, options.document, options.seq_length)
         dataset = GPTDataset(directory / "tokens", directory, "train", options.seq_length)
-        int(dataset.tokens.tokens.sum(dtype=np.int64))  # every page is in memory from here on
+        int(dataset.tokens.tokens.sum(dtype=np.int64))  # loads every page into memory
         contestants = [
             *ours(dataset, options.micro_batch_size),
             numpy_loop(directory, options.seq_length),

@@ -1,15 +1,14 @@
-"""Fine-tuning beside a loop written by hand over Accelerate, and the largest micro batches under a
-limit of memory.
+"""Fine-tuning compared with a hand-written Accelerate loop, and largest micro batches.
 
     python -m benchmarks.finetune speed --model deberta [--methods ddp zero2 zero3] [--rounds 3]
     python -m benchmarks.finetune batch --model deberta [--limit-gb 1.5]
 
-`speed` trains both loops in turns, every other round backwards, each time with new processes of two
-ranks: the same model, samples, micro batch and DeepSpeed settings, no evaluation counted. Of each
-run the first epoch is left out, and its fastest other epoch taken; ratios are taken within a round,
-and their median is printed. `batch` is the comparison of `finetune --find-batch-size` with one
-rank, which may have so much memory. zero3-offload is left out unless it is named: without a GPU all
-lies in main memory anyway.
+`speed` runs both loops in turns, in reverse order in every other round, each time with new
+processes of two ranks: the same model, samples, micro batch and DeepSpeed settings, without
+evaluation. The first epoch of each run is ignored, and the fastest of the others counts; ratios are
+taken within a round, and their median is printed. `batch` is the comparison of
+`finetune --find-batch-size` with one rank under a memory limit. zero3-offload is left out unless
+requested: without a GPU all state is in host memory anyway.
 """
 
 import argparse
@@ -39,13 +38,13 @@ from megacore.ranks.finetune_stages import finetune
 EPOCHS = 5
 RANKS = 2
 GOAL = 0.9
-"""Of the samples per second of the loop by hand: ours also counts tokens, agrees on a stop and
-checks for NaN."""
+"""Least ratio of megacore's samples per second to those of the hand-written loop; megacore also
+counts tokens, agrees on a stop and checks for NaN."""
 
 
 @dataclass
 class Pair:
-    """One distribution: samples per second of both loops, by round."""
+    """Samples per second of both loops for one distribution, by round."""
 
     ours: list[float] = field(default_factory=list)
     by_hand: list[float] = field(default_factory=list)
@@ -54,32 +53,32 @@ class Pair:
     def ratio(self) -> float:
         """Median of the ratios within rounds."""
         return statistics.median(
-            own / other for own, other in zip(self.ours, self.by_hand, strict=True)
+            ours / by_hand for ours, by_hand in zip(self.ours, self.by_hand, strict=True)
         )
 
 
 def run_ours(job: FinetuneJob) -> float:
-    """Seconds of the fastest epoch but the first."""
+    """Run megacore's fine-tuning; return the seconds of its fastest epoch after the first."""
     finetune(job)
     events = [event for event, _ in EventReader(Path(job.run_directory, "events.jsonl"))]
     return min([float(event["train_seconds"]) for event in events if event["kind"] == "epoch"][1:])
 
 
 def run_by_hand(job: FinetuneJob) -> float:
-    """The same of the loop by hand."""
+    """Run the hand-written loop; return the seconds of its fastest epoch after the first."""
     path = Path(job.run_directory, "run.json")
     job.write(path)
-    command = rank_commands.torchrun_alone("benchmarks._finetune_loop", path, job.ranks)
+    command = rank_commands.local_torchrun_command("benchmarks._finetune_loop", path, job.ranks)
     environment = {**os.environ, **rank_commands.rank_environment(job.threads_per_rank)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the loop by hand failed:\n{done.stderr[-3000:]}")
-    found = json.loads(Path(job.run_directory, _finetune_loop.RESULT).read_text(encoding="utf-8"))
-    return min(found["seconds"][1:])
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"the loop by hand failed:\n{process.stderr[-3000:]}")
+    result = json.loads(Path(job.run_directory, _finetune_loop.RESULT).read_text(encoding="utf-8"))
+    return min(result["seconds"][1:])
 
 
 def take_turns(prepared: Prepared, root: Path, methods: list[str], rounds: int) -> dict[str, Pair]:
-    """Run all loops in each round, in an odd one backwards."""
+    """Run all loops in each round, in reverse order in every other round."""
     pairs = {method: Pair() for method in methods}
     for number in range(rounds):
         turns = [(method, ours) for method in methods for ours in (True, False)]
@@ -89,19 +88,19 @@ def take_turns(prepared: Prepared, root: Path, methods: list[str], rounds: int) 
             config = config.model_copy(
                 update={"train": config.train.model_copy(update={"num_epochs": EPOCHS})}
             )
-            who = "ours" if ours else "by-hand"
-            job = prepared.job(config, root / f"{number}-{method}-{who}", RANKS, 1)
+            loop = "ours" if ours else "by-hand"
+            job = prepared.job(config, root / f"{number}-{method}-{loop}", RANKS, 1)
             load = os.getloadavg()[0]
             rate = prepared.samples / (run_ours if ours else run_by_hand)(job)
-            getattr(pairs[method], who.replace("-", "_")).append(rate)
+            getattr(pairs[method], loop.replace("-", "_")).append(rate)
             progress(
-                f"round {number + 1} {method} {who}: {rate:.0f} samples/s, load before {load:.1f}"
+                f"round {number + 1} {method} {loop}: {rate:.0f} samples/s, load before {load:.1f}"
             )
     return pairs
 
 
 def speed(options: argparse.Namespace, root: Path) -> int:
-    """Both loops, per distribution."""
+    """Compare both loops for each distribution."""
     prepared = prepare(root / "data", options.model)
     pairs = take_turns(prepared, root, options.methods, options.rounds)
     rows = [
@@ -127,7 +126,7 @@ def speed(options: argparse.Namespace, root: Path) -> int:
 
 
 def batch(options: argparse.Namespace, root: Path) -> int:
-    """The table of --find-batch-size."""
+    """Print the table of --find-batch-size."""
     search = {"methods": options.methods, "memory_limit_gb": options.limit_gb, "steps": 2}
     launch, train = {"nproc_per_node": 1, "threads_per_rank": 2}, {"micro_batch_size": 16}
     prepared = prepare(
@@ -155,7 +154,7 @@ def batch(options: argparse.Namespace, root: Path) -> int:
 
 
 def main() -> int:
-    """Measure what is asked for."""
+    """Run the requested measurement."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -167,7 +166,7 @@ def main() -> int:
         "--limit-gb", type=float, default=1.0, help="memory of the rank in GB (10^9 bytes)"
     )
     options = parser.parse_args()
-    import_deepspeed()  # before transformers does, which lets it write into the result
+    import_deepspeed()  # before transformers imports it and lets it print into the result
     options.methods = options.methods or [name for name in DISTRIBUTIONS if name != "zero3-offload"]
     with tempfile.TemporaryDirectory(prefix="megacore-bench-") as directory:
         return (speed if options.what == "speed" else batch)(options, Path(directory))

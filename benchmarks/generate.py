@@ -1,13 +1,12 @@
-"""Greedy tokens per second of CPU time: ours with and without the cache of keys and values, and
-transformers'.
+"""Greedy generation in tokens per second of CPU time, compared with transformers.
 
     python -m benchmarks.generate [--rounds 3] [--prompt 128] [--tokens 64] [--layers 6]
         [--hidden 384]
 
-A GPT-2 and a Llama of random weights; transformers loads the same weights from an export. All ways
-take turns on one thread over the same prompts, reading them included; the best round of each
-counts, since other processes only ever slow one down. That all ways write the same tokens is
-checked.
+megacore runs with and without its cache of keys and values. The models are a GPT-2 and a Llama with
+random weights; transformers loads the same weights from an export. All ways take turns on one
+thread with the same prompts, and reading the prompts counts. The best round of each counts, because
+other processes only ever slow a round down. All ways must generate the same tokens.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from megacore.parallel.mesh import ProcessMesh
 VOCAB_SIZE = 8192
 HEADS = 6
 GOAL = 0.85
-"""Least rate to transformers', of ours with the cache."""
+"""Least ratio of megacore's rate with the cache to transformers' rate."""
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {},
     "Llama": {
@@ -52,7 +51,7 @@ Tokens = list[list[int]]
 
 @dataclass
 class Way:
-    """One way to write."""
+    """One way to generate text."""
 
     name: str
     write: Callable[[Tokens], Tokens]
@@ -60,15 +59,15 @@ class Way:
     """Tokens per second of processor time in the best round."""
 
     def run(self, prompts: Tokens, count: int) -> Tokens:
-        """One round."""
+        """Run one round."""
         started = time.process_time()
-        written = self.write(prompts)
+        generated = self.write(prompts)
         self.rate = max(self.rate, len(prompts) * count / (time.process_time() - started))
-        return written
+        return generated
 
 
 def ways(spec: ModelSpec, count: int) -> list[Way]:
-    """Ours and transformers', with the same weights."""
+    """Return megacore's ways and transformers', with the same weights."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -81,13 +80,13 @@ def ways(spec: ModelSpec, count: int) -> list[Way]:
             parameter.normal_(0.0, 0.05, generator=generator)
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), spec, dict(ours.named_parameters()))
-        theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        hf_model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def own(use_cache: bool) -> Callable[[Tokens], Tokens]:
         options = GenerateOptions(count)
         return lambda prompts: [
-            list(found.tokens)
-            for found in generate(
+            list(result.tokens)
+            for result in generate(
                 ours,
                 prompts,
                 options,
@@ -100,7 +99,7 @@ def ways(spec: ModelSpec, count: int) -> list[Way]:
     @torch.inference_mode()
     def transformers(prompts: Tokens) -> Tokens:
         ids = torch.tensor(prompts)
-        written = theirs.generate(
+        generated = hf_model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -110,7 +109,7 @@ def ways(spec: ModelSpec, count: int) -> list[Way]:
             min_new_tokens=count,
             pad_token_id=0,
         )
-        return [row[len(prompts[0]) :] for row in written.tolist()]
+        return [row[len(prompts[0]) :] for row in generated.tolist()]
 
     return [
         Way("transformers", transformers),
@@ -157,8 +156,8 @@ def main() -> int:
             for way in all_ways:
                 way.rate = 0.0
             for _ in range(options.rounds):
-                written = [way.run(prompts, options.tokens) for way in all_ways]
-                assert all(each == written[0] for each in written), "the ways write other tokens"
+                outputs = [way.run(prompts, options.tokens) for way in all_ways]
+                assert all(each == outputs[0] for each in outputs), "the ways write other tokens"
             checks.append(
                 Check(
                     f"{name}, batch {batch}, to transformers",

@@ -1,18 +1,19 @@
 """Training of GPT-2 345M on one CUDA device.
 
-What BENCHMARKS.md says of GPUs, in one run of at most 10 minutes.
+It measures all GPU figures of docs/benchmarks.md in one run of at most 10 minutes.
 
-    python -m benchmarks.gpu [--micro-batches 8 16 32 64] [--parts sweep contest recompute fp16
-    small] python -m benchmarks.gpu --smoke
+    python -m benchmarks.gpu [--micro-batches 8 16 32 64]
+        [--parts sweep contest recompute fp16 small]
+    python -m benchmarks.gpu --smoke
 
-sweep       micro batches of megacore until one does not fit; MFU against measured matrix products,
-            at the best
+sweep       micro batches of megacore until one does not fit; at the best one, MFU relative to
+            measured matrix products
 contest     megacore, compiled nanoGPT and transformers' Trainer in turns, at the same micro batch
 recompute   peak memory and rate with recompute none, selective and full
-fp16        with dynamic loss scaling
-small       a tiny GPT with and without compilation, where launching kernels is what takes the time
+fp16        dynamic loss scaling
+small       a tiny GPT with and without compilation, limited by the time of kernel launches
 
-One process at a time has the device but in the contest. `--smoke` goes through every line with a
+Except in the contest, only one process at a time uses the device. `--smoke` runs every part with a
 tiny model on the CPU.
 """
 
@@ -38,10 +39,10 @@ OURS, COMPILED, TRAINER = "megacore", "nanoGPT compiled", "transformers"
 MFU_GOAL, COMPILED_GOAL, TRAINER_GOAL = 0.55, 1.1, 1.4
 MICRO_BATCHES = (8, 16, 32, 64)
 LIMIT = 540.0
-"""Seconds after which no part begins."""
+"""Seconds after which no further part begins."""
 FP16_STEPS, FP16_LAST = 60, 10
-"""The loss scale starts at 2**32 and loses its first steps on the way down; the last ones are
-averaged."""
+"""Steps with loss scaling, and the number of last ones whose losses are averaged. The loss scale
+starts at 2**32, so the first steps overflow until it is low enough."""
 HEADER = [
     "contestant",
     "tokens/s",
@@ -53,11 +54,11 @@ HEADER = [
 
 
 class DeviceFullError(Exception):
-    """A process had no device memory left."""
+    """A process ran out of device memory."""
 
 
 class Bench:
-    """The device, the model, and what was found so far."""
+    """Device, model and results so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.smoke: bool = options.smoke
@@ -72,14 +73,17 @@ class Bench:
         self.checks: list[Check] = []
 
     def work(self, case: Case | None = None, name: str = OURS, **train: Any) -> Work:
-        """What a process is to do."""
+        """Return the task of a measuring process."""
         return Work(
             case or self.case, ENTRANTS[name], device=self.device, threads=_threads(), train=train
         )
 
     @contextmanager
     def running(self, work: Work, name: str = OURS) -> Iterator[Contestant]:
-        """One contestant with the device to itself. Raises DeviceFullError from within the body."""
+        """Run one contestant, which has the device for itself.
+
+        Raises DeviceFullError from within the body.
+        """
         contestant = start(name, work)
         try:
             yield contestant
@@ -91,7 +95,7 @@ class Bench:
             contestant.end()
 
     def measured(self, work: Work) -> tuple[float, float] | None:
-        """Seconds of a step and peak memory in MB of megacore; None where it does not fit."""
+        """Return megacore's seconds per step and peak memory in MB, or None if it does not fit."""
         try:
             with self.running(work) as ours:
                 ours.run(3)
@@ -101,20 +105,20 @@ class Bench:
             return None
 
     def mfu(self, case: Case, seconds: float) -> float:
-        """Share of the measured rate of matrix products."""
+        """Return the share of the measured rate of matrix products."""
         return case.flops / seconds / 1e12 / self.peak
 
 
 def sweep(bench: Bench) -> None:
-    """Find the best micro batch, and hold its MFU against the goal."""
+    """Find the best micro batch, and compare its MFU with the goal."""
     rows, best = [], 0.0
     for size in bench.micro_batches:
         case = replace(bench.case, micro_batch_size=size)
-        found = bench.measured(bench.work(case))
-        if found is None:
+        result = bench.measured(bench.work(case))
+        if result is None:
             rows.append([str(size), "does not fit", "-", "-"])
             break
-        seconds, memory = found
+        seconds, memory = result
         best = max(best, bench.mfu(case, seconds))
         rows.append(
             [
@@ -131,7 +135,7 @@ def sweep(bench: Bench) -> None:
 
 
 def contest(bench: Bench) -> None:
-    """The three in turns."""
+    """Compare the three contestants in turns."""
     case = replace(bench.case, micro_batch_size=bench.contest_batch)
     contestants = [start(name, bench.work(case, name)) for name in (OURS, COMPILED, TRAINER)]
     try:
@@ -144,23 +148,29 @@ def contest(bench: Bench) -> None:
         for each in contestants:
             each.end()
     _show(f"In turns, micro batch {case.micro_batch_size}", HEADER, rows)
-    sys.stdout.write("".join(f"{name}: {what}\n" for name, what in kernels.items() if what))
+    sys.stdout.write(
+        "".join(
+            f"{name}: {implementation}\n"
+            for name, implementation in kernels.items()
+            if implementation
+        )
+    )
     for name, goal in ((COMPILED, COMPILED_GOAL), (TRAINER, TRAINER_GOAL)):
         other = next(each for each in contestants if each.name == name)
-        ratio = contestants[0].times_as_fast_as(other)
+        ratio = contestants[0].speedup_over(other)
         bench.checks.append(Check(f"megacore to {name}", ratio, 0.0 if bench.smoke else goal))
 
 
 def recompute(bench: Bench) -> None:
-    """Memory against time."""
+    """Measure memory and time of each kind of recomputation."""
     case = replace(bench.case, micro_batch_size=bench.contest_batch)
     rows = []
     for kind in ("none", "selective", "full"):
-        found = bench.measured(bench.work(case, recompute=kind))
+        result = bench.measured(bench.work(case, recompute=kind))
         cells = (
             ["does not fit", "-"]
-            if found is None
-            else [f"{case.tokens / found[0]:,.0f}", f"{found[1]:,.0f}"]
+            if result is None
+            else [f"{case.tokens / result[0]:,.0f}", f"{result[1]:,.0f}"]
         )
         rows.append([kind, *cells])
     _show(
@@ -171,7 +181,7 @@ def recompute(bench: Bench) -> None:
 
 
 def fp16(bench: Bench) -> None:
-    """Steps with dynamic loss scaling: it starts too high, comes down, and the loss falls."""
+    """Check steps with dynamic loss scaling: it starts too high, decreases, and the loss falls."""
     case = replace(bench.case, micro_batch_size=bench.contest_batch, precision="fp16")
     steps = 4 if bench.smoke else FP16_STEPS
     with bench.running(bench.work(case)) as ours:
@@ -199,7 +209,7 @@ def fp16(bench: Bench) -> None:
 
 
 def small(bench: Bench) -> None:
-    """A model so small that launching its kernels takes longer than running them."""
+    """Measure a model so small that launching its kernels takes longer than running them."""
     case = CASES["smoke-bf16" if bench.smoke else "tiny-bf16"]
     works = {"megacore": bench.work(case)}
     if "compile" in TrainConfig.model_fields:
@@ -226,7 +236,7 @@ def _threads() -> int:
 
 
 def _device_name(smoke: bool) -> str:
-    """Raises SystemExit where there is nothing to measure on."""
+    """Return the name of the device. Raises SystemExit if there is none."""
     import torch
 
     if smoke:
@@ -239,7 +249,7 @@ def _device_name(smoke: bool) -> str:
 
 
 def main() -> int:
-    """Measure what is asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -248,7 +258,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
-    began = time.monotonic()
+    start_time = time.monotonic()
     name = _device_name(options.smoke)
     bench = Bench(options)
     with bench.running(bench.work(CASES["smoke-bf16"])) as ours:
@@ -257,10 +267,10 @@ def main() -> int:
     for part in PARTS:
         if part not in options.parts:
             continue
-        if time.monotonic() - began > LIMIT:
+        if time.monotonic() - start_time > LIMIT:
             bench.checks.append(Check(f"{part} within the time", math.nan, 0.0, unit=""))
             continue
-        progress(f"{part} after {time.monotonic() - began:.0f} s")
+        progress(f"{part} after {time.monotonic() - start_time:.0f} s")
         {"sweep": sweep, "contest": contest, "recompute": recompute, "fp16": fp16, "small": small}[
             part
         ](bench)

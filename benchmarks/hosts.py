@@ -1,18 +1,19 @@
-"""Two machines: their speed beside one, and what the loss of one costs.
+"""Training on two hosts: speed compared with one host, and recovery from the loss of one.
 
-Stand-ins: network namespaces on this machine.
+The hosts are simulated by network namespaces on this machine.
 
     python -m benchmarks.hosts [--parts speed loss]
 
-speed   tokens/s of data-parallel training with one rank on one host, two on one, and one on each of
-        two: the same cores do the work, so the last two differ by what lies between the hosts
-loss    one of two hosts is killed, frozen or cut off in the middle of a training, with
-        `launch.host_timeout` as it is: seconds until the run has ended with the host's name, until
-        no rank is left on either, and, once the host is back, from the start of the next attempt to
+speed   tokens/s of data-parallel training with one rank on one host, two ranks on one host, and one
+        rank on each of two hosts; all use the same cores, so the last two differ only by the
+        network between the hosts
+loss    one of two hosts is killed, frozen or cut off during a training, with the default
+        `launch.host_timeout`: seconds until the run has ended with the host's name, until no rank
+        is left on either host, and, once the host is back, from the start of the next attempt to
         its first step
 
-Needs root, iproute2, OpenSSH's server and rsync; says which of them is missing, and measures
-nothing then.
+Needs root, iproute2, OpenSSH's server and rsync. If one is missing, it is named and nothing is
+measured.
 """
 
 import argparse
@@ -33,14 +34,14 @@ from tests.train import _runs
 
 PARTS = ("speed", "loss")
 ACROSS_GOAL = 0.9
-"""Rate of two hosts beside that of two ranks on one."""
+"""Least rate of two hosts, relative to two ranks on one host."""
 END_GOAL = 60.0
 """Seconds within which the run must have ended on every host that can still run."""
 RESUME_GOAL = 60.0
-"""Seconds within which the next attempt must have done a step."""
+"""Seconds within which the next attempt must have made a step."""
 ITERATIONS, WARM = 40, 10
 ENDLESS = 2000
-"""Iterations that no part reaches."""
+"""Number of iterations that no part reaches."""
 BATCH = 8
 MODEL = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 4}
 SEQ_LENGTH = 128
@@ -49,7 +50,7 @@ SEQ_LENGTH = 128
 def training(
     rig: Rig, name: str, slots: dict[str, int], iterations: int, attempt: int = 1
 ) -> TrainJob:
-    """A run of ITERATIONS on `slots`, a rank with one thread each; its data lie on host a."""
+    """Return a run of `iterations` on `slots`, a rank with one thread each; host a has its data."""
     hostfile = rig.directory / f"hostfile-{name}"
     hostfile.write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
     config = _jobs.config(
@@ -69,12 +70,12 @@ def training(
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    """Events of its iterations."""
+    """Return the events of a run's iterations."""
     return [event for event in _jobs.events(run) if event["kind"] == "step"]
 
 
 def speed(rig: Rig, logs: Path) -> list[Check]:
-    """Rate on one host and on two."""
+    """Measure the rate on one host and on two."""
     rows, rates = [], {}
     cases: dict[str, dict[str, int]] = {
         "1 host, 1 rank": {"a": 1},
@@ -86,12 +87,12 @@ def speed(rig: Rig, logs: Path) -> list[Check]:
         attempt = _jobs.Attempt(
             rig, training(rig, f"speed{number}", slots, ITERATIONS), logs / f"speed{number}"
         )
-        said = attempt.outcome(300)
-        if said["error"]:
-            raise SystemExit(f"{label}: {said['error']}: {said['message']}")
-        done = steps(attempt.run)[WARM:]
-        rates[label] = statistics.median(event["tokens_per_second"] for event in done)
-        exposed = statistics.median(event["exposed_communication_ms"] for event in done)
+        outcome = attempt.outcome(300)
+        if outcome["error"]:
+            raise SystemExit(f"{label}: {outcome['error']}: {outcome['message']}")
+        measured = steps(attempt.run)[WARM:]
+        rates[label] = statistics.median(event["tokens_per_second"] for event in measured)
+        exposed = statistics.median(event["exposed_communication_ms"] for event in measured)
         rows.append(
             [
                 label,
@@ -117,29 +118,37 @@ def speed(rig: Rig, logs: Path) -> list[Check]:
 
 
 def loss(rig: Rig, logs: Path) -> list[Check]:
-    """Kill, freeze and cut, each followed by the next attempt of the same run."""
+    """Kill, freeze and cut off a host, each followed by the next attempt of the same run."""
     rows, ends, resumes = [], [], []
     attempt = _attempt(rig, logs, 1)
-    for number, how in enumerate(("kill", "freeze", "cut"), start=2):
+    for number, failure in enumerate(("kill", "freeze", "cut"), start=2):
         attempt.until_saved()
-        began = time.time()
-        getattr(rig, how)("b")
-        # frozen ranks end when they go on
-        gone = _until_no_rank(rig, "a" if how == "freeze" else "ab", began)
-        said = attempt.outcome(2 * END_GOAL)
-        if said["error"] != "HostLostError" or "host b" not in said["message"]:
-            raise SystemExit(f"{how}: {said['error']}: {said['message']}")
-        ends += [said["at"] - began, *gone.values()]
+        lost_at = time.time()
+        getattr(rig, failure)("b")
+        # frozen ranks end only after they are thawed
+        gone = _until_no_rank(rig, "a" if failure == "freeze" else "ab", lost_at)
+        outcome = attempt.outcome(2 * END_GOAL)
+        if outcome["error"] != "HostLostError" or "host b" not in outcome["message"]:
+            raise SystemExit(f"{failure}: {outcome['error']}: {outcome['message']}")
+        ends += [outcome["at"] - lost_at, *gone.values()]
         thawed = time.time()
         rig.restore("b")
         after = _until_no_rank(rig, "b", thawed)["b"]
-        itself = f"{gone['b']:.1f}" if how != "freeze" else f"{after:.1f} after it went on"
-        before, again = len(steps(attempt.run)), time.time()
+        lost_host_end = (
+            f"{gone['b']:.1f}" if failure != "freeze" else f"{after:.1f} after it resumed"
+        )
+        before, restarted = len(steps(attempt.run)), time.time()
         attempt = _attempt(rig, logs, number)
         _until_steps(attempt.run, before)
-        resumes.append(time.time() - again)
+        resumes.append(time.time() - restarted)
         rows.append(
-            [how, f"{said['at'] - began:.1f}", f"{gone['a']:.1f}", itself, f"{resumes[-1]:.1f}"]
+            [
+                failure,
+                f"{outcome['at'] - lost_at:.1f}",
+                f"{gone['a']:.1f}",
+                lost_host_end,
+                f"{resumes[-1]:.1f}",
+            ]
         )
     _show(
         "Seconds from the loss of one of two hosts, launch.host_timeout 20 s",
@@ -166,27 +175,27 @@ def _until_steps(run: Path, before: int) -> None:
     _jobs.wait_for(lambda: len(steps(run)) > before, 2 * RESUME_GOAL, "a step of the next attempt")
 
 
-def _until_no_rank(rig: Rig, names: str, began: float) -> dict[str, float]:
-    """Seconds since `began` when no rank was left on each host."""
-    found: dict[str, float] = {}
+def _until_no_rank(rig: Rig, names: str, since: float) -> dict[str, float]:
+    """Return the seconds after `since` at which each host had no rank left."""
+    seconds_by_host: dict[str, float] = {}
 
     def all_gone() -> bool:
-        found.update(
+        seconds_by_host.update(
             {
-                host: time.time() - began
+                host: time.time() - since
                 for host in names
-                if host not in found and not rig.ranks(host)
+                if host not in seconds_by_host and not rig.ranks(host)
             }
         )
-        return len(found) == len(names)
+        return len(seconds_by_host) == len(names)
 
     _jobs.wait_for(all_gone, 2 * END_GOAL, f"the end of the ranks on {names}")
-    return found
+    return seconds_by_host
 
 
 @contextlib.contextmanager
 def prepared() -> Iterator[Rig]:
-    """Two hosts, the first with data for every part."""
+    """Yield two hosts, the first with the data of every part."""
     with (
         tempfile.TemporaryDirectory(prefix="megacore-hosts-") as folder,
         hosts(Path(folder) / "rig") as rig,
@@ -202,7 +211,7 @@ def _show(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 
 def main() -> int:
-    """Measure what is asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

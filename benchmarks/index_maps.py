@@ -1,14 +1,17 @@
-"""Index maps of 10 M documents x 10 epochs (100 M entries, 29 M samples of 2048); a blend of 8 x 50
-M samples.
+"""Speed and memory of building index maps and blends, compared with Megatron core.
+
+The maps are of 10 M documents x 10 epochs (100 M entries, 29 M samples of 2048), and the blend is
+of 8 data sets with 50 M samples.
 
     python -m benchmarks.index_maps [--megatron PATH] [--rounds 5] [--documents 10000000]
         [--samples 50000000]
 
-Each measurement runs in a process of its own, on one thread. Its first round is on memory that the
-process has not touched before ("first touch"); of the others the best one counts ("warm"). The peak
-memory is the process's, with Python and the documents' lengths. PATH is a checkout of
+Each measurement runs in a separate process, on one thread. Its first round uses memory that the
+process has not touched before ("first touch"); of the other rounds the best one counts ("warm").
+The peak memory is the process's, including Python and the documents' lengths. PATH is a checkout of
 https://github.com/NVIDIA/Megatron-LM: its helpers.cpp is compiled into a temporary directory and
-runs the same work as its GPTDataset and BlendedDataset do, whose results are compared with ours.
+does the same work as its GPTDataset and BlendedDataset, and the results are compared with
+megacore's.
 """
 
 import argparse
@@ -41,13 +44,13 @@ Work = Callable[[], list[np.ndarray]]
 
 
 def document_lengths(documents: int) -> np.ndarray:
-    """Of web pages, roughly: 598 tokens in the mean, some of them beyond 65,535."""
+    """Return lengths like those of web pages: 598 tokens on average, some longer than 65,535."""
     random = np.random.RandomState(0)
     return np.clip(random.lognormal(6.0, 0.89, documents), 1, 1e6).astype(np.int32)
 
 
 def plan(lengths: np.ndarray) -> EpochPlan:
-    """As many samples as EPOCHS whole epochs have."""
+    """Return the plan of as many samples as EPOCHS whole epochs contain."""
     tokens = int(lengths.sum())
     return plan_epochs(tokens, SEQ_LENGTH, (EPOCHS * tokens - 1) // SEQ_LENGTH)
 
@@ -64,7 +67,7 @@ def our_maps(documents: int) -> Work:
 
 
 def their_maps(documents: int, library: Any) -> Work:
-    """What Megatron core's GPTDataset does."""
+    """Return a function that does the work of Megatron core's GPTDataset."""
     lengths = document_lengths(documents)
     tokens, epochs = int(lengths.sum()), plan(lengths).epochs
 
@@ -95,7 +98,7 @@ def portable_blend(samples: int) -> Work:
 
 
 def their_blend(samples: int, library: Any) -> Work:
-    """What Megatron core's BlendedDataset does."""
+    """Return a function that does the work of Megatron core's BlendedDataset."""
     weights = np.array(WEIGHTS) / np.sum(WEIGHTS)
 
     def work() -> list[np.ndarray]:
@@ -109,7 +112,7 @@ def their_blend(samples: int, library: Any) -> Work:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds (wall and processor), peak memory and a digest of the results, in this process."""
+    """Measure in this process: seconds (wall and processor), peak memory, digest of the results."""
     library = load_library(options.compiled) if options.compiled else None
     work = {
         "maps": lambda: our_maps(options.documents),
@@ -135,7 +138,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_library(path: str) -> Any:
-    """The incumbent's compiled helpers."""
+    """Load Megatron's compiled helpers."""
     spec = importlib.util.spec_from_file_location("helpers_cpp", path)
     assert spec is not None
     assert spec.loader is not None
@@ -145,7 +148,7 @@ def load_library(path: str) -> Any:
 
 
 def compile_library(megatron: Path, directory: Path) -> Path:
-    """Compile Megatron-LM's helpers.cpp as its own Makefile does."""
+    """Compile Megatron-LM's helpers.cpp with the options of its Makefile."""
     import pybind11
 
     source = megatron / "megatron" / "core" / "datasets" / "helpers.cpp"
@@ -170,7 +173,7 @@ def compile_library(megatron: Path, directory: Path) -> Path:
 
 
 def run(name: str, arguments: list[str]) -> dict[str, Any]:
-    """Measure in a process of its own."""
+    """Measure in a separate process."""
     command = [sys.executable, "-m", "benchmarks.index_maps", *arguments, "--measure", name]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     output = subprocess.run(
@@ -181,7 +184,7 @@ def run(name: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def row(name: str, result: dict[str, Any], reference: dict[str, Any] | None) -> str:
-    """A line of Markdown."""
+    """Return a row of a Markdown table."""
     warm, reference_warm = (
         min(result["wall"][1:]),
         min(reference["wall"][1:]) if reference else None,
@@ -209,9 +212,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def checks(found: dict[str, dict[str, Any]]) -> list[Check]:
-    """Figures and goals, at the sizes that are the default."""
-    maps, blend = found["maps"], found["blend"]
+def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
+    """Return the figures and their goals, which hold for the default sizes."""
+    maps, blend = results["maps"], results["blend"]
     return [
         Check("maps, warm", min(maps["wall"][1:]), 1.8, at_most=True, unit="s"),
         Check("maps, first touch", maps["wall"][0], 3.5, at_most=True, unit="s"),
@@ -225,7 +228,7 @@ def main() -> int:
     if options.measure:
         sys.stdout.write(json.dumps(measure(options.measure, options)))
         return 0
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     arguments = [
         f"--{name}={getattr(options, name)}" for name in ("rounds", "documents", "samples")
     ]
@@ -239,12 +242,12 @@ def main() -> int:
         for names in (["maps"], ["blend", "blend-portable"]):
             reference = run(f"{names[0]}-megatron", arguments) if options.megatron else None
             for name in names:
-                found[name] = run(name, arguments)
-                sys.stdout.write(row(name, found[name], reference) + "\n")
+                results[name] = run(name, arguments)
+                sys.stdout.write(row(name, results[name], reference) + "\n")
             if reference:
                 sys.stdout.write(row(f"{names[0]}-megatron", reference, reference) + "\n")
             sys.stdout.flush()
-    return verdict("index_maps", checks(found))
+    return verdict("index_maps", checks(results))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What each kernel brings on this CPU: a training step with it and with plain torch in its place.
+"""Speedup of each kernel on this CPU: a training step with it, and with plain torch instead.
 
     python -m benchmarks.kernels [--precision bf16|fp32] [--rounds 20] [--steps 2] [--threads 2]
 
-Three tiny models that use all operations; in a process, engines that differ in one operation take
-turns. The ratio is taken within each round, and its median counts.
+Three tiny models use all operations. Engines that differ in one operation take turns in one
+process. The ratio is taken within each round, and the median counts.
 """
 
 import argparse
@@ -53,9 +53,10 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "Llama": (LLAMA, ("attention", "rms_norm", "gated", "rotate")),
     "GPT-2 with dropout": (DROPOUT, ("attention", "dropout", "bias_dropout_add")),
 }
-"""What differs from the tiny GPT of benchmarks/_variants.py, and which operations are looked at."""
+"""Options of each model that differ from the tiny GPT of benchmarks/_variants.py, and the
+operations measured with it."""
 LOSS = 0.97
-"""Least ratio of a kernel: the noise of a shared machine is about 2 %."""
+"""Least ratio of a kernel: the noise of a shared host is about 2 %."""
 WARMUP = 2
 
 
@@ -67,15 +68,15 @@ class Entrant:
     seconds: list[float] = field(default_factory=list)
 
     def run(self, steps: int) -> None:
-        """Make steps; the seconds of one are noted."""
-        began = time.perf_counter()
+        """Make steps, and record the seconds of one."""
+        start = time.perf_counter()
         for _ in range(steps):
             self.step()
-        self.seconds.append((time.perf_counter() - began) / steps)
+        self.seconds.append((time.perf_counter() - start) / steps)
 
 
 def entrant(model: dict[str, Any], precision: str, kernels: Kernels) -> Entrant:
-    """A new engine with its initial weights."""
+    """Return a new engine with its initial weights."""
     values = Variant(1, 1, SAMPLES).config(precision).model_dump()
     values["model"] |= model
     config = parse_config(values, origin="benchmarks/kernels.py")
@@ -94,7 +95,7 @@ def entrant(model: dict[str, Any], precision: str, kernels: Kernels) -> Entrant:
 
 
 def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], list[Check]]:
-    """The rows and goals of one model."""
+    """Return the table rows and checks of one model."""
     model, operations = MODELS[name]
     chosen, plain = choose_kernels(torch.device("cpu"), DTYPES[options.precision]), plain_kernels()
     without = {
@@ -117,10 +118,11 @@ def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], li
         for each in turns if number % 2 == 0 else reversed(turns):
             each.run(options.steps)
     rows, checks = [], []
-    own = entrants.pop("all").seconds
+    with_kernels = entrants.pop("all").seconds
     for operation, each in entrants.items():
         ratio = statistics.median(
-            other / mine for other, mine in zip(each.seconds, own, strict=True)
+            without_kernel / with_kernel
+            for without_kernel, with_kernel in zip(each.seconds, with_kernels, strict=True)
         )
         same = operation != "none" and chosen.names[operation] == plain.names[operation]
         implementation = "" if operation == "none" else chosen.names[operation]
@@ -130,7 +132,7 @@ def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], li
             else operation + " (the same twice: the noise)" * same
         )
         before, after = (
-            f"{1000 * statistics.median(seconds):.1f}" for seconds in (each.seconds, own)
+            f"{1000 * statistics.median(seconds):.1f}" for seconds in (each.seconds, with_kernels)
         )
         rows.append([f"{name}: {label}", implementation, before, after, f"{ratio:.3f}"])
         if not same:
@@ -139,7 +141,7 @@ def compete(name: str, options: argparse.Namespace) -> tuple[list[list[str]], li
 
 
 def main() -> int:
-    """Measure all models, print, judge."""
+    """Measure all models, print the table and give the verdict."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -149,7 +151,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     launched = environment(options.threads)
-    # as megacore's launcher starts a rank
+    # restart with the environment of a rank of megacore's launcher
     if any(os.environ.get(name) != value for name, value in launched.items()):
         os.execve(
             sys.executable, [sys.executable, "-m", "benchmarks.kernels", *sys.argv[1:]], launched
@@ -158,9 +160,9 @@ def main() -> int:
     rows, checks = [], []
     for name in MODELS:
         progress(name)
-        found = compete(name, options)
-        rows += found[0]
-        checks += found[1]
+        result = compete(name, options)
+        rows += result[0]
+        checks += result[1]
     header = [
         "operation",
         "computed by",

@@ -1,11 +1,12 @@
-"""One optimizer step of a tiny GPT (4 layers, 256, 8 heads, s 256, v 8192, 8 samples) in several
-layouts on this CPU.
+"""One optimizer step of a tiny GPT in several layouts on this CPU.
+
+The model has 4 layers, hidden size 256, 8 heads, s 256 and v 8192; a step has 8 samples.
 
     python -m benchmarks.layouts [--variants tp2 pp2] [--rounds 12] [--steps 3] [--precision fp32]
 
-All variants are started first and then take turns, a few steps each, so that a machine whose speed
-changes changes it for all: the ratio to the serial run is taken within each round, and the median
-over the rounds is printed. Goals are judged for the variants that take part.
+All variants are started first and then take turns of a few steps, so that a host whose speed
+changes affects all of them: the ratio to the serial run is taken within each round, and the median
+over the rounds is printed. Goals are checked for the selected variants.
 """
 
 import argparse
@@ -21,11 +22,11 @@ from megacore.observe.timers import exposed_communication
 PHASES = ("forward-compute", "backward-compute", "optimizer", "batch-generator")
 DDP = "torch ddp"
 GOALS = (("tp2", REFERENCE, 0.95), ("pp2 interleaved", REFERENCE, 0.80), ("dp2", DDP, 1.0))
-"""A layout, what it is compared with, and the least ratio."""
+"""Layout, the variant it is compared with, and the least ratio."""
 
 
 def start(name: str, precision: str) -> Contestant:
-    """Start the ranks of a variant; they build their model and wait."""
+    """Start the ranks of a variant, which build their model and wait."""
     variant = ALL[name]
     meeting = {
         "WORLD_SIZE": str(variant.ranks),
@@ -40,7 +41,7 @@ def start(name: str, precision: str) -> Contestant:
 
 
 def row_of(each: Contestant, reference: Contestant, precision: str) -> list[str]:
-    """Of the table."""
+    """Return a variant's row of the table."""
     variant = VARIANTS[each.name]
     flops = step_flops(TransformerShape.of(variant.config(precision), VOCAB_SIZE), SAMPLES, "none")
     phases = [
@@ -54,7 +55,7 @@ def row_of(each: Contestant, reference: Contestant, precision: str) -> list[str]
         each.name,
         f"{variant.ranks} x {variant.threads}",
         f"{SAMPLES * SEQ_LENGTH / each.median:,.0f}",
-        f"{each.times_as_fast_as(reference):.3f}",
+        f"{each.speedup_over(reference):.3f}",
         f"{flops / each.median / 1e12:.3f}",
         f"{max(rank['memory_mb'] for rank in each.last):.0f}",
         "-" if variant.torch_ddp else f"{exposed:.1f}",
@@ -63,7 +64,7 @@ def row_of(each: Contestant, reference: Contestant, precision: str) -> list[str]
 
 
 def main() -> int:
-    """Start, compete, print."""
+    """Start the variants, take turns and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,7 +103,7 @@ def main() -> int:
         table(header, [row_of(each, reference, options.precision) for each in contestants.values()])
     )
     checks = [
-        Check(f"{name} to {other}", contestants[name].times_as_fast_as(contestants[other]), goal)
+        Check(f"{name} to {other}", contestants[name].speedup_over(contestants[other]), goal)
         for name, other, goal in GOALS
         if {name, other} <= contestants.keys()
     ]
@@ -110,7 +111,7 @@ def main() -> int:
 
 
 def free_port() -> int:
-    """On which the ranks of a variant can meet."""
+    """Return a free port, on which the ranks of a variant connect."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

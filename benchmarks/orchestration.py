@@ -1,11 +1,10 @@
-"""What the flow costs beside the work: a tiny `pretrain` from nothing, and again with every stage
-cached.
+"""Overhead of the flow: a tiny `pretrain` from nothing, and again with every stage cached.
 
     python -m benchmarks.orchestration [--cached 2]
 
-Each run is a process of its own in a workspace of its own, as `make pretrain` starts it. Work is
-the sum of what the stages' manifests say they took; the rest is imports, Prefect's server, tasks,
-supervision and MLflow's tables.
+Each run is a separate process, started like `make pretrain`, in a new workspace. Work is the sum of
+the durations in the stages' manifests; the rest is imports, Prefect's server, tasks, supervision
+and MLflow's tables.
 """
 
 import argparse
@@ -27,14 +26,15 @@ from benchmarks._verdict import Check, table, verdict
 
 ROOT = Path(__file__).parents[1]
 OVERHEAD_GOAL, CACHED_GOAL = 45.0, 20.0
-"""Seconds beside the work of the first run, and of a run that finds everything."""
+"""Most seconds in addition to the work of the first run, and of a run in which everything is
+cached."""
 TIMEOUT = 240.0
 _ROW = re.compile(r"^[│|]\s*(\w[\w ]*?)\s*[│|]\s*(ran|cached)\s*[│|]\s*([\d.]+)\s*[│|]")
-"""A line of the flow's last table: stage, outcome, seconds."""
+"""Row of the flow's final table: stage, outcome, seconds."""
 
 
 def configuration(corpus: Path) -> dict[str, Any]:
-    """A few steps of a two-layer model."""
+    """Return the configuration of a few steps of a two-layer model."""
     return {
         "name": "orchestration",
         "data": {
@@ -54,7 +54,7 @@ def configuration(corpus: Path) -> dict[str, Any]:
 
 
 def write_corpus(directory: Path) -> None:
-    """Python source, different in every file."""
+    """Write Python source, different in every file."""
     directory.mkdir()
     for number in range(60):
         lines = [
@@ -65,10 +65,10 @@ def write_corpus(directory: Path) -> None:
 
 
 def run(conf: Path, workspace: Path) -> tuple[float, dict[str, tuple[str, float]]]:
-    """Seconds of one flow run, and outcome and seconds of each stage with its task."""
-    elsewhere = ("PREFECT_", "MLFLOW_")
+    """Run the flow once; return its seconds, and outcome and seconds of each stage's task."""
+    server_prefixes = ("PREFECT_", "MLFLOW_")
     variables = {
-        name: value for name, value in os.environ.items() if not name.startswith(elsewhere)
+        name: value for name, value in os.environ.items() if not name.startswith(server_prefixes)
     }
     variables |= {"MEGACORE_WORKSPACE": str(workspace), "COLUMNS": "200"}
     command = [sys.executable, "-m", "flows.pretrain", "--conf", str(conf)]
@@ -90,7 +90,7 @@ def run(conf: Path, workspace: Path) -> tuple[float, dict[str, tuple[str, float]
 
 
 def work_seconds(workspace: Path) -> float:
-    """What the stages' manifests say they took."""
+    """Return the sum of the durations in the stages' manifests."""
     manifests = workspace.glob("*/*/manifest.json")
     return sum(
         float(json.loads(path.read_text(encoding="utf-8"))["duration"]) for path in manifests
@@ -98,7 +98,7 @@ def work_seconds(workspace: Path) -> float:
 
 
 def main() -> int:
-    """Run from nothing, then cached."""
+    """Run the flow from nothing, then with everything cached."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,22 +111,28 @@ def main() -> int:
         conf.write_text(yaml.safe_dump(configuration(directory / "corpus")), encoding="utf-8")
         first, stages = run(conf, workspace)
         work = work_seconds(workspace)
-        again = [run(conf, workspace) for _ in range(options.cached)]
-    ran = [
-        stage for _, found in again for stage, (outcome, _) in found.items() if outcome != "cached"
+        cached_runs = [run(conf, workspace) for _ in range(options.cached)]
+    rerun = [
+        stage
+        for _, outcomes in cached_runs
+        for stage, (outcome, _) in outcomes.items()
+        if outcome != "cached"
     ]
-    if ran or any(outcome != "ran" for outcome, _ in stages.values()):
+    if rerun or any(outcome != "ran" for outcome, _ in stages.values()):
         raise SystemExit(
-            f"from nothing {stages}, and then {ran} ran again: this compares something else"
+            f"from nothing {stages}, and then {rerun} ran again: this compares something else"
         )
-    cached = statistics.median(seconds for seconds, _ in again)
-    within = [sum(seconds for _, seconds in found.values()) for found in (stages, again[-1][1])]
+    cached = statistics.median(seconds for seconds, _ in cached_runs)
+    within = [
+        sum(seconds for _, seconds in outcomes.values())
+        for outcomes in (stages, cached_runs[-1][1])
+    ]
     header = [
         "run",
         "all (s)",
         "the stages' work (s)",
         "stages as tasks (s)",
-        "beside the work (s)",
+        "overhead (s)",
     ]
     rows = [
         ["from nothing", f"{first:.1f}", f"{work:.1f}", f"{within[0]:.1f}", f"{first - work:.1f}"],
@@ -135,7 +141,7 @@ def main() -> int:
     sys.stdout.write(table(header, rows))
     checks = [
         Check(
-            "beside the work of a run from nothing",
+            "overhead of a run from nothing",
             first - work,
             OVERHEAD_GOAL,
             at_most=True,

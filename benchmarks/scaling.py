@@ -1,15 +1,15 @@
-"""What more ranks cost: weak scaling, exposed communication, the pipeline's bubble, and waiting for
-data.
+"""Cost of more ranks: weak scaling, exposed communication, pipeline bubble and data wait.
 
     python -m benchmarks.scaling [--parts weak bubble data] [--rounds 8] [--steps 3]
 
-weak    1, 2 and 4 data-parallel ranks of one thread, the same samples on each: the time of a step
-        is to stay. Where ranks are more than cores they share them, and the best that can be is
-        cores / ranks.
-bubble  two pipeline stages with m micro batches: the share of the time that stages idle, beside (p
-        - 1) / (m v + p - 1) and beside the schedule simulated with the passes' measured times
-data    iterations of the training loop over an indexed data set: the share of the time that they
-        wait for samples
+weak    1, 2 and 4 data-parallel ranks of one thread, with the same samples on each: the time of a
+        step should stay the same. With more ranks than cores, the ranks share the cores, and the
+        best possible efficiency is cores / ranks.
+bubble  two pipeline stages with m micro batches: the share of the time in which stages idle,
+        compared with (p - 1) / (m v + p - 1) and with a simulation of the schedule with the
+        measured times of the passes
+data    iterations of the training loop over an indexed data set: the share of the time spent
+        waiting for samples
 """
 
 import argparse
@@ -29,25 +29,25 @@ from megacore.pipeline_parallel.simulate import simulate
 
 PARTS = ("weak", "bubble", "data")
 WEAK_GOAL = 0.8
-"""Of the rate that the cores allow, on two ranks."""
+"""Least rate on two ranks, relative to the rate that the cores allow."""
 BUBBLE_GOAL = 0.05
 """Largest share of the time by which the bubble may exceed the simulated one, median over the
 pipelines."""
 DATA_GOAL = 0.01
-"""Share of an iteration."""
+"""Largest share of an iteration."""
 
 
 def weak(options: argparse.Namespace) -> list[Check]:
-    """Time of a step on more ranks with as much work each."""
+    """Measure the time of a step on more ranks, with the same work on each."""
     contestants = {name: start(name, "fp32") for name in WEAK}
     _compete(list(contestants.values()), options)
     cores = len(os.sched_getaffinity(0))
-    alone = contestants["dp1"]
+    single = contestants["dp1"]
     rows, checks = [], []
     for name, each in contestants.items():
         ranks = WEAK[name].ranks
         best = min(1.0, cores / ranks)
-        efficiency = each.times_as_fast_as(alone)
+        efficiency = each.speedup_over(single)
         exposed = max(exposed_communication(rank["phases"]) for rank in each.last)
         rows.append(
             [
@@ -83,7 +83,7 @@ def weak(options: argparse.Namespace) -> list[Check]:
 
 
 def bubble(options: argparse.Namespace) -> list[Check]:
-    """Idle share of two pipeline stages."""
+    """Measure the idle share of two pipeline stages."""
     contestants = {name: start(name, "fp32") for name in PIPELINES}
     _compete(list(contestants.values()), options)
     rows, beyond = [], []
@@ -110,7 +110,7 @@ def bubble(options: argparse.Namespace) -> list[Check]:
 
 
 def idle_share(each: Contestant) -> float:
-    """Of the time of passes on all ranks, the share in which a rank computed none."""
+    """Return the share of the passes' time, summed over all ranks, in which a rank was idle."""
     idle = total = 0.0
     for rank in each.last:
         phases = rank["phases"]
@@ -121,7 +121,7 @@ def idle_share(each: Contestant) -> float:
 
 
 def expected_idle(variant: Variant, each: Contestant) -> tuple[float, float]:
-    """By the formula of equal stages, and by the schedule with each stage's measured times."""
+    """Return the idle share of equal stages, and that of a simulation with measured times."""
     parallel = variant.config("fp32").parallel
     stages, chunks = (
         parallel.pipeline_model_parallel_size,
@@ -130,7 +130,7 @@ def expected_idle(variant: Variant, each: Contestant) -> tuple[float, float]:
     count = variant.samples
     schedule = build_schedule(parallel.pipeline_schedule, stages, count, chunks)
     times = [
-        # a stage's chunks count alike
+        # a stage's time is divided equally among its chunks
         [rank["phases"][phase] / count / chunks for rank in each.last] * chunks
         for phase in ("forward-compute", "backward-compute")
     ]
@@ -139,15 +139,15 @@ def expected_idle(variant: Variant, each: Contestant) -> tuple[float, float]:
 
 
 def data(options: argparse.Namespace) -> list[Check]:
-    """Of the training loop's iterations the share spent in `batch-generator`."""
+    """Measure the share of the training loop's iterations that is spent in `batch-generator`."""
     threads = len(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "benchmarks._data_wait"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment(threads), stdout=subprocess.PIPE, text=True, check=True
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    share = found["batch_generator_ms"] / found["ms_per_iteration"]
-    row = [f"{found['ms_per_iteration']:.1f}", f"{found['batch_generator_ms']:.3f}", f"{share:.3%}"]
+    times = json.loads(process.stdout.splitlines()[-1])
+    share = times["batch_generator_ms"] / times["ms_per_iteration"]
+    row = [f"{times['ms_per_iteration']:.1f}", f"{times['batch_generator_ms']:.3f}", f"{share:.3%}"]
     _show("Waiting for data", ["ms per iteration", "batch-generator (ms)", "share"], [row])
     return [Check("data wait", share, DATA_GOAL, at_most=True, unit="of an iteration")]
 
@@ -172,7 +172,7 @@ def _show(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 
 def main() -> int:
-    """Measure what is asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

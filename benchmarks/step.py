@@ -1,16 +1,15 @@
-"""One training step of megacore beside what a user would pick instead, all on this machine and in
-turns.
+"""One training step of megacore, compared with its alternatives on this host, in turns.
 
     python -m benchmarks.step [--case tiny-bf16] [--rounds 12] [--steps 3] [--nanogpt CHECKOUT]
     python -m benchmarks.step --losses 50 [--case tiny-bf16]
 
-Contestants: megacore's native engine as its launcher starts it; a plain torch GPT in nanoGPT's
-manner, eager, compiled, with torch's fused AdamW, with glibc's own malloc and with the thresholds
-that megacore's launcher sets; transformers' GPT-2 in Trainer's loop. All have the same weights,
-batches, learning rate, AdamW and clipping, and their first losses must agree. They are started
-first and then take turns, a few steps each: ratios are taken within a round, and their median
-counts. `--losses` holds the losses of megacore in the case's precision against its own in fp32
-instead.
+The contestants are megacore's native engine as its launcher starts it; a plain torch GPT in
+nanoGPT's style, eager, compiled, with torch's fused AdamW, with glibc's own malloc and with the
+thresholds that megacore's launcher sets; and transformers' GPT-2 in Trainer's loop. All have the
+same weights, batches, learning rate, AdamW and clipping, and their first losses must agree. They
+are started first and then take turns of a few steps: ratios are taken within a round, and their
+median counts. `--losses` instead compares the losses of megacore in the case's precision with those
+of megacore in fp32.
 """
 
 import argparse
@@ -35,7 +34,7 @@ GOALS: dict[str, dict[str, float]] = {
     "smoke-fp32": {EAGER: 0.001},
     "smoke-bf16": {EAGER: 0.001},
 }
-"""How many times as fast as each of these megacore is to be."""
+"""Least ratio of megacore's speed to each of these contestants."""
 LINE_UP = {
     "tiny-fp32": [
         OURS,
@@ -61,19 +60,20 @@ LINE_UP = {
     "smoke-bf16": [OURS, EAGER, EAGER_FUSED, "transformers"],
 }
 ROUNDS = {"tiny": (15, 4), "124m": (12, 1), "smoke": (3, 2)}
-"""Rounds and steps in each, by size."""
+"""Rounds and steps in each round, by size."""
 SECONDS = 420.0
-"""After which no round begins: a run stays within 8 minutes."""
+"""Seconds after which no round begins, so that a run takes at most 8 minutes."""
 FIRST_LOSSES = 3
 LOSS_BARS = {"fp32": 2e-4, "bf16": 5e-3}
 """Largest difference of the first losses between contestants, in nats."""
 REFERENCE_BAR = 1e-2
-"""Largest difference of a loss to fp32's, in nats, over 50 steps: bf16 keeps 8 bits, so its numbers
-of about 9 lie 0.06 apart, and the mean of 2,048 losses is far closer than one."""
+"""Largest difference of a loss to fp32's, in nats, over 50 steps. bf16 has 8 significant bits, so
+its numbers of about 9 are 0.06 apart; the mean of 2,048 losses is far more precise than one of
+them."""
 
 
 def start(name: str, work: Work) -> Contestant:
-    """A process that builds its model and waits."""
+    """Start a process that builds its model and waits."""
     variables = environment(work.threads, tuned_malloc=work.entrant.tuned_malloc)
     return Contestant.start(
         name, ["benchmarks._step_rank", json.dumps(work.as_json())], [variables]
@@ -81,7 +81,7 @@ def start(name: str, work: Work) -> Contestant:
 
 
 def line_up(options: argparse.Namespace) -> dict[str, Work]:
-    """Who takes part."""
+    """Return the work of each contestant."""
     case = CASES[options.case]
     names = options.contestants or LINE_UP[options.case]
     works = {
@@ -97,21 +97,23 @@ def line_up(options: argparse.Namespace) -> dict[str, Work]:
 
 
 def check_losses(contestants: list[Contestant], case: Case) -> float:
-    """Let all make a few steps; the largest difference to megacore's losses.
+    """Let all contestants make a few steps; return the largest difference to megacore's losses.
 
-    Ends when one computes something else.
+    Ends the benchmark if a contestant computes something else.
     """
     losses = {each.name: each.ask(f"losses {FIRST_LOSSES}")[0]["losses"] for each in contestants}
     ours = losses[OURS]
-    bar, even = LOSS_BARS[case.precision], math.log(case.vocab_size)
+    bar, uniform = LOSS_BARS[case.precision], math.log(case.vocab_size)
     worst = 0.0
     for name, theirs in losses.items():
-        difference = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+        difference = max(
+            abs(our_loss - their_loss) for our_loss, their_loss in zip(ours, theirs, strict=True)
+        )
         worst = max(worst, difference)
-        if abs(theirs[0] - even) > 0.2 or difference > bar:
+        if abs(theirs[0] - uniform) > 0.2 or difference > bar:
             raise SystemExit(
                 f"{name} computes something else: losses {theirs} where megacore has {ours}; the "
-                f"first is to be within 0.2 of ln(v) = {even:.4f}, and all within {bar:g} of "
+                f"first is to be within 0.2 of ln(v) = {uniform:.4f}, and all within {bar:g} of "
                 "megacore's"
             )
     progress(f"first losses of {len(losses)} contestants agree within {worst:.1e}: {ours}")
@@ -119,17 +121,17 @@ def check_losses(contestants: list[Contestant], case: Case) -> float:
 
 
 def matmul_rate(contestant: Contestant) -> float:
-    """Of large matrix products on its threads, in TFLOP/s."""
+    """Return the rate of large matrix products on the contestant's threads, in TFLOP/s."""
     return float(contestant.ask("matmul")[0]["tflops"])
 
 
 def rows_of(
     contestants: list[Contestant], memory: list[float], case: Case, peak: float
 ) -> list[list[str]]:
-    """A row of the table for each, with its peak memory in MB."""
+    """Return a row of the table for each contestant, with its peak memory in MB."""
     ours = contestants[0]
     rows = []
-    for each, most in zip(contestants, memory, strict=True):
+    for each, peak_mb in zip(contestants, memory, strict=True):
         low, high = each.quartiles
         rows.append(
             [
@@ -137,24 +139,24 @@ def rows_of(
                 f"{case.tokens / each.median:,.0f}",
                 f"{case.tokens / high:,.0f}-{case.tokens / low:,.0f}",
                 f"{case.flops / each.median / 1e12 / peak:.1%}",
-                f"{ours.times_as_fast_as(each):.3f}",
-                f"{most:,.0f}",
+                f"{ours.speedup_over(each):.3f}",
+                f"{peak_mb:,.0f}",
             ]
         )
     return rows
 
 
 def compare(options: argparse.Namespace) -> int:
-    """The competition."""
+    """Compare the contestants, print the table and give the verdict."""
     case, works = CASES[options.case], line_up(options)
     rounds, steps = ROUNDS[options.case.partition("-")[0]]
-    began = time.monotonic()
+    start_time = time.monotonic()
     contestants = [start(name, work) for name, work in works.items()]
     try:
         worst = check_losses(contestants, case)
         peak = matmul_rate(contestants[0])
-        left = options.seconds - (time.monotonic() - began)
-        made = compete(
+        left = options.seconds - (time.monotonic() - start_time)
+        rounds_run = compete(
             contestants, options.rounds or rounds, options.steps or steps, warmup=1, seconds=left
         )
         memory = [each.last[0]["memory_mb"] for each in contestants]
@@ -174,17 +176,23 @@ def compare(options: argparse.Namespace) -> int:
         "peak memory (MB)",
     ]
     sys.stdout.write(
-        f"{options.case}: {case}, {options.threads} threads, {made} rounds of "
+        f"{options.case}: {case}, {options.threads} threads, {rounds_run} rounds of "
         f"{options.steps or steps} steps, matrix products {peak * 1000:.0f} GFLOP/s, first losses "
         f"within {worst:.1e} nats.\n\n{table(header, rows)}\n"
     )
-    sys.stdout.write("".join(f"{name}: {what}\n" for name, what in loop.items() if what))
     sys.stdout.write(
-        "kernels: " + ", ".join(f"{name}: {what}" for name, what in kernels.items()) + "\n"
+        "".join(
+            f"{name}: {implementation}\n" for name, implementation in loop.items() if implementation
+        )
+    )
+    sys.stdout.write(
+        "kernels: "
+        + ", ".join(f"{name}: {implementation}" for name, implementation in kernels.items())
+        + "\n"
     )
     by_name = {each.name: each for each in contestants}
     checks = [
-        Check(f"megacore to {name}", contestants[0].times_as_fast_as(by_name[name]), goal)
+        Check(f"megacore to {name}", contestants[0].speedup_over(by_name[name]), goal)
         for name, goal in GOALS[options.case].items()
         if name in by_name
     ]
@@ -192,7 +200,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def track_losses(options: argparse.Namespace) -> int:
-    """Losses of megacore beside its own in fp32."""
+    """Compare the losses of megacore with its own losses in fp32."""
     case = CASES[options.case]
     work = Work(case, ENTRANTS[OURS], threads=options.threads)
     pair = [start(OURS, work), start(f"{OURS} in fp32", replace(work, reference=True))]
@@ -204,12 +212,22 @@ def track_losses(options: argparse.Namespace) -> int:
     header = ["step", case.precision, "fp32", "difference"]
     shown = sorted({0, *range(9, len(ours), 10), len(ours) - 1})
     rows = [
-        [str(at + 1), f"{ours[at]:.4f}", f"{exact[at]:.4f}", f"{ours[at] - exact[at]:+.4f}"]
-        for at in shown
+        [
+            str(index + 1),
+            f"{ours[index]:.4f}",
+            f"{exact[index]:.4f}",
+            f"{ours[index] - exact[index]:+.4f}",
+        ]
+        for index in shown
     ]
     sys.stdout.write(table(header, rows))
-    difference = max(abs(one - other) for one, other in zip(ours, exact, strict=True))
-    relative = max(abs(one - other) / other for one, other in zip(ours, exact, strict=True))
+    difference = max(
+        abs(our_loss - exact_loss) for our_loss, exact_loss in zip(ours, exact, strict=True)
+    )
+    relative = max(
+        abs(our_loss - exact_loss) / exact_loss
+        for our_loss, exact_loss in zip(ours, exact, strict=True)
+    )
     sys.stdout.write(f"\nlargest relative difference {relative:.2e} over {len(ours)} steps\n")
     name = f"largest difference of a loss in {case.precision} to fp32's"
     return verdict(
@@ -219,12 +237,12 @@ def track_losses(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Compare, or track the losses."""
+    """Compare the contestants, or track the losses."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", choices=GOALS, default="tiny-bf16")
-    parser.add_argument("--contestants", nargs="+", choices=ENTRANTS, help="beside megacore")
+    parser.add_argument("--contestants", nargs="+", choices=ENTRANTS, help="besides megacore")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, help="of each contestant in a round")
     parser.add_argument(
@@ -234,7 +252,7 @@ def main() -> int:
     parser.add_argument(
         "--nanogpt",
         metavar="CHECKOUT",
-        help="train nanoGPT's own model.py beside ours in its manner",
+        help="also train nanoGPT's own model.py, next to megacore's imitation of it",
     )
     parser.add_argument(
         "--losses", type=int, metavar="N", help="compare N losses with fp32's instead"

@@ -1,19 +1,20 @@
-"""Tokenizing a corpus of JSON Lines with a byte-level BPE, whole processes from start to exit,
-beside its peers.
+"""Tokenization of a JSON Lines corpus with a byte-level BPE, compared with other tools.
+
+Each tool is measured as a whole process, from start to exit.
 
     python -m benchmarks.tokenize [--input FILE] [--size-mb 300] [--rounds 5] [--workers 2]
         [--vocab-file V --merge-file M] [--text FILE ...]
         [--contestants megacore loop hf megatron --megatron DIR]
 
-Without --input the corpus is made of the Python sources of this machine (standard library, then
+Without --input, the corpus consists of the Python sources of this host (standard library, then
 site-packages, sorted by path) and of the --text files, one document each, until it has --size-mb;
-it is the same on the same machine. Without GPT-2's two files a vocabulary of 32,000 is trained on
-20 MB of the corpus.
+it is always the same on the same host. Without GPT-2's two files, a vocabulary of 32,000 is trained
+on 20 MB of the corpus.
 
-megacore is the command `megacore tokenize --append-eod`: oracle, hashes and fsync included. loop is
-orjson, gigatoken on 32 MB blocks and one write; hf is `encode_batch_fast` of `tokenizers` and
-megatron its tools/preprocess_data.py, both on the first 8 MB. Contestants take turns; MB/s is the
-median over the rounds, with the best in brackets.
+megacore is the command `megacore tokenize --append-eod`, including oracle, hashes and fsync. loop
+is orjson, gigatoken on 32 MB blocks and one write. hf is `encode_batch_fast` of `tokenizers`, and
+megatron is its tools/preprocess_data.py; both use only the first 8 MB. Contestants take turns; MB/s
+is the median over the rounds, with the best in brackets.
 """
 
 import argparse
@@ -39,7 +40,7 @@ PHASES = ("start to first byte", "tokenizers and oracle", "encode and write", "s
 
 @dataclass
 class Contestant:
-    """A command, the bytes of input it is given, and what each run took."""
+    """A command, the size of its input in bytes, and the measurements of each run."""
 
     name: str
     command: list[str]
@@ -50,7 +51,7 @@ class Contestant:
     phases: list[dict[str, float]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run it once, whole."""
+        """Run the command once, from start to exit."""
         environment = {**os.environ, "BENCHMARK_STARTED": repr(time.time())}
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -70,7 +71,7 @@ class Contestant:
 
 
 def sources(texts: list[str]) -> Iterator[Path]:
-    """Every text of this machine, in a fixed order."""
+    """Yield every text of this host, in a fixed order."""
     yield from map(Path, texts)
     for name in ("stdlib", "purelib"):
         yield from sorted(Path(sysconfig.get_path(name)).rglob("*.py"))
@@ -96,7 +97,7 @@ def make_corpus(path: Path, size: int, texts: list[str]) -> None:
 
 
 def cut(corpus: Path, target: Path, size: int) -> Path:
-    """The first lines of the corpus, about `size` bytes."""
+    """Write the first lines of the corpus, about `size` bytes, to `target`."""
     with open(corpus, "rb") as file:
         data = file.read(size)
         target.write_bytes(data + file.readline())
@@ -104,7 +105,7 @@ def cut(corpus: Path, target: Path, size: int) -> Path:
 
 
 def train(corpus: Path, folder: Path) -> tuple[Path, Path]:
-    """vocab.json and merges.txt of a vocabulary trained on the beginning of the corpus."""
+    """Train a vocabulary on the beginning of the corpus; return its vocab.json and merges.txt."""
     from megacore.tokenizer.build import train_bpe
 
     lines = cut(corpus, folder / "training.jsonl", 20 * MB).read_bytes().splitlines()
@@ -113,7 +114,7 @@ def train(corpus: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def contestants(options: argparse.Namespace, corpus: Path, folder: Path) -> list[Contestant]:
-    """The commands that are compared."""
+    """Return the commands that are compared."""
     vocab, merges = options.vocab_file, options.merge_file
     if vocab is None or merges is None:
         vocab, merges = train(corpus, folder)
@@ -127,7 +128,7 @@ def contestants(options: argparse.Namespace, corpus: Path, folder: Path) -> list
         "--workers",
         str(options.workers),
     ]
-    found = {
+    commands = {
         "megacore": (
             [*peer, "megacore", "tokenize", *files, *target, "--overwrite", "--input", str(corpus)],
             corpus,
@@ -141,21 +142,21 @@ def contestants(options: argparse.Namespace, corpus: Path, folder: Path) -> list
     if options.megatron is not None:
         script = [sys.executable, str(Path(options.megatron, "tools", "preprocess_data.py"))]
         kind = ["--tokenizer-type", "GPT2BPETokenizer"]
-        found["megatron"] = ([*script, *kind, *files, *target, "--input", str(part)], part)
+        commands["megatron"] = ([*script, *kind, *files, *target, "--input", str(part)], part)
     return [
         Contestant(name, command, source.stat().st_size)
-        for name, (command, source) in found.items()
+        for name, (command, source) in commands.items()
         if name in options.contestants
     ]
 
 
-def table(found: list[Contestant]) -> list[str]:
-    """Rows of Markdown."""
+def table(entrants: list[Contestant]) -> list[str]:
+    """Return the rows of a Markdown table."""
     rows = [
         "| contestant | MB | seconds | MB/s (best) | CPU seconds | peak MB |",
         "| --- |" + " ---: |" * 5,
     ]
-    for each in found:
+    for each in entrants:
         seconds = statistics.median(each.seconds)
         size = each.size / MB
         rows.append(
@@ -163,7 +164,7 @@ def table(found: list[Contestant]) -> list[str]:
             f"({size / min(each.seconds):.1f}) | {statistics.median(each.cpu):.2f} | "
             f"{max(each.peak_mb):.0f} |"
         )
-    for each in found:
+    for each in entrants:
         if each.phases:
             rows += ["", f"| phase of {each.name} | seconds |", "| --- | ---: |"]
             for phase in PHASES:
@@ -173,19 +174,24 @@ def table(found: list[Contestant]) -> list[str]:
     return rows
 
 
-def checks(found: list[Contestant]) -> list[Check]:
-    """Figures and goals of the command."""
-    own = next((each for each in found if each.name == CONTESTANTS[0]), None)
-    if own is None:
+def checks(entrants: list[Contestant]) -> list[Check]:
+    """Return the figures and goals of the command."""
+    megacore = next((each for each in entrants if each.name == CONTESTANTS[0]), None)
+    if megacore is None:
         return []
     return [
-        Check("MB per second", own.size / MB / statistics.median(own.seconds), 120.0, unit="MB/s"),
-        Check("peak", max(own.peak_mb), 700.0, at_most=True, unit="MB"),
+        Check(
+            "MB per second",
+            megacore.size / MB / statistics.median(megacore.seconds),
+            120.0,
+            unit="MB/s",
+        ),
+        Check("peak", max(megacore.peak_mb), 700.0, at_most=True, unit="MB"),
     ]
 
 
 def main() -> int:
-    """Make the corpus, compete, print, judge."""
+    """Write the corpus, take turns, print the table and give the verdict."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -209,12 +215,12 @@ def main() -> int:
         corpus = options.input or folder / "corpus.jsonl"
         if options.input is None:
             make_corpus(corpus, options.size_mb * MB, options.text)
-        found = contestants(options, corpus, folder)
+        entrants = contestants(options, corpus, folder)
         for _ in range(options.rounds):
-            for each in found:
+            for each in entrants:
                 each.run()
-        sys.stdout.write("\n".join(table(found)) + "\n")
-    return verdict("tokenize", checks(found))
+        sys.stdout.write("\n".join(table(entrants)) + "\n")
+    return verdict("tokenize", checks(entrants))
 
 
 if __name__ == "__main__":

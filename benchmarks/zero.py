@@ -1,15 +1,14 @@
-"""The state of a model on data-parallel ranks: DeepSpeed's ZeRO and offload beside the native
-engine.
+"""A model's state on data-parallel ranks: DeepSpeed's ZeRO and offload, and the native engine.
 
     python -m benchmarks.zero state [--precision fp32 bf16] [--rounds 2] [--steps 2]
     python -m benchmarks.zero fit --device cuda [--sizes 345M 1.5B]
 
-`state` counts, on one of two ranks of GPT-2 small, the bytes of parameters, gradients and optimizer
-state from the engine's own tensors after the last backward pass and before the step, and holds them
-against ZeRO's formula; then peak memory and tokens per second. One variant runs at a time, in
-processes of its own; every other round goes through them backwards, ratios are taken within a
-round, and medians are printed. `fit` looks for the largest micro batch that fits and takes the time
-of an epoch at it. `--smoke` does either with a tiny model.
+`state` counts the bytes of parameters, gradients and optimizer state on one of two ranks of GPT-2
+small, in the engine's tensors after the last backward pass and before the step, and compares them
+with ZeRO's formula; it also measures peak memory and tokens per second. One variant runs at a time,
+in separate processes. Every other round is in reverse order, ratios are taken within a round, and
+medians are printed. `fit` searches the largest micro batch that fits and measures the time of an
+epoch with it. `--smoke` runs either of them with a tiny model.
 """
 
 import argparse
@@ -36,18 +35,18 @@ _OWN_COLUMNS = (census.PERSISTED, census.BUCKETS)
 
 @dataclass
 class Measured:
-    """One variant."""
+    """Measurements of one variant."""
 
     work: Work
     seconds: list[float] = field(default_factory=list)
-    """Of a step on the slowest rank, in each round."""
+    """Seconds of a step on the slowest rank, in each round."""
     memory: list[dict[str, float]] = field(default_factory=list)
-    """Of the rank that took most, in each round."""
+    """Memory of the rank with the highest peak, in each round."""
     found: dict[str, Any] = field(default_factory=dict)
     """Census of the first rank."""
 
     def run(self, steps: int) -> None:
-        """Start the ranks, warm up, make steps, and count once."""
+        """Start the ranks, warm up, make steps, and take the census once."""
         with started(self.work) as ranks:
             ranks.ask("run 1")
             results = ranks.ask(f"run {steps}")
@@ -56,18 +55,19 @@ class Measured:
         self.memory.append(max(results, key=lambda rank: float(rank["training_mb"])))
 
     def peak(self, moment: str) -> float:
-        """Resident memory in MB, median over the rounds."""
+        """Return resident memory in MB, median over the rounds."""
         return statistics.median(each[f"{moment}_mb"] for each in self.memory)
 
     def ratio(self, other: "Measured") -> float:
-        """Median over the rounds of how many times as fast this is as another."""
+        """Return the median speedup over another variant, taken within rounds."""
         return statistics.median(
-            theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=True)
+            other_seconds / seconds
+            for seconds, other_seconds in zip(self.seconds, other.seconds, strict=True)
         )
 
 
 def formula(work: Work, psi: int) -> ZeroBytes:
-    """ZeRO's, with gradients in the type in which those of micro batches add up."""
+    """Return ZeRO's formula, with gradients in the type in which micro batches accumulate them."""
     config = work.config()
     zero, accumulated = zero_of(config), 4
     if config.engine == "deepspeed":
@@ -87,7 +87,7 @@ def formula(work: Work, psi: int) -> ZeroBytes:
 
 
 def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[str, str, float]]]:
-    """Rows of Markdown, and of each variant's state how many times the formula's."""
+    """Return the rows of a Markdown table, and the ratio of each state's bytes to the formula."""
     rows = [
         "| variant | parameters | gradients | optimizer | of these offloaded "
         f"| {' | '.join(_OWN_COLUMNS)} | further | of live tensors known |",
@@ -96,7 +96,7 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
     ratios = []
     for name, each in measured.items():
         kinds, expected = dict(each.found["kinds"]), formula(each.work, each.found["psi"])
-        known = sum(kinds.values())
+        known_bytes = sum(kinds.values())
         optimizer = (
             (census.MOMENTS,) if each.work.precision == "fp32" else (census.MAIN, census.MOMENTS)
         )
@@ -109,8 +109,13 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
             "gradients": (kinds.pop(census.GRADIENTS, 0), expected.gradients),
             "optimizer": (sum(kinds.pop(kind, 0) for kind in optimizer), expected.optimizer),
         }
-        ratios += [(name, what, count / wanted) for what, (count, wanted) in pairs.items()]
-        cells = [f"{count / MB:,.0f} ({count / wanted:.3f})" for count, wanted in pairs.values()]
+        ratios += [
+            (name, part, count / formula_bytes) for part, (count, formula_bytes) in pairs.items()
+        ]
+        cells = [
+            f"{count / MB:,.0f} ({count / formula_bytes:.3f})"
+            for count, formula_bytes in pairs.values()
+        ]
         cells += [f"{offloaded / MB:,.0f}" if offloaded else "-"]
         cells += [f"{kinds.pop(kind, 0) / MB:,.1f}" for kind in _OWN_COLUMNS]
         further = [
@@ -118,13 +123,16 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
             for kind, count in kinds.items()
             if count >= MB / 10
         ]
-        cells += [", ".join(further) or "-", f"{known / (known + each.found['unknown']):.3%}"]
+        cells += [
+            ", ".join(further) or "-",
+            f"{known_bytes / (known_bytes + each.found['unknown']):.3%}",
+        ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows, ratios
 
 
 def speed_table(measured: dict[str, Measured]) -> list[str]:
-    """Rows of Markdown."""
+    """Return the rows of a Markdown table."""
     rows = [
         (
             "| variant | tokens/s | to native | to native, distributed optimizer | before the "
@@ -138,18 +146,18 @@ def speed_table(measured: dict[str, Measured]) -> list[str]:
         tokens = (
             SIZES[work.size].seq_length * work.micro_batch_size * work.micro_batches * work.ranks
         )
-        known, heap = sum(each.found["kinds"].values()), each.found["allocated"]
+        known_bytes, heap = sum(each.found["kinds"].values()), each.found["allocated"]
         before, building, training = (
             each.peak(moment) for moment in ("before", "building", "training")
         )
         cells = [f"{tokens / statistics.median(each.seconds):,.0f}"]
         cells += [f"{each.ratio(measured[other]):.2f}" for other in (REFERENCE, DISTRIBUTED)]
-        # Beside the model, between two steps there is nothing but what the process began with.
+        # Between two steps, the process has only the model and its initial memory.
         cells += [
             f"{mb:,.0f}"
             for mb in (before, building, training, training - before - heap / MB, heap / MB)
         ]
-        cells += [f"{known / heap:.1%}"]
+        cells += [f"{known_bytes / heap:.1%}"]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
 
@@ -159,7 +167,7 @@ def _further(kind: str) -> str:
 
 
 def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measured]:
-    """What takes part, nothing of it measured."""
+    """Return the variants that are compared, not yet measured."""
     size = "tiny" if options.smoke else "124M"
     names = [
         name for name in STATES if name in {REFERENCE, DISTRIBUTED, *(options.variants or STATES)}
@@ -182,7 +190,7 @@ def contestants(options: argparse.Namespace, precision: str) -> dict[str, Measur
 
 
 def take_turns(measured: dict[str, Measured], number: int, steps: int) -> None:
-    """Run every contestant once, in an odd round backwards."""
+    """Run every variant once, in reverse order in odd rounds."""
     for name in measured if number % 2 == 0 else reversed(measured):
         load = os.getloadavg()[0]
         each = measured[name]
@@ -194,14 +202,14 @@ def take_turns(measured: dict[str, Measured], number: int, steps: int) -> None:
 
 
 def report(measured: dict[str, Measured]) -> Check:
-    """Print both tables and what differs from the formula.
+    """Print both tables and the differences from the formula.
 
-    How many times more of a state than it there is at most.
+    Return the check of the largest ratio of a state's bytes to the formula.
     """
     rows, ratios = state_table(measured)
     beyond = [
-        f"{name}: {what} {ratio:.3f} of the formula"
-        for name, what, ratio in ratios
+        f"{name}: {part} {ratio:.3f} of the formula"
+        for name, part, ratio in ratios
         if abs(ratio - 1) > TOLERANCE
     ]
     first = measured[REFERENCE]
@@ -213,17 +221,17 @@ def report(measured: dict[str, Measured]) -> Check:
     for line in beyond:
         sys.stdout.write(f"beyond {TOLERANCE:.0%}: {line}\n")
     sys.stdout.flush()
-    most = max(ratio for _, _, ratio in ratios)
+    largest = max(ratio for _, _, ratio in ratios)
     return Check(
         f"{first.work.precision}: most of a state to the formula",
-        most,
+        largest,
         1.0 + TOLERANCE,
         at_most=True,
     )
 
 
 def main() -> int:
-    """Measure what is asked for."""
+    """Run the requested measurement."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -233,7 +241,7 @@ def main() -> int:
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--smoke", action="store_true", help="with a tiny model")
     state = parser.add_argument_group("state")
-    state.add_argument("--variants", nargs="+", choices=STATES, help="beside the two native ones")
+    state.add_argument("--variants", nargs="+", choices=STATES, help="besides the two native ones")
     state.add_argument("--rounds", type=int, default=2)
     state.add_argument("--steps", type=int, default=2, help="of each variant in a round")
     state.add_argument(

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Copies what a team's servers know into a new directory, while they run:
-#   deploy/backup.sh DIRECTORY             or, below a directory, with the time as its name:
+# Copies the data of a team's servers into a new directory, while they run:
+#   deploy/backup.sh DIRECTORY             or, into a subdirectory named after the time:
 #   deploy/backup.sh --dated DIRECTORY
-# PGHOST, PGPORT and PGPASSFILE say how the databases are reached; MLFLOW_ARTIFACTS_DESTINATION names the artifacts,
-# MEGACORE_WORKSPACE, where it is set, the workspace with data and checkpoints.
-# The databases come first: files are written before, and removed after, what speaks of them, so that a copy of
-# the files that is younger than the databases has all that they name.
+# PGHOST, PGPORT and PGPASSFILE give access to the databases. MLFLOW_ARTIFACTS_DESTINATION is the directory of the
+# artifacts, and MEGACORE_WORKSPACE, if set, the workspace with data and checkpoints.
+# The databases are copied first. Files are written before their database entries and removed after them, so a later
+# copy of the files contains all files that the copied databases refer to.
 set -euo pipefail
 umask 077
 
@@ -18,19 +18,19 @@ if [ "${1:-}" = --dated ]; then
     shift
     set -- "${1:?backup.sh: name a directory after --dated}/$(date --utc +%Y-%m-%dT%H%M%SZ)"
 fi
-[ $# -eq 1 ] || fail "give one argument: the directory that is to hold the copy"
+[ $# -eq 1 ] || fail "give one argument: the new directory for the copy"
 target=$1
 while [ "${target%/}" != "$target" ]; do target=${target%/}; done
-[ ! -e "$target" ] || fail "$target is there already: name a new directory"
+[ ! -e "$target" ] || fail "$target already exists: name a new directory"
 artifacts=${MLFLOW_ARTIFACTS_DESTINATION:?backup.sh: set MLFLOW_ARTIFACTS_DESTINATION to where MLflow keeps files}
 artifacts=${artifacts#file://}
 partial=$target.partial
 rm -rf "$partial"
-# What does not become whole is not left to fill the disk night after night.
+# Remove an incomplete copy, so that failed nightly backups do not fill the disk.
 trap 'rm -rf "$partial"' EXIT
 mkdir -p "$partial"
 
-# Servers and trainings go on meanwhile: a file that was removed before its turn (24) is none that is missing.
+# Servers and trainings keep running: a file that was removed during the copy (code 24) is no error.
 copy() {
     local code=0
     rsync --archive "$@" || code=$?
@@ -54,6 +54,6 @@ fi
 
 (cd "$partial" && sha256sum -- *.dump >SHA256SUMS)
 sync --file-system "$partial"
-# Only what is whole has the name that was asked for.
+# Only a complete copy gets the requested name.
 mv "$partial" "$target"
 echo "backup.sh: $target"

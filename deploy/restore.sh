@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Brings back what deploy/backup.sh has copied, into empty databases and with the servers stopped:
+# Restores a copy of deploy/backup.sh into empty databases, while the servers are stopped:
 #   deploy/restore.sh DIRECTORY
-# The same variables as in backup.sh say where to. Files that are there stay; those of the copy take their place.
+# The variables of backup.sh set the destinations. Files of the copy replace existing files; other files stay.
 set -euo pipefail
 
 fail() {
@@ -9,7 +9,7 @@ fail() {
     exit 1
 }
 
-[ $# -eq 1 ] || fail "give one argument: a directory that backup.sh has made"
+[ $# -eq 1 ] || fail "give one argument: a directory that backup.sh made"
 copy=$1
 [ -f "$copy/SHA256SUMS" ] || fail "$copy holds no SHA256SUMS: name a directory that backup.sh has finished"
 (cd "$copy" && sha256sum --check --quiet SHA256SUMS) || fail "$copy is damaged (see above): take another copy"
@@ -24,12 +24,12 @@ esac
 for entry in prefect:prefect mlflow:mlflow mlflow_users:mlflow; do
     database=${entry%%:*}
     tables=$(psql --no-psqlrc --no-password --tuples-only --no-align --username "${entry##*:}" --dbname "$database" \
-        --command "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") || fail "database $database is not reached"
-    [ "$tables" -eq 0 ] || fail "database $database holds $tables tables: drop it and make it anew (databases.sql)"
+        --command "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") || fail "database $database cannot be reached"
+    [ "$tables" -eq 0 ] || fail "database $database holds $tables tables: drop it and create it again (databases.sql)"
 done
 for entry in prefect:prefect mlflow:mlflow mlflow_users:mlflow; do
     database=${entry%%:*}
-    # One transaction: a database is restored whole or stays empty.
+    # One transaction: a database is restored completely or stays empty.
     pg_restore --no-password --username "${entry##*:}" --dbname "$database" --exit-on-error --single-transaction \
         --no-owner --no-privileges "$copy/$database.dump" || fail "database $database was not restored (see above)"
 done

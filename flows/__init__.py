@@ -1,4 +1,4 @@
-"""What runs after what: each flow orders tasks and does nothing else."""
+"""Prefect flows: each one only orders tasks."""
 
 import sys
 

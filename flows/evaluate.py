@@ -15,13 +15,13 @@ from tasks.zeroshot import zeroshot, zeroshot_summary
 
 
 def zero_shot_stage(pipeline: StageRunner, *inputs: Artifact) -> Artifact | None:
-    """Scores of the best checkpoint on the texts of `evaluate.zero_shot`, where there are any."""
+    """Score the best checkpoint on the texts of `evaluate.zero_shot`; return None without texts."""
     return pipeline.stage(zeroshot, *inputs) if pipeline.config.evaluate.zero_shot.wanted else None
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)
 def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
-    """Score what `pretrain` has trained for `conf` with these `overrides`."""
+    """Score the finished training of `pretrain` for `conf` with these `overrides`."""
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
         data = data_stages(pipeline)
         trained = finished_training(pipeline.config, *data)

@@ -17,7 +17,7 @@ from tasks.zeroshot import zeroshot_summary
 
 
 def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact) -> None:
-    """What follows a training: scores, conversion with its gate, publication and the summary."""
+    """Run the stages after a training: scores, conversion and gate, publication and summary."""
     evaluation = pipeline.stage(evaluate, trained, *data)
     scored = zero_shot_stage(pipeline, trained, evaluation, *data)
     exported = pipeline.stage(convert, trained, evaluation, *data)
@@ -29,7 +29,7 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
 
 @flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)
 def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
-    """Export and publish what `pretrain` has trained for `conf` with these `overrides`."""
+    """Export and publish the finished training of `pretrain` for `conf` with these `overrides`."""
     config = load_checked_config(conf, overrides, trains=False)
     with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)

@@ -1,4 +1,4 @@
-"""Flow `finetune`: a pretrained model and a task become a fine-tuned one.
+"""Flow `finetune`: fine-tune a pretrained model for a task.
 
 Model and task → samples → training with Accelerate → transformers model → MLflow.
 """
@@ -23,7 +23,7 @@ from tasks.pretrained import pretrained
 
 
 def prepared(pipeline: StageRunner[FinetuneConfig]) -> tuple[Artifact, Artifact]:
-    """What training reads: the model and the samples."""
+    """Prepare the inputs of the training: the model and the samples."""
     model = pipeline.stage(pretrained)
     rows = pipeline.stage(dataset)
     return model, pipeline.stage(examples, model, rows)
@@ -36,11 +36,11 @@ def finetune(
     dry_run: bool = False,
     find_batch_size: bool = False,
 ) -> State[Any] | None:
-    """Fine-tune what `conf` says (a name in conf/finetune/ or a path), with dotted `overrides`.
+    """Fine-tune as the configuration `conf` describes, with dotted `overrides`.
 
-    `dry_run` shows keys and what is cached, and runs nothing. `find_batch_size` finds the largest
-    micro batch of each distribution that fits, and trains nothing further. A training that is
-    stopped on request ends the run in the state Stopped.
+    `conf` is a name in conf/finetune/ or a path. `dry_run` shows keys and cached stages, and runs
+    nothing. `find_batch_size` finds the largest micro batch that fits for each distribution, and
+    does not train further. A training that is stopped on request ends the run in the state Stopped.
     """
     if dry_run:
         finetune_dry_run(conf, overrides, find_batch_size=find_batch_size)

@@ -13,7 +13,7 @@ from tasks.tokenize import blend, make_tokenizer, tokenize
 
 
 def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
-    """The data stages in order, each source by itself.
+    """Run the data stages in order, each source separately.
 
     Returns the tokens, the tokenizer and the index maps.
     """

@@ -16,10 +16,10 @@ from tasks.train import train
 def pretrain(
     conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, dry_run: bool = False
 ) -> State[Any] | None:
-    """Pretrain what `conf` says (a name in conf/ or a path), with dotted `overrides`.
+    """Pretrain as the configuration `conf` describes, with dotted `overrides`.
 
-    `dry_run` shows keys, what is cached, memory and days, and runs nothing. A training that is
-    stopped on request ends the run in the state Stopped.
+    `conf` is a name in conf/ or a path. `dry_run` shows keys, cached stages, memory and days, and
+    runs nothing. A training that is stopped on request ends the run in the state Stopped.
     """
     if dry_run:
         dry_run_report(conf, overrides)

@@ -1,6 +1,6 @@
 """Parallel pretraining of large language models.
 
-Usable alone, or through the Prefect flows of this repository.
+The package works without Prefect; the flows of this repository run it as stages.
 """
 
 __version__ = "0.1.0"

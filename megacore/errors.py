@@ -1,16 +1,16 @@
-"""The exceptions a user can meet.
+"""Exceptions that a user can meet.
 
-Each message says what is wrong, where, the value found, and what to do.
+Each message states what is wrong, where, the value found, and what to do.
 
-`retryable` tells an orchestrator whether the same work may succeed when it is started again;
-`exit_code` is what a command line exits with.
+`retryable` tells an orchestrator whether a retry of the same work may succeed. `exit_code` is the
+exit status of the command line.
 """
 
 from megacore.redact import redact
 
 
 class MegacoreError(Exception):
-    """Base of every error that is raised on purpose; its message never holds a credential."""
+    """Base class of megacore's errors; its message never contains a credential."""
 
     retryable: bool = False
     exit_code: int = 1
@@ -22,90 +22,90 @@ class MegacoreError(Exception):
 
 
 class ConfigError(MegacoreError):
-    """A value in a configuration file or an override cannot work."""
+    """Invalid value in a configuration file or an override."""
 
     exit_code = 2
 
 
 class ParallelLayoutError(ConfigError):
-    """Batch sizes, ranks and model dimensions do not divide as they must."""
+    """Batch sizes, ranks and model dimensions that do not divide evenly."""
 
 
 class DataFormatError(MegacoreError):
-    """A data file is missing, damaged, empty, or not of the form it claims."""
+    """Data file that is missing, damaged, empty, or in another format than it claims."""
 
     exit_code = 3
 
 
 class DownloadError(MegacoreError):
-    """A remote source could not be reached or broke off; a retry may reach it."""
+    """Remote source that was unreachable or broke the connection; a retry may succeed."""
 
     retryable = True
     exit_code = 10
 
 
 class ArtifactError(MegacoreError):
-    """A stage's output cannot be written or does not match its manifest."""
+    """Stage output that cannot be written or does not match its manifest."""
 
     exit_code = 4
 
 
 class WorkspaceError(ArtifactError):
-    """The workspace cannot be written: permissions, a full disk, a read-only mount."""
+    """Workspace that cannot be written: permissions, a full disk, a read-only mount."""
 
 
 class CheckpointError(MegacoreError):
-    """A checkpoint is incomplete, damaged, or of another model."""
+    """Checkpoint that is incomplete, damaged, or of another model."""
 
     exit_code = 5
 
 
 class ConversionError(MegacoreError):
-    """A model has no counterpart in the other form, or the exported model differs from ours."""
+    """Model without a counterpart in the other format, or export that differs from our model."""
 
     exit_code = 6
 
 
 class TrainingError(MegacoreError):
-    """Training itself failed (loss is NaN, out of memory): starting again would fail again."""
+    """Failure of training itself (NaN loss, out of memory), which a restart would repeat."""
 
     exit_code = 7
 
 
 class MemoryExhaustedError(TrainingError):
-    """A rank needed more memory than there is, by its own word or the kernel's."""
+    """Rank out of memory, reported by the rank itself or by the kernel."""
 
 
 class LossError(TrainingError):
-    """A loss or a gradient is not finite, or a loss jumped."""
+    """Loss or gradient that is not finite, or a loss spike."""
 
 
 class TrainingStoppedError(MegacoreError):
-    """Training stopped before its end because it was asked to.
+    """Training that stopped early on request.
 
-    A complete checkpoint holds where it stands.
+    A complete checkpoint contains its state.
     """
 
     exit_code = 75  # sysexits.h: try again later
 
 
 class PreemptedError(TrainingStoppedError):
-    """A signal asked for it, as a scheduler does that takes a machine back.
+    """Training that stopped on a signal, such as a scheduler's when it reclaims a host.
 
-    Starting again goes on.
+    A restart resumes it.
     """
 
     retryable = True
 
 
 class LaunchError(MegacoreError):
-    """A process could not be started or ended in a way that is not the training's own fault."""
+    """Process that could not be started, or that ended for reasons outside of training."""
 
     exit_code = 8
 
 
 class RankLostError(LaunchError):
-    """A rank died of a signal or without a reason.
+    """Rank that died of a signal or without a reported reason.
 
     A retry resumes from the last complete checkpoint.
     """
@@ -114,28 +114,28 @@ class RankLostError(LaunchError):
 
 
 class RankStalledError(RankLostError):
-    """A rank made no progress for longer than `launch.stall_limit`."""
+    """Rank without progress for longer than `launch.stall_limit`."""
 
 
 class HostLostError(RankLostError):
-    """A machine of the job died, froze or was cut off.
+    """Host of the job that died, froze or lost its connection.
 
     A retry resumes from the last complete checkpoint.
     """
 
 
 class WorkerLostError(LaunchError):
-    """A process that prepared data died; a retry does only its part again."""
+    """Data preparation process that died; a retry repeats only its part."""
 
     retryable = True
 
 
 class StageTimeoutError(LaunchError):
-    """A stage ran longer than its configured limit and was ended."""
+    """Stage that ran longer than its configured limit and was ended."""
 
 
 class TrackingError(MegacoreError):
-    """The tracking server did not take what it was sent."""
+    """Tracking server that did not accept a request."""
 
     retryable = True
     exit_code = 9
@@ -167,4 +167,4 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         TrackingError,
     )
 }
-"""By name: an error crosses a process boundary as its class name and its message."""
+"""Error classes by name: an error crosses a process boundary as class name and message."""

@@ -1,6 +1,6 @@
-"""What this machine has: cores, memory, GPUs, and the type in which a run computes on them.
+"""Hardware of this host: cores, memory, GPUs, and the compute type of a run on them.
 
-Imports no torch: a command line and the key of a stage ask too.
+This module does not import torch, because the command line and stage keys use it too.
 """
 
 import ctypes
@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 _NO_LIMIT = 2**62
-"""What version 1 of control groups says where there is none, in whole pages."""
+"""Bound in bytes. Version 1 of control groups reports "no limit" as a larger value."""
 BF16_CAPABILITY = 80
-"""First CUDA compute capability (times 10) with bf16 tensor cores: Ampere."""
+"""Lowest CUDA compute capability (times 10) with bf16 tensor cores: Ampere."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 _CUDA_CAPABILITY_MAJOR = 75
 _CUDA_CAPABILITY_MINOR = 76
@@ -24,7 +24,7 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes."""
+    """GPU memory in bytes."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,24 @@ class Hardware:
     """Cores, memory and GPUs that a run may use."""
 
     cores: int
-    """CPU cores this process may run on."""
+    """Number of CPU cores on which this process may run."""
     memory: int
-    """Bytes of main memory, the container's limit included."""
+    """Bytes of host memory, at most the container's limit."""
     gpus: tuple[Gpu, ...] = ()
     cpu_flags: frozenset[str] = frozenset()
-    """Instruction sets, as in /proc/cpuinfo."""
+    """Instruction sets as named in /proc/cpuinfo."""
     native_bf16: bool = False
-    """Whether the device that trains multiplies bf16 by itself."""
+    """True if the training device multiplies bf16 natively."""
 
     @property
     def device_type(self) -> str:
-        """Where a run computes: cuda or cpu."""
+        """Device type of a run: "cuda" or "cpu"."""
         return "cuda" if self.gpus else "cpu"
 
     def resolve_precision(self, precision: str) -> str:
-        """fp32, bf16 or fp16 for `train.precision`.
+        """Return the compute type ("fp32", "bf16" or "fp16") for `train.precision`.
 
-        auto is bf16 where that is native, else fp32.
+        "auto" means bf16 where the hardware supports it natively, else fp32.
         """
         if precision != "auto":
             return precision
@@ -57,19 +57,19 @@ class Hardware:
 
     @classmethod
     def detect(cls) -> "Hardware":
-        """This machine, as this process sees it.
+        """Return the hardware that is visible to this process.
 
-        CUDA_VISIBLE_DEVICES, affinity and container limits count.
+        CUDA_VISIBLE_DEVICES, CPU affinity and container limits are taken into account.
         """
         return _detect()
 
 
 def resolve_precision(precision: str, device_type: str) -> str:
-    """Compute type of a run: "fp32", "bf16" or "fp16".
+    """Return the compute type of a run: "fp32", "bf16" or "fp16".
 
     Args:
-        precision: `train.precision`; "auto" means bf16 where the hardware multiplies it natively,
-            else fp32.
+        precision: value of `train.precision`; "auto" means bf16 where the hardware multiplies it
+            natively, else fp32.
         device_type: "cpu" or "cuda".
     """
     if precision != "auto":
@@ -82,7 +82,7 @@ def resolve_precision(precision: str, device_type: str) -> str:
 
 @cache
 def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU has instructions for products of bf16.
+    """Return True if this CPU has instructions for products of bf16.
 
     Without them bf16 is slower than fp32.
     """
@@ -91,9 +91,10 @@ def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 @cache
 def cuda_capability() -> int:
-    """Compute capability of the first visible GPU times 10 (80 is Ampere), 0 without one.
+    """Return the compute capability of the first visible GPU times 10; 0 without a GPU.
 
-    The driver is asked directly: no context is made, so no GPU memory is taken.
+    80 is Ampere. The function queries the driver directly: it creates no context, so it takes no
+    GPU memory.
     """
     driver = _cuda_driver()
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
@@ -113,7 +114,7 @@ def _detect() -> Hardware:
 
 
 def _visible_gpus() -> tuple[Gpu, ...]:
-    """Return name and memory of each GPU; no context is made, so no GPU memory is taken."""
+    """Return name and memory of each GPU without a context, so without GPU memory."""
     driver = _cuda_driver()
     count = ctypes.c_int()
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)):
@@ -132,7 +133,7 @@ def _visible_gpus() -> tuple[Gpu, ...]:
 
 
 def _cuda_driver() -> ctypes.CDLL | None:
-    """Return the initialised driver; None where there is none, or no GPU that it may use."""
+    """Return the initialized driver, or None without a driver or a usable GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -149,14 +150,14 @@ def _cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def _main_memory() -> int:
-    """Bytes of RAM, or of the container's limit where that is lower."""
+    """Return the bytes of host memory, or the container's limit if that is lower."""
     limit = memory_limit()
     total = memory_info()["MemTotal"]
     return total if limit is None else min(total, limit)
 
 
 def memory_info() -> dict[str, int]:
-    """What /proc/meminfo says of main memory, in bytes: MemTotal, MemAvailable and others."""
+    """Return the fields of /proc/meminfo in bytes: MemTotal, MemAvailable and others."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     fields = (line.split(":", 1) for line in lines)
     return {
@@ -167,9 +168,14 @@ def memory_info() -> dict[str, int]:
 def memory_limit(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes that the kernel lets this process's control groups have.
+    """Return the lowest memory limit of this process's control groups, in bytes.
 
-    The least of them counts; None without a limit.
+    Args:
+        groups: file that lists the control groups of the process.
+        root: mount point of the control group file systems.
+
+    Returns:
+        The limit, or None if there is none.
     """
     limits = []
     for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
@@ -180,11 +186,11 @@ def memory_limit(
             tree, name = root / "memory", "memory.limit_in_bytes"
         else:
             continue
-        own = tree / path.lstrip("/")
-        # Those around it limit a group too; in a container the tree begins with its own.
-        for folder in (own, *own.parents[: len(own.parents) - len(tree.parents)]):
+        group = tree / path.lstrip("/")
+        # Parent groups limit a group too. In a container the tree begins at the container's group.
+        for folder in (group, *group.parents[: len(group.parents) - len(tree.parents)]):
             try:
                 limits.append(int((folder / name).read_text(encoding="ascii")))
-            except (OSError, ValueError):  # not seen from here, or no limit ("max")
+            except (OSError, ValueError):  # not visible from here, or no limit ("max")
                 continue
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)

@@ -1,6 +1,6 @@
-"""Secrets are left out of everything that is shown, logged or written.
+"""Redaction of secrets from text that is shown, logged or written.
 
-They are known in URLs, under telling names, or by their value.
+Secrets are recognized in URLs and headers, by the name of their key, or by their value.
 """
 
 import hashlib
@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-"""What stands in the place of a secret."""
+"""Replacement for a secret."""
 
 _PASSING = (
     r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|signature|credentials?|api[_-]?key|access[_-"
     r"]?key|private[_-]?key)"
     r"|sig|sas|auth|pwd"
 )
-"""Names of parameters that let somebody in, and never say which content is asked for."""
+"""Names of URL parameters that grant access and never identify content."""
 _KEYS = r"[\w.-]*key"
-"""Names of parameters that may do either."""
+"""Names of URL parameters that may grant access or identify content."""
 _USER = re.compile(r"(?<=://)[^/?#\s'\"]+@")
 """User and password of a URL, up to the last @ before its path."""
 _QUERY = re.compile(rf"(?<=[?&;])({_PASSING}|{_KEYS})=([^&;#\s'\"]+)", re.IGNORECASE)
 _HEADER = re.compile(r"\b((?i:Bearer|Basic))\s+(?=\S*(?:[\d=]|[a-z][A-Z]))[\w.~+/=-]{8,}")
-"""A credential is no plain word: `Basic arithmetic` is a text."""
+"""Authorization header. A credential is not a plain word: `Basic arithmetic` is ordinary text."""
 _CREDENTIAL = re.compile(_PASSING, re.IGNORECASE)
 _NAME = re.compile(
     r"(?:(?:^|.*[_.-])(?:auth|access|api|bearer|hf|hub|refresh|security|session|wandb)[_-])?token"
@@ -33,22 +33,22 @@ _NAME = re.compile(
     r"]?key)",
     re.IGNORECASE,
 )
-"""Keys of a mapping whose text is a secret. The tokens of a vocabulary (eod_token) are none."""
+"""Keys of a mapping whose value is a secret; not tokens of a vocabulary, such as eod_token."""
 _VARIABLE = re.compile(
     r".*(?:_TOKEN|SECRET|SECRET_KEY|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|CREDENTIALS|AUTH_STRING)$"
 )
 _SHORTEST = 8
-"""Characters of a variable's value below which it is no secret but a word that may stand
-anywhere."""
+"""Minimum length of an environment variable's value to count as a secret: a shorter one is a word
+that may occur anywhere."""
 
 
 def redact(text: str, *, environment: bool = True) -> str:
-    """`text` without the credentials of URLs and headers.
+    """Return `text` without the credentials of URLs and headers.
 
-    Secrets of this process's environment are left out too.
-
-    Without `environment` those stay: what is read back must not change because a path holds a
-    password's word.
+    Args:
+        text: any text.
+        environment: also hide the secrets in this process's environment variables. False for text
+            that is read back: it must not change because a path contains a password.
     """
     if "://" in text:
         text = _USER.sub(f"{HIDDEN}@", text)
@@ -61,18 +61,18 @@ def redact(text: str, *, environment: bool = True) -> str:
 
 
 def redact_values(value: Any, *, environment: bool = True) -> Any:
-    """Nested mappings and sequences with every text redacted.
+    """Return nested mappings and sequences with every text redacted.
 
-    Values whose key says that they are secret are hidden.
+    Text under a key that names a secret is replaced completely.
     """
     if isinstance(value, str):
         return redact(value, environment=environment)
     if isinstance(value, Mapping):
         return {
             name: HIDDEN
-            if isinstance(held, str) and held and _NAME.fullmatch(str(name))
-            else redact_values(held, environment=environment)
-            for name, held in value.items()
+            if isinstance(item, str) and item and _NAME.fullmatch(str(name))
+            else redact_values(item, environment=environment)
+            for name, item in value.items()
         }
     if isinstance(value, list | tuple):
         return [redact_values(element, environment=environment) for element in value]
@@ -80,9 +80,9 @@ def redact_values(value: Any, *, environment: bool = True) -> Any:
 
 
 def address_identity(url: str) -> str:
-    """What of an address says which content it has, for a key.
+    """Return the part of a URL that identifies its content, for use in a stage key.
 
-    Credentials are left out, other keys are digested.
+    Credentials are removed; parameters that may be either are replaced by their digest.
     """
 
     def identify(match: re.Match[str]) -> str:
@@ -94,10 +94,10 @@ def address_identity(url: str) -> str:
 
 
 class RedactingFilter(logging.Filter):
-    """Hides secrets in what passes a logger or a handler, tracebacks included."""
+    """Logging filter that hides secrets in messages and tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Always true: a record is changed, never lost."""
+        """Redact `record` and return True: no record is dropped."""
         text = record.getMessage()
         shown = redact(text)
         if shown != text:
@@ -110,6 +110,6 @@ class RedactingFilter(logging.Filter):
 
 
 def redact_log(log: logging.Logger | logging.Handler) -> None:
-    """Apply the filter; doing it again changes nothing."""
-    if not any(isinstance(known, RedactingFilter) for known in log.filters):
+    """Add a `RedactingFilter` to `log`, unless it has one already."""
+    if not any(isinstance(existing, RedactingFilter) for existing in log.filters):
         log.addFilter(RedactingFilter())

@@ -1,9 +1,8 @@
-"""Where the servers of `make server` keep what they know.
+"""Databases, users and commands of the servers of `make server`.
 
-In the workspace, or where the environment says.
-
-The variables are Prefect's and MLflow's own, so that the same ones work without `make server`. They
-come from the environment alone: a command line can be read by every user of the machine.
+The data is in the workspace, or where the environment's variables point. The variables are
+Prefect's and MLflow's, so the same ones work without `make server`. They are read only from the
+environment, because every user of the host can read a command line.
 """
 
 import importlib.util
@@ -35,20 +34,20 @@ SERVER_ONLY = frozenset(
         "PGPASSWORD",
     }
 )
-"""What lets somebody into a database, or is the servers' own: the worker and its runs get none of
-it."""
+"""Credentials of databases and settings of the servers: the worker and its runs get none of
+them."""
 
 _DRIVERS = {PREFECT_DATABASE: "postgresql+asyncpg", MLFLOW_DATABASE: "postgresql+psycopg"}
 _SQLITE = {PREFECT_DATABASE: "sqlite+aiosqlite", MLFLOW_DATABASE: "sqlite"}
 
 
 def check_backends() -> None:
-    """Raise ConfigError where what the environment says of the databases and users cannot work."""
+    """Raise ConfigError if the environment's settings of databases and users cannot work."""
     for variable, driver in _DRIVERS.items():
         value = os.environ.get(variable, "")
         kind = value.partition("://")[0] if "://" in value else ""
         if value and kind not in (driver, _SQLITE[variable]):
-            # Of a value that is no address nothing is shown: it may be a password.
+            # A value that is no address is not shown, because it may be a password.
             begins = f"begins with {kind!r}" if kind else "is no address"
             raise ConfigError(
                 f"{variable} {begins}: give one that begins with {driver}:// and leaves the "
@@ -68,9 +67,9 @@ def _check_users() -> None:
         MLFLOW_DATABASE: "users are asked for by a server that runs write to",
         MLFLOW_SECRET_KEY: "pages with forms are signed with it: openssl rand -hex 32 makes one",
     }
-    for needed, why in reasons.items():
-        if not os.environ.get(needed):
-            raise ConfigError(f"{MLFLOW_USERS} is set and {needed} is not, and {why}")
+    for variable, reason in reasons.items():
+        if not os.environ.get(variable):
+            raise ConfigError(f"{MLFLOW_USERS} is set and {variable} is not, and {reason}")
     if not Path(os.environ[MLFLOW_USERS]).is_file():
         raise ConfigError(
             f"{MLFLOW_USERS} is {os.environ[MLFLOW_USERS]!r}, and there is no such file: name "
@@ -84,17 +83,17 @@ def _check_users() -> None:
 
 
 def runs_use_server() -> bool:
-    """Whether runs write to MLflow's server.
+    """Return True if runs write to MLflow's server.
 
-    It has a database of its own, which they do not know.
+    They must if the server has its own database, to which runs have no access.
     """
     return bool(os.environ.get(MLFLOW_DATABASE))
 
 
 def mlflow_command(workspace: Workspace, host: str, port: int) -> list[str]:
-    """MLflow's server.
+    """Return the command of MLflow's server.
 
-    It is on the database of the environment, or a view on the store that runs write to directly.
+    The server uses the database of the environment, or shows the store that runs write to directly.
     """
     command = [
         sys.executable,
@@ -117,13 +116,13 @@ def mlflow_command(workspace: Workspace, host: str, port: int) -> list[str]:
             "--default-artifact-root",
             str(workspace.mlflow_artifacts),
         ]
-    # The database and the place of the artifacts are in the environment, which MLflow reads itself.
+    # MLflow itself reads the addresses of the database and the artifacts from the environment.
     users = ["--app-name", "basic-auth"] if MLFLOW_USERS in os.environ else []
     return [*command, "--serve-artifacts", *users]
 
 
 def environment_of(name: str, workspace: Workspace) -> Mapping[str, str]:
-    """What the process `name` (prefect, mlflow, deploy or worker) gets of this environment."""
+    """Return the environment of the process `name` (prefect, mlflow, deploy or worker)."""
     if name in ("prefect", "mlflow"):
         return {MLFLOW_ARTIFACTS: str(workspace.mlflow_artifacts), **os.environ}
     return {

@@ -1,6 +1,6 @@
-"""Processes that outlive the command which starts them, and their end.
+"""Start and end of processes that outlive the command which starts them.
 
-They end by process id, whole trees, never by name.
+Whole process trees are ended, by process id and never by name.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ import psutil
 from megacore.errors import LaunchError
 
 MARK = "MEGACORE_SERVERS"
-"""Environment variable `<token>:<name>` that every descendant inherits, whatever session or parent
-it gets."""
+"""Environment variable `<token>:<name>` that every descendant inherits, even in another session or
+with another parent."""
 
 _CLOCK_TOLERANCE = 2.0
 """Seconds by which a start time may move when the system clock is set."""
@@ -26,17 +26,16 @@ _CLOCK_TOLERANCE = 2.0
 
 @dataclass(frozen=True)
 class Started:
-    """One process that was started, as it is remembered on disk."""
+    """One started process, as recorded on disk."""
 
     name: str
     pid: int
     created: float
-    """Start time, seconds since the epoch: a process id that was given to another process has
-    another one."""
+    """Start time, in seconds since the epoch: it differs if the process id was reused."""
     log: str
 
     def process(self) -> psutil.Process | None:
-        """The process itself; None when it has ended, also when its id is in use again."""
+        """Return the process, or None if it has ended, even if its id is in use again."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.created) < _CLOCK_TOLERANCE and not _is_zombie(
@@ -49,7 +48,7 @@ class Started:
 def spawn(
     name: str, command: list[str], *, token: str, env: dict[str, str], cwd: Path, log: Path
 ) -> Started:
-    """Start `command` in a session of its own, without stdin, its output appended to `log`."""
+    """Start `command` in a new session, without stdin and with its output appended to `log`."""
     with open(log, "ab") as output:
         child = subprocess.Popen(
             command,
@@ -60,28 +59,28 @@ def spawn(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    # The child is not waited for here: it may outlive this command.
+    # Do not wait for the child: it may outlive this command.
     child.returncode = 0
     return Started(name, child.pid, psutil.Process(child.pid).create_time(), str(log))
 
 
 def family(token: str, name: str, started: Started | None) -> list[psutil.Process]:
-    """Every living process that descends from the one started as `name`."""
-    found = {process.pid: process for process in _marked(f"{token}:{name}")}
+    """Return every living process that descends from the one started as `name`."""
+    members = {process.pid: process for process in _marked(f"{token}:{name}")}
     leader = started.process() if started else None
     if leader:
-        found[leader.pid] = leader
-    for process in list(found.values()):
+        members[leader.pid] = leader
+    for process in list(members.values()):
         with contextlib.suppress(psutil.Error):
-            found.update({child.pid: child for child in process.children(recursive=True)})
-    found.pop(os.getpid(), None)
-    return [process for process in found.values() if not _is_zombie(process)]
+            members.update({child.pid: child for child in process.children(recursive=True)})
+    members.pop(os.getpid(), None)
+    return [process for process in members.values() if not _is_zombie(process)]
 
 
 def end(token: str, name: str, started: Started | None, grace: float) -> int:
     """End the family of `name`: SIGTERM, at most `grace` seconds, then SIGKILL until none is left.
 
-    Returns how many processes there were. Raises LaunchError when one cannot be ended.
+    Returns the number of processes. Raises LaunchError when one cannot be ended.
     """
     members = family(token, name, started)
     seen = {process.pid for process in members}
@@ -106,7 +105,7 @@ def end(token: str, name: str, started: Started | None, grace: float) -> int:
 
 
 def require_free_port(port: int, what: str, variable: str) -> None:
-    """Raise LaunchError, naming who listens, when `port` on loopback is taken."""
+    """Raise LaunchError, naming the listening process, when `port` on loopback is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

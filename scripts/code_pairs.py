@@ -1,17 +1,17 @@
-"""Labelled text for conf/finetune/bert-tiny.yaml: Python's library.
+"""Labelled text for conf/finetune/bert-tiny.yaml, from Python's library.
 
-conf/bert-tiny.yaml was pretrained on it.
+conf/bert-tiny.yaml was pretrained on the same library.
 
     python scripts/code_pairs.py [directory]
 
-writes train.jsonl, valid.jsonl and test.jsonl (default: workspace/pairs), the same ones each time.
-A sample is a statement whose first word is hidden by [MASK], and the label is that word:
+writes train.jsonl, valid.jsonl and test.jsonl (default: workspace/pairs), always with the same
+content. A sample is a statement whose first word is replaced by [MASK], and the label is that word:
 
     {"statement": "[MASK] os.path.join(self.root, name)", "keyword": "return"}
 
-Few are labelled: with 128 a model has to know the language already. What a small one can learn of
-it in a minute is in corpus/: the whole statements of the training files. No file gives statements
-to two splits.
+Few samples are labelled: with 128 of them, a model must already have learned the language. The
+directory corpus/ has enough text for a small model to learn it in a minute: the whole statements of
+the training files. All statements of a file belong to the same split.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ BLOCKS = ("class", "def", "elif", "for", "if")
 """Keywords whose statement ends with a colon."""
 KEYWORDS = (*BLOCKS, "from", "raise", "return")
 COUNTS = {"train": 128, "valid": 400, "test": 400}
-"""Samples of each split, of every keyword as many."""
+"""Samples of each split, divided equally among the keywords."""
 MASK = "[MASK]"
 _FEWEST, _MOST = 20, 200
-"""Statements of a file of the corpus."""
+"""Least and most statements of a file of the corpus."""
 _SHORTEST = 12
-"""Characters behind the keyword."""
+"""Least number of characters after the keyword."""
 
 
 def main(arguments: list[str]) -> int:
-    """Write the three files."""
+    """Write the corpus and the three files of samples."""
     if len(arguments) > 1:
         print("usage: code_pairs.py [directory]", file=sys.stderr)
         return 2
@@ -56,13 +56,13 @@ def main(arguments: list[str]) -> int:
 
 
 def split_of(name: str) -> str:
-    """The split that a file's statements belong to; its name decides."""
+    """Return the split of a file's statements, determined by its name."""
     share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 4
     return ("train", "train", "valid", "test")[share]
 
 
 def files(library: Path) -> Iterator[tuple[str, Path]]:
-    """Name and path of each file of the library itself, in a stable order."""
+    """Yield name and path of each file of the standard library, in a stable order."""
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library).as_posix()
         if "site-packages/" not in name:
@@ -70,21 +70,21 @@ def files(library: Path) -> Iterator[tuple[str, Path]]:
 
 
 def by_split(library: Path) -> dict[str, dict[str, list[str]]]:
-    """The statements behind each keyword, by split; those of Python's own tests are left out."""
-    found: dict[str, dict[str, list[str]]] = {
+    """Return the statements after each keyword, by split, without those of Python's tests."""
+    statements: dict[str, dict[str, list[str]]] = {
         split: {word: [] for word in KEYWORDS} for split in COUNTS
     }
     for name, path in files(library):
         if "/test/" not in f"/{name}":
             for keyword, rest in statements_of(path):
-                found[split_of(name)][keyword].append(rest)
-    return found
+                statements[split_of(name)][keyword].append(rest)
+    return statements
 
 
 def write_corpus(library: Path, directory: Path) -> int:
-    """The training files' statements, nothing hidden or labelled, as text to pretrain on.
+    """Write the statements of the training files as unlabelled text for pretraining.
 
-    Returns how many.
+    Returns the number of statements.
     """
     temporary, total = directory.with_name(f"{directory.name}.tmp-{os.getpid()}"), 0
     temporary.mkdir()
@@ -95,20 +95,20 @@ def write_corpus(library: Path, directory: Path) -> int:
             else []
         )
         if len(lines) >= _FEWEST:
-            kept = lines[:_MOST]
+            selected = lines[:_MOST]
             (temporary / name.replace("/", "_")).write_text(
-                "\n".join(kept) + "\n", encoding="utf-8"
+                "\n".join(selected) + "\n", encoding="utf-8"
             )
-            total += len(kept)
+            total += len(selected)
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
     return total
 
 
 def statements_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Keyword and rest of each line that reads like a statement.
+    """Yield keyword and rest of each line that looks like a statement.
 
-    Of a file that is no text nothing.
+    A file that is not text yields nothing.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -129,7 +129,7 @@ def statements_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def samples(statements: dict[str, list[str]], count: int, split: str) -> Iterator[dict[str, str]]:
-    """Statements drawn without repetition, the keywords in turn."""
+    """Yield statements drawn without repetition, alternating between the keywords."""
     generator = random.Random(split)
     drawn = {
         word: generator.sample(sorted(set(rests)), count // len(KEYWORDS))

@@ -1,13 +1,13 @@
-"""The figures of the house: how finely megacore is cut, and whether its floors hold.
+"""Metrics of the code's structure, the "house", and checks of their goals.
 
     python scripts/house.py            print the figures
     python scripts/house.py --run      run a short quickstart too, and count what rank 0 loads
     python scripts/house.py --json     print JSON, with everything that each figure counted
     python scripts/house.py --goals    exit with 1 when a goal is missed
 
-Only files that git tracks count. A figure of imports includes those in functions and under
-TYPE_CHECKING; a module that imports another counts once, however often it does, and a name that a
-package's __init__.py offers counts as that package.
+Only files that git tracks count. Figures of imports include imports in functions and under
+TYPE_CHECKING. A module that imports another counts once, however often it does, and a name that a
+package's __init__.py exports counts as that package.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = "tests/architecture/floors.toml"
 HOUSE = ("megacore", "tasks", "flows")
-"""What stands on floors."""
+"""Top-level folders whose packages are ordered by floors."""
 CODE = (*HOUSE, "scripts", "benchmarks", "tests")
 RANK_ENTRY = "megacore.ranks.pretrain"
-"""The main module of a rank that trains."""
+"""Main module of a rank that trains."""
 HOPS = (
     "flows.pretrain:pretrain",
     "tasks._pipeline:stage",
     "tasks.train:train",
     "megacore.ranks.stages:train",
     "megacore.cluster.start:start_ranks",
-    "megacore.cluster.rank_commands:torchrun_alone",
+    "megacore.cluster.rank_commands:local_torchrun_command",
     "megacore.launch.supervise:supervise",
     "megacore.launch.guard:main",
     f"{RANK_ENTRY}:pretrain",
@@ -47,7 +47,7 @@ HOPS = (
     "megacore.engine.native:update",
     "megacore.optim.adam:step",
 )
-"""The files that calls pass from the flow to the optimizer step, and the function in each."""
+"""Files that calls pass from the flow to the optimizer step, with the function in each."""
 QUICKSTART = (
     "train.train_iters=4",
     "train.eval_interval=4",
@@ -77,27 +77,28 @@ def leave(code, _exit=os._exit):
 atexit.register(write)
 os._exit = leave  # a rank that has done its work ends by this
 """
-"""The sitecustomize.py of a run: it writes which files rank 0 has loaded when it ends."""
+"""Source of a run's sitecustomize.py, which writes the files that rank 0 has loaded when it
+ends."""
 
 
 class HouseError(Exception):
-    """A figure that cannot be counted, in one sentence."""
+    """A figure cannot be counted; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number, its goal, and what it counted."""
+    """One number, its goal, and the items that it counted."""
 
     name: str
     value: int
     at_most: int | None = None
     items: tuple[str, ...] = ()
     listed: bool = False
-    """Whether the items are printed beside JSON too."""
+    """True if the items are printed in text output too, not only in JSON."""
 
     @property
     def missed(self) -> bool:
-        """Whether the value is beyond its goal."""
+        """True if the value is beyond its goal."""
         return self.at_most is not None and self.value > self.at_most
 
     def __str__(self) -> str:
@@ -115,7 +116,7 @@ class Source(NamedTuple):
 
     @property
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """Every function and method."""
+        """Every function and method of the file."""
         kinds = ast.FunctionDef | ast.AsyncFunctionDef
         return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
 
@@ -130,7 +131,7 @@ class House:
 
     @classmethod
     def read(cls, root: Path) -> "House":
-        """Return the house at `root`; in an unpacked archive, which has no git, every file is one.
+        """Read the house at `root`; without git, as in an unpacked archive, every file counts.
 
         Raises:
             HouseError: git or the table of floors cannot be read.
@@ -169,7 +170,7 @@ class House:
 
     @cached_property
     def modules(self) -> dict[str, Source]:
-        """Every module but those of tests by dotted name, a package as its __init__.py."""
+        """Modules by dotted name, except those of tests; a package is its __init__.py."""
         named = {}
         for source in self.sources:
             parts = source.path.with_suffix("").parts
@@ -179,7 +180,7 @@ class House:
 
     @cached_property
     def imports(self) -> dict[tuple[str, str], int]:
-        """Each pair of a module and one that it imports, with a line where it does."""
+        """Pairs of a module and a module that it imports, with the line of an import."""
         lines = {}
         for importer, source in self.modules.items():
             for name, line in imported(source):
@@ -191,7 +192,7 @@ class House:
 
 
 def imported(source: Source) -> Iterator[tuple[str, int]]:
-    """Yield the full name of all that a file imports, `from a import b` as a.b, and the line."""
+    """Yield the full name of each import of a file, `from a import b` as a.b, and its line."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -202,7 +203,7 @@ def imported(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def sizes(house: House) -> Iterator[Figure]:
-    """Count files of every kind, and lines as an editor does, blank ones and comments included."""
+    """Count files of every kind, and lines including blank ones and comments."""
     files = house.below("megacore")
     lines = {path: len((house.root / path).read_bytes().splitlines()) for path in files}
     python = [path for path in lines if path.suffix == ".py"]
@@ -216,10 +217,10 @@ def sizes(house: House) -> Iterator[Figure]:
 
 
 def neighbours(house: House) -> Iterator[Figure]:
-    """Count modules of megacore with exactly one importer, which lies in the same folder.
+    """Count modules of megacore with exactly one importer, which is in the same folder.
 
-    An __init__.py is no such module, but is an importer. Scripts and benchmarks are importers too,
-    tests are not.
+    An __init__.py is not counted as such a module, but counts as an importer. Scripts and
+    benchmarks are importers too, tests are not.
     """
     importers: dict[str, list[Source]] = {}
     for importer, module in house.imports:
@@ -229,7 +230,7 @@ def neighbours(house: House) -> Iterator[Figure]:
         folders = [each.path.parent for each in importers.get(name, [])]
         if path.parts[0] == "megacore" and path.name != "__init__.py" and folders == [path.parent]:
             single[f"{path} by {importers[name][0].path.name}"] = len(lines)
-    yield Figure("modules with a single importer, beside them", len(single), 45, tuple(single))
+    yield Figure("modules with a single importer, next to them", len(single), 45, tuple(single))
     yield Figure("their lines", sum(single.values()))
 
 
@@ -240,10 +241,10 @@ def package(module: str) -> str:
 
 
 def floors(house: House) -> Iterator[Figure]:
-    """Count folders of megacore, its imports across packages, and what breaks the order of floors.
+    """Count folders of megacore, its imports across packages, and violations of their order.
 
-    A root module such as errors.py is a package for an import. An import in megacore, tasks or
-    flows goes up when the table has its target above the importer, or lacks one of the two;
+    For imports, a root module such as errors.py is a package. An import in megacore, tasks or flows
+    goes up when the table has its target above the importer, or lacks one of the two;
     megacore/__init__.py is below all. A package whose imports lead back to it is in a cycle.
     """
     packages = {path.parts[1] for path in house.below("megacore") if len(path.parts) > 2}
@@ -266,7 +267,7 @@ def floors(house: House) -> Iterator[Figure]:
 
 
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
-    """Return every node that one or more edges lead to from `start`."""
+    """Return every node that is reachable from `start` over one or more edges."""
     seen: set[str] = set()
     pending = [start]
     while pending:
@@ -277,7 +278,10 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def smells(house: House) -> Iterator[Figure]:
-    """Count in all Python code, tests too; the decorators of a function are not its lines."""
+    """Count long lines, functions and files in all Python code, including tests.
+
+    The decorators of a function are not counted as its lines.
+    """
     wide = 0
     functions, files = [], []
     for source in house.sources:
@@ -294,27 +298,27 @@ def smells(house: House) -> Iterator[Figure]:
 
 
 def signatures(house: House) -> Iterator[Figure]:
-    """Count functions of megacore with a parameter whose type is RunConfig, or names it."""
+    """Count functions of megacore with a parameter whose type is or contains RunConfig."""
 
     def types(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         arguments = (each for each in ast.walk(node.args) if isinstance(each, ast.arg))
         return " ".join(ast.unparse(each.annotation) for each in arguments if each.annotation)
 
-    whole = tuple(
+    matches = tuple(
         f"{source.path}:{node.lineno} {node.name}"
         for source in house.sources
         if source.path.parts[0] == "megacore"
         for node in source.functions
         if "RunConfig" in types(node)
     )
-    yield Figure("signatures that take a whole RunConfig", len(whole), items=whole)
+    yield Figure("signatures that take a whole RunConfig", len(matches), items=matches)
 
 
 def hops(house: House, path: Iterable[str] = HOPS) -> Iterator[Figure]:
     """Count the files that calls pass from the flow to the optimizer step, and check the path.
 
-    Each file must define the function named, and one before it must import its module, give the
-    module's name to a launcher, or call that function as a method of an object it was handed.
+    Each file must define the named function. An earlier file of the path must import its module,
+    pass the module's name to a launcher, or call the function as a method of an object.
     """
     broken: list[str] = []
     before: list[str] = []
@@ -333,7 +337,7 @@ def hops(house: House, path: Iterable[str] = HOPS) -> Iterator[Figure]:
 
 
 def refers(house: House, name: str, module: str, function: str) -> bool:
-    """Return True if a module imports another, names it in a string, or calls such a method."""
+    """Return True if module `name` imports `module`, names it in a string, or calls `function`."""
     nodes = [*ast.walk(house.modules[name].tree)]
     strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
     called = [node.func for node in nodes if isinstance(node, ast.Call)]
@@ -342,7 +346,7 @@ def refers(house: House, name: str, module: str, function: str) -> bool:
 
 
 def loaded(root: Path) -> Iterator[Figure]:
-    """Count the Python files of megacore that rank 0 has in sys.modules when a short training ends.
+    """Count the Python files of megacore in sys.modules of rank 0 when a short training ends.
 
     The rank's main module and each __init__.py count, compiled modules do not.
 
@@ -369,7 +373,7 @@ def loaded(root: Path) -> Iterator[Figure]:
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
-    """Print the figures; return 1 for a goal that is missed, 2 when a figure cannot be counted."""
+    """Print the figures; return 1 for a missed goal, 2 when a figure cannot be counted."""
     parser = argparse.ArgumentParser(description="Print the figures of the house.")
     for option, text in {
         "--run": "run a short quickstart too, and count what rank 0 loads",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds NVIDIA apex from NVIDIA's source into .venv: FusedAdam, FusedLayerNorm, FusedRMSNorm, the multi-tensor norm and
-# the fused weight gradient. Never from PyPI: the package `apex` there is another one.
-#   scripts/install_apex.sh [COMMIT]      PYTHON names another interpreter, MAX_JOBS limits parallel compilers
+# the fused weight gradient. PyPI is never used: its package `apex` is a different project.
+#   scripts/install_apex.sh [COMMIT]      PYTHON selects the interpreter, MAX_JOBS limits parallel compilers
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,12 +1,11 @@
-"""`make server`, `make stop`, `make status`.
+"""Commands `make server`, `make stop`, `make status` and `make deploy`.
 
-Prefect, its worker and MLflow on this machine, on loopback.
+The first three manage Prefect, its worker and MLflow on this host, on loopback; `make deploy`
+prepares a server on another host.
 
-`make deploy` prepares a server on another machine.
-
-`start` makes all of them ready or leaves nothing behind. What runs is remembered in `servers.json`
-in the workspace; `prefect.toml` in the repository lets a plain `prefect deployment run
-pretrain/gpt2-tiny --watch` find them.
+`start` starts all of them or leaves nothing running. The running servers are recorded in
+`servers.json` in the workspace; `prefect.toml` in the repository lets a plain `prefect deployment
+run pretrain/gpt2-tiny --watch` connect to them.
 """
 
 import asyncio
@@ -49,27 +48,28 @@ WORK_POOL = "local"
 PREFECT_TOML = ROOT / "prefect.toml"
 TOML_HEADER = "# Written by `make server`; `make stop` removes it."
 START_TIMEOUT = 120.0
-"""Seconds that each step of a start may take."""
+"""Most seconds of each step of a start."""
 STOP_GRACE = {"deploy": 5.0, "worker": 28.0, "mlflow": 10.0, "prefect": 10.0}
-"""In the order of stopping; the worker's runs need launch.stop_grace to end their ranks."""
+"""Seconds of grace by process, in the order of stopping; the worker's runs need launch.stop_grace
+to end their ranks."""
 SILENT_RUN = timedelta(seconds=90)
-"""A run that sends no heartbeat for so long is taken to have crashed."""
+"""Time without heartbeat after which a run counts as crashed."""
 
 
 @dataclass
 class Servers:
-    """What was started, as `servers.json` holds it."""
+    """Started servers, as recorded in `servers.json`."""
 
     token: str
     prefect_url: str
     mlflow_url: str
     processes: dict[str, Started] = field(default_factory=dict)
     tracked: bool = False
-    """Whether runs write to MLflow's server, and not to its store."""
+    """True if runs write to MLflow's server instead of to its store."""
 
     @classmethod
     def read(cls, path: Path) -> "Servers | None":
-        """Read it back; None when nothing was started. Raises LaunchError when it is damaged."""
+        """Read the record, or return None if nothing was started. Raises LaunchError if damaged."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["processes"] = {
@@ -84,19 +84,19 @@ class Servers:
             ) from error
 
     def write(self, path: Path) -> None:
-        """Remember it."""
+        """Write the record."""
         write_json(path, asdict(self))
 
     @property
     def running(self) -> dict[str, bool]:
-        """Whether each of the three processes lives."""
+        """State of each of the three processes: True if it is alive."""
         return {
             name: name in self.processes and self.processes[name].process() is not None
             for name in ("prefect", "worker", "mlflow")
         }
 
     def describe(self) -> str:
-        """What a user needs to go on."""
+        """Return the addresses and commands for a user."""
         tracked = f"track    export MLFLOW_TRACKING_URI={self.mlflow_url}\n" if self.tracked else ""
         return (
             f"Prefect  {self.prefect_url}\nMLflow   {self.mlflow_url}\n{tracked}"
@@ -106,20 +106,20 @@ class Servers:
 
 
 def state_file(workspace: Workspace) -> Path:
-    """Where the running servers are remembered."""
+    """Return the path of the servers' record."""
     return workspace.root / "servers.json"
 
 
 def start(workspace: Workspace) -> None:
-    """Start everything that does not run yet.
+    """Start the servers that are not running yet.
 
-    Raises LaunchError, and then nothing is left running.
+    If it raises LaunchError, no server is left running.
     """
-    known = Servers.read(state_file(workspace))
-    if known and all(known.running.values()):
-        print(f"already running:\n{known.describe()}")
+    servers_before = Servers.read(state_file(workspace))
+    if servers_before and all(servers_before.running.values()):
+        print(f"already running:\n{servers_before.describe()}")
         return
-    if known:
+    if servers_before:
         stop(workspace)
     if PREFECT_TOML.exists() and not PREFECT_TOML.read_text(encoding="utf-8").startswith(
         TOML_HEADER
@@ -215,7 +215,7 @@ def _wait_healthy(servers: Servers, name: str, url: str) -> None:
 
 
 def _wait_ended(started: Started) -> None:
-    """Wait for a command that does its work and ends."""
+    """Wait until a command has finished its work."""
     deadline = time.monotonic() + START_TIMEOUT
     while True:
         pid, status = os.waitpid(started.pid, os.WNOHANG)
@@ -226,7 +226,7 @@ def _wait_ended(started: Started) -> None:
     if status:
         raise LaunchError(
             f"{started.name} failed with exit code "
-            f"{os.waitstatus_to_exitcode(status)}{_last_words(started)}"
+            f"{os.waitstatus_to_exitcode(status)}{_last_log_line(started)}"
         )
 
 
@@ -234,25 +234,25 @@ def _require_alive(
     started: Started, deadline: float, problem: str, *, ended_is_fine: bool = False
 ) -> None:
     if not ended_is_fine and started.process() is None:
-        raise LaunchError(f"{started.name} ended while it was starting{_last_words(started)}")
+        raise LaunchError(f"{started.name} ended while it was starting{_last_log_line(started)}")
     if time.monotonic() > deadline:
         raise LaunchError(
-            f"{started.name} {problem} after {START_TIMEOUT:.0f} s{_last_words(started)}"
+            f"{started.name} {problem} after {START_TIMEOUT:.0f} s{_last_log_line(started)}"
         )
 
 
-def _last_words(started: Started) -> str:
+def _last_log_line(started: Started) -> str:
     lines = Path(started.log).read_text(encoding="utf-8", errors="replace").split("\n")
-    said = [line.strip(" │╭╮╰╯─") for line in lines if line.strip(" │╭╮╰╯─")]
+    messages = [line.strip(" │╭╮╰╯─") for line in lines if line.strip(" │╭╮╰╯─")]
     return (
-        f": {redact(said[-1])[:200]} (log: {started.log})"
-        if said
+        f": {redact(messages[-1])[:200]} (log: {started.log})"
+        if messages
         else f" without a word (log: {started.log})"
     )
 
 
 async def _prepare_server() -> None:
-    """Make the work pool, and the automation that marks silent runs as crashed."""
+    """Create the work pool, and the automation that marks silent runs as crashed."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
@@ -270,7 +270,10 @@ async def _prepare_server() -> None:
 
 
 def _crash_silent_runs() -> Any:
-    """A run killed together with its worker would stay Running for ever."""
+    """Return the automation that marks a run as crashed if its heartbeats stop.
+
+    Otherwise a run that is killed together with its worker would stay Running forever.
+    """
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -331,14 +334,14 @@ def _write_prefect_toml(servers: Servers, workspace: Workspace) -> None:
 
 
 def deploy(workspace: Workspace) -> None:
-    """Put work pool, automation and deployments onto a server that somebody else has started.
+    """Put work pool, automation and deployments onto a server that was started elsewhere.
 
     Raises LaunchError.
     """
     url = os.environ.get("PREFECT_API_URL")
     if not url:
         raise ConfigError(
-            "PREFECT_API_URL is not set: name the server, as https://prefect.example.org/api"
+            "PREFECT_API_URL is not set: name the server, such as https://prefect.example.org/api"
         )
     from httpx import HTTPError
     from prefect.exceptions import PrefectHTTPStatusError
@@ -352,17 +355,17 @@ def deploy(workspace: Workspace) -> None:
             f"the Prefect server at {redact(url)} did not take it: {reason}: check PREFECT_API_URL "
             "and PREFECT_API_AUTH_STRING"
         ) from error
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], cwd=ROOT, check=False
     )
-    if done.returncode:
+    if result.returncode:
         raise LaunchError(
-            f"prefect deploy failed with exit code {done.returncode} (its message is above)"
+            f"prefect deploy failed with exit code {result.returncode} (its message is above)"
         )
 
 
 def stop(workspace: Workspace) -> None:
-    """End all that `start` has started, runs included, and forget it."""
+    """End all processes that `start` has started, including runs, and delete the record."""
     servers = Servers.read(state_file(workspace))
     if servers is None:
         print(f"nothing to stop: no servers were started in {workspace.root}")
@@ -377,7 +380,7 @@ def stop(workspace: Workspace) -> None:
 
 
 def status(workspace: Workspace) -> None:
-    """Print what runs. Raises LaunchError when something does not."""
+    """Print the state of each server. Raises LaunchError when one is not running."""
     servers = Servers.read(state_file(workspace))
     if servers is None:
         raise LaunchError(f"no servers were started in {workspace.root}: make server starts them")
@@ -389,10 +392,10 @@ def status(workspace: Workspace) -> None:
 
 
 def _port(variable: str, default: int) -> int:
-    text = os.environ.get(variable) or str(default)
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise ConfigError(f"{variable} is {text!r}: give a port from 1 to 65535")
-    return int(text)
+    value = os.environ.get(variable) or str(default)
+    if not value.isdecimal() or not 0 < int(value) < 65536:
+        raise ConfigError(f"{variable} is {value!r}: give a port from 1 to 65535")
+    return int(value)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -400,7 +403,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command; a user's error is one sentence and an exit code."""
+    """Run one command; a user error prints one sentence and returns the exit code."""
     commands = {"start": start, "stop": stop, "status": status, "deploy": deploy}
     if len(arguments) != 1 or arguments[0] not in commands:
         print(f"usage: servers.py {'|'.join(commands)}", file=sys.stderr)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs megacore into it with every version of constraints.txt (`make venv`).
-# PYTHON names the interpreter (default python3), CXX the C++ compiler that builds the index helpers.
+# Creates .venv and installs megacore into it with the versions in constraints.txt (`make venv`).
+# PYTHON selects the interpreter (default python3), CXX the C++ compiler of the extensions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -56,9 +56,10 @@ make_venv() {
 }
 
 install() {
-    # torch first and builds without isolation: DeepSpeed's and our own build then see this torch and no second one.
-    "$venv/bin/python" -m pip install --quiet -c constraints.txt pip setuptools wheel pybind11 ninja packaging numpy torch
-    DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[$extras]"
+    # Python compiles what it imports later, which is a part of what pip would compile now.
+    # Install torch first and build without isolation, so that DeepSpeed's and our builds use this torch.
+    "$venv/bin/python" -m pip install --quiet --no-compile -c constraints.txt pip setuptools wheel pybind11 ninja packaging numpy torch
+    DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e ".[$extras]"
 }
 
 check_python

@@ -1,4 +1,1 @@
-"""One Prefect task per stage.
-
-Its cache key, its retries, its supervision, and what MLflow is told.
-"""
+"""One Prefect task per stage: its cache key, retries, supervision and reports to MLflow."""

@@ -1,4 +1,4 @@
-"""One attempt of a training, told to MLflow however it ends."""
+"""Reports to MLflow of the end of a training attempt."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,22 +14,22 @@ from tasks._mlflow import RunStatus, Tracking
 FINAL_FLUSH = 60.0
 """Seconds that a finished training waits for MLflow."""
 EXIT_TAG = "megacore.exit_reason"
-"""Tag of the MLflow run: why its last attempt ended."""
+"""Tag of the MLflow run: the reason why its last attempt ended."""
 STOP_FLUSH = 5.0
-"""Seconds that a failed or stopped one does."""
+"""Seconds that a failed or stopped training waits for MLflow."""
 
 
 @contextmanager
-def reported_end(
+def report_end(
     tracking: Tracking, forwarder: Forwarder, events: Path, attempt: int
 ) -> Iterator[None]:
-    """Tell MLflow how the attempt in the body ended, whatever it raised.
+    """Report to MLflow how the attempt in the body ended, whatever error it raised.
 
     Args:
-        tracking: the store.
-        forwarder: of the run's events.
-        events: the run's events.jsonl.
-        attempt: its number.
+        tracking: MLflow store.
+        forwarder: forwarder of the run's events.
+        events: path of the run's events.jsonl.
+        attempt: number of the attempt.
     """
     try:
         yield
@@ -40,25 +40,26 @@ def reported_end(
 
 
 def exit_reason(events: Path, attempt: int, error: BaseException | None) -> str:
-    """Why an attempt ended: what its ranks say in their `exit` event, else the name of the error.
+    """Return the reason why an attempt ended.
 
-    A cancellation or a signal to this process reaches the ranks as a signal, and they have said so
-    if they could save.
+    It is the reason in the `exit` event of the attempt's ranks, otherwise the name of the error. A
+    cancellation or a signal to this process reaches the ranks as a signal. They report it if they
+    could save.
 
     Args:
-        events: the run's events.jsonl.
-        attempt: its number.
-        error: what ended it, None where it finished.
+        events: path of the run's events.jsonl.
+        attempt: number of the attempt.
+        error: error that ended the attempt, or None if it finished.
     """
     if isinstance(error, Exception) and not isinstance(error, TrainingStoppedError):
-        return type(error).__name__  # the ranks may have finished before that
-    mine = (
+        return type(error).__name__  # the ranks may have finished before the error
+    exits = (
         event
         for event, _ in EventReader(events)
         if event["kind"] == "exit" and event["attempt"] == attempt
     )
-    said = [str(event["reason"]) for event in mine]
-    return said[-1] if said else "finished" if error is None else type(error).__name__
+    reasons = [str(event["reason"]) for event in exits]
+    return reasons[-1] if reasons else "finished" if error is None else type(error).__name__
 
 
 def _end(
@@ -68,7 +69,7 @@ def _end(
     attempt: int,
     error: BaseException | None,
 ) -> None:
-    """Tell MLflow how the attempt ended; what it does not take now, publication sends."""
+    """Report the attempt's end to MLflow; publication sends what MLflow does not accept now."""
     status: RunStatus = "FINISHED"
     if error is not None:
         failed = isinstance(error, Exception) and not isinstance(error, TrainingStoppedError)
@@ -79,5 +80,5 @@ def _end(
         with tracking.errors("take why the run ended"):
             tracking.client.set_tag(run_id, EXIT_TAG, reason)
     except Exception as failure:
-        # whatever it is, it must neither hide a training's own error nor lose its end
+        # a failed report must neither hide the training's error nor fail a finished training
         get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)

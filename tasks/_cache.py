@@ -1,6 +1,6 @@
 """Caching of stages.
 
-One key per artifact, and a hit that is believed only after the files were checked.
+Each artifact has one key. A cache hit counts only after its files were checked.
 """
 
 import logging
@@ -24,29 +24,29 @@ from tasks._logging import UNLIMITED_RETRIES
 
 KeyFunction = Callable[..., StageKey]
 RetryCondition = Callable[[Any, Any, State[Any]], bool]
-"""Of a task, its run and the failed state: whether to start the task again."""
+"""Function of a task, its run and the failed state: True if the task is to be started again."""
 logger = logging.getLogger("prefect.megacore")
 
 
 class StageResult(BaseModel):
-    """What a stage's task returns: a reference, never the data."""
+    """Result of a stage's task: a reference to the artifact, never the data."""
 
     model_config = ConfigDict(frozen=True)
 
     artifact: Artifact
     ran: bool
-    """Whether the stage did its work, or found it done by another run."""
+    """True if the stage did its work, False if another run had completed it."""
 
 
 def artifact_directory(key: StageKey) -> Path:
-    """Where the artifact of this key lies, whether it exists or not."""
+    """Return the directory of the artifact with this key, whether it exists or not."""
     return Workspace.of().folder(key.stage) / key.key
 
 
 def artifact_problem(
     key: StageKey, config: FlowConfig, directory: Path | None = None
 ) -> str | None:
-    """Why the artifact cannot be taken as it is, in one clause; None when it can."""
+    """Return in one clause why the artifact cannot be used, or None if it can."""
     directory = directory or artifact_directory(key)
     if not directory.exists():
         return "it was not built yet"
@@ -60,11 +60,10 @@ def artifact_problem(
 
 
 class ArtifactPolicy(CachePolicy):
-    """Prefect's key is task name + artifact key.
+    """Cache policy whose key is the task name and the artifact key.
 
-    A record whose artifact is damaged or gone is removed.
-
-    `check(config, *inputs)` says what is wrong with the artifact, or None.
+    A cache record whose artifact is damaged or missing is removed. `check(config, *inputs)` returns
+    the problem of the artifact, or None.
     """
 
     def __init__(self, key_of: KeyFunction, check: Callable[..., str | None]) -> None:
@@ -79,9 +78,10 @@ class ArtifactPolicy(CachePolicy):
         flow_parameters: dict[str, Any],
         **kwargs: Any,
     ) -> str | None:
-        """The cache key.
+        """Return the cache key.
 
-        An exception here would silently turn caching off, so it is logged as what it is.
+        Prefect would silently turn caching off after an exception here, so the error is logged
+        first.
         """
         try:
             key: StageKey = self.key_of(**inputs)
@@ -103,14 +103,14 @@ def stage_task(
     key_of: KeyFunction,
     *,
     check: Callable[..., str | None] | None = None,
-    may_pass: RetryCondition | None = None,
+    retry_condition: RetryCondition | None = None,
 ) -> Callable[[Callable[..., StageResult]], Task[..., StageResult]]:
-    """Make a Prefect task of a stage.
+    """Build the Prefect task of a stage.
 
     `key_of` and `check` take the same arguments as the stage itself.
 
-    A failure that may pass is retried `launch.retries` times, or, with a condition `may_pass` of
-    the stage's own, as often as that allows.
+    A retryable failure is retried `launch.retries` times or, if the stage passes its own condition
+    `retry_condition`, as often as the condition allows.
     """
 
     def default_check(config: FlowConfig, **inputs: Any) -> str | None:
@@ -122,14 +122,14 @@ def stage_task(
         cache_policy=ArtifactPolicy(key_of, check or default_check),
         persist_result=True,
         result_serializer="json",
-        retries=UNLIMITED_RETRIES if may_pass else 0,  # a flow gives the others their number
-        retry_condition_fn=may_pass or should_retry,
+        retries=UNLIMITED_RETRIES if retry_condition else 0,  # a flow sets the number of the others
+        retry_condition_fn=retry_condition or should_retry,
         tags={"megacore"},
     )
 
 
 def should_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Whether the failure may pass: a lost rank or a broken connection, never a wrong value."""
+    """Return True if a retry may succeed: after a lost rank or connection, not a wrong value."""
     error = state.result(raise_on_failure=False)
     if isinstance(error, MegacoreError):
         return error.retryable
@@ -141,7 +141,7 @@ def build(
     key: StageKey,
     function: Callable[[Path], dict[str, Any]],
 ) -> StageResult:
-    """Build the stage's artifact, or take the one that another run has completed."""
+    """Build the stage's artifact, or use the one that another run has completed."""
     folder = Workspace.of().folder(key.stage)
     artifact, ran = build_artifact(folder, key, function, verify=config.verify)
     log = get_run_logger()

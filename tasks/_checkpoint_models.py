@@ -1,7 +1,8 @@
-"""Kept checkpoints as MLflow LoggedModels: sorted by a metric, MLflow's table says which is best.
+"""Kept checkpoints as MLflow LoggedModels.
 
-A LoggedModel names a checkpoint's directory; no file is copied. When retention deletes the
-directory, the LoggedModel stays, tagged `checkpoint_state=deleted`.
+MLflow's table, sorted by a metric, shows the best checkpoint. A LoggedModel refers to a
+checkpoint's directory; no file is copied. When retention deletes the directory, the LoggedModel
+stays, tagged `checkpoint_state=deleted`.
 """
 
 import math
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
 
 STATE_TAG = "checkpoint_state"
-"""`kept` or `deleted`."""
+"""Tag with the value `kept` or `deleted`."""
 MODEL_TYPE = "checkpoint"
 
 
 def ensure_checkpoint_model(
     tracking: Tracking, run_id: str, run_name: str, event: Mapping[str, Any], run_directory: Path
 ) -> str:
-    """Id of the LoggedModel of a `checkpoint` event, made if absent.
+    """Return the id of the LoggedModel of a `checkpoint` event, creating it if absent.
 
     Replaying the event changes nothing.
     """
@@ -61,9 +62,9 @@ def ensure_checkpoint_model(
 
 
 def _validation_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """What a checkpoint event says of its model.
+    """Return the validation metrics of a checkpoint event.
 
-    Of a fine-tuning its metrics by name, else loss and perplexity.
+    A fine-tuning's event has its metrics by name, a pretraining's event has loss and perplexity.
     """
     loss, metrics = event.get("validation_loss"), event.get("metrics")
     if metrics is not None:
@@ -77,7 +78,7 @@ def _validation_metrics(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def mark_deleted(tracking: Tracking, run_id: str, iteration: int) -> None:
-    """Say that retention deleted the checkpoint's files."""
+    """Tag the LoggedModel of a checkpoint whose files retention deleted."""
     model = _find(tracking, run_id, iteration)
     if model is not None and model.tags.get(STATE_TAG) != "deleted":
         tracking.client.set_logged_model_tags(model.model_id, {STATE_TAG: "deleted"})
@@ -86,11 +87,9 @@ def mark_deleted(tracking: Tracking, run_id: str, iteration: int) -> None:
 def log_test_perplexities(
     tracking: Tracking, run_id: str, perplexities: Mapping[int, float], *, timestamp_ms: int
 ) -> None:
-    """Give the LoggedModels of the checkpoints at these iterations their `test_ppl`.
+    """Log `test_ppl` to the LoggedModels of the checkpoints at these iterations.
 
-    The first value stays.
-
-    Raises TrackingError.
+    A value that is already logged stays. Raises TrackingError.
     """
     with tracking.errors("take the test perplexities"):
         for iteration, ppl in perplexities.items():
@@ -114,19 +113,17 @@ def log_scores(
     *,
     timestamp_ms: int,
 ) -> None:
-    """Give the run, and its checkpoint's LoggedModel, the scores that they do not have yet.
+    """Log the missing scores to the run and to the LoggedModel of the checkpoint at `iteration`.
 
-    The checkpoint is that of this iteration.
-
-    Another value of a score is added: what it is measured with may have changed. Raises
+    A different value of a logged score is added, because the measurement may have changed. Raises
     TrackingError.
     """
     from mlflow.entities import Metric
 
     with tracking.errors("take the scores"):
         model = _find(tracking, run_id, iteration)
-        known = {(metric.key, metric.value) for metric in (model.metrics or [] if model else [])}
-        fresh = [
+        logged = {(metric.key, metric.value) for metric in (model.metrics or [] if model else [])}
+        missing = [
             Metric(
                 name,
                 value,
@@ -136,10 +133,10 @@ def log_scores(
                 run_id=run_id,
             )
             for name, value in scores.items()
-            if (name, value) not in known
+            if (name, value) not in logged
         ]
-        if fresh:
-            tracking.client.log_batch(run_id, metrics=fresh)
+        if missing:
+            tracking.client.log_batch(run_id, metrics=missing)
 
 
 def log_model_metrics(
@@ -151,36 +148,36 @@ def log_model_metrics(
     step: int,
     timestamp_ms: int,
 ) -> None:
-    """Log the metrics that the model does not have yet, for the model and its run."""
+    """Log the metrics that the model lacks, for the model and its run."""
     from mlflow.entities import Metric
 
-    known = {metric.key for metric in model.metrics or []}
-    fresh = [
+    logged = {metric.key for metric in model.metrics or []}
+    missing = [
         Metric(name, value, timestamp_ms, step, model_id=model.model_id, run_id=run_id)
         for name, value in metrics.items()
-        if name not in known
+        if name not in logged
     ]
-    if fresh:
-        tracking.client.log_batch(run_id, metrics=fresh)
+    if missing:
+        tracking.client.log_batch(run_id, metrics=missing)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows."""
+    """Return exp(loss), or infinity where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def _find(tracking: Tracking, run_id: str, iteration: int) -> "LoggedModel | None":
-    found = tracking.client.search_logged_models(
+    models = tracking.client.search_logged_models(
         [tracking.experiment_id],
         f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND params.step = "
         f"'{iteration}'",
         max_results=1,
     )
-    return found[0] if found else None
+    return models[0] if models else None
 
 
 def _link(tracking: Tracking, run_id: str, model_id: str, step: int) -> None:
-    """Show the model among the run's outputs; MLflow would list a second link twice."""
+    """List the model among the run's outputs, once: MLflow would show a second link again."""
     from mlflow.entities import LoggedModelOutput
 
     outputs = tracking.client.get_run(run_id).outputs

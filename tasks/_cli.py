@@ -1,4 +1,4 @@
-"""The command line of a flow: `python -m flows.pretrain --conf … -o train.train_iters=50`."""
+"""Command line of a flow: `python -m flows.pretrain --conf … -o train.train_iters=50`."""
 
 import argparse
 import inspect
@@ -12,7 +12,7 @@ from megacore.config import parse_overrides
 from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
 from megacore.redact import redact_values
 from tasks._environment import answers
-from tasks._orphans import watch_over_server
+from tasks._orphans import start_server
 
 _SWITCHES = {
     "dry_run": "show keys, cache, memory and days; run nothing",
@@ -21,18 +21,20 @@ _SWITCHES = {
         "nothing"
     ),
 }
-"""Parameters of flows that are true or false, and what they do."""
+"""Boolean parameters of flows with their help texts."""
 
 
 def run_flow(flow: Flow[..., Any]) -> None:
-    """Run `flow` from the command line; a user's error is one sentence and an exit code."""
+    """Run `flow` from the command line; a user error prints one sentence and sets the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__
     )
-    known = inspect.signature(flow.fn).parameters
+    flow_parameters = inspect.signature(flow.fn).parameters
     directory = "conf/finetune/" if flow.name == "finetune" else "conf/"
     parser.add_argument(
-        "--conf", default=known["conf"].default, help=f"name of a file in {directory}, or a path"
+        "--conf",
+        default=flow_parameters["conf"].default,
+        help=f"name of a file in {directory}, or a path",
     )
     parser.add_argument(
         "-o",
@@ -40,16 +42,16 @@ def run_flow(flow: Flow[..., Any]) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="dotted key, as train.train_iters=50",
+        help="dotted key, such as train.train_iters=50",
     )
-    switches = {name: text for name, text in _SWITCHES.items() if name in known}
+    switches = {name: text for name, text in _SWITCHES.items() if name in flow_parameters}
     for name, text in switches.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
     arguments = parser.parse_args()
     try:
         _require_server()
         if not PREFECT_API_URL.value():
-            watch_over_server()  # the one that Prefect brings along
+            start_server()
         parameters: dict[str, Any] = {
             "conf": arguments.conf,
             "overrides": parse_overrides(arguments.override),
@@ -57,28 +59,31 @@ def run_flow(flow: Flow[..., Any]) -> None:
         _refuse_secrets(parameters["overrides"])
         flow(**parameters, **{name: getattr(arguments, name) for name in switches})
     except MegacoreError as error:
-        asked = isinstance(error, TrainingStoppedError)  # then nothing went wrong
-        sys.stderr.write(f"{'' if asked else 'error: '}{error}\n")
+        stop_requested = isinstance(error, TrainingStoppedError)  # a requested stop is no error
+        sys.stderr.write(f"{'' if stop_requested else 'error: '}{error}\n")
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         sys.stderr.write(
-            "stopped; run the same command to go on from the last complete checkpoint\n"
+            "stopped; run the same command to resume from the last complete checkpoint\n"
         )
         raise SystemExit(130) from None
 
 
 def _refuse_secrets(overrides: dict[str, Any]) -> None:
-    """Refuse what Prefect would store, and show, as a parameter of the run."""
+    """Refuse overrides that hold secrets: Prefect stores and shows a run's parameters."""
     for key, value in overrides.items():
         if redact_values({key: value}) != {key: value}:
             raise ConfigError(
                 f"override {key} holds a credential, and Prefect stores a run's parameters: write "
-                "it into the file that --conf names, readable by you alone"
+                "it into the file that --conf names, readable only by you"
             )
 
 
 def _require_server() -> None:
-    """Refuse to start on a server that is gone; without one, the flow brings its own."""
+    """Refuse to start if the configured server does not answer.
+
+    Without a configured server, the flow starts a temporary one.
+    """
     url = PREFECT_API_URL.value()
     if url and not answers(f"{url}/health"):
         raise LaunchError(

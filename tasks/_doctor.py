@@ -1,4 +1,4 @@
-"""A run's machines are examined before its ranks start; the result is kept with it."""
+"""Examination of a run's hosts before its ranks start; its report is kept with the run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
     from tasks._mlflow import Tracking
 
 PREFLIGHT_FILE = "preflight.json"
-"""In the run directory: the doctor's report of the last start."""
+"""Name of the file in the run directory with the doctor's report of the last start."""
 _TAG_PREFLIGHT = "megacore.preflight_sha256"
 
 
 def check_hosts(job: Job | FinetuneJob) -> None:
-    """Examine the machines of a job over several, as `launch.preflight` says.
+    """Examine the hosts of a job with several hosts, as `launch.preflight` requires.
 
-    Another job's are left alone.
-
-    A retry of the same task run does not ask again: its machines were fit, and those that are lost
-    since are named by the launcher. Raises LaunchError for the first thing by which the job cannot
-    run.
+    A job on one host is not examined. Neither is a retry of the same task run: its hosts have
+    already passed, and the launcher names those that are lost later. Raises LaunchError for the
+    first problem that keeps the job from running.
     """
     from prefect import get_run_logger
     from prefect.runtime import task_run
@@ -45,7 +43,7 @@ def check_hosts(job: Job | FinetuneJob) -> None:
     subject = (
         Subject.of_run(job)
         if isinstance(job, Job)
-        # What it reads lies in the workspace, and its memory the doctor cannot tell.
+        # Its inputs are in the workspace, and the doctor cannot estimate its memory.
         else Subject.of_launch(launch, Workspace.of().root, None, RunData())
     )
     examination = examine(subject, full=launch.preflight == "full")
@@ -57,15 +55,15 @@ def check_hosts(job: Job | FinetuneJob) -> None:
     error = examination.first_error()
     if error is not None:
         raise LaunchError(
-            f"the machines are not fit for this run: {error.sentence()} ({path} says all; "
-            "launch.preflight: off starts without asking)"
+            f"the machines are not fit for this run: {error.sentence()} ({path} has the full "
+            "report; launch.preflight: off starts without asking)"
         )
     hosts, seconds = len(examination.hosts), examination.seconds
-    log.info("doctor: %d hosts examined in %.1f s, nothing is in the way", hosts, seconds)
+    log.info("doctor: %d hosts examined in %.1f s, nothing prevents the run", hosts, seconds)
 
 
 def send_preflight(tracking: "Tracking", run_id: str, run_directory: Path) -> None:
-    """Make the report an artifact of the MLflow run, unless it has this very one.
+    """Log the report as an artifact of the MLflow run, unless the run already has the same report.
 
     Raises TrackingError.
     """

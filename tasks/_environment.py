@@ -8,9 +8,9 @@ from megacore.artifact.files import read_json
 
 
 def prepare_environment() -> Workspace:
-    """Put everything Prefect and MLflow write into the workspace, and keep both off the network.
+    """Direct all files of Prefect and MLflow into the workspace, and keep both off the network.
 
-    What the user or a server has set already (PREFECT_API_URL, MLFLOW_TRACKING_URI, …) stays.
+    Variables that the user or a server has set (PREFECT_API_URL, MLFLOW_TRACKING_URI, …) stay.
     Raises WorkspaceError when the workspace cannot be written.
     """
     workspace = Workspace.of()
@@ -33,7 +33,7 @@ def prepare_environment() -> Workspace:
 
 
 def mlflow_server(workspace: Workspace) -> str | None:
-    """Address of the MLflow server that `make server` has started and that answers, or None."""
+    """Return the address of the MLflow server of `make server`, or None if it does not answer."""
     try:
         address = str(read_json(workspace.root / "servers.json")["mlflow_url"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -42,7 +42,7 @@ def mlflow_server(workspace: Workspace) -> str | None:
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers there with success."""
+    """Return True if a server answers at `url` with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

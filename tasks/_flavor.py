@@ -1,4 +1,4 @@
-"""What MLflow's transformers flavor is told of an export, for each kind of model.
+"""Options of MLflow's transformers flavor for each kind of exported model.
 
 transformers 5 has no pipeline for encoder-decoders: such a model is loaded as model and tokenizer
 (`mlflow.transformers.load_model(uri, return_type="components")`), and has no `pyfunc`.
@@ -12,7 +12,7 @@ from megacore.artifact.files import read_json
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _NEW_TOKENS = 256
-"""Tokens that a pipeline writes at most, as transformers has it; that can lead past a small
+"""Most tokens that a pipeline generates, the default of transformers. It can exceed a small
 position table."""
 
 
@@ -21,17 +21,17 @@ class Task(NamedTuple):
 
     name: str
     pipeline: str
-    """Its class."""
+    """Class of the pipeline."""
     model: str
-    """The class of the model that the pipeline runs."""
+    """Class of the model that the pipeline runs."""
     options: dict[str, Any]
-    """Of its calls, where nothing else is asked."""
+    """Default options of the pipeline's calls."""
     served: bool = True
-    """Whether transformers has that pipeline."""
+    """True if transformers has that pipeline."""
 
 
 def task_of(directory: Path) -> Task:
-    """The task that the model of a transformers directory is for."""
+    """Return the task of the model in a transformers directory."""
     config = read_json(directory / "config.json")
     architecture: str = config["architectures"][0]
     if architecture.endswith("ForSequenceClassification"):
@@ -44,14 +44,14 @@ def task_of(directory: Path) -> Task:
         masked = architecture.replace("ForPreTraining", "ForMaskedLM")
         return Task("fill-mask", "FillMaskPipeline", masked, {})
     positions = [int(config[name]) for name in _POSITIONS if config.get(name)]
-    written = min(_NEW_TOKENS, positions[0] // 2) if positions else _NEW_TOKENS
+    new_tokens = min(_NEW_TOKENS, positions[0] // 2) if positions else _NEW_TOKENS
     return Task(
-        "text-generation", "TextGenerationPipeline", architecture, {"max_new_tokens": written}
+        "text-generation", "TextGenerationPipeline", architecture, {"max_new_tokens": new_tokens}
     )
 
 
 def flavor(task: Task) -> dict[str, Any]:
-    """The transformers flavor's part of an MLmodel file."""
+    """Return the transformers flavor's section of an MLmodel file."""
     return {
         "transformers_version": metadata.version("transformers"),
         "code": None,

@@ -1,4 +1,4 @@
-"""What flows and their machinery need of a configuration, whatever its flow does."""
+"""Configuration fields that every flow and its machinery use."""
 
 from typing import Any, Literal, Protocol
 
@@ -7,7 +7,7 @@ from megacore.config.train import TrackingConfig
 
 
 class FlowConfig(Protocol):
-    """A pretraining's or a fine-tuning's configuration."""
+    """Configuration of a pretraining or a fine-tuning."""
 
     @property
     def name(self) -> str:
@@ -15,19 +15,19 @@ class FlowConfig(Protocol):
 
     @property
     def verify(self) -> Literal["quick", "full"]:
-        """How a cached artifact is checked."""
+        """Depth of the check of a cached artifact."""
 
     @property
     def launch(self) -> LaunchConfig:
-        """Processes, their supervision and their retries."""
+        """Options of processes, their supervision and their retries."""
 
     @property
     def tracking(self) -> TrackingConfig:
-        """MLflow."""
+        """Options of MLflow."""
 
     @property
     def registered_model(self) -> str:
-        """Name in the model registry, resolved."""
+        """Resolved name in the model registry."""
 
     def model_dump(self, *, mode: str = "python") -> dict[str, Any]:
-        """All values, as JSON has them with mode json."""
+        """Return all values; `mode="json"` converts them to JSON types."""

@@ -1,10 +1,10 @@
-"""Training's events, forwarded to MLflow exactly once.
+"""Forwarding of a training's events to MLflow, exactly once.
 
-`events.jsonl` decides what is sent: of each (kind, iteration) the first event, in the file's order,
-with its own time as timestamp. The offset up to which the store has everything lies in the run
-directory and moves on after each batch. What may have arrived without being committed (after a
-start, a failure, a kill) is compared with the store's history first. Nothing here makes training
-wait: deliveries run in a thread, failures are tried again later.
+For each (kind, iteration), the first event in `events.jsonl` is sent, in the file's order, with its
+own time as timestamp. A file in the run directory records the offset up to which the store has all
+events; it is updated after each batch. Events that may have arrived without being committed (after
+a start, a failure or a kill) are first compared with the store's history. Nothing here makes
+training wait: deliveries run in a thread, and failed deliveries are tried again later.
 """
 
 import logging
@@ -24,10 +24,11 @@ from tasks._flow_config import FlowConfig
 from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
 
 OFFSET_FILE = "mlflow_offset.json"
-"""In the run directory: how many bytes of events.jsonl which MLflow run has."""
+"""Name of the file in the run directory with the MLflow run id and the committed offset in
+events.jsonl, in bytes."""
 EVENTS_FILE = "events.jsonl"
 SENTENCE_LOSSES = ("sop_loss", "nsp_loss")
-"""Of BERT's binary head, of which a run has at most one."""
+"""Losses of BERT's binary head; a run has at most one of them."""
 CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "step": (
         "train",
@@ -55,9 +56,9 @@ CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "test": ("test", ("loss",)),
     "epoch": ("epoch", ("train_seconds", "evaluation_seconds")),
 }
-"""By kind of event: the group of its metrics in MLflow and the fields that become metrics."""
+"""Group of the metrics in MLflow, and the fields that become metrics, by kind of event."""
 METRICS = "metrics"
-"""Field of a fine-tuning's evaluations: further metrics, by name."""
+"""Field of a fine-tuning's evaluations with further metrics by name."""
 BY_TOKENS = "_by_tokens"
 """Suffix of the curve whose step is consumed tokens instead of the iteration."""
 
@@ -86,13 +87,13 @@ class Batch:
     seen: set[tuple[str, int]] = field(default_factory=set)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    """Of profiles, relative to the run directory."""
+    """Paths of profiles, relative to the run directory."""
 
 
 def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
-    """The metrics of an event of CURVES, by iteration and, but of an epoch, by tokens.
+    """Yield the metrics of an event of CURVES, by iteration and by consumed tokens.
 
-    null values have none.
+    Metrics of an epoch have no curve by tokens. Values that are null are left out.
     """
     group, names = CURVES[event["kind"]]
     timestamp = round(1000 * event["time"])
@@ -110,7 +111,7 @@ def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
 
 
 def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
-    """What to send from `offset` on: whole events, as many as fit into one request."""
+    """Read the next batch to send from `offset`: whole events, as many as fit into one request."""
     batch = Batch(offset)
     for event, end in EventReader(events, offset):
         kind = event["kind"]
@@ -136,7 +137,7 @@ def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
 
 
 def _checked_points(event: Mapping[str, Any], events: Path, end: int) -> list[Point]:
-    """Raises DataFormatError for an event that a disk has changed into another."""
+    """Return the points of an event; raise DataFormatError if its fields are damaged."""
     try:
         return list(points_of(event))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -150,7 +151,7 @@ def _damaged(events: Path, end: int, reason: str) -> DataFormatError:
 
 
 class Forwarder:
-    """Delivers a run directory's events to its MLflow run, made when the store answers."""
+    """Sender of a run directory's events to its MLflow run, created when the store answers."""
 
     def __init__(
         self,
@@ -161,13 +162,13 @@ class Forwarder:
         *,
         interval: float = 2.0,
     ) -> None:
-        """Nothing is read or sent yet.
+        """Initialize the forwarder without reading or sending anything.
 
         Args:
-            tracking: the store.
+            tracking: MLflow store.
             run_directory: directory of events.jsonl.
-            config: recorded with the run.
-            facts: recorded with the run.
+            config: configuration that is recorded with the run.
+            facts: further facts that are recorded with the run.
             interval: least seconds between two deliveries.
         """
         self._tracking = tracking
@@ -190,24 +191,24 @@ class Forwarder:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run, once the store has answered."""
+        """Id of the MLflow run, None until the store has answered."""
         return self._run_id
 
     def poll(self) -> None:
-        """Start a delivery when one is due; returns at once and never raises."""
+        """Start a delivery when one is due; return at once and never raise."""
         if self._busy() or time.monotonic() < self._due or isinstance(self._error, _FatalError):
             return
         if self._run_id is None or self._behind():
             self._start()
 
     def flush(self, timeout: float = 120.0) -> str:
-        """Deliver everything that is in events.jsonl by now and return the run's id.
+        """Deliver all events that are in events.jsonl by now, and return the run's id.
 
-        Raises TrackingError when the store took nothing for `timeout` seconds, and DataFormatError
-        when events.jsonl is damaged.
+        Raises TrackingError when the store accepted nothing for `timeout` seconds, and
+        DataFormatError when events.jsonl is damaged.
         """
         self._progress = time.monotonic()
-        # A delivery that is under way may have read the file before its last events were there.
+        # A delivery in progress may have read the file before its last events were written.
         self._join(timeout)
         while True:
             self._start()
@@ -224,7 +225,7 @@ class Forwarder:
             time.sleep(max(0.0, pause))
 
     def finish(self, status: RunStatus = "FINISHED", timeout: float = 120.0) -> str:
-        """Flush, then set the run's final status; returns its id. Raises TrackingError."""
+        """Flush, set the run's final status, and return its id. Raises TrackingError."""
         run_id = self.flush(timeout)
         end_run(self._tracking, run_id, status)
         return run_id
@@ -254,12 +255,12 @@ class Forwarder:
         self._worker.start()
 
     def _attempt(self) -> None:
-        """One delivery; its failure is remembered and decides when the next may start."""
+        """Deliver once; a failure is stored and sets the time of the next attempt."""
         try:
             self.deliver()
         except TrackingError as error:
             if self._failures == 0:
-                _log.warning("%s; training goes on, its events are sent later", error)
+                _log.warning("%s; training continues, its events are sent later", error)
             self._error = error
             self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**self._failures, _LONGEST_BACKOFF)
             self._failures += 1
@@ -271,7 +272,7 @@ class Forwarder:
             self._due = time.monotonic() + self._interval
 
     def deliver(self) -> None:
-        """Send everything that is complete by now, in this thread. Raises TrackingError."""
+        """Send all complete events in this thread. Raises TrackingError."""
         if self._run_id is None:
             run_id = ensure_run(self._tracking, self._directory, self._config, self._facts)
             send_preflight(self._tracking, run_id, self._directory)
@@ -283,15 +284,15 @@ class Forwarder:
             try:
                 self._send(batch)
             except TrackingError:
-                # The batch may be there all the same, or the store may have lost the run: ask
-                # before going on.
+                # The store may have the batch anyway, or may have lost the run: ask before the
+                # next delivery.
                 self._run_id = None
                 raise
             if not self._closed:
                 self._commit(batch)
 
     def _restore(self, run_id: str) -> None:
-        """Take up where the last delivery to this very run was committed."""
+        """Continue after the last committed delivery to this run."""
         self._offset = self._committed_offset(run_id)
         self._seen = set()
         for event, end in EventReader(self._events):
@@ -313,7 +314,7 @@ class Forwarder:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrackingError(
-                f"{path} is damaged ({error}): delete it, and events are compared anew"
+                f"{path} is damaged ({error}): delete it, and events are compared again"
             ) from error
 
     def _send(self, batch: Batch) -> None:
@@ -334,9 +335,9 @@ class Forwarder:
                 self._send_file(self._directory / name)
 
     def _send_file(self, path: Path) -> None:
-        """Make a profile an artifact of the run, in a folder of its own.
+        """Log a profile as an artifact of the run, in a separate folder.
 
-        One that was removed since is left out.
+        A file that was removed in between is left out.
         """
         assert self._run_id is not None
         if path.is_file():
@@ -345,7 +346,7 @@ class Forwarder:
             _log.warning("%s is not there any more: MLflow does not get it", path)
 
     def _unsent(self, points: list[Point]) -> list[Point]:
-        """The points whose (metric, step) the store did not have when this run was taken up."""
+        """Return the points whose (metric, step) the store lacked when deliveries to it began."""
         assert self._run_id is not None
         for key in {point.key for point in points} - self._history.keys():
             history = self._tracking.client.get_metric_history(self._run_id, key)
@@ -371,9 +372,10 @@ class Forwarder:
 
 
 def _ends_an_event(events: Path, offset: int) -> bool:
-    """False when the file lost its end (a machine that went down).
+    """Return True if an event ends at `offset`.
 
-    Then everything is compared anew.
+    False means that the file lost its end, such as after a crash of the host. Then all events are
+    compared again.
     """
     if offset == 0:
         return True
@@ -383,7 +385,7 @@ def _ends_an_event(events: Path, offset: int) -> bool:
 
 
 class _FatalError(Exception):
-    """A failure that no later attempt can mend."""
+    """A failure that no later attempt can fix."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))

@@ -1,4 +1,4 @@
-"""What a task does while its processes run: stream their log, show progress, forward metrics."""
+"""Monitoring of running processes: their log, a progress display and the forwarding of metrics."""
 
 import logging
 import re
@@ -19,20 +19,20 @@ from rich.theme import Theme
 from megacore.observe.events import EventReader
 
 _WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
-"""How such a line begins, of several machines after the name of one."""
+"""Start of a wide log line, which follows the host's name when there are several hosts."""
 ARTIFACT_INTERVAL = 5.0
 """Seconds between updates of the progress artifact."""
 
 
 class Forwarder(Protocol):
-    """Whatever sends events on, without making anyone wait."""
+    """A sender of events that never makes the caller wait."""
 
     def poll(self) -> None:
-        """Send what has come since the last call."""
+        """Send the events since the last call."""
 
 
 class LogTail:
-    """Hands each new line of a growing file to `emit`."""
+    """Reader that passes each new line of a growing file to `emit`."""
 
     def __init__(self, path: Path, emit: Callable[[str], None]) -> None:
         self.path = path
@@ -54,12 +54,12 @@ class LogTail:
 
 
 def _end_of_events(path: Path) -> int:
-    """Offset behind the last whole event: what an earlier attempt has left is not shown again."""
+    """Return the offset after the last complete event, to hide events of earlier attempts."""
     return max((offset for _, offset in EventReader(path)), default=0) if path.exists() else 0
 
 
 def console_handler() -> PrefectConsoleHandler | None:
-    """What shows Prefect's log in the terminal."""
+    """Return the handler that prints Prefect's log to the terminal, or None."""
     for name in ("prefect.task_runs", "prefect", "root"):
         for handler in logging.getLogger(name).handlers:
             if isinstance(handler, PrefectConsoleHandler):
@@ -67,16 +67,16 @@ def console_handler() -> PrefectConsoleHandler | None:
     return None
 
 
-def _says_more_than_the_bar(record: logging.LogRecord) -> bool:
-    """False for the wide lines of each log interval.
+def _is_not_interval_line(record: logging.LogRecord) -> bool:
+    """Return False for the wide lines of each log interval.
 
-    Beside a bar they go to the log and to Prefect alone.
+    While a progress bar is shown, these lines go only to the log and to Prefect.
     """
     return _WIDE.match(record.getMessage()) is None
 
 
 class TrainingMonitor:
-    """Watches one training: log lines, a terminal bar, a progress artifact, and MLflow."""
+    """Monitor of one training: log lines, a terminal bar, a progress artifact and MLflow."""
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class TrainingMonitor:
         *,
         label: str = "training",
     ) -> None:
-        """Nothing is read or shown yet.
+        """Initialize the monitor without reading or showing anything.
 
         Args:
             log: output of the ranks.
-            events: the run's events.jsonl.
-            train_iters: iterations of the whole training; None where its events say so
+            events: path of the run's events.jsonl.
+            train_iters: iterations of the whole training, or None to take them from the events
                 (`total_iterations`).
-            forwarder: sends the events on.
-            label: what the bar and the artifact are called.
+            forwarder: sender of the events.
+            label: name of the bar and of the artifact.
         """
         self.log = LogTail(log, get_run_logger().info)
         self.events = events
@@ -119,10 +119,10 @@ class TrainingMonitor:
         self._task = self._bar.add_task(label, total=train_iters, note="starting")
 
     def __enter__(self) -> Self:
-        # Prefect's console knows its own styles only.
+        # Prefect's console has only its own styles.
         self._bar.console.push_theme(Theme())
         if self._handler:
-            self._handler.addFilter(_says_more_than_the_bar)
+            self._handler.addFilter(_is_not_interval_line)
         self._bar.start()
         return self
 
@@ -135,10 +135,10 @@ class TrainingMonitor:
         self._bar.stop()
         self._bar.console.pop_theme()
         if self._handler:
-            self._handler.removeFilter(_says_more_than_the_bar)
+            self._handler.removeFilter(_is_not_interval_line)
 
     def poll(self) -> None:
-        """Look at everything once; called a few times a second."""
+        """Read the log and the events once; called a few times a second."""
         self.log.poll()
         if self.events.exists():
             for event, offset in EventReader(self.events, self._offset):
@@ -152,7 +152,7 @@ class TrainingMonitor:
         iteration = int(event["iteration"])
         total = int(event["total_iterations"]) if self.train_iters is None else self.train_iters
         name = "lm_loss" if "lm_loss" in event else "loss"
-        # An interval whose every iteration overflowed (fp16 at the start) has no loss.
+        # An interval in which every iteration overflowed (fp16 at the start) has no loss.
         loss = "-" if event.get(name) is None else f"{event[name]:.3f}"
         self._bar.update(self._task, total=total, completed=iteration, note=f"loss {loss}")
         now = time.monotonic()
@@ -160,8 +160,8 @@ class TrainingMonitor:
         if now - self._updated < ARTIFACT_INTERVAL and iteration < total:
             return
         self._updated = now
-        text = f"{name.replace('_', ' ')} {loss}, {self._eta(now, iteration, total)} left"
-        self._update_artifact(iteration, total, text)
+        progress = f"{name.replace('_', ' ')} {loss}, {self._eta(now, iteration, total)} left"
+        self._update_artifact(iteration, total, progress)
 
     def _eta(self, now: float, iteration: int, total: int) -> str:
         started, first = self._first or (now, iteration)
@@ -172,15 +172,15 @@ class TrainingMonitor:
 
     def _update_artifact(self, iteration: int, total: int, rest: str) -> None:
         percent = 100.0 * iteration / total
-        text = f"iteration {iteration} of {total}, {rest}"
+        description = f"iteration {iteration} of {total}, {rest}"
         try:
             if self._artifact is None:
                 self._artifact = create_progress_artifact(
-                    progress=percent, key=self.label, description=text
+                    progress=percent, key=self.label, description=description
                 )
             else:
                 update_progress_artifact(
-                    artifact_id=self._artifact, progress=percent, description=text
+                    artifact_id=self._artifact, progress=percent, description=description
                 )
-        except Exception as error:  # a display must never end a training
+        except Exception as error:  # a failing display must not end a training
             get_run_logger().warning("the progress artifact was not updated: %s", error)

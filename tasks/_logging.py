@@ -1,4 +1,4 @@
-"""A user's error in Prefect's log is its sentence, without the engine's traceback."""
+"""Log filter that shows a user error as one sentence, without Prefect's traceback."""
 
 import logging
 
@@ -6,18 +6,19 @@ from megacore.errors import MegacoreError
 from megacore.redact import redact_log
 
 UNLIMITED_RETRIES = 1_000_000
-"""Prefect's number of retries where a task's own condition counts."""
+"""Number of retries given to Prefect when a task's own condition counts them."""
 RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.megacore")
 
 
 class SentenceFilter(logging.Filter):
-    """Drops the traceback of an exception that explains itself; of any other it stays.
+    """Filter that drops the traceback of a MegacoreError and keeps that of any other error.
 
-    Prefect's own line on a retry is dropped where the task counts by itself, and says more.
+    Prefect's message about a retry is dropped when the task counts its retries and logs a better
+    one.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is shown; an error is shortened, never lost."""
+        """Return True if the record is shown; errors are shortened, never dropped."""
         if str(record.msg).startswith("Task run failed") and UNLIMITED_RETRIES in tuple(
             record.args or ()
         ):

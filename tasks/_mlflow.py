@@ -1,4 +1,4 @@
-"""The MLflow store and the one run that stands for a training.
+"""The MLflow store, and the single MLflow run of a training.
 
 `mlflow` is imported when the store is first used, never when this module is.
 """
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_FILE = "mlflow.json"
-"""In the run directory: which MLflow run it belongs to."""
+"""Name of the file in the run directory with the id of its MLflow run."""
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "prefect", "mlflow", "megacore")
-"""Whose versions a run records, beside Python's."""
+"""Packages whose versions a run records, in addition to Python's."""
 
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
@@ -47,7 +47,7 @@ _TAG_CHANGED = "changed."
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
-    # The forwarder retries by itself; MLflow's own default retries one request for minutes.
+    # The forwarder has its own retries; MLflow would by default retry one request for minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -57,10 +57,10 @@ _QUIET_LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_regist
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run records beside its configuration."""
+    """Facts that a run records in addition to its configuration."""
 
     key: str
-    """Key of the stage that trains: the name of the run directory."""
+    """Key of the training stage: the name of the run directory."""
     datasets: Mapping[str, Artifact] = field(default_factory=dict)
     """Artifacts that training reads, by role."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class RunFacts:
 
 
 class Tracking:
-    """An MLflow store: MLFLOW_TRACKING_URI when set, else the workspace's own SQLite file."""
+    """An MLflow store: MLFLOW_TRACKING_URI if set, otherwise the workspace's SQLite file."""
 
     def __init__(self, workspace: Workspace, experiment: str) -> None:
         self.workspace = workspace
@@ -79,7 +79,7 @@ class Tracking:
 
     @property
     def exists(self) -> bool:
-        """False when the store is a SQLite file that is not there: nothing can be in it."""
+        """True unless the store is a SQLite file that does not exist, and so has no runs."""
         if not self.uri.startswith(_SQLITE):
             return True
         return Path(self.uri.removeprefix(_SQLITE)).exists()
@@ -103,15 +103,15 @@ class Tracking:
 
     @cached_property
     def experiment_id(self) -> str:
-        """Id of the experiment, made if absent.
+        """Id of the experiment, created if absent.
 
-        Its files go below the workspace when the store is ours.
+        Its files are in the workspace if the store is the workspace's own.
         """
         from mlflow.exceptions import MlflowException
 
         with self.errors(f"open experiment {self.experiment!r}"):
-            found = self.client.get_experiment_by_name(self.experiment)
-            if found is None:
+            experiment = self.client.get_experiment_by_name(self.experiment)
+            if experiment is None:
                 try:
                     return self.client.create_experiment(
                         self.experiment, artifact_location=self._artifact_location()
@@ -119,23 +119,23 @@ class Tracking:
                 except MlflowException as error:
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
-                    found = self.client.get_experiment_by_name(self.experiment)
-            if found is None or found.lifecycle_stage != "active":
+                    experiment = self.client.get_experiment_by_name(self.experiment)
+            if experiment is None or experiment.lifecycle_stage != "active":
                 raise TrackingError(
                     f"experiment {self.experiment!r} was deleted in MLflow at {redact(self.uri)}: "
                     "restore it there or set tracking.experiment to another name"
                 )
-            return str(found.experiment_id)
+            return str(experiment.experiment_id)
 
     def _artifact_location(self) -> str | None:
-        """Where the experiment's files go; a server decides for itself."""
+        """Return the location of the experiment's files, or None to let a server decide."""
         if self.uri != self.workspace.tracking_uri:
             return None
         return (self.workspace.mlflow_artifacts / self.experiment).as_uri()
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
-        """Turn what MLflow raises into a TrackingError that says what MLflow did not do."""
+        """Translate errors of MLflow into a TrackingError that names the failed action."""
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -150,12 +150,12 @@ class Tracking:
 
 
 def create_store(uri: str) -> None:
-    """Make the tables of a SQLite store that does not exist yet.
+    """Create the tables of a SQLite store that does not exist yet.
 
-    Of any other store nothing is touched.
+    Other stores are not touched.
 
-    MLflow's migrations take seconds and cannot be taken up again where they were cut: a kill in
-    between would leave a file that no later run can open. So they run on a temporary file, which is
+    MLflow's migrations take seconds and cannot be resumed after an interruption: a killed process
+    would leave a file that no later run can open. Therefore they run on a temporary file, which is
     then renamed.
     """
     if not uri.startswith(_SQLITE):
@@ -181,11 +181,11 @@ def create_store(uri: str) -> None:
 
 
 def ensure_run(tracking: Tracking, run_directory: Path, config: FlowConfig, facts: RunFacts) -> str:
-    """Id of the run directory's MLflow run, which is running and described afterwards.
+    """Return the id of the run directory's MLflow run, which is then running and described.
 
-    The directory gets a random token before the run is created with that token as a tag: a crash
-    between creating the run and noting its id finds it again. A run that the store no longer has is
-    replaced by a new one. Raises TrackingError.
+    The directory gets a random token before the run is created with that token as a tag: after a
+    crash between creating the run and writing its id, the tag identifies the run. A run that the
+    store no longer has is replaced by a new one. Raises TrackingError.
     """
     path = run_directory / RUN_FILE
     with lock(path), tracking.errors("open the run"):
@@ -214,9 +214,9 @@ def end_run(tracking: Tracking, run_id: str, status: RunStatus = "FINISHED") -> 
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested values as `{"train.train_iters": "1200"}`, cut at MLflow's limit.
+    """Flatten nested values to `{"train.train_iters": "1200"}`, cut at MLflow's limit.
 
-    What is no string is JSON.
+    Values that are not strings become JSON.
     """
     flat: dict[str, str] = {}
     for name, value in values.items():
@@ -229,7 +229,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def git_facts(repository: Path) -> dict[str, str]:
-    """Commit of a work tree and whether files in it differ, as tags; empty outside of git."""
+    """Return the tags of a work tree's commit and of uncommitted changes; empty outside of git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(repository), *arguments]
@@ -241,21 +241,21 @@ def git_facts(repository: Path) -> dict[str, str]:
         commit = git("rev-parse", "HEAD")
         dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
-        # An image is built without .git, and told its commit.
-        told = os.environ.get("MEGACORE_GIT_COMMIT")
-        return {"mlflow.source.git.commit": told} if told else {}
+        # An image is built without .git; this variable contains its commit.
+        build_commit = os.environ.get("MEGACORE_GIT_COMMIT")
+        return {"mlflow.source.git.commit": build_commit} if build_commit else {}
     return {"mlflow.source.git.commit": commit, "megacore.git_dirty": str(dirty).lower()}
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of each package that shapes a run, without importing any."""
-    found = {"version.python": platform.python_version()}
+    """Return the versions of Python and of PACKAGES, without importing any package."""
+    versions_by_tag = {"version.python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[f"version.{package}"] = metadata.version(package)
+            versions_by_tag[f"version.{package}"] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[f"version.{package}"] = "not installed"
-    return found
+            versions_by_tag[f"version.{package}"] = "not installed"
+    return versions_by_tag
 
 
 def _read_state(path: Path) -> dict[str, str | None]:
@@ -271,7 +271,7 @@ def _read_state(path: Path) -> dict[str, str | None]:
 
 
 def _recorded_run(tracking: Tracking, state: Mapping[str, str | None]) -> "Run | None":
-    """The run that the directory notes, unless the store has lost it or a user deleted it."""
+    """Return the run noted in the directory, or None if the store lost it or a user deleted it."""
     from mlflow.exceptions import MlflowException
 
     run_id = state["run_id"]
@@ -287,18 +287,18 @@ def _recorded_run(tracking: Tracking, state: Mapping[str, str | None]) -> "Run |
 
 
 def _run_with_token(tracking: Tracking, token: str | None) -> "Run | None":
-    found = tracking.client.search_runs(
+    runs = tracking.client.search_runs(
         [tracking.experiment_id], f"tags.`{_TAG_TOKEN}` = '{token}'", max_results=1
     )
-    return found[0] if found else None
+    return runs[0] if runs else None
 
 
 def _describe(
     tracking: Tracking, run: "Run", run_directory: Path, config: FlowConfig, facts: RunFacts
 ) -> None:
-    """Bring parameters, tags, inputs and config.yaml up to date.
+    """Update the run's parameters, tags, inputs and config.yaml.
 
-    What is there already is not sent again.
+    A run whose description is up to date is not touched.
     """
     from mlflow.entities import RunTag
 
@@ -318,14 +318,14 @@ def _describe(
     tracking.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
     _log_datasets(tracking, run_id, facts.datasets)
     tracking.client.log_text(run_id, text, "config.yaml")
-    # Last, so that a crash before this line describes the run once more.
+    # Last, so that after a crash before this line the run is described again.
     tracking.client.set_tag(run_id, _TAG_CONFIG, digest)
 
 
 def _log_params(tracking: Tracking, run: "Run", params: Mapping[str, str]) -> dict[str, str]:
-    """Send parameters that the run lacks.
+    """Log the parameters that the run lacks.
 
-    Return those that changed since as tags, as MLflow's never change.
+    Return the parameters whose values changed as tags, because MLflow's parameters are immutable.
     """
     from mlflow.entities import Param
 
@@ -343,7 +343,7 @@ def _log_params(tracking: Tracking, run: "Run", params: Mapping[str, str]) -> di
 
 
 def _log_datasets(tracking: Tracking, run_id: str, datasets: Mapping[str, Artifact]) -> None:
-    """Note each artifact as an input of the run, with its digest and counts."""
+    """Log each artifact as an input of the run, with its digest and counts."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     inputs = [

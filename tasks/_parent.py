@@ -1,7 +1,4 @@
-"""What a fine-tuning begins with, looked up in the registry.
-
-Where its files are, and whose child the new model is.
-"""
+"""Registry look-ups of the model that a fine-tuning begins with: its files and its lineage."""
 
 import re
 import shutil
@@ -25,30 +22,30 @@ if TYPE_CHECKING:
 
 SCHEME = "models:/"
 _NAMED = 8
-"""Registered models that a message names."""
+"""Most registered models that an error message lists."""
 _FORM = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[0-9]+))")
 
 
 @dataclass(frozen=True)
 class Parent:
-    """Where a fine-tuned model comes from; what is not known is None."""
+    """Lineage of a fine-tuned model's initial model; unknown fields are None."""
 
     model: str
     """`models:/NAME/VERSION`, a directory, or a name on the hub with its revision."""
     name: str | None = None
-    """In the registry."""
+    """Name in the registry."""
     version: str | None = None
     run_id: str | None = None
-    """MLflow run that trained it."""
+    """MLflow run that trained the model."""
     model_id: str | None = None
-    """Of its LoggedModel."""
+    """Id of its LoggedModel."""
     digest: str | None = None
-    """Of the export, as the manifest of its artifact has it."""
+    """Digest of the export, from the manifest of its artifact."""
     random_weights: bool = False
-    """Whether only its architecture and its tokenizer were taken."""
+    """True if only the architecture and the tokenizer are used."""
 
     def tags(self) -> dict[str, str]:
-        """What MLflow's run, LoggedModel and registered version are told."""
+        """Return the tags of MLflow's run, LoggedModel and registered version."""
         values = {
             "parent_model": redact(self.model),
             "parent_name": self.name,
@@ -62,11 +59,11 @@ class Parent:
 
 
 def pinned(config: FinetuneConfig) -> FinetuneConfig:
-    """The configuration with the version in the place of an alias.
+    """Return the configuration with an alias replaced by its current version.
 
-    What the alias means may change while this runs.
+    The alias may be moved while this configuration runs.
 
-    Raises ConfigError for a model that the registry does not have, TrackingError.
+    Raises ConfigError for a model that the registry does not have, and TrackingError.
     """
     if not config.model.path.startswith(SCHEME):
         return config
@@ -76,11 +73,11 @@ def pinned(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def parent_directory(config: FinetuneConfig) -> Path | None:
-    """The transformers directory to begin with; None for a model of the hub.
+    """Return the transformers directory of the initial model, or None for a model of the hub.
 
-    A registered model whose files a server keeps is downloaded once into the workspace.
+    A registered model whose files are on a server is downloaded once into the workspace.
 
-    Raises ConfigError for a model that is not there or has another form, TrackingError.
+    Raises ConfigError for a model that is missing or has another form, and TrackingError.
     """
     if not config.model.path.startswith(SCHEME):
         return local_directory(config.model.path)
@@ -103,7 +100,7 @@ def parent_directory(config: FinetuneConfig) -> Path | None:
 
 
 def parent_of(config: FinetuneConfig) -> Parent:
-    """Lineage of the model to begin with, as far as the registry and an export's manifest know it.
+    """Return the lineage of the initial model, from the registry and an export's manifest.
 
     Raises ConfigError, TrackingError.
     """
@@ -123,7 +120,7 @@ def _known_parent(config: FinetuneConfig) -> Parent:
 
 
 def note_parent(artifact: Path, parent: Parent) -> None:
-    """Add what the registry knows to the lineage that lies beside a collected model."""
+    """Add the registry's information to the lineage file of a collected model."""
     from megacore.artifact.files import write_json
     from megacore.finetune.pretrained import LINEAGE_NAME
 
@@ -151,8 +148,8 @@ def _of_version(model: str, version: "ModelVersion") -> Parent:
 
 def _registered(config: FinetuneConfig) -> "ModelVersion":
     path, tracking = config.model.path, _tracking(config)
-    found = _FORM.fullmatch(path)
-    if found is None:
+    match = _FORM.fullmatch(path)
+    if match is None:
         raise ConfigError(
             f"model.path is {path}: give models:/NAME@candidate, or models:/NAME/3 for a version"
         )
@@ -163,25 +160,25 @@ def _registered(config: FinetuneConfig) -> "ModelVersion":
         )
     from mlflow.exceptions import MlflowException
 
-    client, name = tracking.client, found["name"]
+    client, name = tracking.client, match["name"]
     with tracking.errors(f"look up {path}"):
         try:
-            if found["alias"]:
-                return client.get_model_version_by_alias(name, found["alias"])
-            return client.get_model_version(name, found["version"])
+            if match["alias"]:
+                return client.get_model_version_by_alias(name, match["alias"])
+            return client.get_model_version(name, match["version"])
         except MlflowException as error:
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 raise
-        known = [model.name for model in client.search_registered_models(max_results=_NAMED)]
+        names = [model.name for model in client.search_registered_models(max_results=_NAMED)]
     raise ConfigError(
         f"model.path is {path}, which the model registry at {redact(tracking.uri)} does not have "
-        f"(it has {', '.join(known) or 'none'}): pretrain and publish it first, or correct "
+        f"(it has {', '.join(names) or 'none'}): pretrain and publish it first, or correct "
         "model.path"
     )
 
 
 def _location(tracking: Tracking, version: "ModelVersion") -> str:
-    """Where the files of a version are."""
+    """Return the location of a version's files."""
     source = str(version.source)
     if not source.startswith(SCHEME):
         return source
@@ -190,9 +187,9 @@ def _location(tracking: Tracking, version: "ModelVersion") -> str:
 
 
 def _downloaded(config: FinetuneConfig, version: "ModelVersion", location: str) -> Path:
-    """A server's files in the workspace.
+    """Return the workspace directory with a server's files, downloading them if absent.
 
-    A version never changes, so what is there whole is not fetched again.
+    A version never changes, so a complete download is not repeated.
     """
     tracking = _tracking(config)
     folder = Workspace.of().folder("pretrained") / DOWNLOADS
@@ -219,13 +216,13 @@ def _downloaded(config: FinetuneConfig, version: "ModelVersion", location: str) 
 
 
 def _export_digest(directory: Path) -> str | None:
-    """Digest of the export whose `model/` this is; None for any other directory."""
+    """Return the digest of the export whose `model/` is `directory`; None for other directories."""
     if directory.name != MODEL_DIRECTORY or not (directory.parent / MANIFEST_NAME).is_file():
         return None
     try:
         return Manifest.read(directory.parent).digest
     except ArtifactError:
-        return None  # said with its reason where the files are collected
+        return None  # the stage that collects the files reports the reason
 
 
 def _version_of_export(tracking: Tracking, digest: str) -> "ModelVersion | None":
@@ -234,7 +231,7 @@ def _version_of_export(tracking: Tracking, digest: str) -> "ModelVersion | None"
     if not tracking.exists:
         return None
     with tracking.errors("look up the model of an export"):
-        found = tracking.client.search_model_versions(
+        versions = tracking.client.search_model_versions(
             f"tag.`{DIGEST_TAG}` = '{digest}'", max_results=1
         )
-    return found[0] if found else None
+    return versions[0] if versions else None

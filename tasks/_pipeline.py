@@ -1,4 +1,4 @@
-"""One run of a flow: its configuration, its stages in order, and the table at the end."""
+"""One run of a flow: its configuration, its stages in order, and the final table."""
 
 import json
 import shlex
@@ -28,17 +28,17 @@ Config = TypeVar("Config", bound=FlowConfig)
 
 @dataclass(frozen=True)
 class StageRow:
-    """A line of the final table."""
+    """One row of the final table."""
 
     stage: str
     outcome: str
-    """ran, cached, failed or stopped."""
+    """One of ran, cached, failed and stopped."""
     seconds: float
     key: str
     counts: dict[str, Any]
 
     def cells(self) -> dict[str, str]:
-        """The row as text, by column."""
+        """Return the row as text by column."""
         return {
             "stage": self.stage,
             "outcome": self.outcome,
@@ -50,19 +50,19 @@ class StageRow:
 
 @dataclass
 class StageRunner(Generic[Config]):
-    """Runs stages one after another and remembers what each did."""
+    """Runner of stages, one after another, that records the outcome of each."""
 
     config: Config
     rows: list[StageRow] = field(default_factory=list)
     summary: str = ""
     """Markdown that is shown below the table and stored with the flow run."""
     ended: State[Any] | None = None
-    """What the flow is to return: the state of a run whose training was stopped on request, else
+    """Return value of the flow: the state of a run whose training was stopped on request, otherwise
     None."""
 
     @classmethod
     def start(cls, config: Config) -> Self:
-        """Show the merged configuration as an artifact of the flow run."""
+        """Store the merged configuration as an artifact of the flow run, and return its runner."""
         text = yaml.safe_dump(redact_values(config.model_dump(mode="json")), sort_keys=False)
         create_markdown_artifact(
             f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}"
@@ -78,7 +78,7 @@ class StageRunner(Generic[Config]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Show the table, after a failure too: it says which stage failed and what is already done.
+        """Show the table, also after a failure: it shows the failed stage and the finished ones.
 
         A training that was stopped on request is no failure: it ends in the state `ended`.
         """
@@ -89,9 +89,9 @@ class StageRunner(Generic[Config]):
         return self.ended is not None
 
     def stage(self, task: Task[..., StageResult], *inputs: Any) -> Artifact:
-        """Run one stage with the configured retries; its failure is the flow's failure."""
+        """Run one stage with the configured retries; if it fails, the flow fails."""
         launch, name = self.config.launch, self._row_name(task.name)
-        retries = task.retries or launch.retries  # a task that has some counts by itself
+        retries = task.retries or launch.retries  # a task with its own number counts them itself
         configured = task.with_options(retries=retries, retry_delay_seconds=launch.retry_delay)
         started = time.monotonic()
         state: State[StageResult] = configured(self.config, *inputs, return_state=True)  # type: ignore[assignment]
@@ -109,7 +109,7 @@ class StageRunner(Generic[Config]):
         return artifact
 
     def _row_name(self, stage: str) -> str:
-        """The stage's name, numbered when it runs for the second source and those after it."""
+        """Return the stage's name, numbered from the second source on."""
         return numbered(stage, sum(row.stage.partition(" ")[0] == stage for row in self.rows))
 
     def _report(self) -> None:
@@ -130,7 +130,7 @@ class StageRunner(Generic[Config]):
 
 
 def stopped(error: TrainingStoppedError) -> State[Any]:
-    """The end of a flow run whose training was stopped: neither done nor failed.
+    """Return the state of a flow run whose training was stopped: neither completed nor failed.
 
     Its result is the error.
     """
@@ -141,7 +141,7 @@ def stopped(error: TrainingStoppedError) -> State[Any]:
 
 
 def resume_command() -> str | None:
-    """The command line that goes on with the present flow run, its secrets left out.
+    """Return the command line that resumes the current flow run, without its secrets.
 
     None outside of a flow run.
     """
@@ -163,7 +163,7 @@ def resume_command() -> str | None:
 
 
 def numbered(stage: str, number: int) -> str:
-    """Name of a stage's run for the source with this number, as in collect and collect 2.
+    """Return the name of a stage's run for the source with this number: collect, collect 2, ….
 
     Numbers count from 0.
     """
@@ -171,7 +171,7 @@ def numbered(stage: str, number: int) -> str:
 
 
 def summarize(counts: dict[str, Any]) -> str:
-    """The numbers and names among the counts, one after another."""
+    """Return the numbers and names among the counts as one line of text."""
     parts = []
     for name, value in counts.items():
         label = name.replace("_", " ")

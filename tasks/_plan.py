@@ -1,4 +1,4 @@
-"""A dry run: each stage's key, and whether its artifact is there."""
+"""Dry run of a flow: the key of each stage and the state of its artifact."""
 
 import itertools
 import sys
@@ -17,37 +17,38 @@ from tasks._flow_config import FlowConfig
 
 
 class PlannedStage(NamedTuple):
-    """A line of the dry run."""
+    """One row of the dry run."""
 
     name: str
-    """The stage, numbered where there are several."""
+    """Name of the stage, numbered if it runs several times."""
     key_of: Callable[..., StageKey]
     inputs: tuple[str | tuple[str, ...] | None, ...] = ()
-    """Names of the stages it reads, in the order of its task's arguments; None where it reads
-    nothing."""
+    """Names of the stages whose artifacts it reads, in the order of its task's arguments; None for
+    an argument without an artifact."""
     problem: Callable[..., str | None] | None = None
-    """Of the configuration and the artifacts: why it would run; None looks at the artifact of its
-    key."""
+    """Function of the configuration and the input artifacts that returns why the stage would run;
+    None checks the artifact of its key."""
     directory: Callable[..., Path] | None = None
-    """Of the same: where its artifact lies; None means under its key."""
+    """Function of the same arguments that returns the artifact's directory; None means the
+    directory of its key."""
 
     @property
     def stage(self) -> str:
-        """The stage's own name."""
+        """Name of the stage without its number."""
         return self.name.partition(" ")[0]
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of all stages it reads."""
+        """Names of all stages whose artifacts it reads."""
         groups = [(each,) if isinstance(each, str) else each or () for each in self.inputs]
         return tuple(itertools.chain.from_iterable(groups))
 
 
 def planned_row(
-    planned: PlannedStage, config: FlowConfig, known: dict[str, Artifact]
+    planned: PlannedStage, config: FlowConfig, artifacts: dict[str, Artifact]
 ) -> dict[str, str]:
-    """A line of the table; an artifact that is there is added to `known`, by the stage's name."""
-    missing = [name for name in planned.reads if name not in known]
+    """Return a stage's row of the table; an existing artifact is added to `artifacts` by name."""
+    missing = [name for name in planned.reads if name not in artifacts]
     if missing:
         return {
             "stage": planned.name,
@@ -56,9 +57,9 @@ def planned_row(
             "why": "new input",
         }
     inputs: list[Any] = [
-        tuple(known[name] for name in each)
+        tuple(artifacts[name] for name in each)
         if isinstance(each, tuple)
-        else known[each]
+        else artifacts[each]
         if each
         else None
         for each in planned.inputs
@@ -72,7 +73,7 @@ def planned_row(
             directory = (
                 planned.directory(config, *inputs) if planned.directory else artifact_directory(key)
             )
-            known[planned.name] = open_artifact(directory)
+            artifacts[planned.name] = open_artifact(directory)
     except MegacoreError as error:
         problem = str(error)
     state = "cached" if problem is None else "would run"
@@ -86,14 +87,14 @@ def show_plan(
     refusal: MegacoreError | None,
     commands: Callable[[], list[str]],
 ) -> None:
-    """Print the table, store it as an artifact, and say what would be started.
+    """Print the table, store it as an artifact, and print the commands that would be started.
 
     Args:
-        name: of the configuration.
-        rows: of `planned_row`.
-        cost: what the training would need, in one line.
-        refusal: why it cannot run here; raised at the end.
-        commands: what would start it, asked only where it can run.
+        name: name of the configuration.
+        rows: rows from `planned_row`.
+        cost: expected cost of the training, in one line.
+        refusal: error that keeps the training from running here; raised at the end.
+        commands: function that returns the start commands; called only if the training can run.
     """
     create_table_artifact(rows, key="dry-run", description=f"what {name} would do; {cost}")
     table = Table(title=f"dry run of {name}: nothing was started")

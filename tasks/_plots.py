@@ -1,4 +1,4 @@
-"""Pictures of a run as PNG: loss, perplexity, and the lengths of its documents."""
+"""PNG plots of a run: loss, perplexity, and the lengths of its documents."""
 
 import operator
 from collections.abc import Mapping
@@ -32,22 +32,22 @@ _MARGIN = 1.03
 
 @dataclass
 class Curve:
-    """Values by iteration, in ascending order; of each iteration the first that was reported."""
+    """Values by iteration, in ascending order; each iteration has its first reported value."""
 
     iterations: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, points: Mapping[int, float]) -> "Curve":
-        """The curve through these points."""
+        """Return the curve through these points."""
         iterations = sorted(points)
         return cls(iterations, [points[iteration] for iteration in iterations])
 
     def smoothed(self) -> "Curve":
-        """The moving average over 2% of the points, or the curve itself while it has few.
+        """Return the moving average over 2% of the points, or the curve itself for few points.
 
-        The window is centred, at the end one-sided; at the start, where a loss falls steeply, it is
-        narrow.
+        The window is centred, and one-sided at the end. At the start, where a loss falls steeply,
+        it is narrow.
         """
         count = len(self.values)
         if count < _SMOOTH_LEAST:
@@ -64,22 +64,22 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """What the pictures show."""
+    """Curves of a run's plots."""
 
     train_loss: Curve
     valid_loss: Curve
     valid_ppl: Curve
     tokens_per_iteration: float
-    """Consumed tokens per iteration, for the second axis; 0 when no event says."""
+    """Consumed tokens per iteration, for the second axis; 0 if no event reports them."""
 
     @property
     def last_iteration(self) -> int:
-        """Where the pictures end."""
+        """Last iteration of the loss curves."""
         return max([0, *self.train_loss.iterations[-1:], *self.valid_loss.iterations[-1:]])
 
 
 def read_curves(events: Path) -> Curves:
-    """The curves of an events.jsonl."""
+    """Read the curves from an events.jsonl."""
     train: dict[int, float] = {}
     loss: dict[int, float] = {}
     ppl: dict[int, float] = {}
@@ -111,9 +111,9 @@ def plot_run(events: Path, directory: Path, run_name: str) -> list[Path]:
 
 
 def length_histogram(lengths: "npt.NDArray[np.int32]", path: Path, title: str) -> Path:
-    """Write the distribution of sequence lengths, in tokens, to `path`, and return it.
+    """Write the distribution of sequence lengths, in tokens, to `path`, and return the path.
 
-    It is .png or .svg.
+    The file is .png or .svg.
     """
     from megacore.inspect.draw import draw_lengths
 
@@ -155,7 +155,7 @@ def _ppl_figure(curves: Curves, run_name: str) -> "Figure":
 
 
 def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
-    """A figure with iterations below and, where known, consumed tokens above."""
+    """Create a figure with iterations below and, if known, consumed tokens above."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -186,7 +186,7 @@ def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
 
 
 def _plot_validation(axes: "Axes", curve: Curve, label: str, number: str) -> None:
-    """Plot the curve and write its best value beside the point."""
+    """Plot the curve and write its best value next to the point."""
     if not curve.values:
         return
     marker: dict[str, Any] = (
@@ -212,7 +212,7 @@ def _save(figure: "Figure", path: Path) -> Path:
 
 
 def short_count(value: float) -> str:
-    """A count with K, M, B or T: 2,457,600 as 2.5M."""
+    """Format a count with K, M, B or T: 2,457,600 as 2.5M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"

@@ -1,6 +1,6 @@
-"""Publication as a stage, of pretrainings and fine-tunings.
+"""Publication stage of pretrainings and fine-tunings.
 
-The run and its model in MLflow, and a receipt for it.
+It sends the run and its model to MLflow and writes a receipt.
 """
 
 from collections.abc import Callable
@@ -17,24 +17,24 @@ from tasks._mlflow import Tracking, end_run
 from tasks._registry import published_exists
 
 RECEIPT = "receipt.json"
-"""File of a publication's artifact: what was published."""
+"""Name of the file in a publication's artifact that records what was published."""
 
 
 def read_receipt(directory: Path) -> dict[str, str]:
-    """What was published: model_name, version, uri, model_id, run_id, digest."""
+    """Read a receipt: model_name, version, uri, model_id, run_id, digest."""
     receipt: dict[str, str] = read_json(directory / RECEIPT)
     return receipt
 
 
 def tracking_of(config: FlowConfig) -> Tracking:
-    """The MLflow store of a run, and its experiment."""
+    """Return the MLflow store and experiment of a run."""
     return Tracking(Workspace.of(), config.tracking.experiment)
 
 
 def receipt_problem(config: FlowConfig, key: StageKey) -> str | None:
-    """Why the model must be published (again).
+    """Return why the model must be published (again).
 
-    None when the registry still has what the receipt says.
+    None if the registry still has the version named in the receipt.
     """
     problem = artifact_problem(key, config)
     if problem is None and not published_exists(
@@ -51,15 +51,15 @@ def build_publication(
     facts: Callable[[], RunFacts],
     send: Callable[[Tracking, str], dict[str, str]],
 ) -> StageResult:
-    """Publish a run, unless its receipt is there and still holds; the artifact holds the receipt.
+    """Publish a run and write its receipt, unless a valid receipt exists.
 
     Args:
-        config: of the run.
-        key: of the publication.
-        run_directory: of the run; MLflow gets what it lacks of its events.
-        facts: what MLflow records of the run beside its configuration.
-        send: given the store and the MLflow run, registers the exported model and returns the
-            receipt.
+        config: configuration of the run.
+        key: key of the publication.
+        run_directory: directory of the run, whose missing events are sent to MLflow.
+        facts: function that returns the facts that MLflow records in addition to the configuration.
+        send: function that registers the exported model, given the store and the id of the MLflow
+            run, and returns the receipt.
 
     Raises TrackingError, ConversionError.
     """
@@ -70,7 +70,7 @@ def build_publication(
         try:
             receipt = send(tracking, run_id)
         finally:
-            # The training is finished whatever becomes of its publication.
+            # The training is finished even if its publication fails.
             end_run(tracking, run_id)
         write_json(directory / RECEIPT, receipt)
         return {
@@ -80,7 +80,7 @@ def build_publication(
         }
 
     if receipt_problem(config, key) is not None:
-        # A receipt for what is no longer there counts for nothing.
+        # A receipt of a model that no longer exists is invalid.
         (artifact_directory(key) / RECEIPT).unlink(missing_ok=True)
     return build(config, key, fill)
 
@@ -88,7 +88,7 @@ def build_publication(
 def places(
     tracking: Tracking, run_directory: Path, export_directory: Path, published: Path
 ) -> list[str]:
-    """Where the model, the run and their pages in MLflow are, as lines of markdown."""
+    """Return markdown lines with the locations of the model, the run and their MLflow pages."""
     return [
         f"- transformers model: `{export_directory / 'model'}`",
         f"- run: `{run_directory}`",
@@ -98,7 +98,7 @@ def places(
 
 
 def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
-    """Links where a server shows the store, else how to start one, as lines of markdown."""
+    """Return markdown lines with links to a server that shows the store, or how to start one."""
     server = shown_by(tracking)
     if server is None:
         return [
@@ -113,7 +113,7 @@ def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
 
 
 def shown_by(tracking: Tracking) -> str | None:
-    """Address of the server that shows the store; None without one."""
+    """Return the address of the server that shows the store, or None without one."""
     if tracking.uri.startswith("http"):
         return tracking.uri
     return (
@@ -124,7 +124,7 @@ def shown_by(tracking: Tracking) -> str | None:
 
 
 def run_url(tracking: Tracking, server: str, run_id: str) -> str:
-    """Where a server shows a run, of whichever experiment."""
+    """Return the address of a run's page on a server, in any experiment."""
     with tracking.errors(f"look up run {run_id}"):
         experiment = tracking.client.get_run(run_id).info.experiment_id
     return f"{server}/#/experiments/{experiment}/runs/{run_id}"

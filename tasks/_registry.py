@@ -1,9 +1,9 @@
-"""Publication: the exported model as a LoggedModel and a version in the model registry.
+"""Publication of the exported model as a LoggedModel and a version in the model registry.
 
-`mlflow.transformers.save_model` would load the model, ask the hub for a card and import what
-transformers merely knows of; the few files that make a directory an MLflow model are written here
-instead, so that `mlflow.transformers.load_model` and `mlflow.pyfunc.load_model` take it like any
-other.
+`mlflow.transformers.save_model` would load the model, ask the hub for a card and import libraries
+that transformers merely supports. Instead, this module writes the few files that make a directory
+an MLflow model. `mlflow.transformers.load_model` and `mlflow.pyfunc.load_model` load it like any
+other model.
 """
 
 import json
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 MODEL_TYPE = "transformers"
 ALIAS = "candidate"
-"""What the newest publication of a model is called."""
+"""Alias of the newest published version of a model."""
 DIGEST_TAG = "export_digest"
 MODEL_TAG = "logged_model_id"
 REPORT_FILES = ("parity.json", "sample.txt")
-"""Files of an export, beside `model/`, that become artifacts of the run."""
+"""Files of an export, in addition to `model/`, that become artifacts of the run."""
 
 _CONFIGS = ("config.json", "generation_config.json")
 _NO_TOKENIZER = (".safetensors", ".safetensors.index.json", ".md")
-"""Endings of the other files of `model/`; which ones a tokenizer has differs between its
-classes."""
+"""Endings of files in `model/` that are not the tokenizer's; the names of a tokenizer's files
+differ between its classes."""
 _REQUIREMENTS = ("mlflow", "torch", "transformers")
 
 
@@ -55,25 +55,26 @@ def publish_model(
 ) -> dict[str, str]:
     """Register an export as a version of model `name`, alias `candidate`.
 
-    The same export again gives the same one.
+    Publishing the same export again returns the same version.
 
     Args:
-        tracking: the store.
+        tracking: MLflow store.
         run_id: MLflow run of the pretraining; the gate's report, the sample and the pictures become
             its artifacts.
-        export_directory: holds model/ (a transformers directory), parity.json and sample.txt.
-        name: in the registry.
-        digest: identity of the export's content.
-        iteration: of the exported checkpoint.
-        metrics: of the exported model; logged as `export/<name>`.
+        export_directory: directory with model/ (a transformers directory), parity.json and
+            sample.txt.
+        name: name in the registry.
+        digest: digest of the export's content.
+        iteration: iteration of the exported checkpoint.
+        metrics: metrics of the exported model, logged as `export/<name>`.
         tags: lineage, such as the keys of the stages.
         pictures: PNG files of the run.
 
     Returns:
-        model_name, version, uri, model_id, run_id and digest: what `published_exists` takes.
+        model_name, version, uri, model_id, run_id and digest: the receipt for `published_exists`.
 
     Raises:
-        TrackingError: MLflow did not take it.
+        TrackingError: MLflow did not accept it.
         ConversionError: the export lacks a file.
     """
     _check_export(export_directory)
@@ -108,7 +109,7 @@ def publish_model(
 
 
 def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
-    """Whether the registry still has the version that `publish_model` reported, with its files.
+    """Return True if the registry still has the published version of a receipt, with its files.
 
     Raises TrackingError when the store does not answer.
     """
@@ -130,8 +131,8 @@ def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
 
 
 def _check_export(directory: Path) -> None:
-    needed = [*(directory / name for name in REPORT_FILES), directory / "model" / "config.json"]
-    missing = [path for path in needed if not path.is_file()]
+    required = [*(directory / name for name in REPORT_FILES), directory / "model" / "config.json"]
+    missing = [path for path in required if not path.is_file()]
     if missing:
         raise ConversionError(
             f"{missing[0]} is missing: delete {directory} to export the model again"
@@ -146,21 +147,21 @@ def _ensure_model(
     iteration: int,
     tags: Mapping[str, str],
 ) -> "LoggedModel":
-    """The LoggedModel of this export with all its files.
+    """Return the LoggedModel of this export with all its files.
 
-    An upload that was cut short is done again.
+    An interrupted upload is repeated.
     """
     from mlflow.entities import LoggedModelOutput
 
-    found = tracking.client.search_logged_models(
+    models = tracking.client.search_logged_models(
         [tracking.experiment_id],
         f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{DIGEST_TAG} = "
         f"'{tags[DIGEST_TAG]}'",
         max_results=1,
     )
     model = (
-        found[0]
-        if found
+        models[0]
+        if models
         else tracking.client.create_logged_model(
             tracking.experiment_id,
             name=name.replace(".", "-"),
@@ -190,7 +191,7 @@ def _has_files(tracking: Tracking, model_id: str) -> bool:
 def _ensure_version(
     tracking: Tracking, run_id: str, model: "LoggedModel", name: str, tags: Mapping[str, str]
 ) -> "ModelVersion":
-    """The registered version of this LoggedModel, made if absent."""
+    """Return the registered version of this LoggedModel, creating it if absent."""
     from mlflow.exceptions import MlflowException
 
     client = tracking.client
@@ -203,7 +204,7 @@ def _ensure_version(
         if version.tags.get(MODEL_TAG) == model.model_id:
             return version
     # MLflow's SQL registry looks models:/<id> up in the process's default store and forgets
-    # `model_id`: hence the location as source, and the id as a tag.
+    # `model_id`: therefore the source is the location, and the id is a tag.
     return client.create_model_version(
         name,
         source=model.artifact_location,
@@ -214,24 +215,24 @@ def _ensure_version(
 
 
 def _show_version(tracking: Tracking, model_id: str, version: "ModelVersion") -> None:
-    """Name the version on the LoggedModel's own page.
+    """Record the version on the LoggedModel's page.
 
-    MLflow does so only when a server is in between.
+    MLflow itself does so only when a server is used.
     """
     from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
     entry = {"name": version.name, "version": str(version.version)}
-    known = json.loads(
+    versions = json.loads(
         tracking.client.get_logged_model(model_id).tags.get(MLFLOW_MODEL_VERSIONS, "[]")
     )
-    if all({key: str(item[key]) for key in entry} != entry for item in known):
+    if all({key: str(item[key]) for key in entry} != entry for item in versions):
         tracking.client.set_logged_model_tags(
-            model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([*known, entry])}
+            model_id, {MLFLOW_MODEL_VERSIONS: json.dumps([*versions, entry])}
         )
 
 
 def _upload(tracking: Tracking, model: "LoggedModel", directory: Path) -> None:
-    """The transformers directory as `model/`, its tokenizer as a component, MLmodel last."""
+    """Upload the transformers directory as `model/`, the tokenizer as a component, then MLmodel."""
     client, model_id = tracking.client, model.model_id
     client.log_model_artifacts(model_id, str(directory), "model")
     for path in sorted(directory.iterdir()):
@@ -245,19 +246,19 @@ def _upload(tracking: Tracking, model: "LoggedModel", directory: Path) -> None:
 
 
 def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
-    """The files that make the directory an MLflow model of the transformers flavor."""
+    """Return the files that make the directory an MLflow model of the transformers flavor."""
     from mlflow import pyfunc
     from mlflow.models import Model
     from mlflow.models.signature import ModelSignature
     from mlflow.types import ColSpec, DataType, Schema
 
-    text = Schema([ColSpec(DataType.string)])
+    text_schema = Schema([ColSpec(DataType.string)])
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     description = Model(
         artifact_path=model.artifact_location,
         run_id=model.source_run_id,
         model_id=model.model_id,
-        signature=ModelSignature(inputs=text, outputs=text),
+        signature=ModelSignature(inputs=text_schema, outputs=text_schema),
         model_size_bytes=size,
     )
     task = task_of(directory)
@@ -282,5 +283,5 @@ def _model_files(model: "LoggedModel", directory: Path) -> dict[str, str]:
 
 
 def _public_version(package: str) -> str:
-    """A version without its local part (`+cpu`), which package indexes do not know."""
+    """Return a version without its local part (`+cpu`), which package indexes do not have."""
     return metadata.version(package).partition("+")[0]

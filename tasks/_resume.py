@@ -1,4 +1,4 @@
-"""What a run goes on from, compared with its configuration before anything starts."""
+"""Checks before a start: the checkpoint to resume from, and other runs of the same name."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +12,19 @@ from megacore.artifact.manifest import file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, read_state, verify
 from megacore.config import RunConfig
-from megacore.config.difference import Change, changes_of, check_resume, described
+from megacore.config.difference import Change, check_resume, compare_configurations, described
 from megacore.errors import CheckpointError, ConfigError
 
 _SHOWN = 8
-"""Changes that a hint names."""
+"""Most changes that a hint lists."""
 
 
 def resumed_digest(config: RunConfig) -> str | None:
-    """Identity of the checkpoint of another run that this one goes on from.
+    """Return the digest of the other run's checkpoint that this run continues from.
 
-    None where there is none.
+    None without such a checkpoint.
 
-    Raises ConfigError when it is not there.
+    Raises ConfigError if the checkpoint does not exist.
     """
     if config.resume.checkpoint is None:
         return None
@@ -38,9 +38,9 @@ def resumed_digest(config: RunConfig) -> str | None:
 
 
 def check_resumed(config: RunConfig) -> None:
-    """Show what differs from the checkpoint's configuration.
+    """Log the differences to the checkpoint's configuration.
 
-    Refuse to go on from it with what was not allowed.
+    Refuse to continue from it if a change was not allowed.
 
     Raises ConfigError, CheckpointError.
     """
@@ -51,60 +51,63 @@ def check_resumed(config: RunConfig) -> None:
         return
     path = Path(str(config.resume.checkpoint))
     verify(path, "quick")
-    before = read_state(path).get(CONFIG_KEY)
-    if before is None:
+    saved_config = read_state(path).get(CONFIG_KEY)
+    if saved_config is None:
         raise ConfigError(
-            f"resume.checkpoint is {path}, which holds no configuration, as those do that a "
-            "training wrote: begin with its weights by train.pretrained_checkpoint"
+            f"resume.checkpoint is {path}, which holds no configuration, unlike those that a "
+            "training wrote: begin with its weights through train.pretrained_checkpoint"
         )
-    changes = changes_of(before, config, another_run=True)
-    get_run_logger().info("going on from %s; changed since: %s", path, described(changes))
+    changes = compare_configurations(saved_config, config, another_run=True)
+    get_run_logger().info("resuming from %s; changed since: %s", path, described(changes))
     check_resume(changes, config.resume.override, str(path))
-    there = read_spec(path)
-    check_same_model(path, there, ModelSpec.of(config, there.vocab_size))
+    spec = read_spec(path)
+    check_same_model(path, spec, ModelSpec.of(config, spec.vocab_size))
 
 
-def tell_of_other_runs(config: RunConfig) -> None:
-    """Say, where a run is new, that another of its name stands in the workspace.
+def warn_of_other_runs(config: RunConfig) -> None:
+    """Warn about a new run if the workspace has another run with the same name.
 
-    Say in what they differ, and how to go on.
-
-    A changed value that a training's result depends on makes another run: whoever wanted to go on
-    would start all over.
+    The warning lists the differences and explains how to continue the other run. A changed value
+    that affects the result of a training makes a new run: without the warning, a user who meant to
+    resume would start from the beginning.
     """
     if config.resume.checkpoint is not None:
         return
     newest: tuple[float, Path, list[Change], str | None] | None = None
-    for job, before in _runs_of_name(config.name):
-        keyed = [change for change in changes_of(before, config, another_run=True) if change.keyed]
-        begun = before.get("resume", {}).get("checkpoint")
-        if not keyed and begun is None:
-            return  # this very run
+    for job, saved_config in _runs_of_name(config.name):
+        keyed = [
+            change
+            for change in compare_configurations(saved_config, config, another_run=True)
+            if change.keyed
+        ]
+        origin = saved_config.get("resume", {}).get("checkpoint")
+        if not keyed and origin is None:
+            return  # the same run
         checkpoint = max(complete_checkpoints(job.parent / CHECKPOINTS_NAME), default=None)
         if checkpoint is not None and (newest is None or job.stat().st_mtime > newest[0]):
-            newest = (job.stat().st_mtime, checkpoint, keyed, begun)
+            newest = (job.stat().st_mtime, checkpoint, keyed, origin)
     if newest is not None:
-        get_run_logger().warning("this is a new run: %s", _how_to_go_on(config, *newest[1:]))
+        get_run_logger().warning("this is a new run: %s", _resume_advice(config, *newest[1:]))
 
 
-def _how_to_go_on(
-    config: RunConfig, checkpoint: Path, keyed: list[Change], begun: str | None
+def _resume_advice(
+    config: RunConfig, checkpoint: Path, keyed: list[Change], origin: str | None
 ) -> str:
-    """What there is of another run, which began at the checkpoint `begun`, if at one."""
+    """Return how to continue another run, which itself began at checkpoint `origin`, if at one."""
     if not keyed:
         return (
-            f"the last one of the same name went on from {begun}; to go on with it, set "
+            f"the last one of the same name resumed from {origin}; to continue it, set "
             "resume.checkpoint to that"
         )
-    shown = described(keyed[:_SHOWN]) + (
+    differences = described(keyed[:_SHOWN]) + (
         f" and {len(keyed) - _SHOWN} more" if len(keyed) > _SHOWN else ""
     )
-    differs = f"it differs from the last one of the same name ({shown})"
+    differs = f"it differs from the last one of the same name ({differences})"
     if not _has_this_model(checkpoint, config):
         return f"{differs}, whose checkpoints are of another model"
     names = ", ".join(dict.fromkeys(change.to_allow for change in keyed))
     return (
-        f"{differs}; to go on from that one, set resume.checkpoint to {checkpoint} and "
+        f"{differs}; to resume from that one, set resume.checkpoint to {checkpoint} and "
         f"resume.override to [{names}]"
     )
 
@@ -114,19 +117,19 @@ def _has_this_model(checkpoint: Path, config: RunConfig) -> bool:
     from megacore.config.spec import ModelSpec
 
     try:
-        there = read_spec(checkpoint)
-        check_same_model(checkpoint, there, ModelSpec.of(config, there.vocab_size))
+        spec = read_spec(checkpoint)
+        check_same_model(checkpoint, spec, ModelSpec.of(config, spec.vocab_size))
     except CheckpointError:
         return False
     return True
 
 
 def _runs_of_name(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The job file and the configuration of each run of this name."""
+    """Yield the job file and the configuration of each run with this name."""
     for job in Workspace.of().folder("train").glob("*/run.json"):
         try:
-            before = read_json(job)["config"]
-            if before["name"] == name:
-                yield job, before
+            saved_config = read_json(job)["config"]
+            if saved_config["name"] == name:
+                yield job, saved_config
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # the run's own business
+            continue  # an unreadable job file is reported by its own run

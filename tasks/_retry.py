@@ -1,4 +1,4 @@
-"""Retries of a training: counted as long as no new checkpoint comes, and never more than those."""
+"""Retries of a training: only failures in a row without a new checkpoint are limited."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,44 +14,49 @@ from megacore.artifact.files import read_record, write_json
 from megacore.errors import MegacoreError, PreemptedError, RankLostError
 
 FAILURES_FILE = "failures.json"
-"""In the run directory: the failures in a row of the task run that trains there."""
+"""Name of the file in the run directory that counts the failures in a row of the current task
+run."""
 RETRIED = (RankLostError, PreemptedError)
-"""What may pass: ranks that were lost, with their machine or without, that stalled, or that a
-signal ended."""
+"""Errors that a retry may fix: lost ranks, with or without their host, stalled ranks, and ranks
+that a signal ended."""
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Failed attempts of one task run since it last had a new checkpoint.
+    """Failed attempts of one task run since its last new checkpoint.
 
-    An attempt that saved one is the first.
+    The first of them is the attempt that saved the checkpoint.
     """
 
     task_run: str
     count: int
     iteration: int
-    """Of the newest complete checkpoint after the last of them; 0 without one."""
+    """Iteration of the newest complete checkpoint after the last failure; 0 without one."""
 
     @classmethod
     def read(cls, directory: Path, task_run: str) -> "Failures":
-        """Those of `task_run` in a run directory.
+        """Read the failures of `task_run` from a run directory.
 
-        None where it has noted none yet, whatever other task runs did.
+        Return zero failures if it has recorded none yet; those of other task runs do not count.
         """
-        noted = read_record(directory / FAILURES_FILE, cls)
-        return noted if noted is not None and noted.task_run == task_run else cls(task_run, 0, 0)
+        recorded = read_record(directory / FAILURES_FILE, cls)
+        return (
+            recorded
+            if recorded is not None and recorded.task_run == task_run
+            else cls(task_run, 0, 0)
+        )
 
     def after(self, before: int, now: int) -> "Failures":
-        """With one more failure, of an attempt that led from checkpoint `before` to `now`."""
+        """Return the failures with one more, of an attempt from checkpoint `before` to `now`."""
         return Failures(self.task_run, 1 if now > before else self.count + 1, now)
 
     def write(self, directory: Path) -> None:
-        """Note them. Raises OSError."""
+        """Write the failures to the run directory. Raises OSError."""
         write_json(directory / FAILURES_FILE, asdict(self))
 
 
 def newest_iteration(run_directory: Path) -> int:
-    """Iteration of the newest complete checkpoint, 0 without one."""
+    """Return the iteration of the newest complete checkpoint, 0 without one."""
     from megacore.checkpoint.format import complete_checkpoints
 
     markers = complete_checkpoints(run_directory / "checkpoints").values()
@@ -60,15 +65,15 @@ def newest_iteration(run_directory: Path) -> int:
 
 @contextmanager
 def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterator[None]:
-    """Note in the run directory how the attempt in the body failed, and say what follows from it.
+    """Count the failure of the attempt in the body, and log whether it is retried.
 
     Args:
-        run_directory: of the training.
+        run_directory: directory of the training.
         task_run: id of the task run, the same in all its attempts.
-        retries: how often it is tried again without a new checkpoint.
+        retries: most retries without a new checkpoint.
 
     Raises:
-        MegacoreError: what the body raised; the last one says how many retries brought no new
+        MegacoreError: error of the body; the last one states how many retries brought no new
             checkpoint.
     """
     before = newest_iteration(run_directory)
@@ -81,8 +86,8 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
         try:
             failures.write(run_directory)
         except (OSError, MegacoreError) as unwritable:
-            # What cannot be counted must not be repeated without end: the condition finds no
-            # record.
+            # A failure that cannot be counted must not be retried forever: without a record, the
+            # condition refuses a retry.
             (run_directory / FAILURES_FILE).unlink(missing_ok=True)
             get_run_logger().warning(
                 "the failure cannot be counted (%s), so it is not retried", unwritable
@@ -90,7 +95,7 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
             raise error from None
         if failures.count <= retries:
             get_run_logger().warning(
-                "%s: %s; retry %d of at most %d in a row without progress goes on %s",
+                "%s: %s; retry %d of at most %d in a row without progress %s",
                 type(error).__name__,
                 error,
                 failures.count,
@@ -102,31 +107,31 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
             raise
         raise type(error)(
             f"{error}; given up after {failures.count} attempts without progress, which is "
-            f"launch.retries = {retries} and the first: the same command goes on "
+            f"launch.retries = {retries} and the first: the same command "
             f"{_place(failures.iteration)}"
         ) from error
 
 
-def training_may_pass(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Prefect's retry condition of a pretraining.
+def pretraining_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
+    """Return True if a failed pretraining is retried: Prefect's retry condition.
 
-    The run directory's account of the attempts so far decides it.
+    The failures recorded in the run directory decide.
     """
     from tasks.train import run_directory
 
-    return may_pass(
+    return retry_condition(
         task_run,
         state,
         lambda inputs: run_directory(inputs["config"], inputs["tokens"], inputs["tokenizer"]),
     )
 
 
-def may_pass(
+def retry_condition(
     task_run: Any, state: State[Any], directory_of: Callable[[Mapping[str, Any]], Path]
 ) -> bool:
-    """Whether a training that failed is tried once more.
+    """Return True if a failed training is retried.
 
-    `directory_of` its task's inputs is its run directory.
+    `directory_of` returns the run directory for the inputs of the training's task.
     """
     error = state.result(raise_on_failure=False)
     context = TaskRunContext.get()
@@ -138,4 +143,4 @@ def may_pass(
 
 
 def _place(iteration: int) -> str:
-    return f"from iteration {iteration}" if iteration else "from the beginning"
+    return f"resumes from iteration {iteration}" if iteration else "starts from the beginning"

@@ -1,4 +1,4 @@
-"""What decides the tokens of a corpus: shared by the stages that write them whole and in shards."""
+"""Key and options of a corpus's tokens, shared by the stages that write them whole or in shards."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def tokenize_key(
     config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None
 ) -> StageKey:
-    """The key of one source's token files; they do not depend on how the work was divided."""
+    """Return the key of one source's token files, which does not depend on the use of shards."""
     from megacore.tokenizer.tokenize import VERSION
 
     resolved = {"shuffle_seed": config.seed if config.data.shuffle_documents else None}
@@ -27,7 +27,7 @@ def tokenize_key(
 
 
 def tokenize_options(config: RunConfig, punkt: Artifact | None) -> "TokenizeOptions":
-    """What decides the tokens beside corpus and tokenizer."""
+    """Return the options that determine the tokens, in addition to corpus and tokenizer."""
     from megacore.tokenizer.tokenize import TokenizeOptions
 
     data = config.data

@@ -1,4 +1,4 @@
-"""Stage `convert`: the best checkpoint as a transformers model that was proven equal to ours."""
+"""Stage `convert`: export of the best checkpoint as a transformers model with the same outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def convert_key(
     tokenizer: Artifact,
     index: Artifact,
 ) -> StageKey:
-    """The key of the exported model."""
+    """Return the key of the exported model."""
     parameters = key_parameters(config, "convert", {"checkpoint": evaluation.counts["best"]})
     return StageKey.of(
         "convert",
@@ -43,7 +43,7 @@ def convert(
     tokenizer: Artifact,
     index: Artifact,
 ) -> StageResult:
-    """Export the checkpoint with the lowest validation loss; a failing gate fails the stage."""
+    """Export the checkpoint with the lowest validation loss; the stage fails if the gate fails."""
     key = convert_key(config, trained, evaluation, tokens, tokenizer, index)
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def convert(
         best = evaluation.counts["best"]
         job = ConvertJob(
             **job_of(
-                # One rank holds the whole model, whatever layout trained it and whatever GPUs there
-                # are.
+                # One rank has the whole model, independent of the training's layout and of the
+                # host's GPUs.
                 config,
                 trained.directory,
                 tokens,

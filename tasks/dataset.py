@@ -1,4 +1,4 @@
-"""Stage `dataset`: the rows that a fine-tuning learns from and is measured with, as they come."""
+"""Stage `dataset`: raw rows on which a fine-tuned model is trained and evaluated."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from tasks._cache import StageResult, build, stage_task
 
 
 def dataset_key(config: FinetuneConfig) -> StageKey:
-    """The key of the rows: what their source holds.
+    """Return the key of the rows, determined by the content of their source.
 
-    Raises DataFormatError for a source that is not there.
+    Raises DataFormatError for a source that does not exist.
     """
     from megacore.finetune.dataset import DATASET_VERSION, dataset_fingerprint
 

@@ -1,4 +1,4 @@
-"""Stages `collect` and `punkt`: documents from a source, and what divides them into sentences."""
+"""Stages `collect` and `punkt`: documents of a source, and a model that splits sentences."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tasks._cache import StageResult, build, stage_task
 
 
 def collect_key(config: RunConfig, source: Source) -> StageKey:
-    """The key of a corpus: what its source holds."""
+    """Return the key of a corpus, determined by the content of its source."""
     from megacore.corpus.collect import VERSION, fingerprint
 
     return StageKey.of("collect", VERSION, fingerprint(source))
@@ -37,14 +37,14 @@ def download(config: RunConfig, source: Source) -> StageResult:
 
 
 def needs_punkt(config: RunConfig) -> bool:
-    """Whether sentences are divided by a model that must be downloaded."""
+    """Return True if sentences are split by a model that must be downloaded."""
     data = config.data
-    text = not all(map(holds_tokens, data.sources))
-    return text and data.split_sentences and data.sentence_splitter == "punkt"
+    has_text = not all(map(holds_tokens, data.sources))
+    return has_text and data.split_sentences and data.sentence_splitter == "punkt"
 
 
 def punkt_key(config: RunConfig) -> StageKey:
-    """The key of a language's Punkt model."""
+    """Return the key of a language's Punkt model."""
     from megacore.tokenizer.sentences import VERSION
 
     return StageKey.of("punkt", VERSION, key_parameters(config, "punkt"))

@@ -20,7 +20,7 @@ REPORT = "evaluation.json"
 def evaluate_key(
     config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> StageKey:
-    """The key of the perplexities."""
+    """Return the key of the perplexities."""
     parameters = key_parameters(config, "evaluate")
     return StageKey.of(
         "evaluate", stages.EVALUATE_VERSION, parameters, trained=trained, index=index
@@ -31,7 +31,7 @@ def evaluate_key(
 def evaluate(
     config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> StageResult:
-    """Score each checkpoint, and a unigram model on the same tokens for comparison."""
+    """Compute each checkpoint's perplexity, and that of a unigram model on the same tokens."""
     key = evaluate_key(config, trained, tokens, tokenizer, index)
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def evaluate(
 
 
 def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) -> dict[str, Any]:
-    """Write the report by iteration; the counts name the best checkpoint, by validation loss."""
+    """Write the report by iteration; return counts with the best checkpoint by validation loss."""
     rows = [{"checkpoint": Path(path).name, **score} for path, score in scores.items()]
     rows.sort(key=lambda row: row["iteration"])
     best = min(rows, key=lambda row: row["valid_loss"])
@@ -75,13 +75,13 @@ def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) 
 
 
 def read_evaluation(artifact: Artifact) -> dict[str, Any]:
-    """The report of an evaluation: `checkpoints` (a row each) and `unigram`."""
+    """Read the report of an evaluation: `checkpoints` (one row each) and `unigram`."""
     report: dict[str, Any] = read_json(artifact.directory / REPORT)
     return report
 
 
 def fresh_scratch(run_directory: Path, name: str) -> Path:
-    """An empty directory for the job file, log and exit reasons of one artifact's stage."""
+    """Create an empty directory for the job file, log and exit reasons of one artifact's stage."""
     scratch = run_directory / "jobs" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -89,14 +89,14 @@ def fresh_scratch(run_directory: Path, name: str) -> Path:
 
 
 def log_tail(path: Path) -> LogTail:
-    """Stream a job's log into the task's."""
+    """Return a reader that streams a job's log into the task's log."""
     from prefect import get_run_logger
 
     return LogTail(path, get_run_logger().info)
 
 
 def evaluation_summary(evaluation: Artifact) -> str:
-    """The perplexities of each checkpoint as a markdown table."""
+    """Return the perplexities of each checkpoint as a markdown table."""
     report = read_evaluation(evaluation)
     lines = ["| checkpoint, best first | validation PPL | test PPL |", "| --- | ---: | ---: |"]
     lines += [

@@ -1,4 +1,4 @@
-"""Stage `examples`: a fine-tuning's tokenized samples, proven to fit its task and model."""
+"""Stage `examples`: tokenized samples of a fine-tuning, checked against its task and model."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from tasks._cache import StageResult, build, stage_task
 
 
 def examples_key(config: FinetuneConfig, pretrained: Artifact, dataset: Artifact) -> StageKey:
-    """The key of the samples: rows, tokenizer, and what is learned."""
+    """Return the key of the samples: rows, tokenizer, and task options."""
     from megacore.finetune.examples import EXAMPLES_VERSION
 
     parameters = key_parameters(config, "examples")
@@ -21,7 +21,7 @@ def examples_key(config: FinetuneConfig, pretrained: Artifact, dataset: Artifact
 
 @stage_task("examples", examples_key)
 def examples(config: FinetuneConfig, pretrained: Artifact, dataset: Artifact) -> StageResult:
-    """Tokenize the rows; what a rank could not use is refused here."""
+    """Tokenize the rows; refuse rows that a rank could not use."""
     from megacore.finetune.examples import build_examples
 
     def fill(directory: Path) -> dict[str, Any]:

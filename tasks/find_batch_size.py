@@ -1,6 +1,6 @@
 """Stage `find-batch-size`: the largest micro batch of each distribution.
 
-One epoch at that size is run for each, and they stand side by side.
+One epoch is run at that size for each distribution, and a table compares them.
 """
 
 import os
@@ -42,15 +42,16 @@ from tasks._pipeline import StageRunner
 STAGE: Final = "find-batch-size"
 REPORT = "report.json"
 RUNS = "runs"
-"""Folder of an artifact with the logs of each probe and the events of the epoch."""
+"""Name of the artifact's folder with the logs of each probe and the events of the epoch."""
 _PACKAGES = ("torch", "accelerate", "transformers", "deepspeed")
-"""Whose versions shape memory and time."""
+"""Packages whose versions affect memory and time."""
 _FIXED = {"train.micro_batch_size": 1, "train.num_epochs": 1, "train.max_steps": None}
-"""What the search sets by itself: of the size that it looks for nothing is in the key."""
+"""Values that the search sets itself, so that the key does not depend on the configured micro
+batch."""
 
 
 def check_find_batch_size(config: FinetuneConfig) -> None:
-    """Refuse, before anything runs, a method or a limit that this machine has not.
+    """Refuse, before anything runs, a method or a limit that this host does not support.
 
     Raises ConfigError.
     """
@@ -60,9 +61,9 @@ def check_find_batch_size(config: FinetuneConfig) -> None:
 def find_batch_size_key(
     config: FinetuneConfig, method: Distribution, pretrained: Artifact, examples: Artifact
 ) -> StageKey:
-    """The key of one method's row.
+    """Return the key of one method's row.
 
-    Everything that memory, time and metrics depend on, and the machine.
+    It covers the host and all values that affect memory, time and metrics.
     """
     hardware = Hardware.detect()
     ranks, threads = resolve_ranks(config, hardware)
@@ -87,7 +88,10 @@ def find_batch_size_key(
 
 
 def _gigabytes(hardware: Hardware) -> list[int]:
-    """Main memory and that of each GPU, rounded: the kernel's own share differs between starts."""
+    """Return host memory and memory of each GPU in GB.
+
+    They are rounded because the kernel's own share differs between boots.
+    """
     return [
         round(count / 1e9) for count in (hardware.memory, *(gpu.memory for gpu in hardware.gpus))
     ]
@@ -108,8 +112,8 @@ def find_batch_size(
     key = find_batch_size_key(config, method, pretrained, examples)
 
     def fill(directory: Path) -> dict[str, Any]:
-        # It stays after a failure, whose message names a log in it, until the next build or
-        # `megacore clean`.
+        # After a failure, whose message names a log in this directory, it stays until the next
+        # build or `megacore clean`.
         scratch = Workspace.of().folder(STAGE) / f"{key.key}.tmp-runs"
         with workspace_errors(scratch):
             shutil.rmtree(scratch, ignore_errors=True)
@@ -133,7 +137,7 @@ def find_batch_size(
 
 
 class _Watcher:
-    """Tells the task's log what each probe found, and what ranks write meanwhile."""
+    """Logger of each probe's outcome and of the ranks' output."""
 
     def __init__(self, method: str) -> None:
         self._method = method
@@ -157,7 +161,7 @@ class _Watcher:
 
 
 def counts_of(report: dict[str, Any]) -> dict[str, Any]:
-    """What the artifact says of itself."""
+    """Return the counts of the artifact."""
     epoch = report["epoch"]
     times = (
         {}
@@ -168,7 +172,7 @@ def counts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_report(artifact: Artifact) -> dict[str, Any]:
-    """One method's row, as `compare` returned it."""
+    """Read one method's row, as returned by `compare`."""
     report: dict[str, Any] = read_json(artifact.directory / REPORT)
     return report
 
@@ -176,9 +180,9 @@ def read_report(artifact: Artifact) -> dict[str, Any]:
 def find_batch_sizes(
     pipeline: StageRunner[FinetuneConfig], pretrained: Artifact, examples: Artifact
 ) -> str:
-    """Compare the methods of `find_batch_size.methods`, a stage for each.
+    """Compare the methods of `find_batch_size.methods`, one stage for each.
 
-    Returns the table and its advice as markdown.
+    Returns the table and its notes as markdown.
     """
     methods = pipeline.config.find_batch_size.methods
     stages = [pipeline.stage(find_batch_size, method, pretrained, examples) for method in methods]

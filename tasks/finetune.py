@@ -1,4 +1,4 @@
-"""Stage `finetune`: training with Accelerate under supervision, resumed where it stopped."""
+"""Stage `finetune`: supervised fine-tuning with Accelerate, resumed from its last checkpoint."""
 
 import shutil
 import time
@@ -21,26 +21,28 @@ from megacore.hardware import Hardware
 from megacore.jobs.finetune import FinetuneJob
 from megacore.ranks import finetune_stages
 from megacore.ranks.stages import attempt_log, next_attempt
-from tasks._attempt import reported_end
+from tasks._attempt import report_end
 from tasks._cache import StageResult, artifact_directory, artifact_problem, stage_task
 from tasks._doctor import check_hosts
 from tasks._forward import EVENTS_FILE, Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._mlflow import RunFacts, Tracking
 from tasks._parent import parent_of
-from tasks._retry import counted_failures, may_pass
+from tasks._retry import counted_failures, retry_condition
 
 RESULT_FILE = "result.json"
-"""In the run directory, written last by the ranks: metrics before and after, and which model is the
-best."""
+"""Name of the file in the run directory that the ranks write last: metrics before and after, and
+the best model."""
 SEALED = "best/**/*"
-"""The manifest lists the files of the best model: checkpoints are for going on alone."""
+"""Pattern of the files in the manifest: those of the best model. Checkpoints serve only to
+resume."""
 
 
 def finetune_key(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageKey:
-    """Identity of the run and of its result.
+    """Return the key of the run and of its result.
 
-    What divides the work belongs to it, as checkpoints do not outlive that.
+    It includes how the work is divided, such as the number of ranks, because checkpoints cannot be
+    resumed with another division.
 
     Raises ParallelLayoutError, ConfigError.
     """
@@ -60,22 +62,25 @@ def finetune_key(config: FinetuneConfig, pretrained: Artifact, examples: Artifac
 
 
 def run_directory(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> Path:
-    """`finetuned/<key>`."""
+    """Return the run directory `finetuned/<key>`."""
     return artifact_directory(finetune_key(config, pretrained, examples))
 
 
-def finetuning_may_pass(task: Any, task_run: Any, state: State[Any]) -> bool:
-    """Prefect's retry condition, decided by what the run directory says of the attempts so far."""
+def finetuning_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
+    """Return True if a failed fine-tuning is retried: Prefect's retry condition.
+
+    The failures recorded in the run directory decide.
+    """
 
     def directory_of(inputs: Mapping[str, Any]) -> Path:
         return run_directory(inputs["config"], inputs["pretrained"], inputs["examples"])
 
-    return may_pass(task_run, state, directory_of)
+    return retry_condition(task_run, state, directory_of)
 
 
-@stage_task("finetune", finetune_key, may_pass=finetuning_may_pass)
+@stage_task("finetune", finetune_key, retry_condition=finetuning_may_retry)
 def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> StageResult:
-    """Train; a retry goes on from the last complete checkpoint.
+    """Fine-tune the model; a retry resumes from the last complete checkpoint.
 
     It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a
     new checkpoint.
@@ -107,7 +112,7 @@ def _run(
     forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, examples))
     events = directory / EVENTS_FILE
     monitor = TrainingMonitor(attempt_log(job), events, None, forwarder, label="fine-tuning")
-    with reported_end(tracking, forwarder, events, job.attempt), monitor:
+    with report_end(tracking, forwarder, events, job.attempt), monitor:
         finetune_stages.finetune(job, monitor.poll)
         monitor.poll()
     seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)
@@ -116,7 +121,7 @@ def _run(
 def make_job(
     config: FinetuneConfig, directory: Path, pretrained: Artifact, examples: Artifact
 ) -> FinetuneJob:
-    """The job file of this run's next attempt. Raises ParallelLayoutError, ConfigError."""
+    """Build the job file of this run's next attempt. Raises ParallelLayoutError, ConfigError."""
     ranks, threads = resolve_ranks(config, Hardware.detect())
     return FinetuneJob(
         config=config,
@@ -131,7 +136,7 @@ def make_job(
 
 
 def run_facts(config: FinetuneConfig, key: str, examples: Artifact) -> RunFacts:
-    """What MLflow records of a run beside its configuration: samples, and initial model."""
+    """Return the facts that MLflow records next to the configuration: samples and initial model."""
     return RunFacts(
         key=key,
         datasets={"training": examples},
@@ -143,7 +148,7 @@ def run_facts(config: FinetuneConfig, key: str, examples: Artifact) -> RunFacts:
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """What the ranks wrote at the end. Raises CheckpointError."""
+    """Read the result that the ranks wrote at the end. Raises CheckpointError."""
     path = directory / RESULT_FILE
     try:
         result: dict[str, Any] = read_json(path)
@@ -155,7 +160,7 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 
 def result_counts(directory: Path) -> dict[str, Any]:
-    """What the manifest says of a fine-tuning."""
+    """Return the counts of a fine-tuning for its manifest."""
     result = read_result(directory)
     names = ("iterations", "epochs", "best", "best_iteration", "metric", "value")
     measured = ("metrics", "test_metrics", "start_metrics")

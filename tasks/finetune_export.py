@@ -1,6 +1,6 @@
 """Stage `finetune-export`: the best model as a transformers directory.
 
-It scores as it did in training.
+Its scores must equal those in training.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from tasks.finetune import make_job
 def export_key(
     config: FinetuneConfig, finetuned: Artifact, pretrained: Artifact, examples: Artifact
 ) -> StageKey:
-    """The key of the exported model, whose card names its parent."""
+    """Return the key of the exported model, including the parent that its card names."""
     resolved = {"best": finetuned.counts["best"], "parent": parent_of(config).tags()}
     parameters = key_parameters(config, "finetune-export", resolved)
     return StageKey.of(
@@ -38,7 +38,7 @@ def export_key(
 def finetune_export(
     config: FinetuneConfig, finetuned: Artifact, pretrained: Artifact, examples: Artifact
 ) -> StageResult:
-    """Export the best model; a failing gate fails the stage."""
+    """Export the best model; the stage fails if the gate fails."""
     key = export_key(config, finetuned, pretrained, examples)
 
     def fill(directory: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def finetune_export(
 
 
 def _plain(report: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and names of the gate's report."""
+    """Return the numbers and names of the gate's report."""
     return {name: value for name, value in report.items() if isinstance(value, (int, float, str))}
 
 

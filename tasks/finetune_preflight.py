@@ -1,4 +1,4 @@
-"""Before a fine-tuning: is it possible here, what is cached, what will it cost."""
+"""Checks before a fine-tuning: feasibility on this host, cached stages and expected cost."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
 from megacore.artifact.files import read_json
-from megacore.cluster.start import check_launcher, shown_commands
+from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
 from megacore.errors import ConfigError, MegacoreError
@@ -34,11 +34,11 @@ from tasks.preflight import CONF_DIR
 from tasks.pretrained import pretrained_key
 
 _PACKAGES = ("accelerate", "transformers", "datasets")
-"""Of the extra `finetune`, each needed by every fine-tuning."""
+"""Packages of the extra `finetune` that every fine-tuning needs."""
 
 
 def load_checked_finetuning(conf: str, overrides: Mapping[str, Any] | None) -> FinetuneConfig:
-    """Load `conf`, apply `overrides`, and refuse what cannot work here.
+    """Load `conf`, apply `overrides`, and refuse a configuration that cannot work here.
 
     A registered model is pinned to its version.
 
@@ -55,12 +55,12 @@ def _load(conf: str, overrides: Mapping[str, Any] | None) -> FinetuneConfig:
     config = load_finetune_config(conf, overrides, conf_dir=CONF_DIR / "finetune")
     Workspace.of()
     config = pinned(config)
-    parent_directory(config)  # refuses a path that is none
+    parent_directory(config)  # refuses an invalid path
     return config
 
 
 def check_here(config: FinetuneConfig) -> None:
-    """Refuse what this machine lacks: libraries, launchers, GPUs.
+    """Refuse a configuration for which this host lacks libraries, launchers or GPUs.
 
     Raises ConfigError, ParallelLayoutError, LaunchError.
     """
@@ -71,14 +71,14 @@ def check_here(config: FinetuneConfig) -> None:
                 "megacore[finetune]"
             )
     launch, hardware = config.launch, Hardware.detect()
-    asking = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
-    needed = launch.distributed.startswith("zero") or launch.kind == "deepspeed"
-    if needed and importlib.util.find_spec("deepspeed") is None:
-        value = launch.kind if asking == "launch.kind" else launch.distributed
+    option = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
+    uses_deepspeed = launch.distributed.startswith("zero") or launch.kind == "deepspeed"
+    if uses_deepspeed and importlib.util.find_spec("deepspeed") is None:
+        value = launch.kind if option == "launch.kind" else launch.distributed
         raise ConfigError(
-            f"{asking} is {value}, which needs deepspeed, and that is not installed: pip install "
-            f"megacore[deepspeed], or set {asking} to "
-            f"{'torchrun' if asking == 'launch.kind' else 'ddp'}"
+            f"{option} is {value}, which needs deepspeed, and that is not installed: pip install "
+            f"megacore[deepspeed], or set {option} to "
+            f"{'torchrun' if option == 'launch.kind' else 'ddp'}"
         )
     check_launcher(launch)
     resolve_ranks(config, hardware)
@@ -98,7 +98,7 @@ def check_here(config: FinetuneConfig) -> None:
 
 
 def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> str:
-    """What the training is expected to take, in one line.
+    """Estimate the cost of the training, in one line.
 
     Raises ConfigError where CPUs would need more than CPU_DAYS_LIMIT days and launch.allow_cpu is
     false.
@@ -114,13 +114,13 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
         hardware, hardware.resolve_precision(train.precision), ranks, threads
     )
     days = passes * parameters * tokens / rate / SECONDS_PER_DAY
-    where = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
+    kind = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
     cost = (
-        f"{parameters / 1e6:.1f} M parameters on {ranks} {where}: {schedule.total_steps} steps, "
+        f"{parameters / 1e6:.1f} M parameters on {ranks} {kind}: {schedule.total_steps} steps, "
         f"about {_duration(days)} at an assumed {rate / 1e12:.3g} TFLOP/s"
     )
-    seen = launch_is_here(config)
-    if seen and not hardware.gpus and days > CPU_DAYS_LIMIT and not config.launch.allow_cpu:
+    runs_here = launch_is_here(config)
+    if runs_here and not hardware.gpus and days > CPU_DAYS_LIMIT and not config.launch.allow_cpu:
         raise ConfigError(
             f"{config.name} is sized for GPUs and this machine has none: its CPUs would need about "
             f"{_duration(days)} for {schedule.total_steps} steps of {parameters / 1e6:.0f} M "
@@ -131,14 +131,14 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
 
 
 def launch_is_here(config: FinetuneConfig) -> bool:
-    """Whether this machine, and not one that a scheduler gives, does the work."""
+    """Return True if this host does the work, not a host that a scheduler assigns."""
     return config.launch.kind not in ("slurm", "kubernetes")
 
 
 def parameter_count(directory: Path) -> int:
-    """Numbers in the weights of a transformers directory.
+    """Count the parameters in the weights of a transformers directory.
 
-    Without weights, those of the layers that its shape means.
+    Without weights, estimate them from the shape in its configuration.
     """
     files = sorted(directory.glob("*.safetensors"))
     if files:
@@ -157,7 +157,7 @@ def parameter_count(directory: Path) -> int:
 
 
 def _numbers(path: Path) -> int:
-    """Of one safetensors file, whose header says the shape of each tensor."""
+    """Count the parameters in a safetensors file, whose header has the shape of each tensor."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -167,7 +167,7 @@ def _numbers(path: Path) -> int:
 
 
 def planned_stages(methods: Sequence[Distribution] = ()) -> list[PlannedStage]:
-    """The stages of `finetune`, in order; with `methods`, those that compare them."""
+    """Return the stages of `finetune` in order; with `methods`, those that compare the methods."""
     inputs = [
         PlannedStage("pretrained", pretrained_key),
         PlannedStage("dataset", dataset_key),
@@ -198,16 +198,14 @@ def planned_stages(methods: Sequence[Distribution] = ()) -> list[PlannedStage]:
 def finetune_dry_run(
     conf: str, overrides: Mapping[str, Any] | None, *, find_batch_size: bool = False
 ) -> None:
-    """Print (and store) each stage's key, whether it is cached, and what would be started.
+    """Print (and store) each stage's key and state and the start commands; run nothing.
 
-    Run nothing.
-
-    A key is unknown until its inputs exist. What the machine cannot do is shown too, then raised.
+    A key is unknown until its inputs exist. An error of the checks is shown too, then raised.
 
     Args:
-        conf: as the flow has it.
-        overrides: likewise.
-        find_batch_size: whether the comparison of distributions is meant, and not the training.
+        conf: name or path of the configuration, as in the flow.
+        overrides: dotted overrides, as in the flow.
+        find_batch_size: True to plan the comparison of distributions instead of the training.
     """
     config = _load(conf, overrides)
     refusal: MegacoreError | None = None
@@ -217,41 +215,41 @@ def finetune_dry_run(
             check_find_batch_size(config)
     except MegacoreError as error:
         refusal = error
-    known: dict[str, Artifact] = {}
+    artifacts: dict[str, Artifact] = {}
     methods = config.find_batch_size.methods if find_batch_size else ()
-    rows = [planned_row(planned, config, known) for planned in planned_stages(methods)]
+    rows = [planned_row(planned, config, artifacts) for planned in planned_stages(methods)]
     cost = _processes(config) if refusal is None else str(refusal)
     if find_batch_size and refusal is None:
         cost = f"{', '.join(methods)} are compared, with {cost.partition(' with ')[0]}"
-    elif refusal is None and {"pretrained", "examples"} <= known.keys():
+    elif refusal is None and {"pretrained", "examples"} <= artifacts.keys():
         try:
-            cost = check_cost(config, known["pretrained"], known["examples"])
+            cost = check_cost(config, artifacts["pretrained"], artifacts["examples"])
         except MegacoreError as error:
             refusal, cost = error, str(error)
-    what = "find-batch-size" if find_batch_size else "fine-tuning"
-    commands = (lambda: []) if find_batch_size else (lambda: _commands(config, known))
-    show_plan(config.name, rows, f"{what}: {cost}", refusal, commands)
+    action = "find-batch-size" if find_batch_size else "fine-tuning"
+    commands = (lambda: []) if find_batch_size else (lambda: _commands(config, artifacts))
+    show_plan(config.name, rows, f"{action}: {cost}", refusal, commands)
 
 
 def _processes(config: FinetuneConfig) -> str:
     hardware = Hardware.detect()
     ranks, threads = resolve_ranks(config, hardware)
-    where = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
-    each = "" if hardware.gpus else f" x {threads} threads"
+    kind = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
+    threads_text = "" if hardware.gpus else f" x {threads} threads"
     precision = hardware.resolve_precision(config.train.precision)
-    return f"{ranks} {where}{each} with {config.launch.distributed} in {precision}"
+    return f"{ranks} {kind}{threads_text} with {config.launch.distributed} in {precision}"
 
 
-def _commands(config: FinetuneConfig, known: Mapping[str, Artifact]) -> list[str]:
-    """What would start the ranks; the run's key is left open while its inputs are not there."""
+def _commands(config: FinetuneConfig, artifacts: Mapping[str, Artifact]) -> list[str]:
+    """Return the commands that start the ranks; without its inputs, the run's key is `<key>`."""
     directory = Workspace.of().folder("finetune") / "<key>"
-    if {"pretrained", "examples"} <= known.keys():
-        directory = run_directory(config, known["pretrained"], known["examples"])
+    if {"pretrained", "examples"} <= artifacts.keys():
+        directory = run_directory(config, artifacts["pretrained"], artifacts["examples"])
     ranks, threads = resolve_ranks(config, Hardware.detect())
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
     return [
         "launch:",
-        *shown_commands(config.launch, "megacore.ranks.finetune", job, directory / "run.json"),
+        *dry_run_commands(config.launch, "megacore.ranks.finetune", job, directory / "run.json"),
     ]
 
 

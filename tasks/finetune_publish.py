@@ -1,6 +1,6 @@
 """Stage `finetune-publish`: the run, its checkpoints and the fine-tuned model in MLflow.
 
-The model is its parent's child.
+The model is tagged with its parent.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def publish_key(
     finetuned: Artifact,
     exported: Artifact,
 ) -> StageKey:
-    """The key of a publication: what is published, under which name, as whose child."""
+    """Return the key of a publication: its inputs, the registered name and the parent."""
     resolved = {"registered_model": config.registered_model, "parent": parent_of(config).tags()}
     parameters = key_parameters(config, "finetune-publish", resolved)
     return StageKey.of(
@@ -47,9 +47,9 @@ def publish_key(
 
 
 def publication_problem(config: FinetuneConfig, *inputs: Artifact, **named: Artifact) -> str | None:
-    """Why the model must be published (again).
+    """Return why the model must be published (again).
 
-    None when the registry still has what the receipt says.
+    None if the registry still has the version named in the receipt.
     """
     return receipt_problem(config, publish_key(config, *inputs, **named))
 
@@ -62,7 +62,7 @@ def finetune_publish(
     finetuned: Artifact,
     exported: Artifact,
 ) -> StageResult:
-    """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
+    """Send the missing parts of the run to MLflow; register the exported model as `candidate`."""
     directory, counts = finetuned.directory, finetuned.counts
 
     def send(tracking: Tracking, run_id: str) -> dict[str, str]:
@@ -95,9 +95,9 @@ def finetune_publish(
 def outcome(
     config: FinetuneConfig, finetuned: Artifact, exported: Artifact, published: Artifact
 ) -> str:
-    """The markdown at the end.
+    """Return the final markdown of the flow.
 
-    Each metric before and after, which epoch was best, and where things are.
+    It shows each metric before and after, the best epoch, and the locations of the results.
     """
     counts, parent = finetuned.counts, parent_of(config)
     name = counts["metric"]
@@ -126,26 +126,26 @@ def outcome(
             f"{counts['best_iteration']} of {counts['iterations']}."
         ),
         "",
-        f"- begun with: {_begun_with(config, parent)}",
+        f"- begun with: {_initial_model_link(config, parent)}",
         *places(tracking_of(config), finetuned.directory, exported.directory, published.directory),
     ]
     return "\n".join(lines)
 
 
 def _best_epoch(counts: dict[str, Any]) -> float:
-    """Passes over the training split behind the best model."""
+    """Return the number of passes over the training split up to the best model."""
     return round(float(counts["epochs"] * counts["best_iteration"] / counts["iterations"]), 2)
 
 
-def _begun_with(config: FinetuneConfig, parent: Parent) -> str:
-    """The parent, linked to the run that trained it where a server shows that."""
-    text = (
+def _initial_model_link(config: FinetuneConfig, parent: Parent) -> str:
+    """Return the parent as markdown, linked to its training run if a server shows it."""
+    description = (
         f"`{parent.model}`" if parent.name is None else f"`models:/{parent.name}/{parent.version}`"
     )
     if config.model.random_weights:
-        text = f"random weights, shape and tokenizer of {text}"
+        description = f"random weights, shape and tokenizer of {description}"
     if parent.run_id is None:
-        return text
+        return description
     tracking = tracking_of(config)
     server = shown_by(tracking)
     run = (
@@ -153,4 +153,4 @@ def _begun_with(config: FinetuneConfig, parent: Parent) -> str:
         if server is None
         else f"[{parent.run_id}]({run_url(tracking, server, parent.run_id)})"
     )
-    return f"{text} of MLflow run {run}"
+    return f"{description} of MLflow run {run}"

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from megacore.data.index_maps import IndexOptions, Mixture
 
 SAMPLES_OF = {"masked_lm": "bert", "span_corruption": "t5"}
-"""Sections of `data` that one family's samples are made by: another's keys do not have them."""
+"""Sections of `data` that determine the samples of a single family; keys of other families leave
+them out."""
 
 
-def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
-    """Samples of the train and validation split.
+def requested_samples(config: RunConfig) -> tuple[int, int, None]:
+    """Return the number of samples of the train and validation split.
 
-    The test split is one epoch of each source, whatever its size.
+    The test split is one epoch of each source, so its number is None.
     """
     train = config.train
     return (
@@ -32,12 +33,12 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, None]:
 
 
 def index_split(config: RunConfig) -> str | None:
-    """Weights by which each data set is divided; None where each belongs to one split whole."""
+    """Return the weights that divide each data set; None if each belongs to a single split."""
     return None if config.data.split_blends is not None else config.data.split_weights
 
 
 def index_options(config: RunConfig) -> "IndexOptions":
-    """What decides the maps beside the tokens and the wanted samples."""
+    """Return the options that determine the maps, in addition to tokens and number of samples."""
     from megacore.data.build import sentence_options
     from megacore.data.index_maps import IndexOptions
 
@@ -55,7 +56,7 @@ def index_options(config: RunConfig) -> "IndexOptions":
 
 
 def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
-    """What each split draws from, with its weights."""
+    """Return the data sets of each split, with their weights."""
     from megacore.data.index_maps import Member, Mixture
 
     data = config.data
@@ -73,7 +74,7 @@ def mixture(config: RunConfig, tokens: Artifact) -> "Mixture":
 
 
 def resolved_samples(config: RunConfig) -> dict[str, Any]:
-    """Return what decides a run's samples beside plain values of the configuration."""
+    """Return the values that determine a run's samples, besides plain configuration values."""
     data = config.data
     resolved: dict[str, Any] = {"split": index_split(config)}
     if config.family == "bert":
@@ -94,20 +95,20 @@ def without_other_families(config: RunConfig, samples: dict[str, Any]) -> dict[s
 
 
 def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[float]]:
-    """(number among the sources, weight) of each member."""
+    """Return (number among the sources, weight) of each member."""
     return [[config.data.sources.index(member.source), member.weight] for member in blend]
 
 
 def index_key(config: RunConfig, tokens: Artifact) -> StageKey:
-    """The key of the maps.
+    """Return the key of the maps.
 
-    What decides them, so that more iterations within an epoch change nothing.
+    It contains the plan of the maps, so more iterations within an epoch do not change it.
     """
     from megacore.data.index_maps import VERSION, index_plan
     from megacore.data.sentence_maps import sentence_plan
 
     plan_of = index_plan if config.family == "gpt" else sentence_plan
-    plan = plan_of(mixture(config, tokens), index_options(config), wanted_samples(config))
+    plan = plan_of(mixture(config, tokens), index_options(config), requested_samples(config))
     parameters = key_parameters(config, "index", resolved_samples(config) | {"plan": plan})
     return StageKey.of("index", VERSION, without_other_families(config, parameters), tokens=tokens)
 
@@ -122,7 +123,7 @@ def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
 
     def fill(directory: Path) -> dict[str, Any]:
         return build_maps(
-            mixture(config, tokens), directory, index_options(config), wanted_samples(config)
+            mixture(config, tokens), directory, index_options(config), requested_samples(config)
         )
 
     return build(config, index_key(config, tokens), fill)

@@ -1,4 +1,4 @@
-"""Before anything runs: is the configuration possible here, what is cached, what will it cost."""
+"""Checks before a pretraining: feasibility on this host, cached stages and expected cost."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
-from megacore.cluster.start import check_launcher, shown_commands
+from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config import RunConfig, load_config
 from megacore.convert.counterparts import exportable
 from megacore.errors import MegacoreError
@@ -18,7 +18,7 @@ from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
 from tasks._pipeline import numbered
 from tasks._plan import PlannedStage, planned_row, show_plan
-from tasks._resume import check_resumed, tell_of_other_runs
+from tasks._resume import check_resumed, warn_of_other_runs
 from tasks._tokens import tokenize_key
 from tasks.convert import convert_key
 from tasks.download import collect_key, needs_punkt, punkt_key
@@ -35,7 +35,7 @@ CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 def load_checked_config(
     conf: str, overrides: Mapping[str, Any] | None, *, trains: bool = True
 ) -> RunConfig:
-    """Load `conf`, apply `overrides`, and refuse what cannot work on this machine.
+    """Load `conf`, apply `overrides`, and refuse a configuration that cannot work on this host.
 
     Raises ConfigError, ParallelLayoutError, WorkspaceError, LaunchError or ConversionError before
     any stage starts.
@@ -44,12 +44,12 @@ def load_checked_config(
     Workspace.of()
     if trains:
         get_run_logger().info("preflight: %s", check_machine(config))
-        tell_of_other_runs(config)
+        warn_of_other_runs(config)
     return config
 
 
 def check_machine(config: RunConfig) -> str:
-    """Memory per rank and days of a training here, in one sentence.
+    """Check the configuration on this host; return its memory per rank and days in one sentence.
 
     Raises ConfigError, ParallelLayoutError, LaunchError or ConversionError when it cannot work.
     """
@@ -64,7 +64,7 @@ def check_machine(config: RunConfig) -> str:
 
 
 def planned_stages(config: RunConfig) -> list[PlannedStage]:
-    """The stages of `pretrain` for this configuration, in order."""
+    """Return the stages of `pretrain` for this configuration, in order."""
     sources = config.data.sources
     several = len(sources) > 1
     corpora = tuple(numbered("collect", number) for number in range(len(sources)))
@@ -74,8 +74,8 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
     data = (tokens, "tokenizer", "index")
     return [
         *(
-            PlannedStage(name, partial(collect_key, source=one))
-            for name, one in zip(corpora, sources, strict=True)
+            PlannedStage(name, partial(collect_key, source=source))
+            for name, source in zip(corpora, sources, strict=True)
         ),
         PlannedStage("tokenizer", tokenizer_key, (corpora,)),
         *([PlannedStage("punkt", punkt_key)] if punkt else []),
@@ -103,11 +103,9 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
 
 
 def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
-    """Print (and store) each stage's key, whether it is cached, and what the training would cost.
+    """Print (and store) each stage's key and state and the cost of the training; run nothing.
 
-    Run nothing.
-
-    A key is unknown until its inputs exist. What the machine cannot do is shown too, then raised.
+    A key is unknown until its inputs exist. An error of the checks is shown too, then raised.
     """
     config = load_checked_config(conf, overrides, trains=False)
     refusal: MegacoreError | None = None
@@ -115,32 +113,32 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
         cost = check_machine(config)
     except MegacoreError as error:
         refusal, cost = error, str(error)
-    known: dict[str, Artifact] = {}
-    rows = [planned_row(planned, config, known) for planned in planned_stages(config)]
+    artifacts: dict[str, Artifact] = {}
+    rows = [planned_row(planned, config, artifacts) for planned in planned_stages(config)]
     show_plan(
-        config.name, rows, f"training: {cost}", refusal, lambda: launch_commands(config, known)
+        config.name, rows, f"training: {cost}", refusal, lambda: launch_commands(config, artifacts)
     )
 
 
-def launch_commands(config: RunConfig, known: Mapping[str, Artifact]) -> list[str]:
-    """What would start the training on each host.
+def launch_commands(config: RunConfig, artifacts: Mapping[str, Artifact]) -> list[str]:
+    """Return the commands that start the training on each host.
 
-    The run's key is left open while its inputs are not there.
+    If its inputs do not exist yet, the run's key is `<key>`.
     """
-    tokens = known.get("blend" if len(config.data.sources) > 1 else "tokenize")
+    tokens = artifacts.get("blend" if len(config.data.sources) > 1 else "tokenize")
     directory = Workspace.of().folder("train") / "<key>"
-    if tokens is not None and "tokenizer" in known:
-        directory = run_directory(config, tokens, known["tokenizer"])
+    if tokens is not None and "tokenizer" in artifacts:
+        directory = run_directory(config, tokens, artifacts["tokenizer"])
     ranks, threads = resolve_launch(config, Hardware.detect())
     job = RankJob(exit_directory=str(directory / "exit"), ranks=ranks, threads_per_rank=threads)
     return [
         "launch:",
-        *shown_commands(config.launch, "megacore.ranks.pretrain", job, directory / "run.json"),
+        *dry_run_commands(config.launch, "megacore.ranks.pretrain", job, directory / "run.json"),
     ]
 
 
 def _run_directory(
     config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> Path:
-    """Where a training lies: not under its key, which train_iters is part of."""
+    """Return a training's directory, which is not its key's: the key depends on train_iters."""
     return run_directory(config, tokens, tokenizer)

@@ -1,4 +1,4 @@
-"""Stage `pretrained`: the model that a fine-tuning begins with, in the workspace."""
+"""Stage `pretrained`: a copy of a fine-tuning's initial model in the workspace."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from tasks._parent import note_parent, parent_directory, parent_of
 
 
 def pretrained_key(config: FinetuneConfig) -> StageKey:
-    """The key of a model: the content of its files, whatever names it.
+    """Return the key of a model, determined by the content of its files, not by its name.
 
-    Of the hub its name and revision.
+    For a model of the hub, its name and revision determine the key.
 
-    Raises ConfigError for a model that is not there, TrackingError.
+    Raises ConfigError for a model that does not exist, and TrackingError.
     """
     from megacore.finetune.pretrained import PRETRAINED_VERSION, pretrained_digests
 
@@ -27,8 +27,8 @@ def pretrained_key(config: FinetuneConfig) -> StageKey:
         if local is None
         else {"files": pretrained_digests(local, weights=not model.random_weights)}
     )
-    # Said in any case: a directory without weights has the same files either way, and is refused
-    # where they are wanted.
+    # Always in the key: a directory without weights has the same files either way, but is refused
+    # if weights are required.
     parameters = key_parameters(
         config, "pretrained", content | {"weights": not model.random_weights}
     )
@@ -37,7 +37,7 @@ def pretrained_key(config: FinetuneConfig) -> StageKey:
 
 @stage_task("pretrained", pretrained_key)
 def pretrained(config: FinetuneConfig) -> StageResult:
-    """Collect the files of `model.path`, and note where they come from."""
+    """Collect the files of `model.path`, and record their origin."""
     from megacore.finetune.pretrained import collect_pretrained
 
     key = pretrained_key(config)

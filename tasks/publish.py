@@ -30,7 +30,7 @@ METRICS = (
     "valid_nsp_loss",
     "test_nsp_loss",
 )
-"""Of the exported model: its perplexities, and of BERT's binary head the losses."""
+"""Metrics of the exported model: its perplexities, and the losses of BERT's binary head."""
 
 
 def publish_key(
@@ -42,7 +42,7 @@ def publish_key(
     tokenizer: Artifact,
     index: Artifact,
 ) -> StageKey:
-    """The key of a publication: what is published, and under which name."""
+    """Return the key of a publication: its inputs and the registered name."""
     parameters = key_parameters(config, "publish", {"registered_model": config.registered_model})
     return StageKey.of(
         "publish",
@@ -56,9 +56,9 @@ def publish_key(
 
 
 def publication_problem(config: RunConfig, *inputs: Artifact, **named: Artifact) -> str | None:
-    """Why the model must be published (again).
+    """Return why the model must be published (again).
 
-    None when the registry still has what the receipt says.
+    None if the registry still has the version named in the receipt.
     """
     return receipt_problem(config, publish_key(config, *inputs, **named))
 
@@ -73,7 +73,7 @@ def publish(
     tokenizer: Artifact,
     index: Artifact,
 ) -> StageResult:
-    """Send what MLflow lacks of the run, and register the exported model as `candidate`."""
+    """Send the missing parts of the run to MLflow; register the exported model as `candidate`."""
     key = publish_key(config, trained, evaluation, export, tokens, tokenizer, index)
     return build_publication(
         config,
@@ -125,12 +125,12 @@ def _send(
 
 
 def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
-    """The pictures of the documents' lengths from the tokenize stage, numbered if several."""
+    """Copy the plots of document lengths from the tokenize stages, numbered if several."""
     from tasks._plots import LENGTHS_FILE
 
-    drawn = [Path(prefix).with_name(LENGTHS_FILE) for prefix in token_prefixes(tokens.directory)]
+    pictures = [Path(prefix).with_name(LENGTHS_FILE) for prefix in token_prefixes(tokens.directory)]
     copies = []
-    for number, picture in enumerate(drawn):
+    for number, picture in enumerate(pictures):
         if picture.exists():
             stem = numbered(picture.stem, number).replace(" ", "-")
             copies.append(Path(shutil.copy(picture, scratch / f"{stem}{picture.suffix}")))
@@ -144,9 +144,9 @@ def outcome(
     export: Artifact,
     published: Artifact,
 ) -> str:
-    """The markdown at the end.
+    """Return the final markdown of the flow.
 
-    Perplexities, a sample of what the model writes, and where things are.
+    It shows perplexities, a text that the model generated, and the locations of the results.
     """
     counts = evaluation.counts
     get_run_logger().info(

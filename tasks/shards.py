@@ -1,6 +1,6 @@
 """Stage `tokenize-shard`: a large corpus in parts, merged into one pair of files.
 
-Each part is a task of its own.
+Each part is a separate task.
 """
 
 import os
@@ -35,12 +35,16 @@ def shard_key(
     punkt: Artifact | None,
     shard: "tuple[Segment, ...]",
 ) -> StageKey:
-    """The key of one shard: as of the whole, with the parts of the corpus's files that it reads."""
-    whole = tokenize_key(config, corpus, tokenizer, punkt)
+    """Return the key of one shard: the corpus's key with the file segments that the shard reads."""
+    corpus_key = tokenize_key(config, corpus, tokenizer, punkt)
     parts = [[os.path.relpath(part.path, corpus.path), part.start, part.stop] for part in shard]
-    # All of the whole's parameters: no other whole shares its shards, which are deleted with it.
+    # All parameters of the corpus's key: its shards are deleted after the merge, so no other
+    # artifact may share them.
     return StageKey(
-        "tokenize-shard", whole.version, whole.parameters | {"segments": parts}, whole.inputs
+        "tokenize-shard",
+        corpus_key.version,
+        corpus_key.parameters | {"segments": parts},
+        corpus_key.inputs,
     )
 
 
@@ -68,14 +72,14 @@ def tokenize_shard(
 
 
 def needs_shards(config: RunConfig, corpus: Artifact) -> bool:
-    """Whether the corpus is text, and more of it than `data.shard_mb`."""
+    """Return True if the corpus is text and larger than `data.shard_mb`."""
     from megacore.corpus.documents import read_sources
 
     limit = config.data.shard_mb
     if limit is None or corpus.counts["bytes"] <= limit * MB:
         return False
-    found = read_sources(corpus.directory)
-    return found is None or found[0]["kind"] != "prefix"
+    sources = read_sources(corpus.directory)
+    return sources is None or sources[0]["kind"] != "prefix"
 
 
 def tokenize_in_shards(
@@ -84,14 +88,12 @@ def tokenize_in_shards(
     tokenizer: Artifact,
     punkt: Artifact | None,
     directory: Path,
-    done: list[Artifact],
+    shards: list[Artifact],
 ) -> dict[str, Any]:
-    """Run a task for each shard where `data.shard_runner` says.
+    """Run a task for each shard on `data.shard_runner`, and merge the results into `directory`.
 
-    What they wrote is merged into `directory`.
-
-    The artifacts of the shards are added to `done`. When shards fail, the others are finished
-    first: the next run takes them as they are. Raises the first failed shard's error.
+    The artifacts of the shards are added to `shards`. When shards fail, the others are finished
+    first, and the next run reuses them. Raises the first failed shard's error.
     """
     from megacore.corpus.segments import divide, segments
     from megacore.tokenizer.tokenize import merge_shards
@@ -112,17 +114,17 @@ def tokenize_in_shards(
     failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if failures:
         raise failures[0]
-    done += [outcome.artifact for outcome in outcomes if isinstance(outcome, StageResult)]
+    shards += [outcome.artifact for outcome in outcomes if isinstance(outcome, StageResult)]
     options = tokenize_options(config, punkt)
     return dict(
-        merge_shards([shard.directory for shard in done], directory, tokenizer.directory, options)
+        merge_shards([shard.directory for shard in shards], directory, tokenizer.directory, options)
     )
 
 
 def _outcome(
     future: PrefectFuture[StageResult], number: int, count: int
 ) -> StageResult | Exception:
-    """What the shard's task returned or raised; a worker's death is told as such."""
+    """Return the result or the exception of a shard's task; a dead worker is a WorkerLostError."""
     try:
         return future.result()
     except Exception as error:
@@ -139,11 +141,11 @@ def _outcome(
 
 
 def shard_runner(data: DataConfig) -> "TaskRunner[Any]":
-    """Where shards are tokenized. Raises ConfigError when it is Dask and that is not installed."""
+    """Return the runner of the shards. Raises ConfigError if it is Dask but not installed."""
     if data.shard_runner == "threads":
         return ThreadPoolTaskRunner(max_workers=data.shard_workers)
     if data.shard_runner == "processes":
-        # A pool's processes would outlive a flow that is killed.
+        # Without this initializer, the pool's processes would outlive a killed flow.
         return ProcessPoolTaskRunner(max_workers=data.shard_workers, initializer=die_with_parent)
     try:
         from prefect_dask import DaskTaskRunner
@@ -164,14 +166,14 @@ def shard_runner(data: DataConfig) -> "TaskRunner[Any]":
 
 
 def discard(shards: Sequence[Artifact]) -> None:
-    """Delete the shards of a merged whole."""
+    """Delete the shards of a merged corpus."""
     for shard in shards:
         with lock(shard.directory):
             remove_tree(shard.directory)
 
 
 def _threads(data: DataConfig) -> int | None:
-    """Threads of one shard: on this machine those that run beside it share the cores."""
+    """Return the threads of one shard: concurrent shards on this host share its cores."""
     if data.workers is not None or data.dask_address is not None:
         return data.workers
     return max(1, len(os.sched_getaffinity(0)) // data.shard_workers)

@@ -1,4 +1,4 @@
-"""Stages `tokenizer`, `tokenize` and `blend`: a vocabulary, then each corpus as tokens on disk."""
+"""Stages `tokenizer`, `tokenize` and `blend`: a vocabulary, then each corpus as token files."""
 
 import base64
 from pathlib import Path
@@ -16,7 +16,7 @@ from tasks.shards import discard, needs_shards, tokenize_in_shards
 
 
 def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
-    """The key of the tokenizer; only one that is trained depends on the corpora."""
+    """Return the key of the tokenizer, which depends on the corpora only if it is trained."""
     from megacore.tokenizer.build import VERSION, fingerprint
 
     parameters = fingerprint(config.data.tokenizer)
@@ -27,7 +27,7 @@ def tokenizer_key(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageKey:
 
 @stage_task("tokenizer", tokenizer_key)
 def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageResult:
-    """Train the tokenizer on all corpora, or take the given vocabulary."""
+    """Train the tokenizer on all corpora, or use the given vocabulary."""
     from megacore.config.spec import SpecialTokens
     from megacore.tokenizer.build import build_tokenizer
     from megacore.tokenizer.vocabulary import check_roles
@@ -47,7 +47,7 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
 def tokenize(
     config: RunConfig, corpus: Artifact, tokenizer: Artifact, punkt: Artifact | None = None
 ) -> StageResult:
-    """Write a corpus as `.bin`/`.idx`; beyond `data.shard_mb` as shards, which are merged."""
+    """Write a corpus as `.bin`/`.idx`; a corpus over `data.shard_mb` is merged from shards."""
     from megacore.tokenizer.tokenize import tokenize_corpus
 
     options = tokenize_options(config, punkt)
@@ -68,38 +68,41 @@ def tokenize(
 
 
 def _show_lengths(config: RunConfig, tokens: Artifact) -> None:
-    """Draw how long the documents are, beside the tokens, and show it with the task run.
+    """Plot the lengths of the documents next to the tokens, and show the plot with the task run.
 
-    The picture is no part of the artifact: its bytes depend on who draws it.
+    The plot is no part of the artifact, because its bytes depend on the plotting library.
     """
     from megacore.token_files.indexed_dataset import IndexedDataset
     from tasks._plots import LENGTHS_FILE, length_histogram
 
     (prefix,) = token_prefixes(tokens.directory)
     picture = tokens.directory / LENGTHS_FILE
-    what = "sentence" if config.data.split_sentences else "document"
-    length_histogram(IndexedDataset(prefix).lengths, picture, f"{config.name}: tokens per {what}")
+    unit = "sentence" if config.data.split_sentences else "document"
+    length_histogram(IndexedDataset(prefix).lengths, picture, f"{config.name}: tokens per {unit}")
     encoded = base64.b64encode(picture.read_bytes()).decode("ascii")
-    # As markdown: Prefect shows an image artifact's whole address below it, and this address is the
-    # image.
+    # Stored as markdown, because Prefect prints an image artifact's address below it, and this
+    # address contains the whole image.
     create_markdown_artifact(
-        f"![tokens per {what}](data:image/png;base64,{encoded})\n",
+        f"![tokens per {unit}](data:image/png;base64,{encoded})\n",
         key="token-lengths",
-        description=f"tokens per {what} of {tokens.key}",
+        description=f"tokens per {unit} of {tokens.key}",
     )
 
 
 def blend_key(config: RunConfig, members: tuple[Artifact, ...]) -> StageKey:
-    """The key of several sources' token files taken together; weights belong to the index maps."""
+    """Return the key of the joined token files of several sources, independent of their weights.
+
+    The weights belong to the index maps.
+    """
     from megacore.token_files.indexed_dataset import BLEND_VERSION
 
-    inputs = {f"member_{number}": one for number, one in enumerate(members)}
+    inputs = {f"member_{number}": member for number, member in enumerate(members)}
     return StageKey.of("blend", BLEND_VERSION, key_parameters(config, "blend"), **inputs)
 
 
 @stage_task("blend", blend_key)
 def blend(config: RunConfig, members: tuple[Artifact, ...]) -> StageResult:
-    """Name the token files of all sources in one place."""
+    """Collect the token files of all sources under one artifact."""
     from megacore.token_files.indexed_dataset import write_members
 
     key = blend_key(config, members)

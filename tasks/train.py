@@ -1,4 +1,4 @@
-"""Stage `train`: distributed pretraining under supervision, resumed where it stopped."""
+"""Stage `train`: supervised distributed pretraining, resumed from its last checkpoint."""
 
 import shutil
 import time
@@ -21,23 +21,23 @@ from megacore.errors import ConfigError, MegacoreError
 from megacore.jobs.run import TrainJob
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
-from tasks._attempt import reported_end
+from tasks._attempt import report_end
 from tasks._cache import StageResult, artifact_problem, stage_task
 from tasks._doctor import check_hosts
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._mlflow import RunFacts, Tracking
 from tasks._resume import resumed_digest
-from tasks._retry import counted_failures, training_may_pass
+from tasks._retry import counted_failures, pretraining_may_retry
 from tasks.index import resolved_samples, without_other_families
 
 SEALED = "checkpoints/*/complete.json"
-"""A training's manifest lists the completion markers: each holds the hashes of its checkpoint's
-files."""
+"""Pattern of the files in a training's manifest: the completion markers, each of which contains the
+digests of its checkpoint's files."""
 
 
 def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKey:
-    """Identity of the run: it leaves out what may change on resume, train_iters among it."""
+    """Return the key of the run, without values that may change on resume, such as train_iters."""
     from megacore.hardware import Hardware
 
     resolved: dict[str, Any] = {
@@ -55,9 +55,9 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
 
 
 def pretrained_digest(config: RunConfig) -> str | None:
-    """Identity of the weights that the run begins with; None where it draws its own.
+    """Return the digest of the initial weights, or None if the run draws its own.
 
-    Raises ConfigError when the checkpoint is not there.
+    Raises ConfigError when the checkpoint does not exist.
     """
     from megacore.checkpoint.format import MARKER_NAME
 
@@ -76,10 +76,8 @@ def pretrained_digest(config: RunConfig) -> str | None:
 def check_pretrained(config: RunConfig) -> None:
     """Refuse, before anything runs, a pretrained checkpoint that is missing or does not fit.
 
-    It does not fit when of another architecture.
-
-    Whether it has the tokenizer's vocabulary is seen when training starts. Raises ConfigError,
-    CheckpointError.
+    A checkpoint of another architecture does not fit. Its vocabulary is compared with the tokenizer
+    when training starts. Raises ConfigError, CheckpointError.
     """
     from megacore.checkpoint.spec import check_same_model, read_spec
     from megacore.config.spec import ModelSpec
@@ -87,14 +85,14 @@ def check_pretrained(config: RunConfig) -> None:
     if pretrained_digest(config) is None:
         return
     path = Path(str(config.train.pretrained_checkpoint))
-    there = read_spec(path)
-    check_same_model(path, there, ModelSpec.of(config, there.vocab_size))
+    spec = read_spec(path)
+    check_same_model(path, spec, ModelSpec.of(config, spec.vocab_size))
 
 
 def train_key(
     config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> StageKey:
-    """Identity of the run trained so far, and of what it passed over on the way."""
+    """Return the key of the run up to train_iters, with the sample ranges that it skips."""
     run = run_key(config, tokens, tokenizer)
     skipped = [[each.start, each.stop - 1] for each in config.train.skipped_ranges]
     parameters = key_parameters(config, "train", {"skip_samples": skipped} if skipped else None)
@@ -102,14 +100,14 @@ def train_key(
 
 
 def run_directory(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> Path:
-    """`runs/<run key>`."""
+    """Return the run directory `runs/<run key>`."""
     return Workspace.of().folder("train") / run_key(config, tokens, tokenizer).key
 
 
 def training_problem(
     config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> str | None:
-    """Why the run must be trained (further), in one clause; None when it is complete."""
+    """Return in one clause why the run must be trained (further); None if it is complete."""
     from megacore.checkpoint.format import verify
 
     directory = run_directory(config, tokens, tokenizer)
@@ -124,9 +122,9 @@ def training_problem(
     return None
 
 
-@stage_task("train", train_key, check=training_problem, may_pass=training_may_pass)
+@stage_task("train", train_key, check=training_problem, retry_condition=pretraining_may_retry)
 def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact) -> StageResult:
-    """Train to `train.train_iters`; a retry goes on from the last complete checkpoint.
+    """Train to `train.train_iters`; a retry resumes from the last complete checkpoint.
 
     It is retried when ranks were lost or a signal stopped them, `launch.retries` times without a
     new checkpoint.
@@ -147,11 +145,11 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
 def _refuse_to_shorten(config: RunConfig, directory: Path) -> None:
     from megacore.checkpoint.format import complete_checkpoints
 
-    wanted = config.train.train_iters
+    target = config.train.train_iters
     for path, marker in complete_checkpoints(directory / "checkpoints").items():
-        if marker.iteration > wanted:
+        if marker.iteration > target:
             raise ConfigError(
-                f"train.train_iters is {wanted}, but {path} is further already: raise it to at "
+                f"train.train_iters is {target}, but {path} is already further: raise it to at "
                 f"least {marker.iteration}, or change the seed to start another run"
             )
 
@@ -166,7 +164,7 @@ def _run(
 ) -> None:
     started = time.monotonic()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
-    _warn_of_another_course(config, directory, index)
+    _warn_of_changed_schedule(config, directory, index)
     job = make_job(config, directory, tokens, tokenizer, index)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
@@ -174,26 +172,26 @@ def _run(
     forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, tokens))
     events = directory / "events.jsonl"
     monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, forwarder)
-    with reported_end(tracking, forwarder, events, job.attempt), monitor:
+    with report_end(tracking, forwarder, events, job.attempt), monitor:
         stages.train(job, monitor.poll)
         monitor.poll()
     remove_stale(directory / "checkpoints")
     seal(directory, key, training_counts(directory, config), time.monotonic() - started, SEALED)
 
 
-def _warn_of_another_course(config: RunConfig, directory: Path, index: Artifact) -> None:
-    """Say when an extended run leaves the course of its first part.
+def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifact) -> None:
+    """Warn if an extended run differs from a run of the new length from the start.
 
-    It then equals no run of this length.
+    Its learning rates or the order of its samples then change at the old end.
     """
     try:
-        before = TrainJob.read(directory / "run.json")
+        previous = TrainJob.read(directory / "run.json")
     except ConfigError:
         return
     log = get_run_logger()
     old, new = (
         {"lr_decay_iters": run.lr_decay_iters, "lr_warmup_iters": run.lr_warmup_iters}
-        for run in (before.config, config)
+        for run in (previous.config, config)
     )
     if old != new:
         log.warning(
@@ -202,26 +200,26 @@ def _warn_of_another_course(config: RunConfig, directory: Path, index: Artifact)
             old,
             new,
         )
-    if before.index_directory != index.path:
+    if previous.index_directory != index.path:
         log.warning(
             "train.train_iters %d needs more epochs of the data than %d did: the samples are drawn "
             "in a new order",
             config.train.train_iters,
-            before.config.train.train_iters,
+            previous.config.train.train_iters,
         )
 
 
 def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:
-    """What MLflow records of a run beside its configuration."""
+    """Return the facts that MLflow records in addition to the configuration."""
     return RunFacts(key=key, datasets={"training": tokens}, tags={"megacore.conf": config.name})
 
 
 def make_job(
     config: RunConfig, directory: Path, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> TrainJob:
-    """The job file of this run's next attempt, on the machines and ranks that take part now.
+    """Build the job file of this run's next attempt, on the hosts and ranks that take part now.
 
-    Raises ParallelLayoutError, and LaunchError when too few machines of an elastic run answer.
+    Raises ParallelLayoutError, and LaunchError when too few hosts of an elastic run answer.
     """
     from megacore.cluster.hosts.elastic import choose_hosts
     from megacore.hardware import Hardware
@@ -246,9 +244,9 @@ def job_of(
     threads: int,
     hosts: Mapping[str, int] | None = None,
 ) -> TrainJob:
-    """A job of this run on `ranks` ranks of `threads` CPU threads each.
+    """Build a job of this run on `ranks` ranks of `threads` CPU threads each.
 
-    It is on `hosts` (None: on this machine).
+    It runs on `hosts`, or on this host if that is None.
     """
     return TrainJob(
         config=config,
@@ -267,7 +265,7 @@ def job_of(
 
 
 def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
-    """What the manifest says of a training: iterations, tokens and the kept checkpoints."""
+    """Return the counts of a training's manifest: iterations, tokens and the kept checkpoints."""
     from megacore.checkpoint.format import complete_checkpoints
 
     checkpoints = [
@@ -289,7 +287,7 @@ def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
 def finished_training(
     config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
 ) -> Artifact:
-    """The training that `pretrain` has finished for this configuration.
+    """Return the training that `pretrain` has finished for this configuration.
 
     Raises ConfigError when there is none.
     """

@@ -1,4 +1,4 @@
-"""Stage `zeroshot`: the best checkpoint on texts that it was not trained for."""
+"""Stage `zeroshot`: scores of the best checkpoint on texts that it was not trained on."""
 
 import time
 from pathlib import Path
@@ -35,14 +35,14 @@ def zeroshot_key(
     tokenizer: Artifact,
     index: Artifact,
 ) -> StageKey:
-    """The key of the scores. Raises ConfigError when a text is not there."""
+    """Return the key of the scores. Raises ConfigError when a text does not exist."""
     resolved = text_digests(config) | {"checkpoint": evaluation.counts["best"]}
     parameters = key_parameters(config, "zeroshot", resolved)
     return StageKey.of("zeroshot", VERSION, parameters, trained=trained, tokenizer=tokenizer)
 
 
 def text_digests(config: RunConfig) -> dict[str, str | None]:
-    """Digest of each text's content, None where it is not wanted.
+    """Return the digest of each text's content, None for a text that is not requested.
 
     Raises ConfigError when one cannot be read.
     """
@@ -68,9 +68,9 @@ def zeroshot(
     tokenizer: Artifact,
     index: Artifact,
 ) -> StageResult:
-    """Score the checkpoint with the lowest validation loss, and tell MLflow.
+    """Score the checkpoint with the lowest validation loss, and log the scores to MLflow.
 
-    A retry tells it what it lacks.
+    A retry logs the scores that MLflow lacks.
     """
     key = zeroshot_key(config, trained, evaluation, tokens, tokenizer, index)
 
@@ -92,9 +92,9 @@ def zeroshot(
 def make_job(
     config: RunConfig, trained: Artifact, evaluation: Artifact, tokenizer: Artifact, scratch: Path
 ) -> ZeroShotJob:
-    """The job on the ranks that train.
+    """Build the job on the ranks that train.
 
-    Pipeline stages become replicas, as a model alone needs little memory.
+    Pipeline stages become replicas, because a model without optimizer state needs little memory.
 
     Raises ParallelLayoutError.
     """
@@ -106,7 +106,7 @@ def make_job(
     return ZeroShotJob(
         source=ModelSource(directory=str(checkpoint), exported=False, spec=read_spec(checkpoint)),
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        # As for perplexities: a GPU computes as in training, and on a CPU fp32 costs little.
+        # Same as for perplexities: GPUs use the training's precision; on a CPU fp32 costs little.
         precision=config.train.precision if hardware.gpus else "fp32",
         batch_size=config.evaluate.micro_batch_size,
         tokenizer_directory=tokenizer.path,
@@ -126,23 +126,23 @@ def _absolute(path: str | None) -> str | None:
 
 
 def metrics_of(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The scores under their names in MLflow."""
-    found = {}
+    """Return the scores by their names in MLflow."""
+    metrics = {}
     if "wikitext" in scores:
-        found = {
+        metrics = {
             "wikitext_ppl": scores["wikitext"]["word_ppl"],
             "wikitext_token_ppl": scores["wikitext"]["token_ppl"],
         }
     if "lambada" in scores:
-        found |= {
+        metrics |= {
             "lambada_accuracy": scores["lambada"]["accuracy"],
             "lambada_ppl": scores["lambada"]["target_ppl"],
         }
-    return found
+    return metrics
 
 
 def _log(config: RunConfig, trained: Artifact, tokens: Artifact, scored: Artifact) -> None:
-    """Give the MLflow run of the training its scores. Raises TrackingError."""
+    """Log the scores to the MLflow run of the training. Raises TrackingError."""
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     forwarder = Forwarder(
         tracking, trained.directory, config, run_facts(config, trained.directory.name, tokens)
@@ -162,30 +162,30 @@ def _log(config: RunConfig, trained: Artifact, tokens: Artifact, scored: Artifac
 
 
 def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
-    """What was measured on each text."""
+    """Read the scores on each text."""
     scores: dict[str, dict[str, Any]] = read_json(artifact.directory / REPORT)
     return scores
 
 
 def zeroshot_summary(scored: Artifact | None) -> str:
-    """The scores as a markdown table; nothing where none were wanted."""
+    """Return the scores as a markdown table, or an empty string without scores."""
     if scored is None:
         return ""
     scores = read_scores(scored)
     lines = ["", f"| zero-shot, {scored.counts['checkpoint']} | |", "| --- | ---: |"]
     if "wikitext" in scores:
-        found = scores["wikitext"]
+        result = scores["wikitext"]
         stride = (
-            f", windows {found['overlapping_eval']} apart"
-            if found["overlapping_eval"] < found["seq_length"]
+            f", windows {result['overlapping_eval']} apart"
+            if result["overlapping_eval"] < result["seq_length"]
             else ""
         )
-        lines.append(f"| WikiText PPL per word{stride} | {found['word_ppl']:,.2f} |")
-        lines.append(f"| WikiText PPL per token{stride} | {found['token_ppl']:,.2f} |")
+        lines.append(f"| WikiText PPL per word{stride} | {result['word_ppl']:,.2f} |")
+        lines.append(f"| WikiText PPL per token{stride} | {result['token_ppl']:,.2f} |")
     if "lambada" in scores:
-        found = scores["lambada"]
+        result = scores["lambada"]
         lines.append(
-            f"| LAMBADA accuracy ({found['correct']:,} of {found['passages']:,}) | "
-            f"{found['accuracy']:.2%} |"
+            f"| LAMBADA accuracy ({result['correct']:,} of {result['passages']:,}) | "
+            f"{result['accuracy']:.2%} |"
         )
     return "\n".join(lines) + "\n"

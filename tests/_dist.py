@@ -1,17 +1,20 @@
 """Run a function on several gloo ranks; a hang, a crash or an exception fails with every rank's
 account of it."""
 
+import contextlib
 import faulthandler
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +71,10 @@ def still_alive() -> None:
         Path(os.environ[HEARTBEAT]).touch()
 
 
-def _start(directory: Path, rank: int, world_size: int) -> "subprocess.Popen[bytes]":
+def _start(directory: Path, rank: int, world_size: int) -> ForkServerProcess:
+    """Fork a rank from the server that has imported torch and megacore already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests._warm"])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {
         **os.environ,
@@ -81,59 +87,58 @@ def _start(directory: Path, rank: int, world_size: int) -> "subprocess.Popen[byt
         HEARTBEAT: str(directory / HEARTBEAT),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    with open(directory / f"output_{rank}", "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, __file__, str(directory)],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = context.Process(target=_run_rank, args=(directory, rank, world_size, environment))
+    process.start()
+    return process
 
 
 def _wait(
-    ranks: list["subprocess.Popen[bytes]"], timeout: float, heartbeat: Path
-) -> "list[subprocess.Popen[bytes]]":
+    ranks: list[ForkServerProcess], timeout: float, heartbeat: Path
+) -> list[ForkServerProcess]:
     """Wait until all have ended, and return those that still run at the deadline or `GRACE` after a
     failure."""
     deadline = time.monotonic() + timeout
     failed, beat = False, 0.0
-    while running := [rank for rank in ranks if rank.poll() is None]:
-        if not failed and any(rank.returncode for rank in ranks):
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        if not failed and any(rank.exitcode for rank in ranks):
             failed, deadline = True, min(deadline, time.monotonic() + GRACE)
         if not failed and heartbeat.exists() and (latest := heartbeat.stat().st_mtime) != beat:
             beat, deadline = latest, time.monotonic() + timeout
         if time.monotonic() > deadline:
             return running
-        time.sleep(_POLL)
+        multiprocessing.connection.wait([rank.sentinel for rank in running], _POLL)
     return []
 
 
-def _dump_stacks(late: "list[subprocess.Popen[bytes]]") -> None:
+def _dump_stacks(late: list[ForkServerProcess]) -> None:
     """Let each rank that still runs write the Python stacks of its threads.
 
     Faulthandler needs no interpreter lock.
     """
     for rank in late:
-        rank.send_signal(signal.SIGUSR1)
+        assert rank.pid is not None
+        os.kill(rank.pid, signal.SIGUSR1)
     if late:
         time.sleep(min(GRACE, 1.0))
 
 
-def _kill(ranks: "list[subprocess.Popen[bytes]]") -> None:
+def _kill(ranks: list[ForkServerProcess]) -> None:
     for rank in ranks:
-        if rank.poll() is None:
-            os.killpg(rank.pid, signal.SIGKILL)
-        rank.wait()
+        if rank.exitcode is None:
+            assert rank.pid is not None
+            with contextlib.suppress(ProcessLookupError):  # before the rank leads a session
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()
+        rank.join()
 
 
 def _raise_failures(
     directory: Path,
-    ranks: "list[subprocess.Popen[bytes]]",
-    late: "list[subprocess.Popen[bytes]]",
+    ranks: list[ForkServerProcess],
+    late: list[ForkServerProcess],
     timeout: float,
 ) -> None:
-    if not any(rank.returncode for rank in ranks):
+    if not any(rank.exitcode for rank in ranks):
         return
     accounts = []
     for number, rank in enumerate(ranks):
@@ -146,9 +151,9 @@ def _raise_failures(
         elif rank in late:
             text = output.read_text(encoding="utf-8", errors="replace")
             accounts.append((time.time(), f"rank {number} was still running:\n{text}"))
-        elif rank.returncode:
+        elif rank.exitcode:
             text = output.read_text(encoding="utf-8", errors="replace")
-            accounts.append((0.0, f"rank {number} died with exit code {rank.returncode}:\n{text}"))
+            accounts.append((0.0, f"rank {number} died with exit code {rank.exitcode}:\n{text}"))
     hang = len(late) == len(ranks)
     title = (
         f"no rank finished within {timeout:g} s"
@@ -158,11 +163,16 @@ def _raise_failures(
     raise DistributedError("\n".join([title, *(text for _, text in sorted(accounts))]))
 
 
-def _run_rank(directory: Path) -> None:
-    """What each process does: join the group, call the function, leave the group."""
+def _run_rank(directory: Path, rank: int, world_size: int, environment: dict[str, str]) -> None:
+    """Join the group, call the function, leave the group; the process ends here."""
+    os.setsid()
+    with open(directory / f"output_{rank}", "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         fn, args, timeout = pickle.loads((directory / "call").read_bytes())
         import torch
@@ -193,9 +203,3 @@ def _run_rank(directory: Path) -> None:
         partial.rename(directory / f"error_{rank}")
         sys.stderr.flush()
         os._exit(1)
-
-
-if __name__ == "__main__":
-    # A script's own folder comes first on sys.path: nothing in it may shadow a package.
-    sys.path.pop(0)
-    _run_rank(Path(sys.argv[1]))

@@ -1,5 +1,4 @@
-"""Tiny models of every family in float64, with weights that are not all alike, the same for every
-layout."""
+"""Tiny float64 models of every family, with distinct weights that do not depend on the layout."""
 
 from typing import Any
 
@@ -13,14 +12,14 @@ from megacore.models.bert import BertModel
 from megacore.models.gpt import GPTModel
 from megacore.models.inputs import BertRules, ModelInput, T5Rules
 from megacore.models.t5 import T5Model
-from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import partitions
 
 VOCAB = 64
-"""Entries of the vocabulary, which nothing is added to."""
+"""Size of the vocabulary, which needs no padding."""
 LENGTH, DECODER_LENGTH = 12, 8
-"""Tokens of a sequence, and of one of T5's decoder."""
+"""Tokens of a sequence, and of a decoder sequence of T5."""
 LAYERS = 2
 
 LLAMA: dict[str, Any] = {
@@ -52,7 +51,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "neox": NEOX,
     "neox serial": NEOX | {"parallel_residual": False, "rotary_percent": 1.0},
 }
-"""By name, options of GPT that are a model of transformers."""
+"""GPT options that correspond to a model in transformers, by name."""
 MPT: dict[str, Any] = {
     "position_embedding_type": "alibi",
     "activation": "gelu",
@@ -92,11 +91,11 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     **{name: ("bert", values) for name, values in BERTS.items()},
     **{name: ("t5", values) for name, values in T5S.items()},
 }
-"""Every model, by name."""
+"""Family and options of every model, by name."""
 
 
 def spec(name: str, **values: Any) -> ModelSpec:
-    """The model of a variant; `values` replace the configuration's."""
+    """Return the specification of a variant; `values` replace its configuration."""
     family, options = VARIANTS[name]
     model = ModelConfig(
         **{
@@ -117,66 +116,69 @@ def spec(name: str, **values: Any) -> ModelSpec:
 
 
 def model(
-    of: ModelSpec, tp: ParallelGroup = ALONE, *, chunk: ModelChunk | None = None, **options: Any
+    model_spec: ModelSpec,
+    tp: ParallelGroup = SINGLE_RANK,
+    *,
+    chunk: ModelChunk | None = None,
+    **options: Any,
 ) -> Model:
-    """A chunk of the model in which every parameter is far from zero, and from one, the same for
-    every layout."""
+    """Build a chunk of the model, the same in every layout, with parameters far from 0 and 1."""
     classes = {"gpt": GPTModel, "bert": BertModel, "t5": T5Model}
-    own: Model = classes[of.family](
-        of.model,
-        padded_vocab_size=of.padded_vocab_size,
-        max_position_embeddings=of.max_position_embeddings,
+    module: Model = classes[model_spec.family](
+        model_spec.model,
+        padded_vocab_size=model_spec.padded_vocab_size,
+        max_position_embeddings=model_spec.max_position_embeddings,
         chunk=chunk,
         tp=tp,
         **options,
     ).double()
-    parts = partitions(own)
+    parts = partitions(module)
     with torch.no_grad():
-        for name, parameter in own.named_parameters():
+        for name, parameter in module.named_parameters():
             shape = (
                 parts[name].global_shape(tuple(parameter.shape))
                 if name in parts
                 else tuple(parameter.shape)
             )
             generator = torch.Generator().manual_seed(
-                sum(place * byte for place, byte in enumerate(name.encode()))
+                sum(index * byte for index, byte in enumerate(name.encode()))
             )
             drawn = 0.2 * torch.randn(shape, dtype=torch.float64, generator=generator)
             if name.endswith("layernorm.weight"):
                 drawn += 1
             parameter.copy_(parts[name].shard(drawn) if name in parts else drawn)
-    return own
+    return module
 
 
-def chunks(of: ModelSpec) -> list[ModelChunk]:
-    """The model in pieces of one layer."""
-    if of.family != "t5":
-        last = of.model.num_layers - 1
+def chunks(model_spec: ModelSpec) -> list[ModelChunk]:
+    """Return chunks of one layer each that make up the model."""
+    if model_spec.family != "t5":
+        last = model_spec.model.num_layers - 1
         return [ModelChunk(range(n, n + 1), n == 0, n == last) for n in range(last + 1)]
-    encoder, last = of.model.num_layers, of.model.decoder_layers - 1
+    encoder, last = model_spec.model.num_layers, model_spec.model.decoder_layers - 1
     return [
         *(ModelChunk(range(n, n + 1), n == 0, False) for n in range(encoder)),
         *(ModelChunk(range(0), False, n == last, range(n, n + 1)) for n in range(last + 1)),
     ]
 
 
-def given(of: ModelSpec) -> ModelInput:
-    """Three samples; those of BERT and T5 have padding and labels that do not count."""
+def given(model_spec: ModelSpec) -> ModelInput:
+    """Return three samples; those of BERT and T5 have padding and labels that do not count."""
     generator = torch.Generator().manual_seed(3)
 
     def ids(length: int, lengths: tuple[int, ...] = ()) -> Tensor:
-        found = torch.randint(2, VOCAB, (3, length), generator=generator)
+        rows = torch.randint(2, VOCAB, (3, length), generator=generator)
         for row, count in enumerate(lengths):
-            found[row, count:] = -1
-        return found
+            rows[row, count:] = -1
+        return rows
 
-    if of.family == "gpt":
+    if model_spec.family == "gpt":
         tokens = ids(LENGTH + 1)
         mask = torch.rand(3, LENGTH, generator=generator) < 0.7
         return ModelInput(tokens[:, :-1], tokens[:, 1:], loss_mask=mask)
     lengths = (LENGTH, LENGTH - 3, 5)
     tokens = ids(LENGTH, lengths)
-    if of.family == "t5":
+    if model_spec.family == "t5":
         return T5Rules(LENGTH, 0).read(
             torch.cat([tokens, ids(DECODER_LENGTH, (DECODER_LENGTH, 5, 3))], 1)
         )
@@ -187,50 +189,55 @@ def given(of: ModelSpec) -> ModelInput:
 
 
 def total(losses: Tensor | Losses) -> Tensor:
-    """What is minimised."""
+    """Return the loss that is minimised."""
     assert isinstance(losses, dict)
     return torch.stack([term.mean() for term in losses.values()]).sum()
 
 
-def logits(own: Model, what: ModelInput) -> list[Tensor]:
-    """Everything that the whole model predicts: of tokens [b, s, v], and of BERT's binary head [b,
-    2]."""
-    if isinstance(own, GPTModel):
-        return [own(what.tokens)]
-    found = own(what)
-    return [part for part in found if part is not None] if isinstance(found, tuple) else [found]
+def logits(module: Model, micro_batch: ModelInput) -> list[Tensor]:
+    """Return all predictions of a whole model.
+
+    Tokens are [b, s, v]; BERT's binary head, if any, is [b, 2].
+    """
+    if isinstance(module, GPTModel):
+        return [module(micro_batch.tokens)]
+    predictions = module(micro_batch)
+    return (
+        [part for part in predictions if part is not None]
+        if isinstance(predictions, tuple)
+        else [predictions]
+    )
 
 
 def backward(
-    parts: list[Model], what: ModelInput, dropout_seed: int | None = None
+    parts: list[Model], micro_batch: ModelInput, dropout_seed: int | None = None
 ) -> dict[str, Tensor]:
-    """The losses, and every gradient, of one micro batch that passes through the chunks as through
-    a pipeline.
+    """Run one micro batch through chunks like a pipeline; return its losses and all gradients.
 
-    Gradients of parameters that several chunks hold are summed.
+    Gradients of parameters that several chunks have are summed.
     """
     inputs: list[Tensor | None] = [None]
     outputs: list[Any] = []
     for part in parts:
-        outputs.append(part.run(what, inputs[-1], dropout_seed=dropout_seed))
+        outputs.append(part.run(micro_batch, inputs[-1], dropout_seed=dropout_seed))
         if part is not parts[-1]:
             inputs.append(outputs[-1].detach().requires_grad_())
     total(outputs[-1]).backward()
     for output, sent in zip(reversed(outputs[:-1]), reversed(inputs), strict=False):
         assert sent is not None
         output.backward(sent.grad)
-    found = {f"losses of {name}": term.losses.detach() for name, term in outputs[-1].items()}
+    results = {f"losses of {name}": term.losses.detach() for name, term in outputs[-1].items()}
     for part in parts:
         for name, parameter in part.named_parameters():
             assert parameter.grad is not None, name
-            found[name] = found[name] + parameter.grad if name in found else parameter.grad
-    return found
+            results[name] = results[name] + parameter.grad if name in results else parameter.grad
+    return results
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference between two tensors, relative to the largest value.
+    """Return the largest difference of two tensors, relative to the largest value.
 
-    Gradients that vanish, as those of BERT's key biases, are compared as they are.
+    Gradients that vanish, such as those of BERT's key biases, are compared absolutely.
     """
     assert ours.shape == theirs.shape, f"{tuple(ours.shape)} against {tuple(theirs.shape)}"
     ours, theirs = ours.detach(), theirs.detach()

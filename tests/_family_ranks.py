@@ -1,12 +1,11 @@
-"""What each of t tensor-parallel ranks computes with the models of `tests/_families.py`, all of it
-in one spawn."""
+"""Results of t tensor-parallel ranks for the models of `tests/_families.py`, in one spawn."""
 
 from typing import Any
 
 from torch import Tensor
 
 from megacore.models.base import Model
-from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.tensor_parallel import partial_gradients, partitions
 from tests import _families
@@ -14,10 +13,10 @@ from tests._dist import still_alive
 from tests._families import VARIANTS
 
 ALIKE = ("llama geglu, long base", "neox serial", "bert gelu_new", "bert masked lm")
-"""Models that are divided over ranks as another one is."""
+"""Models that are sharded in the same way as another one."""
 DIVIDED = tuple(name for name in VARIANTS if name not in ALIKE)
 DROPPED = ("bert", "t5 v1.1")
-"""Models that are trained with dropout; GPT's is tested in tests/models/test_gpt_parallel.py."""
+"""Models trained with dropout; tests/models/test_gpt_parallel.py tests GPT's."""
 SEED = 77
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -28,63 +27,68 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 
 def run(world: int) -> dict[str, Any]:
-    """Every case, in one order on all ranks; sequence parallelism needs several."""
-    tp = ProcessMesh.build(RankLayout(tensor=world)).tensor_parallel if world > 1 else ALONE
+    """Run every case in the same order on all ranks; sequence parallelism needs several ranks."""
+    tp = ProcessMesh.build(RankLayout(tensor=world)).tensor_parallel if world > 1 else SINGLE_RANK
     kinds = ("plain", "sequence")[:world]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in VARIANTS if world == 1 else DIVIDED:
         still_alive()
-        found[name] = {kind: _plain(name, tp, kind == "sequence") for kind in kinds}
+        results[name] = {kind: _plain(name, tp, kind == "sequence") for kind in kinds}
     for name in DROPPED:
         still_alive()
-        found[name]["dropped"] = {kind: _dropped(name, tp, kind == "sequence") for kind in kinds}
-    return found
+        results[name]["dropped"] = {kind: _dropped(name, tp, kind == "sequence") for kind in kinds}
+    return results
 
 
 def _plain(name: str, tp: ParallelGroup, sequence: bool) -> dict[str, Any]:
-    """Logits, losses and every gradient of the whole model, and of a pipeline of one layer per
-    chunk.
+    """Return logits, losses and gradients of a whole model and of chunks of one layer.
 
-    The pipeline of several ranks is sequence parallel, which divides what the chunks hand on.
+    With several ranks, the pipeline of chunks is sequence parallel, which divides the hidden states
+    between chunks.
     """
-    of = _families.spec(name)
-    whole, given = _families.model(of, tp, sequence_parallel=sequence), _families.given(of)
-    found = (
+    model_spec = _families.spec(name)
+    whole, micro_batch = (
+        _families.model(model_spec, tp, sequence_parallel=sequence),
+        _families.given(model_spec),
+    )
+    results = (
         {}
         if tp.size > 1 and not sequence
-        else {"chunks": _families.backward(_pieces(name, tp, sequence), given)}
+        else {"chunks": _families.backward(_pieces(name, tp, sequence), micro_batch)}
     )
-    return found | {
+    return results | {
         "partitions": partitions(whole),
         "partial": partial_gradients(whole),
-        "logits": [part.detach() for part in _families.logits(whole, given)],
-        "whole": _families.backward([whole], given),
+        "logits": [part.detach() for part in _families.logits(whole, micro_batch)],
+        "whole": _families.backward([whole], micro_batch),
     }
 
 
 def _dropped(name: str, tp: ParallelGroup, sequence: bool) -> dict[str, dict[str, Tensor]]:
-    """Losses and gradients with all dropouts on: recomputed in every way, once more, of another
-    seed, and in chunks."""
+    """Return losses and gradients with all dropouts on.
+
+    Cases: every kind of recomputation, a repetition, another seed, and chunks.
+    """
     values = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
-    of = _families.spec(name, **values)
-    given = _families.given(of)
+    model_spec = _families.spec(name, **values)
+    micro_batch = _families.given(model_spec)
 
     def passed(parts: list[Model], seed: int = SEED) -> dict[str, Tensor]:
-        return _families.backward(parts, given, seed)
+        return _families.backward(parts, micro_batch, seed)
 
     def whole(**options: Any) -> list[Model]:
-        return [_families.model(of, tp, sequence_parallel=sequence, **options)]
+        return [_families.model(model_spec, tp, sequence_parallel=sequence, **options)]
 
-    found = {way: passed(whole(**options)) for way, options in RECOMPUTED.items()}
-    found["again"] = passed(whole())
-    found["another seed"] = passed(whole(), SEED + 1)
-    found["chunks"] = passed(_pieces(name, tp, sequence, **values))
-    return found
+    results = {way: passed(whole(**options)) for way, options in RECOMPUTED.items()}
+    results["again"] = passed(whole())
+    results["another seed"] = passed(whole(), SEED + 1)
+    results["chunks"] = passed(_pieces(name, tp, sequence, **values))
+    return results
 
 
 def _pieces(name: str, tp: ParallelGroup, sequence: bool, **values: Any) -> list[Model]:
-    of = _families.spec(name, **values)
+    model_spec = _families.spec(name, **values)
     return [
-        _families.model(of, tp, chunk=chunk, sequence_parallel=sequence)
-        for chunk in _families.chunks(of)
+        _families.model(model_spec, tp, chunk=chunk, sequence_parallel=sequence)
+        for chunk in _families.chunks(model_spec)
     ]

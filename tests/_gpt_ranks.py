@@ -1,4 +1,4 @@
-"""What each of t tensor-parallel ranks computes with whole models and chunks of them."""
+"""Results of each of t tensor-parallel ranks for whole GPT models and their chunks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,16 +59,15 @@ SEED = 77
 def model(
     tp: ParallelGroup, *, sequence: bool = False, chunk: ModelChunk | None = None, **values: Any
 ) -> GPTModel:
-    """A float64 model in which every parameter is far from its initial zero or one, the same for
-    every layout."""
+    """Build a float64 model with parameters far from their initial zero or one in every layout."""
     config = tiny_config(**values)
     if sequence and tp.size > 1:
         parallel = config.parallel.model_copy(update={"sequence_parallel": True})
         config = config.model_copy(update={"parallel": parallel})
-    own = build_model(config, VOCAB, ProcessMesh(tensor_parallel=tp), chunk=chunk).double()
-    parts = partitions(own)
+    module = build_model(config, VOCAB, ProcessMesh(tensor_parallel=tp), chunk=chunk).double()
+    parts = partitions(module)
     with torch.no_grad():
-        for name, parameter in own.named_parameters():
+        for name, parameter in module.named_parameters():
             shape = (
                 parts[name].global_shape(tuple(parameter.shape))
                 if name in parts
@@ -77,62 +76,62 @@ def model(
             generator = torch.Generator().manual_seed(sum(name.encode("ascii")))
             noise = 0.1 * torch.randn(shape, dtype=torch.float64, generator=generator)
             parameter.add_(parts[name].shard(noise) if name in parts else noise)
-    return own
+    return module
 
 
-def grads(own: GPTModel) -> dict[str, Tensor]:
-    """Every gradient by name, and none afterwards."""
-    found = {
+def grads(module: GPTModel) -> dict[str, Tensor]:
+    """Return all gradients by name and clear them."""
+    gradients = {
         name: parameter.grad
-        for name, parameter in own.named_parameters()
+        for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
-    own.zero_grad()
-    return found
+    module.zero_grad()
+    return gradients
 
 
 def initial(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
-    """Initial weights of whole models and of chunks; a vocabulary of 117 is padded to 128."""
-    found = {}
+    """Return initial weights of models and of chunks; a vocabulary of 117 is padded to 128."""
+    results = {}
     for name, values in {"fused": {}, "groups": {"num_query_groups": 2}}.items():
-        own = build_model(
+        module = build_model(
             tiny_config(num_layers=4, make_vocab_size_divisible_by=128, **values),
             117,
             ProcessMesh(tensor_parallel=tp),
         )
-        found[name] = {
-            "weights": {name: parameter.detach() for name, parameter in own.named_parameters()},
-            "partitions": partitions(own),
+        results[name] = {
+            "weights": {name: parameter.detach() for name, parameter in module.named_parameters()},
+            "partitions": partitions(module),
         }
     config = tiny_config(num_layers=4, make_vocab_size_divisible_by=128)
     for number, chunk in enumerate(CHUNKS):
-        own = build_model(config, 117, ProcessMesh(tensor_parallel=tp), chunk=chunk)
-        found[f"chunk {number}"] = {
-            name: parameter.detach() for name, parameter in own.named_parameters()
+        module = build_model(config, 117, ProcessMesh(tensor_parallel=tp), chunk=chunk)
+        results[f"chunk {number}"] = {
+            name: parameter.detach() for name, parameter in module.named_parameters()
         }
-    return found
+    return results
 
 
 def gpt(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
-    """Logits, losses and every gradient of `VARIANTS`."""
-    found = {}
+    """Return logits, losses and every gradient of `VARIANTS`."""
+    results = {}
     for name, values in VARIANTS.items():
-        own = model(tp, **values)
-        loss = own.loss(tokens, tokens.roll(-1, 1))
+        module = model(tp, **values)
+        loss = module.loss(tokens, tokens.roll(-1, 1))
         loss.mean().backward()
-        found[name] = {
-            "partitions": partitions(own),
-            "partial": partial_gradients(own),
-            "logits": own(tokens).detach(),
+        results[name] = {
+            "partitions": partitions(module),
+            "partial": partial_gradients(module),
+            "logits": module(tokens).detach(),
             "loss": loss.detach(),
-            "evaluated": own.eval().loss(tokens, tokens.roll(-1, 1)).detach(),
-            "grads": grads(own),
+            "evaluated": module.eval().loss(tokens, tokens.roll(-1, 1)).detach(),
+            "grads": grads(module),
         }
-    return found
+    return results
 
 
 class Sink:
-    """Counts its contributions."""
+    """A gradient sink that counts its contributions."""
 
     def __init__(self, weight: Tensor) -> None:
         self.main_grad = torch.zeros(weight.shape, dtype=torch.float32)
@@ -140,39 +139,45 @@ class Sink:
         self.add_product = weight_gradient.reference
 
     def accumulated(self) -> None:
-        """One more."""
+        """Count one contribution."""
         self.contributions += 1
 
 
 def sinks(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, Any]:
-    """Main gradients and contributions of two passes against autograd's gradients, in fp32 and with
-    recomputation."""
-    found = {}
+    """Return main gradients, contributions and autograd's gradients of two passes.
+
+    The model is in fp32, with and without recomputation.
+    """
+    results = {}
     for recompute in ("none", "full"):
-        own = model(tp, sequence=True, num_query_groups=2, train={"recompute": recompute}).float()
+        module = model(
+            tp, sequence=True, num_query_groups=2, train={"recompute": recompute}
+        ).float()
         for _ in range(2):
-            own.loss(tokens, tokens.roll(-1, 1)).mean().backward()
-        expected = grads(own)
-        for parameter in own.parameters():
+            module.loss(tokens, tokens.roll(-1, 1)).mean().backward()
+        expected = grads(module)
+        for parameter in module.parameters():
             parameter.grad_sink = Sink(parameter)  # type: ignore[attr-defined]
         for _ in range(2):
-            own.loss(tokens, tokens.roll(-1, 1)).mean().backward()
-        got = grads(own)
-        found[recompute] = {
+            module.loss(tokens, tokens.roll(-1, 1)).mean().backward()
+        gradients = grads(module)
+        results[recompute] = {
             "expected": expected,
-            "autograd": got,
-            "main": {name: p.grad_sink.main_grad for name, p in own.named_parameters()},  # type: ignore[attr-defined]
+            "autograd": gradients,
+            "main": {name: p.grad_sink.main_grad for name, p in module.named_parameters()},  # type: ignore[attr-defined]
             "contributions": {
-                name: p.grad_sink.contributions for name, p in own.named_parameters()
+                name: p.grad_sink.contributions for name, p in module.named_parameters()
             },  # type: ignore[attr-defined]
         }
-    return found
+    return results
 
 
 def dropout(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Losses and gradients with all dropouts on: recomputed in every way, in chunks, and two micro
-    batches at once."""
-    found: dict[str, dict[str, dict[str, Tensor]]] = {}
+    """Return losses and gradients with all dropouts on.
+
+    Cases: every kind of recomputation, chunks, and two micro batches in flight.
+    """
+    results: dict[str, dict[str, dict[str, Tensor]]] = {}
     values: dict[str, Any] = {"num_layers": 4, "hidden_dropout": 0.2, "attention_dropout": 0.3}
     for kind in ("plain", "sequence"):
         sequence = kind == "sequence"
@@ -190,39 +195,39 @@ def dropout(tp: ParallelGroup, *, tokens: Tensor) -> dict[str, dict[str, dict[st
         ways["two in flight"] = lambda sequence=sequence: _two_in_flight(
             model(tp, sequence=sequence, **values), tokens
         )
-        found[kind] = {way: compute() for way, compute in ways.items()}
-    return found
+        results[kind] = {way: compute() for way, compute in ways.items()}
+    return results
 
 
 def _pass(chunks: list[GPTModel], tokens: Tensor) -> dict[str, Tensor]:
-    """Two micro batches through the chunks, after draws that must not matter.
+    """Run two micro batches through the chunks, after random draws that must not matter.
 
-    The tables' gradients are summed.
+    Gradients of shared embeddings are summed.
     """
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for number in range(2):
-        given, x = ModelInput(tokens, tokens.roll(-1, 1)), None
+        micro_batch, x = ModelInput(tokens, tokens.roll(-1, 1)), None
         for chunk in chunks:
             torch.rand(number + 3)
-            x = chunk.run(given, x, dropout_seed=SEED + number)
+            x = chunk.run(micro_batch, x, dropout_seed=SEED + number)
         losses = x["lm_loss"].losses
-        found[f"loss {number}"] = losses.detach()
+        results[f"loss {number}"] = losses.detach()
         losses.mean().backward()
     for chunk in chunks:
         for name, grad in grads(chunk).items():
-            found[name] = found[name] + grad if name in found else grad
-    return found
+            results[name] = results[name] + grad if name in results else grad
+    return results
 
 
-def _two_in_flight(own: GPTModel, tokens: Tensor) -> dict[str, Tensor]:
-    """The same as `_pass` with both forward passes before the backward passes."""
+def _two_in_flight(module: GPTModel, tokens: Tensor) -> dict[str, Tensor]:
+    """Do the same as `_pass` with both forward passes before the backward passes."""
     losses = [
-        own.loss(tokens, tokens.roll(-1, 1), dropout_seed=SEED + number) for number in range(2)
+        module.loss(tokens, tokens.roll(-1, 1), dropout_seed=SEED + number) for number in range(2)
     ]
-    found = {f"loss {number}": loss.detach().clone() for number, loss in enumerate(losses)}
+    results = {f"loss {number}": loss.detach().clone() for number, loss in enumerate(losses)}
     for loss in losses:
         loss.mean().backward()
-    return found | grads(own)
+    return results | grads(module)
 
 
 CASES = (initial, gpt, sinks, dropout)

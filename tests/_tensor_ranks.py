@@ -1,8 +1,7 @@
-"""What each of t tensor-parallel ranks computes, all of it in one spawn; the tests compare it with
-serial torch.
+"""Results of each of t tensor-parallel ranks, in one spawn.
 
-Every layer is a case by itself and, where it has one, in its sequence-parallel form. For t = 1 the
-same cases run in the tests' own process.
+The tests compare them with serial torch. Every layer is a separate case, also in its
+sequence-parallel form if it has one. For t = 1 the cases run in the process of the tests.
 """
 
 import math
@@ -20,7 +19,7 @@ from megacore.models.layers.attention import SelfAttention
 from megacore.models.layers.mlp import MLP
 from megacore.observe.timers import Timers
 from megacore.parallel import collectives
-from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh, SharedMemory
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh, SharedMemory
 from megacore.parallel.rank_layout import RankLayout
 from megacore.parallel.rng import tensor_parallel_region
 from megacore.tensor_parallel import (
@@ -37,8 +36,7 @@ from tests._dist import still_alive
 from tests._tiny import tiny_config
 
 VOCAB = 128
-"""Entries of the vocabulary: a multiple of 8 x 4, so that up to four ranks pad it alike (not at
-all)."""
+"""Size of the vocabulary: a multiple of 8 x 4, which up to four ranks do not pad."""
 HEADS = 8
 SMOOTHING, Z_LOSS = 0.1, 0.01
 LOSSES = {
@@ -47,73 +45,73 @@ LOSSES = {
     "z": (0.0, Z_LOSS),
     "both": (SMOOTHING, Z_LOSS),
 }
-"""Options of the cross entropy: label smoothing and z-loss."""
-Found = dict[str, Tensor]
+"""Label smoothing and z-loss of the cross entropy, by case."""
+Tensors = dict[str, Tensor]
 
 
 def random(name: str, *shape: int) -> Tensor:
-    """Float64 numbers that every process draws alike."""
+    """Return float64 numbers that are the same in every process."""
     generator = torch.Generator().manual_seed(sum(name.encode("ascii")))
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 def ids(*shape: int, vocab: int = VOCAB) -> Tensor:
-    """Token ids that every process draws alike."""
+    """Return token ids that are the same in every process."""
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(5))
 
 
 def run(world: int) -> dict[str, Any]:
-    """Every case, in one order on all ranks."""
-    tp = ProcessMesh.build(RankLayout(tensor=world)).tensor_parallel if world > 1 else ALONE
+    """Run every case in the same order on all ranks."""
+    tp = ProcessMesh.build(RankLayout(tensor=world)).tensor_parallel if world > 1 else SINGLE_RANK
     cases: tuple[Callable[[ParallelGroup], Any], ...] = (
-        column, several, row, embedding, attention, mlp, cross_entropy, communication, pairs,
-        waiting, region_rng,
+        column, two_weights, row, embedding, attention, mlp, cross_entropy, communication,
+        mapping_results, waiting, region_rng,
     )  # fmt: skip
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for case in cases:
         still_alive()
-        found[case.__name__] = case(tp)
+        results[case.__name__] = case(tp)
     for model_case in _gpt_ranks.CASES:
         still_alive()
-        found[model_case.__name__] = model_case(tp, tokens=ids(2, 16))
-    return found | ({"mesh": _meshes()} if world == 2 else {})
+        results[model_case.__name__] = model_case(tp, tokens=ids(2, 16))
+    return results | ({"mesh": _meshes()} if world == 2 else {})
 
 
 def _meshes() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for axis in ("data", "pipeline", "tensor"):
         mesh = ProcessMesh.build(RankLayout(**{axis: 2}))
         groups = (mesh.data_parallel, mesh.pipeline_parallel, mesh.tensor_parallel)
-        found[axis] = (
+        results[axis] = (
             mesh.rank,
             mesh.world_size,
             [(group.rank, group.size, group.group is None) for group in groups],
         )
-        found[f"{axis} copies"] = mesh.copies
+        results[f"{axis} copies"] = mesh.copies
     shared = ProcessMesh.build(RankLayout(pipeline=2), shared_stages=((0,), (0, 1))).copies
-    found["copies"] = {stages: (group.rank, group.size) for stages, group in shared.items()}
+    results["copies"] = {stages: (group.rank, group.size) for stages, group in shared.items()}
     try:
         ProcessMesh.build(RankLayout(data=4))
     except ParallelLayoutError as error:
-        found["error"] = str(error)
-    return found
+        results["error"] = str(error)
+    return results
 
 
-def column(tp: ParallelGroup) -> dict[bool, Found]:
-    """ColumnParallelLinear(6, 8) on [2, 4, 6], by whether it is sequence parallel."""
-    found = {}
+def column(tp: ParallelGroup) -> dict[bool, Tensors]:
+    """Run ColumnParallelLinear(6, 8) on [2, 4, 6]; the key is True for sequence parallelism."""
+    results = {}
     for sequence in (False, True):
         layer = ColumnParallelLinear(6, 8, tp=tp, sequence_parallel=sequence).double()
         _load(layer, weight=random("w", 8, 6), bias=random("b", 8))
-        found[sequence] = _run_layer(
+        results[sequence] = _run_layer(
             layer, _part(random("x", 2, 4, 6), tp, 1, sequence), _part(random("g", 2, 4, 8), tp)
         )
-    return found
+    return results
 
 
-def several(tp: ParallelGroup) -> dict[bool, Found]:
-    """Two weights, 8 x 6 with bias and 4 x 6 without, on one input."""
-    found = {}
+def two_weights(tp: ParallelGroup) -> dict[bool, Tensors]:
+    """Run two weights, 8 x 6 with bias and 4 x 6 without, on one input."""
+    results = {}
     for sequence in (False, True):
         first, bias = _part(random("w", 8, 6), tp, 0).clone(), _part(random("b", 8), tp, 0).clone()
         second, x = (
@@ -124,39 +122,38 @@ def several(tp: ParallelGroup) -> dict[bool, Found]:
         outputs = column_parallel(x, [(first, bias), (second, None)], tp, sequence)
         torch.autograd.backward(outputs, [_part(random("g", 2, 4, width), tp) for width in (8, 4)])
         names = ("w", "b", "v", "x")
-        found[sequence] = {name: _grad(leaf) for name, leaf in zip(names, leaves, strict=True)}
-        found[sequence] |= {"y": outputs[0].detach(), "u": outputs[1].detach()}
-    return found
+        results[sequence] = {name: _grad(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        results[sequence] |= {"y": outputs[0].detach(), "u": outputs[1].detach()}
+    return results
 
 
-def row(tp: ParallelGroup) -> dict[bool, Found]:
-    """RowParallelLinear(8, 6) on this rank's part of [2, 4, 8]."""
-    found = {}
+def row(tp: ParallelGroup) -> dict[bool, Tensors]:
+    """Run RowParallelLinear(8, 6) on this rank's part of [2, 4, 8]."""
+    results = {}
     for sequence in (False, True):
         layer = RowParallelLinear(8, 6, tp=tp, sequence_parallel=sequence).double()
         _load(layer, weight=random("w", 6, 8), bias=random("b", 6))
-        found[sequence] = _run_layer(
+        results[sequence] = _run_layer(
             layer, _part(random("x", 2, 4, 8), tp), _part(random("g", 2, 4, 6), tp, 1, sequence)
         )
-    return found
+    return results
 
 
-def embedding(tp: ParallelGroup) -> dict[bool, Found]:
-    """VocabParallelEmbedding(128, 6) on ids of all parts, some of them twice."""
-    found = {}
+def embedding(tp: ParallelGroup) -> dict[bool, Tensors]:
+    """Run VocabParallelEmbedding(128, 6) on ids of all shards, some of them twice."""
+    results = {}
     for sequence in (False, True):
         layer = VocabParallelEmbedding(VOCAB, 6, tp=tp, sequence_parallel=sequence).double()
         _load(layer, weight=random("e", VOCAB, 6))
         y = layer(ids(2, 8).repeat(1, 2))
         y.backward(_part(random("g", 2, 16, 6), tp, 1, sequence))
-        found[sequence] = {"y": y.detach(), "weight": _grad(layer.weight)}
-    return found
+        results[sequence] = {"y": y.detach(), "weight": _grad(layer.weight)}
+    return results
 
 
-def attention(tp: ParallelGroup) -> dict[tuple[int, bool], Found]:
-    """Eight heads of size 2 on [2, 8, 16], by number of groups and whether it is sequence
-    parallel."""
-    found = {}
+def attention(tp: ParallelGroup) -> dict[tuple[int, bool], Tensors]:
+    """Run eight heads of size 2 on [2, 8, 16], by number of groups and sequence parallelism."""
+    results = {}
     for groups in (HEADS, 4, 2, 1):
         for sequence in (False, True):
             model = tiny_config(
@@ -173,16 +170,16 @@ def attention(tp: ParallelGroup) -> dict[tuple[int, bool], Found]:
             ).double()
             _load(layer, **_attention_weights(groups))
             x, g = random("x", 2, 8, 16), random("g", 2, 8, 16)
-            found[groups, sequence] = _run_layer(
+            results[groups, sequence] = _run_layer(
                 layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence)
             )
-    return found
+    return results
 
 
-def _attention_weights(groups: int) -> Found:
-    """The whole layer's parameters.
+def _attention_weights(groups: int) -> Tensors:
+    """Return the parameters of the whole layer.
 
-    Those of query and key_value joined make query_key_value when g = n.
+    Those of query and key_value are joined to query_key_value when g = n.
     """
     shapes = {"query": 16, "key_value": 4 * groups, "dense": 16}
     values = {f"{name}.weight": random(name, rows, 16) for name, rows in shapes.items()}
@@ -195,19 +192,19 @@ def _attention_weights(groups: int) -> Found:
     return values
 
 
-def attention_reference(groups: int) -> Found:
-    """The same by its formula, with torch.nn.Linear and every head on its own."""
-    found = {name: value.requires_grad_() for name, value in _attention_weights(groups).items()}
+def attention_reference(groups: int) -> Tensors:
+    """Compute attention by its formula, with torch's linear and one head at a time."""
+    weights = {name: value.requires_grad_() for name, value in _attention_weights(groups).items()}
     x = random("x", 2, 8, 16).requires_grad_()
     linear = nn.functional.linear
     if groups == HEADS:
-        mixed = linear(x, found["query_key_value.weight"], found["query_key_value.bias"]).unflatten(
-            -1, (HEADS, 3, 2)
-        )
+        mixed = linear(
+            x, weights["query_key_value.weight"], weights["query_key_value.bias"]
+        ).unflatten(-1, (HEADS, 3, 2))
         query, key, value = mixed.unbind(-2)
     else:
-        query = linear(x, found["query.weight"], found["query.bias"]).unflatten(-1, (HEADS, 2))
-        mixed = linear(x, found["key_value.weight"], found["key_value.bias"]).unflatten(
+        query = linear(x, weights["query.weight"], weights["query.bias"]).unflatten(-1, (HEADS, 2))
+        mixed = linear(x, weights["key_value.weight"], weights["key_value.bias"]).unflatten(
             -1, (groups, 2, 2)
         )
         key, value = mixed.unbind(-2)
@@ -217,14 +214,14 @@ def attention_reference(groups: int) -> Found:
         group = head // (HEADS // groups)
         scores = query[:, :, head] @ key[:, :, group].transpose(1, 2) / math.sqrt(2)
         heads.append(scores.masked_fill(mask, -math.inf).softmax(-1) @ value[:, :, group])
-    y = linear(torch.cat(heads, -1), found["dense.weight"], found["dense.bias"])
+    y = linear(torch.cat(heads, -1), weights["dense.weight"], weights["dense.bias"])
     y.backward(random("g", 2, 8, 16))
-    return {"y": y.detach(), "x": _grad(x), **{name: _grad(leaf) for name, leaf in found.items()}}
+    return {"y": y.detach(), "x": _grad(x), **{name: _grad(leaf) for name, leaf in weights.items()}}
 
 
-def mlp(tp: ParallelGroup) -> dict[bool, Found]:
-    """6 -> 8 -> 6 on [2, 4, 6]."""
-    found = {}
+def mlp(tp: ParallelGroup) -> dict[bool, Tensors]:
+    """Run an MLP 6 -> 8 -> 6 on [2, 4, 6]."""
+    results = {}
     for sequence in (False, True):
         model = ModelConfig(num_layers=1, hidden_size=6, num_attention_heads=1, ffn_hidden_size=8)
         layer = MLP(
@@ -232,8 +229,8 @@ def mlp(tp: ParallelGroup) -> dict[bool, Found]:
         ).double()
         _load(layer, **MLP_WEIGHTS)
         x, g = random("x", 2, 4, 6), random("g", 2, 4, 6)
-        found[sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))
-    return found
+        results[sequence] = _run_layer(layer, _part(x, tp, 1, sequence), _part(g, tp, 1, sequence))
+    return results
 
 
 MLP_WEIGHTS = {
@@ -244,10 +241,9 @@ MLP_WEIGHTS = {
 }
 
 
-def cross_entropy(tp: ParallelGroup) -> dict[tuple[str, bool], Found]:
-    """Losses of logits beyond what exp can take, and all gradients under unequal weights, by
-    `LOSSES`."""
-    found = {}
+def cross_entropy(tp: ParallelGroup) -> dict[tuple[str, bool], Tensors]:
+    """Return losses of logits too large for exp, and gradients under unequal weights."""
+    results = {}
     for name, (smoothing, z_loss) in LOSSES.items():
         for sequence in (False, True):
             hidden = _part(random("x", 2, 4, 6), tp, 1, sequence).clone().requires_grad_()
@@ -265,7 +261,7 @@ def cross_entropy(tp: ParallelGroup) -> dict[tuple[str, bool], Found]:
             )
             loss.backward(random("g", 2, 4))
             with torch.no_grad():
-                again = linear_cross_entropy(
+                scored = linear_cross_entropy(
                     hidden,
                     weight,
                     ids(2, 4),
@@ -275,74 +271,76 @@ def cross_entropy(tp: ParallelGroup) -> dict[tuple[str, bool], Found]:
                     label_smoothing=smoothing,
                     z_loss=z_loss,
                 )
-            found[name, sequence] = {
+            results[name, sequence] = {
                 "loss": loss.detach(),
-                "scored": again,
+                "scored": scored,
                 "hidden": _grad(hidden),
                 "weight": _grad(weight),
                 "bias": _grad(bias),
             }
-    return found
+    return results
 
 
 def communication(tp: ParallelGroup) -> dict[str, dict[str, Tensor]]:
-    """Every collective through the memory that the ranks share, and through messages."""
-    found = {"memory": _collectives(tp), "messages": _collectives(replace(tp, shared=None))}
+    """Run every collective through the memory that the ranks share, and through messages."""
+    results = {"memory": _collectives(tp), "messages": _collectives(replace(tp, shared=None))}
     if tp.size > 1:
         assert tp.shared is not None
         closed = SharedMemory(tp.shared._group, tp.rank, tp.size)
-        closed._possible = False  # as where ranks are on several hosts
-        found["none to share"] = _collectives(replace(tp, shared=closed))
-    return found
+        closed._possible = False  # like ranks on several hosts
+        results["none to share"] = _collectives(replace(tp, shared=closed))
+    return results
 
 
 def _collectives(tp: ParallelGroup) -> dict[str, Tensor]:
-    """On numbers that say whose they are: rank r has x + r, with x [4, 8, 12]."""
-    own = random("x", 4, 8, 12) + tp.rank
-    found = {"all_reduce": collectives.all_reduce(own.transpose(0, 1), tp), "own": own.clone()}
+    """Run collectives on numbers that identify their rank: x + r on rank r, with x [4, 8, 12]."""
+    x = random("x", 4, 8, 12) + tp.rank
+    results = {"all_reduce": collectives.all_reduce(x.transpose(0, 1), tp), "own": x.clone()}
     for dim in (0, 1, -1):
-        found[f"all_gather {dim}"] = collectives.all_gather(own, tp, dim)
-        found[f"reduce_scatter {dim}"] = collectives.reduce_scatter(own, tp, dim)
+        results[f"all_gather {dim}"] = collectives.all_gather(x, tp, dim)
+        results[f"reduce_scatter {dim}"] = collectives.reduce_scatter(x, tp, dim)
     flights = [
-        collectives.start_all_reduce(own.clone(), tp),
-        collectives.start_all_gather(own, tp, 1),
-        collectives.start_reduce_scatter(own, tp, 1),
-        collectives.start_all_reduce(2 * own, tp),
-        collectives.start_all_gather(3 * own, tp, 1),
+        collectives.start_all_reduce(x.clone(), tp),
+        collectives.start_all_gather(x, tp, 1),
+        collectives.start_reduce_scatter(x, tp, 1),
+        collectives.start_all_reduce(2 * x, tp),
+        collectives.start_all_gather(3 * x, tp, 1),
     ]
     for number in (4, 0, 2, 1, 3):
-        found[f"flight {number}"] = flights[number].wait()
-    found["maximum"] = collectives.all_reduce_(own.clone(), tp, collectives.MAX)
-    # One after another, each of another size and type than the one before: the memory grows, and
-    # its turns are kept.
+        results[f"flight {number}"] = flights[number].wait()
+    results["maximum"] = collectives.all_reduce_(x.clone(), tp, collectives.MAX)
+    # Each call has another size and type than the previous one: the memory grows and the turns
+    # stay in order.
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64) * 3):
         small = torch.full((1 + 150_000 * number,), float(tp.rank + number), dtype=dtype)
-        found[f"turn {number}"] = collectives.all_reduce(small, tp).unique()
-    return found
+        results[f"turn {number}"] = collectives.all_reduce(small, tp).unique()
+    return results
 
 
-def pairs(tp: ParallelGroup) -> dict[str, Found]:
-    """Each mapping and its gradient, under gradients that differ between ranks where the output
-    may."""
-    whole = (
+def mapping_results(tp: ParallelGroup) -> dict[str, Tensors]:
+    """Return the output and gradient of each mapping.
+
+    The gradients of outputs differ between ranks where the outputs may differ.
+    """
+    same_gradients = (
         mappings.reduce_from_tensor_parallel_region,
         mappings.gather_from_tensor_parallel_region,
     )
-    each_its_own = (
+    own_gradients = (
         mappings.gather_within_tensor_parallel_region,
         mappings.reduce_scatter_to_sequence_parallel_region,
     )
-    found = {}
-    for mapping in (*whole, *each_its_own):
+    results = {}
+    for mapping in (*same_gradients, *own_gradients):
         leaf = (random("x", 2, 4, 8) + tp.rank).requires_grad_()
         y = mapping(leaf * 1.0, tp)
-        y.backward(random("g", *y.shape) + (tp.rank if mapping in each_its_own else 0))
-        found[mapping.__name__] = {"y": y.detach(), "x": _grad(leaf)}
-    return found
+        y.backward(random("g", *y.shape) + (tp.rank if mapping in own_gradients else 0))
+        results[mapping.__name__] = {"y": y.detach(), "x": _grad(leaf)}
+    return results
 
 
 def waiting(tp: ParallelGroup) -> set[str]:
-    """The phases that a timer got."""
+    """Return the phases that the timer recorded."""
     timers = Timers(torch.device("cpu"))
     timed = ParallelGroup(tp.group, tp.rank, tp.size, "tensor", timers)
     layer = RowParallelLinear(8, 6, tp=timed).double()
@@ -351,23 +349,23 @@ def waiting(tp: ParallelGroup) -> set[str]:
 
 
 def region_rng(tp: ParallelGroup) -> dict[str, Tensor]:
-    """Numbers drawn before, within (twice) and after the region."""
-    found = {}
+    """Return numbers drawn before, twice within, and after the region."""
+    draws = {}
     for turn in ("first", "second"):
         torch.manual_seed(123)
-        found[f"{turn} before"] = torch.rand(4)
-        with tensor_parallel_region(tp, found[f"{turn} before"]):
-            found[f"{turn} within"] = torch.rand(4)
-        found[f"{turn} after"] = torch.rand(4)
-    return found
+        draws[f"{turn} before"] = torch.rand(4)
+        with tensor_parallel_region(tp, draws[f"{turn} before"]):
+            draws[f"{turn} within"] = torch.rand(4)
+        draws[f"{turn} after"] = torch.rand(4)
+    return draws
 
 
-def joined(ranks: list[Found], name: str, dim: int | None) -> Tensor:
-    """The whole of which each rank has a part along `dim`.
+def joined(ranks: list[Tensors], name: str, dim: int | None) -> Tensor:
+    """Return the whole tensor of which each rank has a part along `dim`.
 
-    None asserts that all have the same bits.
+    With `dim` None, assert that all ranks have the same bits.
     """
-    parts = [found[name] for found in ranks]
+    parts = [rank[name] for rank in ranks]
     if dim is not None:
         return torch.cat(parts, dim)
     assert all(torch.equal(part, parts[0]) for part in parts), name
@@ -379,7 +377,7 @@ def _part(whole: Tensor, tp: ParallelGroup, dim: int = -1, divided: bool = True)
 
 
 def _load(layer: nn.Module, **values: Tensor) -> None:
-    """Give a layer its part of the whole parameters."""
+    """Copy this rank's part of the whole parameters into a layer."""
     parts = partitions(layer)
     assert {name for name, _ in layer.named_parameters()} == values.keys()
     with torch.no_grad():
@@ -387,7 +385,7 @@ def _load(layer: nn.Module, **values: Tensor) -> None:
             layer.get_parameter(name).copy_(parts[name].shard(value) if name in parts else value)
 
 
-def _run_layer(layer: nn.Module, x: Tensor, grad: Tensor) -> Found:
+def _run_layer(layer: nn.Module, x: Tensor, grad: Tensor) -> Tensors:
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(grad)

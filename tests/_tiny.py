@@ -1,4 +1,4 @@
-"""A run small enough to compute by hand."""
+"""A configuration small enough to compute by hand."""
 
 from typing import Any
 
@@ -7,8 +7,10 @@ from megacore.config.load import parse_config
 
 
 def tiny_config(*, seed: int = 7, train: dict[str, Any] | None = None, **model: Any) -> RunConfig:
-    """Two layers of width 32 with 4 heads on sequences of 16 tokens, without dropout; `model`
-    replaces its values."""
+    """Return a configuration of two layers of width 32 with 4 heads, without dropout.
+
+    Sequences have 16 tokens; `model` replaces the model's values.
+    """
     return parse_config(
         {
             "name": "tiny",

@@ -1,21 +1,50 @@
-"""Fixtures that every package's tests share; nothing heavy is imported here."""
+"""Fixtures that the tests of all packages share; it imports nothing heavy."""
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# A shell starts its background jobs deaf to SIGINT, and so would be the processes that tests start
-# and interrupt.
+# A shell starts its background jobs with SIGINT ignored. The processes that tests start and
+# interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# With one worker of pytest-xdist per core, more threads would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+_LONGEST = ("flows", "finetune", "faults", "parity", "hosts", "deploy", "cluster", "train", "cli")
+"""Directories whose files run first, so that no worker is left with a long file at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the files by the time that they take."""
+    items.sort(key=lambda item: _rank_of_directory(item.path))
+
+
+def _rank_of_directory(path: Path) -> int:
+    directory = path.relative_to(Path(__file__).parent).parts[0]
+    return _LONGEST.index(directory) if directory in _LONGEST else len(_LONGEST)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print one line for each reason for which tests were skipped, such as a missing program."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"skipped {count}: {reason}")
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The directory of golden files (MEGACORE_SHARED, else ../shared).
+    """Return the directory of golden files (MEGACORE_SHARED, else ../shared).
 
     The test is skipped without it.
     """
@@ -28,7 +57,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def one_rank() -> list[dict[str, Any]]:
-    """What a rank without others computes, by case of `tests/_tensor_ranks.py`."""
+    """Return the results of a single rank, by case of `tests/_tensor_ranks.py`."""
     from tests import _tensor_ranks
 
     return [_tensor_ranks.run(1)]
@@ -36,7 +65,7 @@ def one_rank() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> list[dict[str, Any]]:
-    """What each of two tensor-parallel ranks computed."""
+    """Return the results of each of two tensor-parallel ranks."""
     from tests import _tensor_ranks
     from tests._dist import run_distributed
 
@@ -45,15 +74,18 @@ def two_ranks() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> list[dict[str, Any]]:
-    """What each of four tensor-parallel ranks computed."""
+    """Return the results of each of four tensor-parallel ranks."""
     from tests import _tensor_ranks
     from tests._dist import run_distributed
 
     return run_distributed(4, _tensor_ranks.run, 4)
 
 
-@pytest.fixture(params=["one_rank", "two_ranks", "four_ranks"], ids=["tp1", "tp2", "tp4"])
+@pytest.fixture(
+    params=["one_rank", "two_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)],
+    ids=["tp1", "tp2", "tp4"],
+)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of 1, 2 and 4 ranks computed."""
-    found: list[dict[str, Any]] = request.getfixturevalue(request.param)
-    return found
+    """Return the results of each of 1, 2 and 4 ranks."""
+    results: list[dict[str, Any]] = request.getfixturevalue(request.param)
+    return results

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the keys and passwords that docker-compose.yml mounts, in deploy/docker/secrets; what is there already stays.
-# The directory is the user's alone. The files in it can be read by everybody who gets into it, since containers read
-# them under a user id of their own.
+# Creates the keys and passwords that docker-compose.yml mounts, in deploy/docker/secrets; existing files stay.
+# Only the user can enter the directory. The files in it are readable for everyone, because containers read them with
+# a different user id.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run by PostgreSQL's image at its first start: Prefect's and MLflow's databases and users.
+# Creates Prefect's and MLflow's databases and users; PostgreSQL's image runs it at the first start.
 set -euo pipefail
 
 PREFECT_DATABASE_PASSWORD=$(</run/secrets/prefect_database_password)

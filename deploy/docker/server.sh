@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The image `servers`: `prefect` or `mlflow`, on PostgreSQL, with the passwords that are mounted as files.
+# Entry point of the image `servers`: starts `prefect` or `mlflow` on PostgreSQL, with passwords mounted as files.
 set -euo pipefail
 
 mounted=${SECRETS:-/run/secrets}

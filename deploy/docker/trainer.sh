@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A trainer: sshd on SSHD_ADDRESS, port SSHD_PORT, for the user of the image alone, with the keys that are mounted.
-# ssh and sshd refuse keys that others may read: they are copied to a directory in memory.
+# Entry point of a trainer: sshd on SSHD_ADDRESS, port SSHD_PORT, only for the user of the image, with mounted keys.
+# ssh and sshd refuse keys that others can read, so the keys are copied to a directory in memory.
 set -euo pipefail
 
 mounted=${SECRETS:-/run/secrets}
@@ -9,7 +9,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 for name in ssh_host_key ssh_host_key.pub ssh_client_key ssh_client_key.pub; do
     if [ ! -r "$mounted/$name" ]; then
-        echo "trainer.sh: $mounted/$name is not there: run deploy/docker/make-secrets.sh and start again" >&2
+        echo "trainer.sh: $mounted/$name does not exist: run deploy/docker/make-secrets.sh and start again" >&2
         exit 1
     fi
 done
@@ -17,7 +17,7 @@ done
 install --mode 600 "$mounted/ssh_host_key" "$state/host_key"
 install --mode 600 "$mounted/ssh_client_key" "$state/client_key"
 install --mode 600 "$mounted/ssh_client_key.pub" "$state/authorized_keys"
-# All trainers show the one host key, whatever their address.
+# All trainers have the same host key, whatever their address.
 read -r type key _ <"$mounted/ssh_host_key.pub"
 echo "* $type $key" >"$state/known_hosts"
 

@@ -1,16 +1,16 @@
--- The databases and users of Prefect and MLflow, made by a superuser of PostgreSQL 14 or newer; what is there stays:
+-- Creates the databases and users of Prefect and MLflow, as a superuser of PostgreSQL 14 or newer; existing ones stay:
 --   PREFECT_DATABASE_PASSWORD=… MLFLOW_DATABASE_PASSWORD=… psql --no-psqlrc --file deploy/postgres/databases.sql
--- The passwords come from the environment, so that they are on no command line; without them nothing is made.
+-- The passwords come from the environment, to keep them off the command line; without them nothing is created.
 \set ON_ERROR_STOP on
 \getenv prefect_password PREFECT_DATABASE_PASSWORD
 \getenv mlflow_password MLFLOW_DATABASE_PASSWORD
 
--- PostgreSQL's own log gets none of the following statements.
+-- Keep the following statements out of PostgreSQL's log.
 SET log_statement = 'none';
 SET log_min_duration_statement = -1;
 SET log_min_error_statement = 'panic';
 
--- So that it can be run again: after an interruption, and to make a dropped database anew.
+-- Create only missing roles and databases, to allow another run after an interruption or a dropped database.
 SELECT format('CREATE ROLE %I LOGIN PASSWORD %L', name, password)
 FROM (VALUES ('prefect', :'prefect_password'), ('mlflow', :'mlflow_password')) AS wanted (name, password)
 WHERE NOT EXISTS (SELECT FROM pg_roles WHERE rolname = name)

@@ -1,4 +1,4 @@
-"""Stage outputs that are whole or absent: keys, manifests, atomic directories, the workspace."""
+"""Atomically written stage outputs: keys, manifests and the workspace."""
 
 from megacore.artifact.build import Artifact, StageKey, build_artifact, lock, open_artifact
 from megacore.artifact.manifest import Manifest, file_digest

@@ -1,4 +1,4 @@
-"""Building an artifact once, atomically, whoever asks."""
+"""Keys of artifacts and their atomic build under a lock."""
 
 import fcntl
 import hashlib
@@ -22,7 +22,7 @@ KEY_LENGTH = 16
 
 
 class Artifact(BaseModel):
-    """A complete stage output on disk: small enough to be a task's return value."""
+    """A complete stage output on disk, small enough to be the return value of a task."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -30,22 +30,22 @@ class Artifact(BaseModel):
     key: str
     path: str
     digest: str
-    """Identity of the content."""
+    """Hash that identifies the content: `Manifest.digest`."""
     counts: dict[str, Any]
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
+        """Directory with the artifact's files."""
         return Path(self.path)
 
 
 @dataclass(frozen=True)
 class StageKey:
-    """What decides a stage's output: the artifact's key is the hash of these four."""
+    """The four values that determine a stage's output; the artifact's key is their hash."""
 
     stage: str
     version: int
-    """Raised by whoever changes what the stage produces."""
+    """Version of the stage's code; increase it when the stage produces a different output."""
     parameters: dict[str, Any]
     inputs: dict[str, str]
     """Digest of each input artifact, by role."""
@@ -54,7 +54,7 @@ class StageKey:
     def of(
         cls, stage: str, version: int, parameters: dict[str, Any], **inputs: Artifact
     ) -> "StageKey":
-        """The key of a stage that reads the given artifacts."""
+        """Return the key of a stage that reads the given input artifacts."""
         return cls(
             stage, version, parameters, {role: artifact.digest for role, artifact in inputs.items()}
         )
@@ -67,7 +67,7 @@ class StageKey:
 
 
 def open_artifact(directory: Path, mode: Literal["quick", "full"] = "quick") -> Artifact:
-    """The artifact in `directory`, after its files were checked. Raises ArtifactError."""
+    """Check the files of the artifact in `directory` and return it. Raises ArtifactError."""
     manifest = Manifest.read(directory)
     problem = manifest.problem(directory, mode)
     if problem:
@@ -88,11 +88,12 @@ def build_artifact(
     *,
     verify: Literal["quick", "full"] = "quick",
 ) -> tuple[Artifact, bool]:
-    """Return the artifact `folder/<key>` and whether `build` ran for it.
+    """Return the artifact `folder/<key>`, and True if `build` ran to create it.
 
-    `build` fills an empty directory and returns counts. It runs in `<key>.tmp-<pid>`, which is
-    synced, given its manifest and renamed: a crash at any instruction leaves the whole artifact or
-    none. Of two callers one builds and the other waits for it. A damaged artifact is replaced.
+    `build` fills an empty directory and returns counts. It runs in `<key>.tmp-<pid>`, which is then
+    synced, given a manifest and renamed. A crash at any point leaves either the complete artifact
+    or none. If two processes ask for the same key, one builds and the other waits. A damaged
+    artifact is built again.
     """
     target = folder / key.key
     with workspace_errors(folder):
@@ -126,7 +127,7 @@ def seal(
     duration: float,
     pattern: str = "**/*",
 ) -> Manifest:
-    """Sync every file of `directory`, then write its manifest: from now on it counts as complete.
+    """Sync every file of `directory` and write its manifest, which marks it as complete.
 
     The manifest lists the files that match `pattern`.
     """
@@ -147,7 +148,7 @@ def seal(
 
 
 def remove_tree(directory: Path) -> None:
-    """Delete a directory so that no reader sees half of it: renamed away first."""
+    """Rename a directory, then delete it, so that no reader sees it half deleted."""
     doomed = directory.with_name(f"{directory.name}.tmp-{os.getpid()}-deleted")
     os.rename(directory, doomed)
     shutil.rmtree(doomed)
@@ -155,11 +156,10 @@ def remove_tree(directory: Path) -> None:
 
 @contextmanager
 def lock(target: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock of `target`, a file `.<name>.lock` beside it.
+    """Hold the lock of `target` for the duration of the block.
 
-    The kernel frees it when the holder dies.
-
-    Any number may hold it `shared`, to read what nobody may change meanwhile.
+    The lock is the file `.<name>.lock` next to `target`. The kernel releases it when the holder
+    dies. Any number of processes may hold a `shared` lock, to read what must not change.
     """
     path = target.with_name(f".{target.name}.lock")
     with open(path, "w", encoding="ascii") as file:

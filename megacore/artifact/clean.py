@@ -1,7 +1,4 @@
-"""Finding what may be deleted from a workspace.
-
-Temporaries of dead processes, and artifacts nobody needs.
-"""
+"""Search for deletable files of a workspace: stale temporaries, unused artifacts and downloads."""
 
 import fcntl
 import itertools
@@ -20,32 +17,32 @@ from megacore.artifact.workspace import DOWNLOADS, FOLDERS, Workspace
 from megacore.errors import ArtifactError
 
 RUNS = ("train", "finetune")
-"""Stages that write in place, and go on where they ended."""
+"""Stages that write in place and resume."""
 REBUILDABLE = tuple(stage for stage in FOLDERS if stage not in RUNS)
-"""Stages whose artifacts can be made again in minutes; trainings are never deleted by age."""
+"""Stages whose artifacts can be rebuilt in minutes. Runs are never deleted by age."""
 _CACHES = {"pretrained": "[!.]*", "dataset": "datasets/*/*"}
-"""Below the downloads of these stages: what is whole by itself, a model or a data set."""
+"""Glob patterns of complete models and data sets below the downloads of these stages."""
 _TEMPORARY = ".tmp-"
 _SETTLED = 3600.0
-"""Seconds after which a temporary without a lock of its own belongs to nobody any more."""
+"""Age in seconds after which a temporary without a lock counts as stale."""
 
 
 @dataclass(frozen=True)
 class Removable:
-    """Something that can go."""
+    """A file or directory that may be deleted."""
 
     path: Path
     reason: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 def stale_temporaries(workspace: Workspace) -> list[Removable]:
-    """Temporaries of builds and checkpoint saves that died.
+    """Return the temporaries of builds and checkpoint saves that died.
 
-    Those of living ones are locked and left alone.
+    Temporaries of live processes are locked and left out.
     """
-    found = [
+    removables = [
         _removable(path, "temporary of a write that ended")
         for pattern in ("*.tmp-*", ".write-test-*")
         for path in sorted(workspace.root.glob(pattern))
@@ -63,18 +60,19 @@ def stale_temporaries(workspace: Workspace) -> list[Removable]:
                 if not free:
                     continue
                 if _TEMPORARY in path.name:
-                    found.append(_removable(path, "temporary of a build that ended"))
+                    removables.append(_removable(path, "temporary of a build that ended"))
                 elif name in {FOLDERS[stage] for stage in RUNS}:
-                    found += [
+                    removables += [
                         _removable(part, "temporary of a save that ended") for part in _inside(path)
                     ]
-    return found
+    return removables
 
 
 def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
-    """Artifacts of `REBUILDABLE` stages that are old and that nothing needs.
+    """Return the old artifacts of `REBUILDABLE` stages that nothing needs.
 
-    They were last built over `days` days ago and are no input of anything newer or trained.
+    An artifact is old if it was built over `days` days ago. It is needed if it is, directly or
+    indirectly, an input of a newer artifact or of a run.
     """
     limit = time.time() - days * 86400
     manifests = {
@@ -107,41 +105,43 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
 
 
 def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
-    """Files of web servers that nobody has fetched or gone on with for `days` days.
+    """Return the downloaded files that were neither fetched nor resumed for `days` days.
 
-    Artifacts have links to them.
+    Artifacts have hard links to these files.
     """
     limit = time.time() - days * 86400
-    found = _old_caches(workspace, days)
+    removables = _old_caches(workspace, days)
     for place in sorted((workspace.folder("collect") / DOWNLOADS).glob("*")):
         files = list(place.iterdir())
         if any(file.stat().st_mtime >= limit for file in files):
             continue
-        with ExitStack() as held:
+        with ExitStack() as locks_held:
             locks = [file for file in files if file.name.endswith(".lock")]
-            if all(held.enter_context(_free(file)) for file in locks):
-                found.append(_removable(place, f"downloaded more than {days:g} days ago"))
-    return found
+            if all(locks_held.enter_context(_free(file)) for file in locks):
+                removables.append(_removable(place, f"downloaded more than {days:g} days ago"))
+    return removables
 
 
 def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
-    """What a fine-tuning's models and rows were made from, untouched for `days` days."""
+    """Return the cached models and data sets of fine-tunings, untouched for `days` days."""
     limit = time.time() - max(days * 86400, _SETTLED)
-    found = []
+    removables = []
     for stage, pattern in _CACHES.items():
         for place in sorted((workspace.folder(stage) / DOWNLOADS).glob(pattern)):
             newest = max(path.lstat().st_mtime for path in (place, *place.rglob("*")))
             if newest < limit and place.is_dir():
                 with _free(place.with_name(f".{place.name}.lock")) as free:
                     if free:
-                        found.append(_removable(place, f"downloaded more than {days:g} days ago"))
-    return found
+                        removables.append(
+                            _removable(place, f"downloaded more than {days:g} days ago")
+                        )
+    return removables
 
 
 def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
-    """What a training that runs or was interrupted reads.
+    """Yield the input directories of runs that are running or were interrupted.
 
-    It has no manifest that says so, but its job file.
+    Such a run has no manifest yet, only its job file.
     """
     for job in itertools.chain(
         *((workspace.root / FOLDERS[stage]).glob("*/run.json") for stage in RUNS)
@@ -160,7 +160,7 @@ def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
 
 
 def remove(items: list[Removable]) -> None:
-    """Delete, each atomically. Raises WorkspaceError."""
+    """Delete each item atomically. Raises WorkspaceError."""
     for item in items:
         with workspace_errors(item.path):
             if not item.path.is_dir() or _TEMPORARY in item.path.name:
@@ -194,7 +194,7 @@ def _removable(path: Path, reason: str) -> Removable:
 
 @contextmanager
 def _free(lock_file: Path) -> Iterator[bool]:
-    """Whether nobody holds the lock; it is held here meanwhile."""
+    """Yield True if nobody holds the lock; the block then holds it."""
     if not lock_file.exists():
         yield True
         return

@@ -1,6 +1,6 @@
-"""Files that survive a crash: JSON in one place, replaced atomically; directories whole or absent.
+"""Files that survive a crash: atomically replaced files and JSON, and atomic directories.
 
-What is written goes to a temporary name, is synced, and is renamed.
+Data is written under a temporary name, synced, and renamed.
 """
 
 import errno
@@ -19,16 +19,16 @@ Record = TypeVar("Record")
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace the content of `path`, atomically: a reader sees the old content or the new.
+    """Replace the content of `path` atomically: a reader sees the old content or the new.
 
     Args:
-        path: a file, which need not exist.
-        data: its new content.
-        durable: sync, so that the new content survives a crash of the machine.
+        path: file to write; it need not exist.
+        data: new content.
+        durable: sync, so that the new content survives a crash of the host.
         mode: permissions of the new file, before the umask.
 
     Raises:
-        OSError: the file system refuses; the old content is untouched.
+        OSError: the file cannot be written; the old content is untouched.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -47,7 +47,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, atomically and durably. Raises WorkspaceError."""
+    """Replace `path` with `value` as JSON, atomically and durably. Raises WorkspaceError."""
     with workspace_errors(path):
         text = json.dumps(value, indent=2, sort_keys=True) + "\n"
         replace_file(path, text.encode("utf-8"))
@@ -60,7 +60,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """Return the dataclass whose fields a JSON file holds; None where it is missing or damaged."""
+    """Return a JSON file as the dataclass `kind`, or None if it is missing or damaged."""
     try:
         return kind(**read_json(path))
     except (OSError, ValueError, TypeError):
@@ -68,7 +68,7 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte string of a JSON value: sorted keys, no spaces."""
+    """Return the canonical bytes of a JSON value: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode(
         "ascii"
     )
@@ -76,7 +76,7 @@ def canonical_json(value: Any) -> bytes:
 
 @contextmanager
 def workspace_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals to write into WorkspaceError."""
+    """Turn the operating system's write errors into WorkspaceError."""
     try:
         yield
     except OSError as error:
@@ -105,21 +105,25 @@ def workspace_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """A directory that takes the name `output` when the block ends well, else is removed.
+    """Yield a temporary directory that is renamed to `output` when the block succeeds.
 
-    Raises ConfigError when `output` holds something, WorkspaceError when the disk refuses.
+    If the block fails, the directory is removed.
+
+    Raises:
+        ConfigError: `output` is a file or a directory that is not empty.
+        WorkspaceError: `output` cannot be written.
     """
     check_output(output)
     target = output.absolute()
     staging = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    made = [path for path in target.parents if not path.exists()]
+    missing_parents = [path for path in target.parents if not path.exists()]
     with workspace_errors(target):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_dead_temporaries(target)
             staging.mkdir()
         except OSError as error:
-            _remove_empty(made)
+            _remove_empty(missing_parents)
             raise WorkspaceError(
                 f"--output {output} cannot be made ({error.strerror}): write elsewhere"
             ) from error
@@ -129,13 +133,13 @@ def staged(output: Path) -> Iterator[Path]:
             os.rename(staging, target)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
-            _remove_empty(made)
+            _remove_empty(missing_parents)
             raise
         sync_directory(target.parent)
 
 
 def check_output(output: Path) -> None:
-    """Refuse an output that is a file or holds something. Raises ConfigError."""
+    """Refuse an output that is a file or a directory that is not empty. Raises ConfigError."""
     for place in (output.absolute(), *output.absolute().parents):
         if place.exists() and not place.is_dir():
             raise ConfigError(f"{place} is a file: give another --output")
@@ -144,14 +148,14 @@ def check_output(output: Path) -> None:
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
-    """Remove the empty ones of `directories`, the innermost first."""
+    """Remove the empty directories among `directories`, given innermost first."""
     for path in directories:
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
 
 
 def remove_dead_temporaries(target: Path) -> None:
-    """Remove files and directories `<target>.tmp-<pid>` of processes that were killed."""
+    """Remove `<target>.tmp-<pid>` files and directories of processes that have ended."""
     for path in target.absolute().parent.glob(f"{glob.escape(target.name)}.tmp-*"):
         pid = path.name.rpartition("-")[2]
         if pid.isdecimal() and Path("/proc").exists() and not Path("/proc", pid).exists():
@@ -160,7 +164,7 @@ def remove_dead_temporaries(target: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush every file and directory below `path` to the disk."""
+    """Flush every file and directory below `path` to disk."""
     for folder, _, names in os.walk(path):
         for name in names:
             with open(Path(folder, name), "rb") as file:
@@ -169,7 +173,7 @@ def sync_tree(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk."""
+    """Flush a directory's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

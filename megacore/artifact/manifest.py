@@ -1,6 +1,6 @@
-"""`manifest.json`: what an artifact is made of.
+"""`manifest.json`: the stage, inputs and file digests of an artifact.
 
-It is written last, so that its presence means completeness.
+It is written last, so its presence means that the artifact is complete.
 """
 
 import hashlib
@@ -21,17 +21,16 @@ class FileEntry:
     """One file of an artifact."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
     """Hex digest of the content."""
     mtime_ns: int
-    """Modification time when the digest was taken: a quick check rehashes a file that was touched
-    since."""
+    """Modification time when the digest was computed; a quick check hashes files changed since."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an artifact is, and what it was made from."""
+    """Description of an artifact: its stage, key, inputs, files and counts."""
 
     stage: str
     version: int
@@ -40,24 +39,24 @@ class Manifest:
     inputs: dict[str, str]
     """Digest of each input's manifest, by role."""
     files: dict[str, FileEntry]
-    """By path relative to the artifact's directory."""
+    """Files by path relative to the artifact's directory."""
     counts: dict[str, Any]
-    """Documents, tokens, samples and the like."""
+    """Numbers of documents, tokens, samples and so on."""
     duration: float
-    """Seconds the stage took."""
+    """Duration of the build in seconds."""
 
     @property
     def digest(self) -> str:
-        """Identity of the content.
+        """Hash that identifies the content.
 
-        The same for an artifact that was deleted and built again alike.
+        It stays the same if an artifact is deleted and rebuilt with the same content.
         """
         files = {name: [entry.size, entry.sha256] for name, entry in self.files.items()}
         content = [self.stage, self.version, self.key, self.inputs, files]
         return hashlib.sha256(canonical_json(content)).hexdigest()
 
     def write(self, directory: Path) -> None:
-        """Write `manifest.json` into `directory`, atomically, parameters without credentials."""
+        """Write `manifest.json` into `directory` atomically, without credentials in parameters."""
         write_json(
             directory / MANIFEST_NAME,
             {**asdict(self), "parameters": redact_values(self.parameters)},
@@ -65,7 +64,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read a directory's manifest. Raises ArtifactError when it is missing or damaged."""
+        """Read a directory's manifest. Raises ArtifactError if it is missing or damaged."""
         path = directory / MANIFEST_NAME
         try:
             values = read_json(path)
@@ -81,10 +80,10 @@ class Manifest:
             ) from error
 
     def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
-        """What is wrong with the files, in one clause, or None.
+        """Check the files and return the first problem as a clause, or None.
 
-        quick compares sizes, and hashes where the modification time moved; full compares every
-        hash.
+        Mode "quick" compares sizes, and digests only where the modification time changed. Mode
+        "full" compares every digest.
         """
         for name, entry in self.files.items():
             path = directory / name
@@ -96,12 +95,12 @@ class Manifest:
                 return f"{name} has {status.st_size} bytes instead of {entry.size}"
             touched = mode == "full" or status.st_mtime_ns != entry.mtime_ns
             if touched and file_digest(path) != entry.sha256:
-                return f"{name} has another content than when it was written"
+                return f"{name} has other content than when it was written"
         return None
 
 
 def file_digest(path: Path) -> str:
-    """Hex sha256 of a file's content."""
+    """Return the hex SHA-256 digest of a file's content."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -110,7 +109,7 @@ def file_digest(path: Path) -> str:
 
 
 def list_files(directory: Path, pattern: str = "**/*") -> dict[str, FileEntry]:
-    """The files below `directory` that match the glob `pattern`, without the manifest itself."""
+    """Return the files below `directory` that match the glob `pattern`, without the manifest."""
     entries: dict[str, FileEntry] = {}
     for path in sorted(directory.glob(pattern)):
         if path == directory / MANIFEST_NAME or not path.is_file():

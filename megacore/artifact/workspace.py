@@ -1,6 +1,6 @@
-"""The one directory below which everything is written, and the names in a run's directory.
+"""The workspace: the directory with all artifacts, and names within a run's directory.
 
-Imports no torch.
+This module does not import torch.
 """
 
 import os
@@ -33,18 +33,18 @@ FOLDERS = {
     "finetune-publish": "published",
     "find-batch-size": "batch-sizes",
 }
-"""Where each stage's artifacts lie."""
+"""Folder of each stage's artifacts, below the workspace's root."""
 
 DOWNLOADS = ".downloads"
-"""Folder among the corpora with the files of web servers, whole and begun."""
+"""Subfolder with downloaded files, complete and partial."""
 CHECKPOINTS_NAME = "checkpoints"
-"""Below the run directory."""
+"""Folder of the checkpoints in a run's directory."""
 STOP_FILE = "stop"
-"""In the run directory: whoever writes it asks the training to save and end."""
+"""File in a run's directory that asks the training to save and end."""
 WEIGHTS_PREFIX = "model."
-"""Of the names of a checkpoint's weights."""
+"""Prefix of the names of the weights in a checkpoint."""
 CONFIG_KEY = "config"
-"""Of a checkpoint's state: the configuration that it was written with, as JSON."""
+"""Key in a checkpoint's state of the configuration it was written with, in JSON."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,12 @@ class Workspace:
 
     @classmethod
     def of(cls, root: str | Path | None = None) -> "Workspace":
-        """The given root, else MEGACORE_WORKSPACE, else ./workspace; made if absent, and writable.
+        """Create the workspace if it is missing, and check that it is writable.
 
-        Raises WorkspaceError.
+        The root is `root`, else MEGACORE_WORKSPACE, else ./workspace.
+
+        Raises:
+            WorkspaceError: the directory cannot be created or written.
         """
         root = Path(root or os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
         probe = root / f".write-test-{os.getpid()}-{threading.get_ident()}"
@@ -78,25 +81,25 @@ class Workspace:
         return cls(root)
 
     def folder(self, stage: str) -> Path:
-        """Where the artifacts of `stage` lie."""
+        """Return the folder with the artifacts of `stage`."""
         return self.root / FOLDERS[stage]
 
     @property
     def compiled(self) -> Path:
-        """What torch.compile has made, for the next run."""
+        """Cache of torch.compile, kept for the next run."""
         return self.root / "compiled"
 
     @property
     def tracking_uri(self) -> str:
-        """MLflow's SQLite store."""
+        """URI of MLflow's SQLite store."""
         return f"sqlite:///{self.root / 'mlflow.db'}"
 
     @property
     def mlflow_artifacts(self) -> Path:
-        """Where MLflow keeps files."""
+        """Directory of MLflow's files."""
         return self.root / "mlartifacts"
 
     @property
     def prefect_home(self) -> Path:
-        """Prefect's database, results and settings."""
+        """Directory of Prefect's database, results and settings."""
         return self.root / "prefect"

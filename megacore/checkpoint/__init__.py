@@ -1,1 +1,1 @@
-"""Sharded checkpoints under global names: whole or absent, verified, free of pickles."""
+"""Sharded checkpoints under global names: atomic, verified, and free of pickles."""

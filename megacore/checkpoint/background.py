@@ -1,4 +1,4 @@
-"""Saving beside the training, which waits for a copy in host memory alone."""
+"""Background saving: training waits only for a copy in host memory."""
 
 import contextlib
 import logging
@@ -23,45 +23,45 @@ from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
 from megacore.checkpoint.staging import HostBuffers, Shares
 
 _POLL = 0.5
-"""Seconds between two looks at a save that is waited for."""
+"""Seconds between two checks of a save during a wait."""
 _PATIENCE = 60.0
-"""Seconds without progress after which `close` leaves a save to itself."""
+"""Seconds without progress after which `close` abandons a save."""
 _TIMEOUT = timedelta(hours=6)
-"""Longest wait for a rank whose disk is slower; the connection to one that died breaks at once."""
+"""Longest wait for a rank with a slower disk; the connection to a dead rank breaks at once."""
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SaveStarted:
-    """A save that the training need not wait for any more."""
+    """Save for which training need not wait any more."""
 
     iteration: int
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     stall_seconds: float
-    """That the training waited: for the save before, for the other ranks, and for the copy."""
+    """Time that training waited: for the previous save, for the other ranks, and for the copy."""
     size_bytes: int
-    """What this rank writes of the tensors."""
+    """Bytes of the tensors that this rank writes."""
 
 
 @dataclass(frozen=True)
 class SaveFinished:
-    """A checkpoint that is complete."""
+    """Complete checkpoint."""
 
     path: Path
-    """Where it lies."""
+    """Path of the checkpoint."""
     marker: Marker
-    """What it is."""
+    """Marker of the checkpoint."""
     seconds: float
-    """From the beginning of `save` until it was visible."""
+    """Time from the start of `save` until the checkpoint was visible."""
     stall_seconds: float
-    """Those of them that the training waited."""
+    """Part of `seconds` during which training waited."""
     deleted: list[Path]
-    """Checkpoints that no rule keeps any more, oldest first."""
+    """Checkpoints deleted by the retention rules, oldest first."""
 
 
 @dataclass
-class _Flight:
-    """A save that is under way."""
+class _RunningSave:
+    """Save in progress."""
 
     iteration: int
     began: float
@@ -69,16 +69,16 @@ class _Flight:
     thread: threading.Thread | None = None
     staging: Path | None = None
     steps: int = 0
-    """Files written and parts of files brought."""
+    """Number of files written and of file parts received."""
     finished: SaveFinished | None = None
     failure: BaseException | None = field(default=None, repr=False)
 
 
 class CheckpointSaver:
-    """A saver of one run's checkpoints, one at a time; all ranks make the same calls in order.
+    """Saver of one run's checkpoints, one at a time; all ranks make the same calls in order.
 
-    What several ranks hold alike is copied and written by one of them. The writing, its collectives
-    and the retention run in a thread over a process group of their own.
+    Tensors that several ranks hold are copied and written by one of them. The writing, its
+    collectives and the retention run in a thread with a separate process group.
     """
 
     def __init__(
@@ -91,17 +91,16 @@ class CheckpointSaver:
         keep_best: bool = True,
         beat: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """Make the process group. Collective.
+        """Create the process group. Collective.
 
         Args:
             root: directory of the run's checkpoints.
-            asynchronous: whether `save` returns once the tensors are copied, else when the
-                checkpoint is complete.
-            keep_last: as for `apply_retention`.
-            keep_every: likewise.
-            keep_best: likewise.
-            beat: called from the thread of the caller when a save that it waits for has come
-                further.
+            asynchronous: True if `save` returns once the tensors are copied, False if it returns
+                when the checkpoint is complete.
+            keep_last: see `apply_retention`.
+            keep_every: see `apply_retention`.
+            keep_best: see `apply_retention`.
+            beat: callback in the caller's thread for progress of a save that it waits for.
         """
         group = None
         if dist.is_available() and dist.is_initialized():
@@ -117,12 +116,12 @@ class CheckpointSaver:
         self._ranks = RankGroup(group)
         self._shares = Shares(self._ranks)
         self._buffers = HostBuffers()
-        self._flight: _Flight | None = None
+        self._flight: _RunningSave | None = None
         self._finished: deque[SaveFinished] = deque()
 
     @property
     def failed(self) -> bool:
-        """Whether `wait` and `save` raise: ranks may agree on it in an exchange that exists."""
+        """True if `wait` and `save` will raise; ranks can agree on it in an existing exchange."""
         flight = self._flight
         return flight is not None and flight.failure is not None
 
@@ -134,21 +133,20 @@ class CheckpointSaver:
         *,
         validation_loss: float | None,
     ) -> SaveStarted:
-        """Begin a checkpoint after the one before has ended. Collective.
+        """Start a checkpoint after the previous one has ended. Collective.
 
-        What is passed may change once this returns.
+        The arguments may change after the return.
 
         Args:
-            iteration: optimizer steps done.
-            tensors: as for `save_checkpoint`.
-            state: likewise.
-            validation_loss: at this iteration, if it was measured.
+            iteration: number of completed optimizer steps.
+            tensors: see `save_checkpoint`.
+            state: see `save_checkpoint`.
+            validation_loss: validation loss at this iteration, if measured.
 
         Raises:
-            CheckpointError: `state` is not JSON, a value is no tensor, or there is no host memory
-                for the copy.
-            MegacoreError, RuntimeError: what the save before, or this one if it is synchronous,
-                raised.
+            CheckpointError: `state` is not JSON, a value is no tensor, or there is not enough host
+                memory for the copy.
+            MegacoreError, RuntimeError: the previous save failed, or this one if it is synchronous.
         """
         began = time.monotonic()
         self._land()
@@ -163,15 +161,15 @@ class CheckpointSaver:
         changed = any(self._ranks.everywhere(look))
         if changed:
             self._shares.decide(tensors)
-        own = self._shares.own(tensors)
-        flight = _Flight(iteration, began)
+        share = self._shares.own(tensors)
+        flight = _RunningSave(iteration, began)
         if self._asynchronous:
             if changed:
-                self._fit(own)
-            own = self._buffers.copy(own)
+                self._fit(share)
+            share = self._buffers.copy(share)
             flight.thread = threading.Thread(
                 target=self._run,
-                args=(flight, own, text, validation_loss),
+                args=(flight, share, text, validation_loss),
                 name="checkpoint-save",
                 daemon=True,
             )
@@ -180,41 +178,44 @@ class CheckpointSaver:
             flight.thread.start()
         else:
             self._flight = flight
-            self._run(flight, own, text, validation_loss)
+            self._run(flight, share, text, validation_loss)
             self._land()
-        size = sum(_bytes(tensor) for tensor in own.values())
+        size = sum(_bytes(tensor) for tensor in share.values())
         return SaveStarted(iteration, time.monotonic() - began, size)
 
     def poll(self) -> SaveFinished | None:
-        """Return the oldest save that ended well and was not returned before, or None.
+        """Return the oldest finished save that was not returned before, or None.
 
-        Never raises: ranks look at different moments. What a save raised comes from `wait` or the
-        next `save`.
+        Never raises, since ranks poll at different times. The error of a save comes from `wait` or
+        the next `save`.
         """
         if self._flight is not None and self._flight.finished is not None:
             self._land()
         return self._finished.popleft() if self._finished else None
 
     def wait(self) -> SaveFinished | None:
-        """Wait until nothing is in flight, then poll. Raises what the save raised."""
+        """Wait until no save is in progress, then poll. Raises the error of the save."""
         self._land()
         return self._finished.popleft() if self._finished else None
 
     def progress(self) -> tuple[int, int] | None:
-        """Return, on the first rank during a save, the bytes written by all ranks, and to write."""
+        """Return the bytes written by all ranks and the total, on the first rank during a save.
+
+        Return None otherwise.
+        """
         flight = self._flight
         if self._ranks.rank != 0 or flight is None or not _alive(flight):
             return None
         total = self._shares.total_bytes
-        # Archives around the tensors make the files a little larger than the tensors.
+        # Archives around the tensors make the files slightly larger than the tensors.
         return min(sum(_sizes(flight.staging)), total), total
 
     def close(self) -> None:
-        """Wait for a save while it makes progress, and give everything back. Raises nothing."""
+        """Wait for a save while it makes progress, then release everything. Raises nothing."""
         flight, self._flight = self._flight, None
         if flight is not None and not self._join(flight, patience=_PATIENCE):
             _logger.warning(
-                "the checkpoint of iteration %d did not come further and is left", flight.iteration
+                "the checkpoint of iteration %d made no progress and is abandoned", flight.iteration
             )
             return
         if flight is not None and flight.failure is not None:
@@ -226,16 +227,16 @@ class CheckpointSaver:
             dist.destroy_process_group(self._ranks.group)
             self._ranks.group = None
 
-    def _fit(self, own: Tensors) -> None:
+    def _fit(self, share: Tensors) -> None:
         """Allocate host memory; a failure on one rank is raised on all. Collective."""
         try:
-            self._ranks.everywhere(lambda: self._buffers.fit(own))
+            self._ranks.everywhere(lambda: self._buffers.fit(share))
         except BaseException:
-            self._shares = Shares(self._ranks)  # the next save decides, and allocates, anew
+            self._shares = Shares(self._ranks)  # the next save decides and allocates again
             raise
 
     def _land(self) -> None:
-        """Wait for the save in flight, and raise what it raised."""
+        """Wait for the save in progress and raise its error."""
         flight = self._flight
         if flight is None:
             return
@@ -246,25 +247,25 @@ class CheckpointSaver:
         assert flight.finished is not None, "a save ends with a result or an error"
         self._finished.append(flight.finished)
 
-    def _join(self, flight: _Flight, *, patience: float | None) -> bool:
+    def _join(self, flight: _RunningSave, *, patience: float | None) -> bool:
         """Wait until a save ends (True) or makes no progress for `patience` seconds (False)."""
-        seen, since = (_sizes(flight.staging), flight.steps), time.monotonic()
+        previous, changed_at = (_sizes(flight.staging), flight.steps), time.monotonic()
         while flight.thread is not None:
             flight.thread.join(_POLL)
             if not flight.thread.is_alive():
                 break
-            now = _sizes(flight.staging), flight.steps
-            if now != seen:
+            current = _sizes(flight.staging), flight.steps
+            if current != previous:
                 self._beat("wait for save")
-                seen, since = now, time.monotonic()
-            if patience is not None and time.monotonic() > since + patience:
+                previous, changed_at = current, time.monotonic()
+            if patience is not None and time.monotonic() > changed_at + patience:
                 return False
         return True
 
     def _run(
-        self, flight: _Flight, tensors: Tensors, state: str, validation_loss: float | None
+        self, flight: _RunningSave, tensors: Tensors, state: str, validation_loss: float | None
     ) -> None:
-        """Write and retain; what happens is kept in `flight`."""
+        """Write the checkpoint and apply retention; store the result or error in `flight`."""
 
         def staged(path: Path) -> None:
             flight.staging = path
@@ -293,7 +294,7 @@ class CheckpointSaver:
             flight.failure = error
 
 
-def _alive(flight: _Flight) -> bool:
+def _alive(flight: _RunningSave) -> bool:
     return flight.thread is not None and flight.thread.is_alive()
 
 

@@ -1,4 +1,4 @@
-"""Bringing files that ranks wrote on other machines to the first rank, over the process group."""
+"""Transfer of files written on other hosts to the first rank, over the process group."""
 
 import contextlib
 import hashlib
@@ -18,25 +18,26 @@ from megacore.checkpoint.format import STALE_SUFFIX, FileRecord
 from megacore.errors import CheckpointError
 
 CHUNK = 64 << 20
-"""Bytes that are sent at a time; either side holds as much in memory."""
+"""Bytes sent at a time; sender and receiver each hold this much in memory."""
 
 
-def own_directory(first: Path, ranks: RankGroup) -> Path:
-    """Return where this rank writes: the first rank's directory, or one beside if it is not seen.
+def writable_directory(first: Path, ranks: RankGroup) -> Path:
+    """Return the directory that this rank writes to.
 
-    `first` has a new name, so that a file share has not cached it as missing. Raises
+    This is the first rank's directory, or a directory next to it if that is not visible. `first`
+    must have a new name, so that a network file system has not cached it as missing. Raises
     WorkspaceError.
     """
     if ranks.rank == 0 or first.is_dir():
         return first
-    own = first.with_name(f"{first.name}-rank{ranks.rank}")
-    with workspace_errors(own):
-        own.mkdir(parents=True)
-    return own
+    local_directory = first.with_name(f"{first.name}-rank{ranks.rank}")
+    with workspace_errors(local_directory):
+        local_directory.mkdir(parents=True)
+    return local_directory
 
 
-def sees_first(directory: Path, ranks: RankGroup) -> bool:
-    """Make the first rank's `directory`; return True where it is seen. Collective.
+def sees_first_directory(directory: Path, ranks: RankGroup) -> bool:
+    """Create the first rank's `directory` and return True if this rank sees it. Collective.
 
     Raises WorkspaceError.
     """
@@ -49,43 +50,42 @@ def sees_first(directory: Path, ranks: RankGroup) -> bool:
         return token
 
     written = ranks.on_first(write)
-    seen = ranks.everywhere(written.exists)[ranks.rank]
+    visible = ranks.everywhere(written.exists)[ranks.rank]
     ranks.on_first(lambda: written.unlink(missing_ok=True))
-    return seen
+    return visible
 
 
-def bring_files(
+def transfer_files(
     directory: Path,
-    own: Path | None,
+    local_directory: Path | None,
     records: Mapping[str, FileRecord],
     ranks: RankGroup,
     *,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Bring the files of ranks that write elsewhere into the first rank's directory. Collective.
+    """Move the files of ranks that write elsewhere into the first rank's directory. Collective.
 
-    They are synced and their hashes compared.
-
-    One rank after the other sends; a file that has arrived is deleted where it was. The group needs
-    gloo.
+    The files are synced and their hashes compared. One rank after the other sends; a file is
+    deleted at the sender after it has arrived. The group needs gloo.
 
     Args:
-        directory: of the first rank, where they go, each under its name once it is whole.
-        own: this rank's directory; None where it sees the first rank's.
+        directory: target directory on the first rank; each file gets its name there once it is
+            complete.
+        local_directory: this rank's directory; None if this rank sees the first rank's directory.
         records: this rank's files.
-        ranks: of the group.
-        progress: called on every rank after each chunk.
+        ranks: the ranks that take part.
+        progress: callback on every rank after each chunk.
 
     Raises:
-        WorkspaceError: a file cannot be read there or written here, on every rank.
-        CheckpointError: it arrived with another content, on every rank.
+        WorkspaceError: a file cannot be read or written; raised on every rank.
+        CheckpointError: a file arrived with different content; raised on every rank.
     """
-    elsewhere = ranks.everywhere(lambda: {} if own is None else dict(records))
+    elsewhere = ranks.everywhere(lambda: {} if local_directory is None else dict(records))
     for sender, files in enumerate(elsewhere):
         for name, record in files.items():
             move = _Move(record, sender, ranks, progress)
-            if ranks.rank == sender and own is not None:
-                ranks.everywhere(move.runner(move.send, own / name))
+            if ranks.rank == sender and local_directory is not None:
+                ranks.everywhere(move.runner(move.send, local_directory / name))
             else:
                 ranks.everywhere(
                     move.runner(move.receive if ranks.rank == 0 else move.wait, directory / name)
@@ -93,9 +93,9 @@ def bring_files(
 
 
 class _Move:
-    """One file on its way.
+    """Transfer of one file.
 
-    A rank that fails still takes part in the chunk under way; then all of them stop.
+    A rank that fails still takes part in the current chunk; then all ranks stop.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class _Move:
         self._record, self._sender, self._ranks, self._progress = record, sender, ranks, progress
         self._failure: Exception | None = None
         self._broken_off = False
-        """Whether a rank has failed before the last chunk."""
+        """True if a rank failed before the last chunk."""
 
     def runner(self, part: Callable[[Path], None], path: Path) -> Callable[[], None]:
-        """Return an action that does this rank's part and raises what it met at its end."""
+        """Return an action that runs this rank's part and raises its error at the end."""
 
         def run() -> None:
             part(path)
@@ -117,7 +117,7 @@ class _Move:
         return run
 
     def send(self, path: Path) -> None:
-        """Read and send the file, and delete it where it has arrived."""
+        """Read and send the file, and delete it after its arrival."""
         with contextlib.ExitStack() as stack:
             file = None
             with self._noted(path):
@@ -132,7 +132,7 @@ class _Move:
                 path.unlink()
 
     def receive(self, path: Path) -> None:
-        """Write the file beside, compare its hash, and give it its name."""
+        """Write the file under a temporary name, compare its hash, and rename it."""
         digest = hashlib.sha256()
         temporary = path.with_name(f"{path.name}{STALE_SUFFIX}{os.getpid()}")
         with contextlib.ExitStack() as stack:
@@ -153,18 +153,18 @@ class _Move:
         with self._noted(path):
             if digest.hexdigest() != self._record.sha256:
                 raise CheckpointError(
-                    f"{path} came from rank {self._sender} with another content than "
-                    "it was written with: look at the memory, disk and network of that machine"
+                    f"{path} came from rank {self._sender} with other content than it was written "
+                    "with: look at the memory, disk and network of that machine"
                 )
             os.replace(temporary, path)
 
     def wait(self, path: Path) -> None:
-        """Take part until the file has arrived, or somebody has failed."""
+        """Take part in the collectives until the file has arrived or a rank has failed."""
         for _ in self._chunks():
             pass
 
     def _chunks(self) -> Iterator[Tensor]:
-        """Yield memory for each chunk; between two, all ranks learn whether one failed."""
+        """Yield a buffer for each chunk; after each chunk, all ranks learn whether one failed."""
         memory = torch.empty(min(CHUNK, self._record.size), dtype=torch.uint8)
         for first in range(0, self._record.size, CHUNK):
             yield memory[: min(CHUNK, self._record.size - first)]
@@ -177,7 +177,7 @@ class _Move:
 
     @contextlib.contextmanager
     def _noted(self, path: Path) -> Iterator[None]:
-        """Keep what is raised for the end: the other ranks are in the middle of a collective."""
+        """Store an error until the end, since the other ranks are in the middle of a collective."""
         try:
             with workspace_errors(path):
                 yield

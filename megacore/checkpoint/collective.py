@@ -1,6 +1,6 @@
-"""Actions of all ranks together, such as choosing a checkpoint: one's error is raised on all.
+"""Collective actions such as choosing a checkpoint: an error on one rank is raised on all.
 
-A rank alone, and tools without ranks, use `format` itself.
+Single processes and tools without ranks use `format` directly.
 """
 
 import logging
@@ -17,7 +17,7 @@ from megacore.checkpoint.format import (
     Marker,
     check_tracker,
     checkpoint_directories,
-    misplaced,
+    marker_problem,
     passed_over,
     reading,
     refuse,
@@ -31,10 +31,10 @@ _logger = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """The ranks that save together; one rank alone when torch.distributed is not initialised.
+    """Ranks that save together; a single rank if torch.distributed is not initialized.
 
-    Objects are exchanged through `group` (None: the default group). A group that has only the NCCL
-    back end moves them through the current CUDA device, which each rank must have set; a gloo group
+    Objects are exchanged through `group` (None: the default group). A group with only the NCCL back
+    end moves them through the current CUDA device, which each rank must have set; a gloo group
     needs none.
     """
 
@@ -47,8 +47,8 @@ class RankGroup:
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return the results in rank order, on every rank.
 
-        Where it raised, the error itself is raised there; on the others the first failing rank's,
-        as the same MegacoreError or as CheckpointError. Results must be picklable.
+        A rank whose action fails raises the original error. The others raise the first failing
+        rank's error, as the same MegacoreError or as CheckpointError. Results must be picklable.
         """
         value: T | None = None
         failure: Exception | None = None
@@ -87,7 +87,7 @@ def _describe(error: Exception | None) -> tuple[str, str] | None:
 
 
 def _restored(rank: int, name: str, message: str) -> MegacoreError:
-    """Make another rank's error from its class name and message."""
+    """Build another rank's error from its class name and message."""
     if name in ERROR_TYPES:
         return ERROR_TYPES[name](message)
     return CheckpointError(f"rank {rank} failed: {name}: {message}")
@@ -96,7 +96,7 @@ def _restored(rank: int, name: str, message: str) -> MegacoreError:
 def latest_complete_together(
     root: Path, ranks: RankGroup, *, log: Callable[[str], None] = _logger.warning
 ) -> Path | None:
-    """Choose as `format.latest_complete`; `log` is called on the first rank. Collective."""
+    """Choose a checkpoint like `format.latest_complete`; only the first rank logs. Collective."""
     chosen = None
     for directory in reversed(ranks.on_first(lambda: checkpoint_directories(root))):
         try:
@@ -113,46 +113,48 @@ def latest_complete_together(
 
 
 def verify_together(directory: Path, ranks: RankGroup) -> Marker:
-    """Compare every hash, as `format.verify`; return the marker on every rank. Collective.
+    """Compare every hash like `format.verify`; return the marker on every rank. Collective.
 
-    Raises CheckpointError naming the file that is missing or damaged, and LaunchError where another
-    machine than the first rank's has it not at all, although it is whole: passing it over would
-    throw work away.
+    Raises CheckpointError that names the missing or damaged file. Raises LaunchError if the
+    complete checkpoint is missing on another host than the first rank's: skipping it would lose
+    work.
     """
 
     def look() -> tuple[Marker, str | None]:
         with reading(directory):
             marker = Marker.read(directory)
-            return marker, misplaced(directory, marker) or marker.quick_problem(directory)[0]
+            return marker, marker_problem(directory, marker) or marker.quick_problem(directory)[0]
 
     marker, problem = ranks.on_first(look)
     refuse(directory, problem)
     absent = [host for host in ranks.everywhere(lambda: _without(directory)) if host is not None]
-    if absent:  # damaged files are on no other machine where each has a workspace of its own
+    if absent:  # damaged files are on no other host if each has a separate workspace
         ranks.on_first(lambda: verify(directory))
         raise LaunchError(
             f"{directory} is not on host {absent[0]}, though the first rank's host has it: "
             "mount the same file system on every host, or set launch.data_placement to node_local"
         )
-    own = shares(marker, ranks.size)[ranks.rank]
+    assigned = shares(marker, ranks.size)[ranks.rank]
     threads = max(1, min(_THREADS, (os.cpu_count() or 1) // ranks.size))
 
     def compare() -> dict[str, str]:
         with reading(directory):
-            return marker.differing(directory, own, threads=threads)
+            return marker.differing(directory, assigned, threads=threads)
 
-    found = {name: problem for each in ranks.everywhere(compare) for name, problem in each.items()}
-    refuse(directory, next((found[name] for name in marker.files if name in found), None))
+    problems = {
+        name: problem for each in ranks.everywhere(compare) for name, problem in each.items()
+    }
+    refuse(directory, next((problems[name] for name in marker.files if name in problems), None))
     return marker
 
 
 def _without(directory: Path) -> str | None:
-    """Return the name of this rank's machine if it does not have the checkpoint."""
+    """Return this rank's host name if the host does not have the checkpoint."""
     return None if (directory / MARKER_NAME).exists() else socket.gethostname()
 
 
 def shares(marker: Marker, size: int) -> list[list[str]]:
-    """Return the names of the files that each of `size` ranks hashes: about the same bytes."""
+    """Divide the files among `size` ranks for hashing, by about equal bytes; return the names."""
     load = [0] * size
     names: list[list[str]] = [[] for _ in range(size)]
     for name, record in sorted(marker.files.items(), key=lambda item: (-item[1].size, item[0])):

@@ -1,20 +1,17 @@
-"""The form of a checkpoint on disk, which one can be believed, and who may read or delete it.
+"""Format of a checkpoint on disk, with verification and locks.
 
-Nothing here imports torch.
+Nothing here imports torch. The files in `checkpoints/` are:
 
-Below `checkpoints/`:
+* `latest_checkpointed_iteration.txt`: the newest iteration, as written by Megatron-LM; only a hint.
+* `iter_0000400/__0_0.distcp` …: tensor slices of each rank (torch.distributed.checkpoint). Many
+  slices are spread over several files, so that these can be hashed in parallel.
+* `iter_0000400/.metadata`: file and position of the slices of each global name.
+* `iter_0000400/state.json`: state that is not a tensor.
+* `iter_0000400/complete.json`: the marker, written last: size and sha256 of every other file.
 
-* `latest_checkpointed_iteration.txt`: the newest iteration, as Megatron-LM writes it; a hint, never
-  trusted alone.
-* `iter_0000400/__0_0.distcp` …: tensor slices of each rank (torch.distributed.checkpoint), in
-  several files where they are many, which are hashed at the same time.
-* `iter_0000400/.metadata`: where the slices of each global name lie.
-* `iter_0000400/state.json`: state that is no tensor.
-* `iter_0000400/complete.json`: written last, size and sha256 of every other file.
-
-Who reads a checkpoint holds a shared lock on its marker; who deletes it needs the lock alone. The
-kernel drops the locks of a process that dies. A file system without locks is named in a warning:
-there a checkpoint that is read may be deleted, and the reader is told so.
+A reader holds a shared lock on a checkpoint's marker; deletion requires an exclusive lock. The
+kernel drops the locks of a process that dies. On a file system without locks a warning is logged:
+there a checkpoint may be deleted while it is read, and the reader gets an error.
 """
 
 import contextlib
@@ -44,35 +41,35 @@ STALE_SUFFIX = ".tmp-"
 _WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
 _THREADS = 4
-"""That hash files at most; a disk is not faster with more."""
+"""Maximum number of hashing threads; a disk is not faster with more."""
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint as it was written."""
+    """Size and hash of one checkpoint file at the time of writing."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
     """Hex digest of the content."""
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
-        """Measure a file."""
+        """Return the record of a file."""
         return cls(path.stat().st_size, file_digest(path))
 
 
 @dataclass(frozen=True)
 class Marker:
-    """`complete.json`: where it is, the checkpoint is whole; its content is how to prove it."""
+    """Content of `complete.json`, which marks a checkpoint as complete and lists its files."""
 
     iteration: int
-    """Optimizer steps done."""
+    """Number of completed optimizer steps."""
     validation_loss: float | None
-    """Mean loss over the validation samples; None when it was not measured or is not finite."""
+    """Mean loss over the validation samples; None if not measured or not finite."""
     files: dict[str, FileRecord]
-    """Every other file, by its path below the checkpoint's directory."""
+    """Record of every other file, by its path relative to the checkpoint's directory."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -86,7 +83,7 @@ class Marker:
 
     @classmethod
     def read(cls, directory: Path) -> "Marker":
-        """Read a checkpoint's marker. Raises CheckpointError when it is missing or damaged."""
+        """Read a checkpoint's marker. Raises CheckpointError if it is missing or damaged."""
         path = directory / MARKER_NAME
         try:
             values = read_json(path)
@@ -107,10 +104,10 @@ class Marker:
         return marker
 
     def problem(self, directory: Path, mode: Literal["quick", "full"]) -> str | None:
-        """Return what is wrong with the files, in one clause that names the file, or None.
+        """Return the first problem with the files, in one clause that names the file, or None.
 
-        quick compares sizes, and hashes of files that were touched after the marker; full compares
-        every sha256.
+        quick compares sizes, and the hashes of files modified after the marker; full compares every
+        sha256.
         """
         problem, touched = self.quick_problem(directory)
         if problem is not None:
@@ -119,7 +116,7 @@ class Marker:
         return next(iter(differing.values()), None)
 
     def quick_problem(self, directory: Path) -> tuple[str | None, list[str]]:
-        """Return what is wrong with the sizes, and the names of files touched after the marker."""
+        """Return a problem with the sizes or None, and the names of files newer than the marker."""
         touched = []
         try:
             marked = (directory / MARKER_NAME).stat().st_mtime_ns
@@ -142,18 +139,16 @@ class Marker:
     def differing(
         self, directory: Path, names: Collection[str], *, threads: int | None = None
     ) -> dict[str, str]:
-        """Return what is wrong with the content of the named files, by name, in the marker's order.
+        """Return the problems with the content of the named files, by name, in the marker's order.
 
-        Several are read at once.
-
-        `threads` hash at the same time; None means one per core, at most a few.
+        `threads` files are hashed in parallel; None means one per core, up to a small limit.
         """
 
         def check(name: str) -> str | None:
             path = directory / name
             try:
                 same = file_digest(path) == self.files[name].sha256
-                return None if same else f"{path} has another content than when it was written"
+                return None if same else f"{path} has other content than when it was written"
             except FileNotFoundError:
                 return f"{path} is missing"
             except OSError as error:
@@ -162,19 +157,19 @@ class Marker:
         ordered = [name for name in self.files if name in names]
         workers = min(threads or min(_THREADS, os.cpu_count() or 1), len(ordered))
         if workers <= 1:
-            found = [check(name) for name in ordered]
+            problems = [check(name) for name in ordered]
         else:
             with ThreadPoolExecutor(workers) as pool:
-                found = list(pool.map(check, ordered))
+                problems = list(pool.map(check, ordered))
         return {
             name: problem
-            for name, problem in zip(ordered, found, strict=True)
+            for name, problem in zip(ordered, problems, strict=True)
             if problem is not None
         }
 
 
 def _name_within(name: str) -> str:
-    """Return `name` if it is of a file below the checkpoint's directory. Raises ValueError."""
+    """Return `name` if it is inside the checkpoint's directory. Raises ValueError otherwise."""
     if "\0" in name or any(part in {"", ".", ".."} for part in name.split("/")):
         raise ValueError(f"file name {name!r} leaves the checkpoint's directory")
     return name
@@ -197,25 +192,26 @@ def iteration_of(directory: Path) -> int | None:
 
 
 def checkpoint_directories(root: Path) -> list[Path]:
-    """Return every `iter_*` directory below `root`, complete or not, oldest iteration first.
+    """Return every `iter_*` directory in `root`, complete or not, oldest iteration first.
 
-    Stale temporaries are left out.
+    Stale temporary directories are left out.
     """
     if not root.is_dir():
         return []
-    found = [
+    checkpoints = [
         (iteration, path)
         for path in root.iterdir()
         if (iteration := iteration_of(path)) is not None
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(checkpoints)]
 
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Keep a complete checkpoint from being deleted while it is read; wait while it is deleted.
+    """Protect a complete checkpoint from deletion during the block; wait for a running deletion.
 
-    Raises CheckpointError when it is not complete, or was deleted or replaced, before or meanwhile.
+    Raises CheckpointError if the checkpoint is not complete, or if it was deleted or replaced
+    before the end of the block.
     """
     marker = directory / MARKER_NAME
     with contextlib.ExitStack() as stack:
@@ -234,12 +230,12 @@ def reading(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_lock(file: Path) -> Iterator[bool]:
-    """Yield whether nobody reads what `file` belongs to; while it is held, nobody begins to.
+    """Yield True if `file` has no readers; during the block, no new reader can start.
 
-    Does not wait: False where a reader holds it, or where it is gone already.
+    Does not wait: yields False if a reader holds the lock or the file is gone.
     """
     try:
-        # Over NFS only a file that is open for writing can be locked for oneself.
+        # NFS allows an exclusive lock only on a file that is open for writing.
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         yield False
@@ -265,12 +261,12 @@ def _lock(descriptor: int, operation: int, file: Path) -> bool:
 
 
 def _check_same(descriptor: int, file: Path) -> None:
-    """Raise CheckpointError unless the path still leads to the open file."""
+    """Raise CheckpointError unless the path still refers to the open file."""
     try:
-        there = os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except OSError:  # over NFS the descriptor of a file that another machine deleted is stale
-        there = False
-    if not there:
+        same = os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except OSError:  # over NFS the descriptor of a file that another host deleted is stale
+        same = False
+    if not same:
         raise CheckpointError(
             f"checkpoint {file.parent} was deleted or replaced while it was opened or "
             "read: use another checkpoint, or keep more (checkpoint.keep_last)"
@@ -278,18 +274,18 @@ def _check_same(descriptor: int, file: Path) -> None:
 
 
 def verify(directory: Path, mode: Literal["quick", "full"] = "full") -> Marker:
-    """Return the marker of a checkpoint whose files are as they were written.
+    """Verify a checkpoint's files and return its marker.
 
-    Raises CheckpointError naming the file that is missing or damaged.
+    Raises CheckpointError that names the missing or damaged file.
     """
     with reading(directory):
         marker = Marker.read(directory)
-        refuse(directory, misplaced(directory, marker) or marker.problem(directory, mode))
+        refuse(directory, marker_problem(directory, marker) or marker.problem(directory, mode))
         return marker
 
 
-def misplaced(directory: Path, marker: Marker) -> str | None:
-    """Return what is wrong with a marker in this directory, or None."""
+def marker_problem(directory: Path, marker: Marker) -> str | None:
+    """Return an error if the marker does not belong to this directory, else None."""
     if iteration_of(directory) not in {None, marker.iteration}:
         return f"its marker is of iteration {marker.iteration}"
     return None
@@ -310,7 +306,7 @@ def _incomplete(directory: Path) -> str:
 def complete_checkpoints(
     root: Path, mode: Literal["quick", "full"] = "quick"
 ) -> dict[Path, Marker]:
-    """Return every complete checkpoint below `root` with its marker, oldest iteration first."""
+    """Return every complete checkpoint in `root` with its marker, oldest iteration first."""
     complete = {}
     for directory in checkpoint_directories(root):
         try:
@@ -321,10 +317,10 @@ def complete_checkpoints(
 
 
 def latest_complete(root: Path, *, log: Callable[[str], None] = _logger.warning) -> Path | None:
-    """Return the newest checkpoint below `root` whose every file is as recorded, or None.
+    """Return the newest checkpoint in `root` whose files are all as recorded, or None.
 
-    Each incomplete or damaged one on the way is passed over, after `log` got a warning that names
-    the file. The tracker file is not believed: only a disagreement with what was found is logged.
+    Each newer one that is incomplete or damaged is skipped, after a call of `log` with a warning
+    that names the file. The tracker file is not trusted: a disagreement with it is only logged.
     """
     chosen = None
     for directory in reversed(checkpoint_directories(root)):
@@ -340,12 +336,12 @@ def latest_complete(root: Path, *, log: Callable[[str], None] = _logger.warning)
 
 
 def passed_over(error: CheckpointError) -> str:
-    """Return the warning about a checkpoint that cannot be believed."""
-    return f"{error}; passing it over for the one before"
+    """Return the warning about a damaged checkpoint."""
+    return f"{error}; using the one before it"
 
 
 def check_tracker(root: Path, chosen: Path | None, log: Callable[[str], None]) -> None:
-    """Warn when the tracker file names a checkpoint that is not there."""
+    """Warn if the tracker file names a checkpoint that does not exist."""
     tracked = read_tracker(root)
     if tracked is not None and not (root / directory_name(tracked)).is_dir():
         log(
@@ -355,7 +351,7 @@ def check_tracker(root: Path, chosen: Path | None, log: Callable[[str], None]) -
 
 
 def read_tracker(root: Path) -> int | None:
-    """Return the iteration in the tracker file, or None when there is none or it is no number."""
+    """Return the iteration in the tracker file; None if the file is missing or has no number."""
     try:
         return int((root / TRACKER_NAME).read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -364,11 +360,11 @@ def read_tracker(root: Path) -> int | None:
 
 def write_tracker(root: Path, iteration: int) -> None:
     """Replace the tracker file atomically. Raises WorkspaceError."""
-    write_json(root / TRACKER_NAME, iteration)  # a number in JSON is what Megatron-LM writes
+    write_json(root / TRACKER_NAME, iteration)  # a number in JSON has Megatron-LM's format
 
 
 def read_state(directory: Path, name: str = STATE_NAME) -> dict[str, Any]:
-    """Read the state that is no tensor, or another file with an object. Raises CheckpointError."""
+    """Read the state that is not a tensor, or another JSON object. Raises CheckpointError."""
     path = directory / name
     try:
         state = read_json(path)

@@ -1,6 +1,7 @@
-"""Loading: names, shapes and types are compared, then filled in place; no pickle is executed.
+"""Loading of checkpoints in place, without executing pickles.
 
-Each rank reads what it needs by itself, so loading needs no process group and cannot deadlock.
+Names, shapes and types are compared first. Each rank reads the data it needs independently, so
+loading needs no process group and cannot deadlock.
 """
 
 import ctypes
@@ -37,17 +38,17 @@ __all__ = [
 
 _SHOWN = 4
 _BLOCK = 4 << 20
-"""Bytes that are read at once where a tensor's memory cannot be read into."""
+"""Bytes read at a time if the file cannot be read directly into a tensor's memory."""
 _THREADS = 4
-"""That read at most; a disk is not faster with more."""
+"""Maximum number of reading threads; a disk is not faster with more."""
 _LOCAL_HEADER = 30
-"""Bytes before the name of a record in a zip archive; the last four hold two lengths."""
+"""Bytes before the name of a record in a zip archive; the last four contain two lengths."""
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint: `.metadata` is read once, and executes nothing.
+    """Reader of a checkpoint's tensors; reads `.metadata` once, without executing it.
 
-    Raises CheckpointError when it is not that of a checkpoint of tensors.
+    Raises CheckpointError if it is not the metadata of a checkpoint of tensors.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -61,16 +62,16 @@ class CheckpointReader:
         return entries
 
     def fill(self, tensors: Tensors) -> None:
-        """Read the slices that lie in `tensors`, several at once, into their memory.
+        """Read the slices that belong to `tensors` into their memory, several in parallel.
 
-        Values of another dtype are converted in small blocks. Torch reads the archive around each
-        slice with `weights_only`, without its data; they follow from the file. Raises
+        Values of another dtype are converted in small blocks. torch reads the archive around each
+        slice with `weights_only` and without its data, which is then read from the file. Raises
         CheckpointError for a damaged or foreign file.
         """
         try:
             self._fill(tensors)
         except Exception as error:
-            # Without torch's advice to execute the file.
+            # Drop torch's advice to execute the file.
             reason = " ".join(str(error).split()).partition(". ")[0][:300]
             raise CheckpointError(
                 f"{self.directory} cannot be read: {type(error).__name__}: {reason}: use another "
@@ -117,24 +118,25 @@ def load_checkpoint(
     prefix: str = "",
     expected: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Fill `tensors` in place from the checkpoint in `path` and return its state that is no tensor.
+    """Fill `tensors` in place from the checkpoint in `path`; return the rest of its state.
 
     The files' hashes are not checked again: take `path` from `latest_complete`, or call
-    `format.verify` first. The checkpoint is not deleted while it is read; hold `format.reading`
-    around several readings that belong together.
+    `format.verify` first. The checkpoint cannot be deleted during the read; use `format.reading`
+    around several reads that belong together.
 
     Args:
-        path: of the checkpoint, whatever layout wrote it.
-        tensors: what this rank wants, by global name, with the checkpoint's global shapes and
-            dtypes; a TensorShard gets its rectangles.
-        prefix: what the names of a part of the checkpoint start with, if only that part is loaded.
-        expected: names that all ranks want together (see `names_of_all`); None means those of
+        path: checkpoint, written in any layout.
+        tensors: this rank's tensors by global name, with the checkpoint's global shapes and dtypes;
+            of a TensorShard, the rectangles are filled.
+        prefix: common prefix of the names to load, if only a part of the checkpoint is loaded.
+        expected: names that all ranks together load (see `names_of_all`); None means those of
             `tensors`.
 
     Raises:
         CheckpointError: `expected` are not exactly the checkpoint's names that start with `prefix`,
-            or a shape or dtype differs: both sides are shown, and nothing was changed. Or a file is
-            damaged, or holds anything but tensors, or `path` is no complete checkpoint.
+            or a shape or dtype differs. The message shows both sides, and nothing was changed. Or a
+            file is damaged or contains other objects than tensors, or `path` is no complete
+            checkpoint.
     """
     with reading(path):
         reader = CheckpointReader(path)
@@ -148,8 +150,10 @@ def load_checkpoint(
 
 def names_of_all(tensors: Iterable[str], group: dist.ProcessGroup | None = None) -> frozenset[str]:
     """Return the names that all ranks of `group` (None: the default group) hold. Collective."""
-    own = sorted(tensors)
-    return frozenset(name for names in RankGroup(group).everywhere(lambda: own) for name in names)
+    local_names = sorted(tensors)
+    return frozenset(
+        name for names in RankGroup(group).everywhere(lambda: local_names) for name in names
+    )
 
 
 def read_tensors(
@@ -159,10 +163,10 @@ def read_tensors(
     prefix: str = "",
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Read whole tensors to the CPU: those in `names`, or all whose name starts with `prefix`.
+    """Read complete tensors to the CPU: those in `names`, or all that start with `prefix`.
 
     `dtype` converts floating-point tensors. Needs no process group. Raises CheckpointError for a
-    name that the checkpoint has not.
+    name that is not in the checkpoint.
     """
     with reading(path):
         reader = CheckpointReader(path)
@@ -172,15 +176,17 @@ def read_tensors(
         )
         missing = [name for name in chosen if name not in entries]
         if missing or not chosen:
-            asked = _listed(missing) if missing else f"any name that starts with {prefix!r}"
-            raise CheckpointError(f"{path} has no tensor {asked}: it has {_listed(list(entries))}")
+            missing_names = _listed(missing) if missing else f"any name that starts with {prefix!r}"
+            raise CheckpointError(
+                f"{path} has no tensor {missing_names}: it has {_listed(list(entries))}"
+            )
         tensors = {name: _empty(entries[name], dtype) for name in chosen}
         reader.fill(tensors)
         return tensors
 
 
 def _empty(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> Tensor:
-    """Return memory for a saved tensor, of `dtype` if that is given and the tensor is of floats."""
+    """Return memory for a saved tensor; `dtype`, if given, replaces a floating-point type."""
     saved = entry.properties.dtype
     return torch.empty(entry.size, dtype=dtype if dtype and saved.is_floating_point else saved)
 
@@ -190,22 +196,24 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry.size) for name, entry in CheckpointReader(path).tensors.items()}
 
 
-def _check_names(path: Path, saved: Collection[str], wanted: Collection[str]) -> None:
-    missing = sorted(set(wanted) - set(saved))
-    unexpected = sorted(set(saved) - set(wanted))
+def _check_names(path: Path, saved: Collection[str], expected: Collection[str]) -> None:
+    missing = sorted(set(expected) - set(saved))
+    unexpected = sorted(set(saved) - set(expected))
     if missing or unexpected:
         raise CheckpointError(
-            f"{path} is of another model: it lacks {_listed(missing)} of the {len(wanted)} "
-            f"tensors asked for, and has {_listed(unexpected)} among {len(saved)} that nobody "
-            "asked for: load it with the configuration it was saved with"
+            f"{path} is of another model: it lacks {_listed(missing)} of the {len(expected)} "
+            f"tensors requested, and has {_listed(unexpected)} among {len(saved)} that were not "
+            "requested: load it with the configuration it was saved with"
         )
 
 
-def _check_entries(path: Path, saved: Mapping[str, TensorStorageMetadata], wanted: Tensors) -> None:
+def _check_entries(
+    path: Path, saved: Mapping[str, TensorStorageMetadata], tensors: Tensors
+) -> None:
     differing = [
         f"{name} is {_form(saved[name].size, saved[name].properties.dtype)} there and "
         f"{_form(tensor.shape, tensor.dtype)} here"
-        for name, tensor in wanted.items()
+        for name, tensor in tensors.items()
         if (saved[name].size, saved[name].properties.dtype) != (tensor.shape, tensor.dtype)
     ]
     if differing:
@@ -220,7 +228,7 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 def _listed(items: list[str]) -> str:
-    """Name the first few of many, or `none`."""
+    """Return the first few items of a list and the number of the others, or `none`."""
     shown = ", ".join(items[:_SHOWN]) or "none"
     return f"{shown} and {len(items) - _SHOWN} more" if len(items) > _SHOWN else shown
 
@@ -229,8 +237,8 @@ def _read(
     descriptor: int, place: SavedSlice, item: ReadItem, dtype: torch.dtype, target: Tensor
 ) -> None:
     """Fill `target` from the part of a saved slice of `dtype` that `item` describes."""
-    whole, start = _saved(descriptor, place)
-    part = _narrowed(whole, item.storage_offsets, item.lengths)
+    saved, start = _saved(descriptor, place)
+    part = _narrowed(saved, item.storage_offsets, item.lengths)
     if part.dtype != dtype:
         raise CheckpointError(
             f"{place.relative_path} holds {list(part.shape)} {part.dtype} of "
@@ -240,7 +248,7 @@ def _read(
         return
     start += int(part.storage_offset()) * part.element_size()
     if not part.is_contiguous():
-        # Its elements lie apart: what lies between them is read with them.
+        # The elements are not adjacent: the bytes between them are read as well.
         pairs = zip(part.shape, part.stride(), strict=True)
         scratch = torch.empty(1 + sum((size - 1) * stride for size, stride in pairs), dtype=dtype)
         _pread(descriptor, scratch, start, place.relative_path)
@@ -260,7 +268,7 @@ def _read(
 
 
 def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
-    """Return a saved slice without its data, and where these begin in the file."""
+    """Return a saved slice without its data, and the position of the data in the file."""
     if place.offset + place.length > os.fstat(descriptor).st_size:
         raise CheckpointError(f"{place.relative_path} ends before a slice that its metadata names")
     window = cast(IO[bytes], _Window(descriptor, place.offset, place.length))
@@ -273,7 +281,7 @@ def _saved(descriptor: int, place: SavedSlice) -> tuple[Tensor, int]:
 
 
 def _data_start(window: IO[bytes], size: int, place: SavedSlice) -> int:
-    """Return where the `size` bytes of data begin in the archive that torch.save wrote."""
+    """Return the position of the `size` bytes of data in the archive that torch.save wrote."""
     with zipfile.ZipFile(window) as archive:
         records = [
             info for info in archive.infolist() if info.filename.partition("/")[2] == "data/0"
@@ -298,7 +306,7 @@ def _narrowed(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tenso
 
 
 class _Window(io.RawIOBase):
-    """A range of a file with a position of its own, so that threads can share the file."""
+    """Range of a file with a separate position, so that threads can share the file."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         super().__init__()
@@ -322,9 +330,9 @@ class _Window(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        wanted = min(len(buffer), max(0, self._length - self._position))
+        requested = min(len(buffer), max(0, self._length - self._position))
         count = os.preadv(
-            self._descriptor, [memoryview(buffer)[:wanted]], self._offset + self._position
+            self._descriptor, [memoryview(buffer)[:requested]], self._offset + self._position
         )
         self._position += count
         return count

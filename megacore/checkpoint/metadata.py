@@ -1,8 +1,9 @@
-"""Reading torch's pickled `.metadata` without letting the pickle do anything.
+"""Reader of torch's pickled `.metadata` that executes nothing.
 
-A pickle can only call what its `find_class` returns. Ours returns record classes made for this one
-reading, which hold attributes and nothing else, and three harmless values of torch; anything else
-is refused. The records are then checked field by field and turned into torch's own metadata.
+A pickle can call only what its `find_class` returns. Our `find_class` returns record classes
+created for a single read, which only store attributes, and three harmless values of torch. It
+refuses all other names. The records are then checked field by field and converted to torch's own
+metadata.
 """
 
 import importlib
@@ -30,7 +31,7 @@ PRIVATE_NAMES = {
         "the place of a saved slice: torch's own reader expects it under this name in .metadata",
     ),
 }
-"""Every private name of torch that this package uses: the file that does, and what for."""
+"""Every private name of torch in this package, with the file that uses it and the purpose."""
 _DCP = "torch.distributed.checkpoint"
 _RECORDS = {
     (f"{_DCP}.metadata", "Metadata"),
@@ -60,18 +61,18 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class SavedSlice:
-    """The place of the archive around a saved rectangle."""
+    """Position of the archive around a saved rectangle."""
 
     relative_path: str
-    """File below the checkpoint's directory."""
+    """File in the checkpoint's directory."""
     offset: int
-    """Of the archive in the file, in bytes."""
+    """Offset of the archive in the file, in bytes."""
     length: int
-    """Of the archive, in bytes."""
+    """Length of the archive in bytes."""
 
 
 def private_name(name: str) -> Any:
-    """Import one of PRIVATE_NAMES. Raises CheckpointError when this torch has it no more."""
+    """Import one of PRIVATE_NAMES. Raises CheckpointError if this version of torch lacks it."""
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -84,9 +85,9 @@ def private_name(name: str) -> Any:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read `.metadata`, executing nothing.
+    """Read `.metadata` without executing it.
 
-    Raises CheckpointError when it holds anything but tensors' metadata.
+    Raises CheckpointError if it contains anything but the metadata of tensors.
     """
     try:
         with open(path, "rb") as file:
@@ -94,7 +95,7 @@ def read_metadata(path: Path) -> Metadata:
         return _metadata(record)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error}: use another checkpoint") from error
-    except Exception as error:  # a damaged pickle raises whatever its next byte asks for
+    except Exception as error:  # a damaged pickle can raise any exception
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{path} cannot be read ({reason}): use another checkpoint"
@@ -102,7 +103,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """A builder of records of allowed names only."""
+    """Unpickler that builds only records with allowed names."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -124,7 +125,7 @@ class _RecordUnpickler(pickle.Unpickler):
 
 
 def _record_class(name: str) -> type:
-    """Make a class for one reading: whatever a pickle does to it is forgotten with it."""
+    """Create a class for a single read, so that a pickle's changes to it do not persist."""
 
     def init(self: Any, *values: Any) -> None:
         self.__dict__["values"] = values
@@ -136,7 +137,7 @@ def _record_class(name: str) -> type:
 
 
 def _metadata(record: Any) -> Metadata:
-    """Make torch's metadata from a record, each field checked."""
+    """Convert a record to torch's metadata and check each field."""
     fields = _fields(record, "Metadata")
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     entries |= {

@@ -1,4 +1,4 @@
-"""Which checkpoints stay. Nothing here imports torch."""
+"""Retention rules for checkpoints. Nothing here imports torch."""
 
 import os
 import secrets
@@ -24,13 +24,13 @@ def apply_retention(
     keep_best: bool = True,
     in_use: Path | None = None,
 ) -> list[Path]:
-    """Delete the complete checkpoints below `root` that no rule keeps; return them, oldest first.
+    """Delete the complete checkpoints in `root` that no rule keeps; return them, oldest first.
 
-    Kept are the newest `keep_last`, those at multiples of `keep_every` iterations, the one with the
-    lowest validation loss (the older on a tie) if `keep_best`, the one `in_use`, and for this time
-    those that somebody reads (`format.reading`). The newest is always kept, so the only complete
-    one is never deleted. Incomplete ones are left alone. Call it on one rank, while no save is
-    under way. Raises WorkspaceError.
+    The rules keep the newest `keep_last`, those at multiples of `keep_every` iterations, the one
+    with the lowest validation loss (the older on a tie) if `keep_best`, `in_use`, and those that
+    are being read (`format.reading`). The newest is always kept, so the only complete one is never
+    deleted. Incomplete ones are not touched. Call it on one rank, while no save is in progress.
+    Raises WorkspaceError.
     """
     markers = complete_checkpoints(root)
     newest_first = sorted(markers, key=lambda path: markers[path].iteration, reverse=True)
@@ -51,19 +51,19 @@ def apply_retention(
 
 
 def _remove_unread(directory: Path) -> bool:
-    """Delete a checkpoint unless somebody reads it; return True if it was deleted."""
+    """Delete a checkpoint unless it is being read; return True if it was deleted."""
     with exclusive_lock(directory / MARKER_NAME) as unread:
-        # A reader that opened the marker before waits, and then finds that it has moved.
-        doomed = rename_away(directory) if unread else None
+        # A reader that has opened the marker before waits, and then notices the renaming.
+        doomed = rename_to_stale(directory) if unread else None
     if doomed is not None:
         shutil.rmtree(doomed)
     return doomed is not None
 
 
-def rename_away(directory: Path) -> Path:
-    """Give a checkpoint the name of something stale, durably, and return its new path.
+def rename_to_stale(directory: Path) -> Path:
+    """Rename a checkpoint to a stale name, durably, and return its new path.
 
-    What is deleted after that is never seen by half.
+    A later deletion never leaves a visible, incomplete checkpoint.
     """
     doomed = directory.with_name(f"{directory.name}{STALE_SUFFIX}{secrets.token_hex(4)}-deleted")
     os.rename(directory, doomed)
@@ -72,9 +72,10 @@ def rename_away(directory: Path) -> Path:
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Delete what a crash left below `root`: staged saves, half-deleted checkpoints, torn trackers.
+    """Delete the remains of a crash in `root`.
 
-    Only the one run that owns `root` may call it, while it saves nothing.
+    These are staged saves, half-deleted checkpoints and partial tracker files. Only the run that
+    owns `root` may call it, and not during a save.
     """
     stale = [path for path in root.glob(f"iter_*{STALE_SUFFIX}*") if iteration_of(path) is None]
     for path in stale:

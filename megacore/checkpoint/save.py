@@ -1,6 +1,6 @@
-"""Saving together: staged, hashed, synced, marked, renamed.
+"""Collective saving: files are staged, hashed, synced, marked and renamed.
 
-A crash at any instruction leaves the whole checkpoint or none.
+A crash at any point leaves either the complete checkpoint or none.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megacore.artifact.files import sync_directory, workspace_errors
-from megacore.checkpoint.bring import bring_files, own_directory
+from megacore.checkpoint.bring import transfer_files, writable_directory
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import (
     METADATA_NAME,
@@ -39,14 +39,15 @@ from megacore.checkpoint.format import (
     write_tracker,
 )
 from megacore.checkpoint.metadata import private_name
-from megacore.checkpoint.retain import remove_stale, rename_away
+from megacore.checkpoint.retain import remove_stale, rename_to_stale
 from megacore.checkpoint.shard import ShardSavePlanner, Tensors, TensorShard
 from megacore.errors import CheckpointError, WorkspaceError
 
 LEAST_FILE_BYTES = 64 << 20
-"""A rank's slices go into one file up to this size."""
+"""Minimum file size of a rank before its slices are spread over several files."""
 MOST_FILES = 16
-"""Per rank, about: as many as keep the hashing of the last one short beside the whole."""
+"""Approximate maximum of files per rank; hashing the last file then takes a small part of the
+time."""
 _StorageInfo = private_name("torch.distributed.checkpoint.filesystem._StorageInfo")
 
 
@@ -59,13 +60,12 @@ def save_checkpoint(
     validation_loss: float | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save `tensors` and `state` as `root/iter_<iteration>` and return that path, on every rank.
+    """Save `tensors` and `state` as `root/iter_<iteration>`; return that path on every rank.
 
-    Collective over `group` (None: the default group, or one rank alone). Tensors are saved under
-    their global names, and each rank may have other names. What several ranks hold alike, a plain
-    tensor or the same rectangle of a TensorShard, is written by the one of them that has the least
-    to write. `state` is JSON; the first rank's is written. An existing checkpoint of this iteration
-    is replaced.
+    Collective over `group` (None: the default group, or a single rank). Tensors are saved under
+    their global names, and each rank may have other names. A plain tensor or a rectangle of a
+    TensorShard that several ranks hold is written by the one with the least to write. `state` is
+    JSON; the first rank's is written. An existing checkpoint of this iteration is replaced.
 
     Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is
     left visible.
@@ -76,10 +76,10 @@ def save_checkpoint(
         check_types(tensors)
         return encode_state(state, iteration) if ranks.rank == 0 else ""
 
-    # Apart from the writing: a rank that raised here would leave its collectives waiting.
-    text = ranks.everywhere(check)[0]
+    # Separate from the writing: a rank that raised there would leave the others in its collectives.
+    encoded = ranks.everywhere(check)[0]
     path, _ = write_checkpoint(
-        root, iteration, tensors, text, ranks, validation_loss=validation_loss
+        root, iteration, tensors, encoded, ranks, validation_loss=validation_loss
     )
     return path
 
@@ -95,30 +95,34 @@ def write_checkpoint(
     staged: Callable[[Path], None] = lambda _: None,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[Path, Marker]:
-    """Save once types are checked; return path and marker, on every rank. Collective.
+    """Save tensors of checked types; return path and marker, on every rank. Collective.
 
-    A rank whose machine does not see the first rank's `root` writes beside its own, from where its
-    files are brought.
+    A rank whose host does not see the first rank's `root` writes to its local disk; its files are
+    then transferred to the first rank.
 
     Args:
         root: directory of the checkpoints.
-        iteration: optimizer steps done.
-        tensors: what this rank may write.
+        iteration: number of completed optimizer steps.
+        tensors: tensors that this rank may write.
         state: JSON; the first rank's is written.
-        ranks: that save together.
-        validation_loss: at this iteration.
-        staged: called with the directory that grows, before anything is written.
-        progress: called whenever this rank has finished a file, and a part of one was brought.
+        ranks: the ranks that save together.
+        validation_loss: validation loss at this iteration.
+        staged: callback that receives this rank's staging directory before anything is written.
+        progress: callback after each file that this rank writes, and after each part of a transfer.
     """
-    staging = own = ranks.on_first(lambda: _open_staging(root, iteration))
+    staging = local_staging = ranks.on_first(lambda: _open_staging(root, iteration))
     try:
-        own = ranks.everywhere(lambda: own_directory(staging, ranks))[ranks.rank]
-        staged(own)
-        records = ranks.everywhere(lambda: _write_tensors(own, tensors, ranks, progress))
-        elsewhere = None if own == staging else own
-        bring_files(staging, elsewhere, records[ranks.rank], ranks, progress=progress)
-        rest = ranks.on_first(lambda: _write_state(staging, state))
-        files = {name: record for own in [*records, rest] for name, record in own.items()}
+        local_staging = ranks.everywhere(lambda: writable_directory(staging, ranks))[ranks.rank]
+        staged(local_staging)
+        records = ranks.everywhere(lambda: _write_tensors(local_staging, tensors, ranks, progress))
+        elsewhere = None if local_staging == staging else local_staging
+        transfer_files(staging, elsewhere, records[ranks.rank], ranks, progress=progress)
+        state_records = ranks.on_first(lambda: _write_state(staging, state))
+        files = {
+            name: record
+            for rank_records in [*records, state_records]
+            for name, record in rank_records.items()
+        }
         marker = Marker(iteration, finite_or_none(validation_loss), dict(sorted(files.items())))
         return ranks.on_first(lambda: _publish(staging, root, marker)), marker
     except BaseException:
@@ -126,8 +130,8 @@ def write_checkpoint(
             shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
-        if own != staging:
-            shutil.rmtree(own, ignore_errors=True)
+        if local_staging != staging:
+            shutil.rmtree(local_staging, ignore_errors=True)
 
 
 def check_types(tensors: Tensors) -> None:
@@ -150,7 +154,7 @@ def encode_state(state: Mapping[str, Any], iteration: int) -> str:
 
 
 def _open_staging(root: Path, iteration: int) -> Path:
-    """Make the directory that all ranks write into; what earlier crashes left goes first."""
+    """Remove the remains of crashes and create the directory that all ranks write to."""
     with workspace_errors(root):
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -169,7 +173,7 @@ def _write_tensors(
 ) -> dict[str, FileRecord]:
     """Write every rank's slices and `.metadata`, synced; return this rank's files. Collective."""
     writer = CheckpointWriter(staging, ranks.rank, progress=progress)
-    # For good: a filter for a while would be one for all threads. A rank by itself is meant here.
+    # Permanent, since a temporary filter would affect all threads. A single rank is intended here.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with workspace_errors(staging), _first_failure():
         save(
@@ -184,7 +188,7 @@ def _write_tensors(
 
 @contextlib.contextmanager
 def _first_failure() -> Iterator[None]:
-    """Raise what the first failing rank met instead of DCP's BaseException around it."""
+    """Raise the first failing rank's error instead of DCP's BaseException around it."""
     try:
         yield
     except CheckpointException as error:
@@ -197,10 +201,10 @@ def _first_failure() -> Iterator[None]:
 
 
 class CheckpointWriter(FileSystemWriter):
-    """A writer of a rank's slices into files of similar size, whose sizes and hashes it then knows.
+    """Writer of a rank's slices into files of similar size, with their sizes and hashes.
 
-    While a file is written, those before it are hashed and synced, by a thread each: a save takes
-    as long as the slowest of the three. The metadata names no absolute path.
+    While a file is written, one thread hashes and another syncs the previous files: a save takes as
+    long as the slowest of the three. The metadata contains no absolute path.
     """
 
     def __init__(self, directory: Path, rank: int, *, progress: Callable[[], None]) -> None:
@@ -210,7 +214,7 @@ class CheckpointWriter(FileSystemWriter):
         self._directory, self._rank, self._progress = directory, rank, progress
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return nothing: a checkpoint may be moved."""
+        """Return None, since a checkpoint may be moved."""
         return None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -237,12 +241,12 @@ def _write_slice(
     assert isinstance(tensor, torch.Tensor), f"{item.index.fqn} is no tensor"
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()  # torch saves the whole storage that a tensor lies in
+        tensor = tensor.clone()  # torch saves the complete storage of a tensor
     start = stream.tell()
     try:
         torch.save(tensor, stream)
     except RuntimeError as error:
-        # The context does not survive the way to the other ranks: raise the cause itself.
+        # The context is lost on the way to the other ranks: raise the cause directly.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -251,7 +255,7 @@ def _write_slice(
 
 
 class _Finisher:
-    """Two threads, one that hashes written files and one that syncs them."""
+    """Pair of threads: one hashes written files, the other syncs them."""
 
     def __init__(self) -> None:
         self._pools = (
@@ -261,7 +265,7 @@ class _Finisher:
         self._files: dict[str, tuple[futures.Future[FileRecord], futures.Future[None]]] = {}
 
     def add(self, path: Path) -> None:
-        """Begin with a file, which stays as it is from here on."""
+        """Start hashing and syncing a file, which must not change any more."""
         hashing, syncing = self._pools
         self._files[path.name] = (
             hashing.submit(FileRecord.of, path),
@@ -269,7 +273,7 @@ class _Finisher:
         )
 
     def records(self, progress: Callable[[], None]) -> dict[str, FileRecord]:
-        """Wait for all files. Raises OSError, also for a write before that could not be kept."""
+        """Wait for all files. Raises OSError, also for an earlier write that failed."""
         records = {}
         for name, (record, synced) in self._files.items():
             records[name] = record.result()
@@ -295,7 +299,10 @@ def sync_file(path: Path) -> None:
 
 
 def divided(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Divide slices into files, the largest first: the last file leaves little to hash and sync."""
+    """Divide slices into files, largest slices first.
+
+    The last file is then small and leaves little to hash and sync.
+    """
     limit = max(LEAST_FILE_BYTES, sum(map(_item_bytes, items)) // MOST_FILES)
     files: list[list[WriteItem]] = []
     room = 0
@@ -315,7 +322,7 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 def _write_state(staging: Path, state: str) -> dict[str, FileRecord]:
-    """Write the state, synced; return the records of it and of the metadata."""
+    """Write the state, synced; return the records of the state and metadata files."""
     with workspace_errors(staging):
         with open(staging / STATE_NAME, "w", encoding="utf-8") as file:
             file.write(state)
@@ -325,7 +332,7 @@ def _write_state(staging: Path, state: str) -> dict[str, FileRecord]:
 
 
 def _publish(staging: Path, root: Path, marker: Marker) -> Path:
-    """Mark, rename into place, point the tracker to it."""
+    """Write the marker, rename the directory, and update the tracker."""
     unmarked = {path.name for path in staging.iterdir()} - set(marker.files)
     if unmarked:
         raise CheckpointError(
@@ -335,8 +342,8 @@ def _publish(staging: Path, root: Path, marker: Marker) -> Path:
     with workspace_errors(staging):
         sync_directory(staging)
         marker.write(staging)
-        # Deleting takes long, and a crash meanwhile would leave neither of the two: it comes last.
-        replaced = rename_away(target) if target.exists() else None
+        # Deletion is slow, and a crash during it would leave neither checkpoint, so it comes last.
+        replaced = rename_to_stale(target) if target.exists() else None
         os.rename(staging, target)
         sync_directory(root)
     write_tracker(root, marker.iteration)

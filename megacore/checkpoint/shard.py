@@ -1,8 +1,8 @@
-"""The part of a tensor that one rank holds, and how torch.distributed.checkpoint plans to write it.
+"""Part of a tensor on one rank, and the planner that writes it.
 
-A rank's part under tensor parallelism is one rectangle of the whole; a flat range of such a part,
-which a rank holds under a distributed optimizer, is a few. The checkpoint knows rectangles of whole
-tensors alone, so that any layout can read what any other wrote.
+A rank's part under tensor parallelism is one rectangle of the complete tensor. A flat range of such
+a part, under a distributed optimizer, is a few rectangles. A checkpoint contains only rectangles of
+complete tensors, so that any layout can read what any other wrote.
 """
 
 import math
@@ -31,14 +31,14 @@ from megacore.tensor_parallel.partition import Partition
 
 @dataclass(frozen=True, eq=False)
 class TensorShard:
-    """Some rectangles of a whole tensor; the tensors in it are read and filled in place."""
+    """Rectangles of a complete tensor; the tensors in it are read and filled in place."""
 
     shape: torch.Size
-    """Shape of the whole tensor."""
+    """Shape of the complete tensor."""
     dtype: torch.dtype
-    """Type of the whole tensor."""
+    """Type of the complete tensor."""
     pieces: Mapping[torch.Size, Tensor]
-    """Rectangles by the position of their first element in the whole, if this rank holds any."""
+    """Rectangles on this rank by the position of their first element in the complete tensor."""
 
     @classmethod
     def of_runs(
@@ -48,14 +48,14 @@ class TensorShard:
         dtype: torch.dtype,
         partition: Partition | None = None,
     ) -> "TensorShard":
-        """Make the shard of contiguous runs of the elements of a tensor-parallel part.
+        """Build the shard of contiguous element runs of a tensor-parallel part.
 
         Args:
-            runs: for each, its first element's number in the flattened part, and its elements in
-                order.
-            shape: of the part.
-            dtype: of the elements.
-            partition: which part of the whole tensor it is; None when it is all of it.
+            runs: for each run, the number of its first element in the flattened part, and its
+                elements in order.
+            shape: shape of the part.
+            dtype: type of the elements.
+            partition: position of the part in the complete tensor; None if it is all of it.
         """
         corner = [0] * len(shape)
         if partition is not None:
@@ -65,21 +65,21 @@ class TensorShard:
             position = 0
             for offsets, sizes in rectangles(start, start + run.numel(), shape):
                 length = math.prod(sizes)
-                place = torch.Size(
+                corner_offset = torch.Size(
                     offset + first for offset, first in zip(offsets, corner, strict=True)
                 )
-                pieces[place] = run.view(-1)[position : position + length].view(sizes)
+                pieces[corner_offset] = run.view(-1)[position : position + length].view(sizes)
                 position += length
-        whole = tuple(shape) if partition is None else partition.global_shape(tuple(shape))
-        return cls(torch.Size(whole), dtype, pieces)
+        global_shape = tuple(shape) if partition is None else partition.global_shape(tuple(shape))
+        return cls(torch.Size(global_shape), dtype, pieces)
 
 
 Tensors = Mapping[str, Tensor | TensorShard]
-"""What a rank holds, by global name."""
+"""Tensors of a rank by global name."""
 
 
 def pieces_of(tensor: Tensor | TensorShard) -> Mapping[torch.Size, Tensor]:
-    """Return the rectangles that a rank holds, by the position of their first element."""
+    """Return the rectangles on this rank, by the position of their first element."""
     return (
         tensor.pieces
         if isinstance(tensor, TensorShard)
@@ -88,7 +88,7 @@ def pieces_of(tensor: Tensor | TensorShard) -> Mapping[torch.Size, Tensor]:
 
 
 def chunks_of(tensor: Tensor | TensorShard) -> list[ChunkStorageMetadata]:
-    """Return the rectangles' positions and sizes, as torch plans with them."""
+    """Return the rectangles' positions and sizes in torch's planning format."""
     return [
         ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in pieces_of(tensor).items()
     ]
@@ -99,7 +99,8 @@ def rectangles(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield offsets and sizes of the rectangles of elements start..stop in row-major order.
 
-    They come in the order of their elements, each contiguous: at most 2 x dimensions - 1 of them.
+    The rectangles are contiguous and in the order of their elements; there are at most 2 x
+    dimensions - 1 of them.
     """
     if start >= stop:
         return
@@ -126,10 +127,10 @@ def _within(
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Torch's planner for tensors and the rectangles of TensorShards.
+    """torch's planner for tensors and the rectangles of TensorShards.
 
-    It is given the tensors, and `save` an empty dictionary: torch makes a log record of 0.1 ms for
-    each entry of that.
+    The planner receives the tensors, and `save` an empty dictionary: torch creates a log record of
+    0.1 ms for each entry of the latter.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -142,13 +143,13 @@ class ShardSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the tensors of this planner."""
+        """Set the planner's tensors."""
         self.state_dict = dict(self._tensors)
         self.mappings = {name: (name,) for name in self._tensors}
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Plan to write all that a rank holds; of what several hold, the global plan keeps one."""
+        """Plan to write all tensors of this rank; the global plan removes duplicates."""
         items = [
             item for name, tensor in self._tensors.items() for item in _write_items(name, tensor)
         ]
@@ -162,7 +163,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 def _write_items(name: str, tensor: Tensor | TensorShard) -> list[WriteItem]:
-    """Describe a tensor's rectangles to torch."""
+    """Return torch's description of a tensor's rectangles."""
     if isinstance(tensor, Tensor):
         kind, properties = WriteItemType.TENSOR, TensorProperties.create_from_tensor(tensor)
     else:

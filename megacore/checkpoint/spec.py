@@ -1,4 +1,4 @@
-"""Which model a checkpoint holds; nothing here imports torch."""
+"""Model specification in a checkpoint. Nothing here imports torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,24 +11,25 @@ from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError
 
 MODEL_KEY = "model"
-"""Of the checkpoint's state: the model, as JSON."""
+"""Key of the checkpoint's state: the model, as JSON."""
 _RESOLVED = {
     "num_query_groups": "query_groups",
     "kv_channels": "head_dim",
     "ffn_hidden_size": "ffn_size",
     "num_decoder_layers": "decoder_layers",
 }
-"""Values that may be left to follow from others, and what they are then."""
+"""Fields that may be unset, with the property that gives the effective value."""
 _FREE = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
 )
-"""Values that matter to training alone, or to the number of rows, which is compared by itself."""
+"""Fields that matter only for training, or only for the number of rows, which is compared
+separately."""
 
 
 def read_spec(checkpoint: Path) -> ModelSpec:
-    """Return the model whose weights a checkpoint holds.
+    """Return the specification of the model in a checkpoint.
 
-    Raises CheckpointError when its state cannot be read or does not say.
+    Raises CheckpointError if its state cannot be read or does not contain the model.
     """
     state = read_state(checkpoint)
     if MODEL_KEY not in state:
@@ -40,25 +41,25 @@ def read_spec(checkpoint: Path) -> ModelSpec:
         return ModelSpec.model_validate(state[MODEL_KEY])
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, (MODEL_KEY, *first["loc"])))
+        location = ".".join(map(str, (MODEL_KEY, *first["loc"])))
         raise CheckpointError(
             f"{checkpoint / STATE_NAME} holds no model that this version of megacore knows "
-            f"({where}: {first['msg']}): read it with the version that wrote it"
+            f"({location}: {first['msg']}): read it with the version that wrote it"
         ) from error
 
 
-def check_same_model(checkpoint: Path, there: ModelSpec, here: ModelSpec) -> None:
-    """Refuse the weights of another model than the one that is here.
+def check_same_model(checkpoint: Path, saved_spec: ModelSpec, current_spec: ModelSpec) -> None:
+    """Refuse the weights of a model other than `current_spec`.
 
-    What matters to training alone may differ, and the length of a model without a position table. A
-    vocabulary may be smaller than one that is as large as its padded table: such a checkpoint does
-    not tell which rows are padding.
+    Fields that matter only for training may differ, as well as the length of a model without a
+    position table. A vocabulary may be smaller than one that is as large as its padded table: such
+    a checkpoint does not tell which rows are padding.
 
-    Raises CheckpointError with both sides of everything that differs.
+    Raises CheckpointError with both sides of every difference.
     """
     differing = [
-        f"{name} is {_shown(theirs)} there and {_shown(ours)} here"
-        for name, theirs, ours in _pairs(there, here)
+        f"{name} is {_shown(saved)} there and {_shown(current)} here"
+        for name, saved, current in _pairs(saved_spec, current_spec)
     ]
     if differing:
         raise CheckpointError(
@@ -67,29 +68,37 @@ def check_same_model(checkpoint: Path, there: ModelSpec, here: ModelSpec) -> Non
         )
 
 
-def _pairs(there: ModelSpec, here: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of whatever has to be the same and is not."""
-    if there.family != here.family:
-        yield "family", there.family, here.family
+def _pairs(saved_spec: ModelSpec, current_spec: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name and both values of each field that must be the same and is not."""
+    if saved_spec.family != current_spec.family:
+        yield "family", saved_spec.family, current_spec.family
         return
-    unpadded = there.vocab_size == there.padded_vocab_size == here.padded_vocab_size
-    if there.vocab_size != here.vocab_size and not unpadded:
-        yield "the vocabulary", f"{there.vocab_size} entries", f"{here.vocab_size} entries"
-    elif there.padded_vocab_size != here.padded_vocab_size:
+    unpadded = (
+        saved_spec.vocab_size == saved_spec.padded_vocab_size == current_spec.padded_vocab_size
+    )
+    if saved_spec.vocab_size != current_spec.vocab_size and not unpadded:
+        yield (
+            "the vocabulary",
+            f"{saved_spec.vocab_size} entries",
+            f"{current_spec.vocab_size} entries",
+        )
+    elif saved_spec.padded_vocab_size != current_spec.padded_vocab_size:
         yield (
             "the padded vocabulary",
-            f"{there.padded_vocab_size} entries",
-            f"{here.padded_vocab_size} entries",
+            f"{saved_spec.padded_vocab_size} entries",
+            f"{current_spec.padded_vocab_size} entries",
         )
     free = set(_FREE)
-    if here.model.position_embedding_type != "learned_absolute":
+    if current_spec.model.position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")
-    if here.family != "t5":
+    if current_spec.family != "t5":
         free.add("num_decoder_layers")
-    for name in type(here.model).model_fields:
-        theirs, ours = (getattr(spec.model, _RESOLVED.get(name, name)) for spec in (there, here))
-        if name not in free and theirs != ours:
-            yield f"model.{name}", theirs, ours
+    for name in type(current_spec.model).model_fields:
+        saved, current = (
+            getattr(spec.model, _RESOLVED.get(name, name)) for spec in (saved_spec, current_spec)
+        )
+        if name not in free and saved != current:
+            yield f"model.{name}", saved, current
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The part of a checkpoint that a rank writes, and the host memory that it is copied into."""
+"""Part of a checkpoint that a rank writes, and its copy in host memory."""
 
 import ctypes
 import mmap
@@ -14,43 +14,47 @@ from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
 from megacore.errors import CheckpointError
 
 Key = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""A rectangle of a tensor: global name, position of its first element, shape."""
+"""Rectangle of a tensor: global name, position of its first element, shape."""
 
 _ALIGNMENT = 64
 _LARGE = 1 << 15
-"""Elements beyond which torch copies with all threads, which wait longer than they copy."""
+"""Number of elements above which torch copies with all threads, which takes longer for starting
+them than for copying."""
 _CHUNK = 16 << 20
 _THREADS = 4
-"""That copy at most; they share the memory's bandwidth."""
+"""Maximum number of copying threads, which share the memory bandwidth."""
 
 
 class Shares:
-    """Which rank writes what, decided again only when some rank's tensors have another form."""
+    """Division of the rectangles among the ranks.
+
+    It is repeated only if some rank's tensors change form.
+    """
 
     def __init__(self, ranks: RankGroup) -> None:
         self.total_bytes = 0
-        """Of all ranks, each byte counted once."""
+        """Bytes of all ranks, each rectangle counted once."""
         self._ranks = ranks
         self._form: list[tuple[Key, torch.dtype, str]] | None = None
         self._own: frozenset[Key] = frozenset()
 
     def differ(self, tensors: Tensors) -> bool:
-        """Return True if this rank's tensors have another form than when the ranks last decided."""
+        """Return True if this rank's tensors have changed form since the last `decide`."""
         return memory_form(rectangles_of(tensors)) != self._form
 
     def decide(self, tensors: Tensors) -> None:
-        """Share out what the ranks hold. Collective."""
+        """Divide the rectangles among the ranks. Collective."""
         pieces = rectangles_of(tensors)
-        held = {key: piece.nbytes for key, piece in pieces.items()}
-        everyones = self._ranks.everywhere(lambda: held)
-        self._own = shared_out(everyones)[self._ranks.rank]
+        local_sizes = {key: piece.nbytes for key, piece in pieces.items()}
+        all_sizes = self._ranks.everywhere(lambda: local_sizes)
+        self._own = divide_rectangles(all_sizes)[self._ranks.rank]
         self._form = memory_form(pieces)
         self.total_bytes = sum(
-            {key: size for one in everyones for key, size in one.items()}.values()
+            {key: size for sizes in all_sizes for key, size in sizes.items()}.values()
         )
 
     def own(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
-        """Return those of `tensors`, and of their rectangles, that this rank writes."""
+        """Return the tensors, and those of their rectangles, that this rank writes."""
         selected: dict[str, Tensor | TensorShard] = {}
         for name, tensor in tensors.items():
             pieces = {
@@ -64,7 +68,7 @@ class Shares:
 
 
 def rectangles_of(tensors: Tensors) -> dict[Key, Tensor]:
-    """Return every rectangle that a rank holds."""
+    """Return every rectangle on this rank."""
     return {
         _key(name, offsets, piece): piece
         for name, tensor in tensors.items()
@@ -73,7 +77,7 @@ def rectangles_of(tensors: Tensors) -> dict[Key, Tensor]:
 
 
 def memory_form(pieces: Mapping[Key, Tensor]) -> list[tuple[Key, torch.dtype, str]]:
-    """Return what the memory for a copy of `pieces` depends on."""
+    """Return the properties of `pieces` that determine the memory for a copy."""
     return [(key, piece.dtype, piece.device.type) for key, piece in pieces.items()]
 
 
@@ -87,37 +91,37 @@ def _with_pieces(
     """Return the same tensor with other pieces."""
     if isinstance(tensor, TensorShard):
         return TensorShard(tensor.shape, tensor.dtype, pieces)
-    (whole,) = pieces.values()
-    return whole
+    (piece,) = pieces.values()
+    return piece
 
 
-def shared_out(held: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
-    """Return what each rank writes: all that only it holds, the rest so that bytes are even.
+def divide_rectangles(sizes_by_rank: Sequence[Mapping[Key, int]]) -> list[frozenset[Key]]:
+    """Return the rectangles that each rank writes, with bytes divided evenly.
 
     Args:
-        held: bytes of what each rank holds.
+        sizes_by_rank: bytes of each rectangle on each rank.
     """
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
-    for rank, pieces in enumerate(held):
+    for rank, pieces in enumerate(sizes_by_rank):
         for key, size in pieces.items():
             holders.setdefault(key, []).append(rank)
             sizes[key] = size
-    load = [0] * len(held)
-    own: list[set[Key]] = [set() for _ in held]
-    # What only one rank can write comes first, then the largest; small ones even it out.
+    load = [0] * len(sizes_by_rank)
+    assigned: list[set[Key]] = [set() for _ in sizes_by_rank]
+    # Rectangles that only one rank has come first, then the largest; small ones even out the load.
     for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
         rank = min(holders[key], key=lambda rank: (load[rank], rank))
         load[rank] += sizes[key]
-        own[rank].add(key)
-    return [frozenset(keys) for keys in own]
+        assigned[rank].add(key)
+    return [frozenset(keys) for keys in assigned]
 
 
 class HostBuffers:
-    """Host memory for one rank's share, kept while the tensors keep their form.
+    """Host memory for one rank's share, reused while the tensors keep their form.
 
-    One block: page-locked if a tensor lies on a CUDA device, so that copies from there need not
-    wait for each other.
+    It is one block, page-locked if a tensor is on a CUDA device, so that copies from there run
+    asynchronously.
     """
 
     def __init__(self) -> None:
@@ -126,9 +130,9 @@ class HostBuffers:
         self._pinned: int | None = None
 
     def copy(self, tensors: Tensors) -> dict[str, Tensor | TensorShard]:
-        """Copy the tensors into host memory; the copies are valid until the next copy.
+        """Copy the tensors into host memory; the copies are valid until the next call.
 
-        Raises CheckpointError without enough memory.
+        Raises CheckpointError if there is not enough memory.
         """
         self.fit(tensors)
         _copy(
@@ -146,9 +150,9 @@ class HostBuffers:
         }
 
     def fit(self, tensors: Tensors) -> None:
-        """Allocate for tensors of this form, if that is not done.
+        """Allocate memory for tensors of this form, unless it exists.
 
-        Raises CheckpointError without enough memory.
+        Raises CheckpointError if there is not enough memory.
         """
         pieces = rectangles_of(tensors)
         form = memory_form(pieces)
@@ -158,13 +162,13 @@ class HostBuffers:
             self._form = form
 
     def free(self) -> None:
-        """Give the memory back, once nobody uses the copies any more."""
+        """Release the memory; the copies must not be in use any more."""
         if self._pinned is not None:
             _cuda_runtime().cudaHostUnregister(self._pinned)
         self._pinned, self._form, self._buffers = None, [], {}
 
     def _allocate(self, pieces: Mapping[Key, Tensor]) -> None:
-        """Allocate a storage for each tensor: torch saves the whole storage of a tensor."""
+        """Allocate a separate storage for each tensor, since torch saves complete storages."""
         size = sum(_aligned(piece.nbytes) for piece in pieces.values())
         try:
             memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -208,9 +212,11 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     large: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
-        plain = source.device.type == "cpu" and source.is_contiguous() and source.numel() >= _LARGE
-        (large if plain else others).append((target, source))
-    with torch.no_grad():  # those on a device are on their way while the large ones are copied here
+        is_large = (
+            source.device.type == "cpu" and source.is_contiguous() and source.numel() >= _LARGE
+        )
+        (large if is_large else others).append((target, source))
+    with torch.no_grad():  # copies from a device run while the large tensors are copied here
         for target, source in others:
             target.copy_(source, non_blocking=True)
     _copy_memory(large)
@@ -219,7 +225,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _copy_memory(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy byte for byte on a few threads; unlike torch, the C library passes the caches by."""
+    """Copy bytes on a few threads; unlike torch, the C library bypasses the caches."""
     chunks = [
         (target.data_ptr() + first, source.data_ptr() + first, min(_CHUNK, source.nbytes - first))
         for target, source in pairs

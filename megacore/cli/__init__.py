@@ -1,4 +1,4 @@
-"""The command `megacore`: one module per group of commands."""
+"""The command line `megacore`: one module per group of commands."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ app = typer.Typer(
 
 @app.callback()
 def options() -> None:
-    """Pretraining of large language models: the data's tools, and what a workspace holds."""
+    """Pretraining of large language models: data tools, model tools and the workspace."""
 
 
 for command in (runs, stop, clean, plan, doctor, inspect, verify, generate, evaluate):
@@ -38,7 +38,7 @@ app.command(cls=IndexCommand)(index)
 
 
 def main() -> None:
-    """Entry point: a user's error is one sentence and an exit code."""
+    """Run the command line, and report a MegacoreError as one sentence and an exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
@@ -56,14 +56,14 @@ def main() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End as an error does: what was begun is removed on the way out."""
+    """Exit on a signal as on an error, so that unfinished output is removed."""
     raise SystemExit(128 + number)
 
 
 def _leave() -> NoReturn:
-    """End a command that has succeeded.
+    """End a successful command at once.
 
-    Taking vocabularies and their caches apart would cost it 0.2 s.
+    Freeing vocabularies and their caches would take 0.2 s.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""How `megacore inspect` and `megacore verify` look in a terminal."""
+"""Terminal output of `megacore inspect` and `megacore verify`."""
 
 from typing import Any
 
@@ -10,70 +10,70 @@ from megacore.inspect.tokens import counted
 _PREVIEW_CHARACTERS = 400
 _PREVIEW_IDS = 24
 PREVIEW_PARTS = 8
-"""Documents of a sample that are not all shown."""
+"""Number of documents of a sample to show, unless all are requested."""
 _BAR_WIDTH = 40
-_NO_TOKENIZER = "\nno tokenizer is named beside the token files: give --tokenizer to see text"
+_NO_TOKENIZER = "\nno tokenizer is named next to the token files: give --tokenizer to see text"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def show_tokens(found: dict[str, Any], *, full: bool) -> None:
-    """Print what token files hold."""
-    for report in found["files"]:
+def show_tokens(reports: dict[str, Any], *, full: bool) -> None:
+    """Print the reports on token files."""
+    for report in reports["files"]:
         _show_files(report, full)
-    if found["histogram"]:
-        _line(f"\nwrote {found['histogram']}")
+    if reports["histogram"]:
+        _line(f"\nwrote {reports['histogram']}")
 
 
-def show_index(found: dict[str, Any]) -> None:
-    """Print what `index.json` says."""
-    _heading(found["path"])
+def show_index(report: dict[str, Any]) -> None:
+    """Print the content of `index.json`."""
+    _heading(report["path"])
     _line(
         ", ".join(
             f"{name} {_plain(value)}"
-            for name, value in found["options"].items()
+            for name, value in report["options"].items()
             if value is not None
         )
     )
-    for number, member in enumerate(found["members"]):
+    for number, member in enumerate(report["members"]):
         splits = ", ".join(
             name if weight is None else f"{name} (weight {weight:g})"
             for name, weight in member["splits"].items()
         )
         _line(f"data set {number}: {member['prefix']}: {splits}")
-    for split, count in found["samples"].items():
+    for split, count in report["samples"].items():
         _line(f"{split}: {counted(count, 'sample')}")
 
 
-def show_sample(found: dict[str, Any], *, full: bool) -> None:
-    """Print which documents and source lines a sample comes from."""
-    _heading(f"{found['split']} sample {found['sample']:,} of {found['path']}")
+def show_sample(report: dict[str, Any], *, full: bool) -> None:
+    """Print the documents and source lines that a sample comes from."""
+    _heading(f"{report['split']} sample {report['sample']:,} of {report['path']}")
     _line(
-        f"sample {found['member_sample']:,} of data set {found['member']}, {found['prefix']} "
-        f"(row {found['row']:,} of its {found['map']})"
+        f"sample {report['member_sample']:,} of data set {report['member']}, {report['prefix']} "
+        f"(row {report['row']:,} of its {report['map']})"
     )
-    padding = f", {found['padding']:,} padding" if found["padding"] > 0 else ""
+    padding = f", {report['padding']:,} padding" if report["padding"] > 0 else ""
     _line(
-        f"{counted(found['tokens'], 'token')} from "
-        f"{counted(len(found['parts']), 'sequence')}{padding}"
+        f"{counted(report['tokens'], 'token')} from "
+        f"{counted(len(report['parts']), 'sequence')}{padding}"
     )
-    shown = found["parts"] if full else found["parts"][:PREVIEW_PARTS]
+    shown = report["parts"] if full else report["parts"][:PREVIEW_PARTS]
     for number, part in enumerate(shown, 1):
         _show_part(number, part, full)
-    if len(shown) < len(found["parts"]):
-        _line(f"\n… {len(found['parts']) - len(shown):,} more: --full shows all")
-    if found["made"] is not None:
-        _show_made(found["made"], full)
-    if found["documents_json"] is None:
+    if len(shown) < len(report["parts"]):
+        _line(f"\n… {len(report['parts']) - len(shown):,} more: --full shows all")
+    if report["made"] is not None:
+        _show_made(report["made"], full)
+    if report["documents_json"] is None:
         _line(
-            "\nwhere the documents came from is unknown: there is no documents.json beside the "
+            "\nwhere the documents came from is unknown: there is no documents.json next to the "
             "token files"
         )
-    if found["tokenizer"] is None:
+    if report["tokenizer"] is None:
         _line(_NO_TOKENIZER)
 
 
 def show_check(name: str, result: str) -> None:
-    """Print a check that passed."""
+    """Print a passed check."""
     _line(f"ok  {name}: {result}")
 
 
@@ -110,7 +110,7 @@ def _show_lengths(lengths: dict[str, Any]) -> None:
 
 
 def _bar(count: int, most: int) -> str:
-    """A bar of up to _BAR_WIDTH characters; a count that is not 0 has at least an eighth of one."""
+    """Return a bar of up to _BAR_WIDTH characters, at least 1/8 wide unless `count` is 0."""
     eighths = max(round(8 * _BAR_WIDTH * count / most), int(count > 0))
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
@@ -153,21 +153,21 @@ def _show_part(number: int, part: dict[str, Any], full: bool) -> None:
     _indented(_cut(source["text"], full))
 
 
-def _show_made(made: dict[str, Any], full: bool) -> None:
-    """Print what a model of sentences reads of a sample, and what it is to predict."""
+def _show_made(model_input: dict[str, Any], full: bool) -> None:
+    """Print the input and the labels of a sample of a sentence model (BERT, T5)."""
     _heading("\nthe model reads")
-    _indented(_cut(made["reads"], full))
-    if "writes" in made:
+    _indented(_cut(model_input["reads"], full))
+    if "writes" in model_input:
         _heading("and writes")
-        _indented(_cut(made["writes"], full))
+        _indented(_cut(model_input["writes"], full))
         return
     words = [
         entry["token"] if entry["read"] == "[MASK]" else f"{entry['token']} (reads {entry['read']})"
-        for entry in made["predicts"]
+        for entry in model_input["predicts"]
     ]
     _heading(f"and predicts {counted(len(words), 'token')}")
     _indented(_cut(", ".join(words), full))
-    _line(f"sentence label {made['sentence_label']}")
+    _line(f"sentence label {model_input['sentence_label']}")
 
 
 def _cut(value: str, full: bool, *, more: bool = False) -> str:
@@ -186,7 +186,7 @@ def _plain(value: Any) -> str:
 
 
 def _indented(value: str) -> None:
-    """Text of a document: what is no printable character would be a command to the terminal."""
+    """Print a document's text; non-printable characters could act as terminal commands."""
     safe = "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
         for letter in value

@@ -1,6 +1,6 @@
-"""Options of the command line: configuration keys by their names there, and several values at once.
+"""Options of the command line that replace configuration keys or take several values.
 
-`--data-prefix 0.3 A 0.7 B` is an option with several values, as Megatron-LM's tools have them.
+`--data-prefix 0.3 A 0.7 B` is an option with several values, as in Megatron-LM's tools.
 """
 
 import re
@@ -35,7 +35,7 @@ _KEYS = re.compile("|".join(map(re.escape, sorted(_OPTIONS, key=len, reverse=Tru
 
 @contextmanager
 def options_named() -> Iterator[None]:
-    """Let errors speak of options: those who call a command on files have no configuration."""
+    """Replace configuration keys in errors by options, for commands without a configuration."""
     try:
         yield
     except MegacoreError as error:
@@ -43,33 +43,33 @@ def options_named() -> Iterator[None]:
 
 
 def with_options(text: str) -> str:
-    """The text with the option in place of each configuration key that has one."""
+    """Return `text` with each configuration key replaced by its option, if it has one."""
     return _KEYS.sub(lambda key: _OPTIONS[key.group()], text)
 
 
 class VariadicCommand(TyperCommand):
-    """A command on files of which some options take several values at once.
+    """A command with options that accept several values at once.
 
-    They can still be given several times.
+    These options may still be given several times.
     """
 
     variadic: ClassVar[tuple[str, ...]] = ()
-    """Their names, with both dashes."""
+    """Names of these options, with both dashes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments after `--name A B` was made `--name A --name B`."""
+        """Parse the arguments after expanding `--name A B` to `--name A --name B`."""
         return super().parse_args(ctx, repeat_options(args, self.variadic))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; its errors speak of options."""
+        """Run the command; its errors name options instead of configuration keys."""
         with options_named():
             return super().invoke(ctx)
 
 
 def repeat_options(arguments: list[str], names: Collection[str]) -> list[str]:
-    """Put the name of the option before each of the values that follow it.
+    """Repeat an option's name before each of its values.
 
-    A negative number is a value.
+    A negative number counts as a value.
     """
     repeated: list[str] = []
     current: str | None = None

@@ -1,4 +1,4 @@
-"""`megacore import` and `megacore export`: checkpoints from and to the forms of other programs."""
+"""`megacore import` and `megacore export`: conversion of checkpoints from and to other formats."""
 
 import os
 from pathlib import Path
@@ -42,15 +42,15 @@ def import_(
     ] = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Make a checkpoint of a model of transformers, Megatron-LM or DeepSpeed.
+    """Convert a model of transformers, Megatron-LM or DeepSpeed to a checkpoint.
 
-    Training can go on from it at any layout.
+    Training can continue from it with any layout.
     """
     from rich.console import Console
 
     sources = {"hf": from_hf, "megatron": from_megatron, "deepspeed": from_deepspeed}
-    given = {form: path for form, path in sources.items() if path is not None}
-    if len(given) != 1:
+    named_sources = {form: path for form, path in sources.items() if path is not None}
+    if len(named_sources) != 1:
         raise ConfigError(
             "give one of --from-hf, --from-megatron and --from-deepspeed: the directory of the "
             "model"
@@ -60,18 +60,18 @@ def import_(
     from megacore.convert.imported import OPENERS, import_model
 
     check_output(output)
-    [(form, source)] = given.items()
+    [(form, source)] = named_sources.items()
     foreign = OPENERS[form](source)
     checkpoint = import_model(foreign, source, output, tokenizer)
-    named = foreign.spec.tokenizer_directory
-    without = (
+    directory = foreign.spec.tokenizer_directory
+    no_tokenizer = (
         "without a tokenizer"
-        if named is None
-        else f"naming the tokenizer that its files name, {named}"
+        if directory is None
+        else f"naming the tokenizer that its files name, {directory}"
     )
-    beside = "with its tokenizer" if (output / "tokenizer").is_dir() else without
+    note = "with its tokenizer" if (output / "tokenizer").is_dir() else no_tokenizer
     Console().print(
-        f"wrote {checkpoint}: {foreign.kind}, {beside}; it was not compared with its source",
+        f"wrote {checkpoint}: {foreign.kind}, {note}; it was not compared with its source",
         soft_wrap=True,
     )
     for remark in foreign.remarks:
@@ -100,9 +100,9 @@ def export(
         int | None, typer.Option(min=1, help="of Megatron's files")
     ] = None,
 ) -> None:
-    """Write a checkpoint in the form of transformers or Megatron-LM.
+    """Write a checkpoint in the format of transformers or Megatron-LM.
 
-    The flow `export` compares and publishes one.
+    The result is not compared with the checkpoint; the flow `export` compares and publishes.
     """
     from rich.console import Console
 
@@ -122,22 +122,21 @@ def export(
             tensor=tensor_model_parallel_size or 1,
             pipeline=pipeline_model_parallel_size or 1,
         )
-    named = source.spec.tokenizer_directory
-    without = (
+    directory = source.spec.tokenizer_directory
+    no_tokenizer = (
         "without a tokenizer"
-        if named is None
-        else f"without its tokenizer, which is not in {named}"
+        if directory is None
+        else f"without its tokenizer, which is not in {directory}"
     )
-    beside = without if source.tokenizer is None else f"with the tokenizer of {source.tokenizer}"
+    note = no_tokenizer if source.tokenizer is None else f"with the tokenizer of {source.tokenizer}"
     Console().print(
-        f"wrote {output} from {source.checkpoint}, {beside}; it was not compared with the "
-        "checkpoint",
+        f"wrote {output} from {source.checkpoint}, {note}; it was not compared with the checkpoint",
         soft_wrap=True,
     )
 
 
 def _check_options(form: str, dtype: str | None, tensor: int | None, pipeline: int | None) -> None:
-    """Raise ConfigError for an unknown form or type, or an option that the form has no use for."""
+    """Raise ConfigError for an unknown format or dtype, or an option the format does not use."""
     from megacore.convert.counterparts import Dtype
 
     if form not in ("hf", "megatron"):

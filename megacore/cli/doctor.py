@@ -1,4 +1,4 @@
-"""`megacore doctor`: is every machine fit for a run, and where is the fault if not."""
+"""`megacore doctor`: checks of the hosts of a run."""
 
 import sys
 from pathlib import Path
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from megacore.config.launch import LaunchConfig
 
 EXIT_CODE = 11
-"""Of an examination that found an error."""
+"""Exit code of an examination that found an error."""
 
 
 def doctor(
     hostfile: Annotated[
         Path | None,
-        typer.Option(help="lines `host slots=N`, as launch.hostfile; else this machine alone"),
+        typer.Option(help="lines `host slots=N`, as in launch.hostfile; else only this machine"),
     ] = None,
     conf: Annotated[
         str | None,
@@ -39,23 +39,21 @@ def doctor(
         typer.Option(help="token files to check, PREFIX or their directory, instead of the conf's"),
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="of --tokens: entries of the vocabulary")
+        int | None, typer.Option(min=1, help="for --tokens: entries of the vocabulary")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="leave the bandwidths between hosts out")
+        bool, typer.Option("--quick", help="do not measure bandwidths between hosts")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
     output: Annotated[Path | None, typer.Option(help="write the JSON to this file too")] = None,
     workspace: Annotated[
         Path | None,
-        typer.Option(
-            "--workspace", help="root of everything that was produced (MEGACORE_WORKSPACE)"
-        ),
+        typer.Option("--workspace", help="root directory of all artifacts (MEGACORE_WORKSPACE)"),
     ] = None,
 ) -> None:
-    """Examine every machine of a job, in parallel.
+    """Examine every host of a job, in parallel.
 
-    What is wrong, where, and what to do about it.
+    Report each problem, its place and its remedy.
     """
     from rich.console import Console
 
@@ -88,28 +86,28 @@ def doctor(
 
 
 def _launch(
-    conf: str | None, override: list[str], given: dict[str, Path | None]
+    conf: str | None, override: list[str], path_options: dict[str, Path | None]
 ) -> "tuple[LaunchConfig, RunConfig | None]":
-    """What the configuration, changed by what the command line names, says of the hosts.
+    """Return the launch options of the configuration and the command line, and the configuration.
 
-    Raises ConfigError.
+    The second value is None without `conf`. Raises ConfigError.
     """
     from megacore.config import load_config
     from megacore.config.launch import LaunchConfig
     from megacore.config.load import parse_overrides
 
     changes = parse_overrides(override)
-    named = {key: str(path) for key, path in given.items() if path is not None}
+    paths = {key: str(path) for key, path in path_options.items() if path is not None}
     if conf is not None:
-        config = load_config(conf, changes | {f"launch.{key}": path for key, path in named.items()})
+        config = load_config(conf, changes | {f"launch.{key}": path for key, path in paths.items()})
         return config.launch, config
     if changes:
         raise ConfigError(
             f"-o {next(iter(changes))} changes a configuration, and none is named: give --conf"
         )
-    if named and "hostfile" not in named:
+    if paths and "hostfile" not in paths:
         raise ConfigError(
-            f"--ssh-config is {named['ssh_config']}, and no host is reached without --hostfile: "
+            f"--ssh-config is {paths['ssh_config']}, and no host is reached without --hostfile: "
             "give both"
         )
-    return LaunchConfig.model_validate(named), None
+    return LaunchConfig.model_validate(paths), None

@@ -1,7 +1,4 @@
-"""`megacore index`: the order in which samples are drawn from token files.
-
-It is that of Megatron core.
-"""
+"""`megacore index`: index maps of token files, in the sample order of Megatron core."""
 
 import os
 import shutil
@@ -29,7 +26,7 @@ _DEFAULT_SHORT = 0.1
 
 
 class IndexCommand(VariadicCommand):
-    """Takes several weights and prefixes after one --data-prefix."""
+    """The command `megacore index`; each --data-prefix takes several weights and prefixes."""
 
     variadic: ClassVar[tuple[str, ...]] = _PREFIX_OPTIONS
 
@@ -44,7 +41,7 @@ def index(
         typer.Option(help="token files without .bin/.idx: P, or P P …, or W P W P … (weights)"),
     ] = None,
     train_data_prefix: Annotated[
-        list[str] | None, typer.Option(help="the same, for the train split alone")
+        list[str] | None, typer.Option(help="the same, for the train split only")
     ] = None,
     valid_data_prefix: Annotated[
         list[str] | None, typer.Option(help="… for the validation split")
@@ -53,22 +50,23 @@ def index(
     split: Annotated[
         str | None, typer.Option(help="weights of train, validation and test (969,30,1)")
     ] = None,
-    seed: Annotated[int, typer.Option(help="of the shuffles")] = 1234,
+    seed: Annotated[int, typer.Option(help="seed of the shuffles")] = 1234,
     train_samples: Annotated[
-        int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")
+        int | None, typer.Option(min=0, help="default: as many as one epoch has")
     ] = None,
     valid_samples: Annotated[
-        int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")
+        int | None, typer.Option(min=0, help="default: as many as one epoch has")
     ] = None,
     test_samples: Annotated[
-        int | None, typer.Option(min=0, help="wanted (as many as one epoch has)")
+        int | None, typer.Option(min=0, help="default: as many as one epoch has")
     ] = None,
     kind: Annotated[
         Literal["gpt", "bert", "t5"],
         typer.Option(help="gpt: samples of tokens; bert, t5: of whole sentences"),
     ] = "gpt",
     index_style: Annotated[
-        Literal["megatron", "neox"], typer.Option(help="gpt: whose order of samples")
+        Literal["megatron", "neox"],
+        typer.Option(help="gpt: program whose order of samples is used"),
     ] = "megatron",
     packing: Annotated[
         Literal["packed", "pack_until_overflow", "unpacked"],
@@ -88,7 +86,7 @@ def index(
 ) -> None:
     """Build the index maps of token files.
 
-    Which samples there are, in which order, and how data sets are blended.
+    They determine the samples, their order and the blend of data sets.
     """
     from megacore.config.data import DEFAULT_SPLIT
     from megacore.data.index_maps import build_index_maps
@@ -122,18 +120,18 @@ def index(
 
 
 def _mixture(data: list[str] | None, by_split: Mapping[str, list[str] | None]) -> "Mixture":
-    """What the prefix options name. Raises ConfigError."""
+    """Return the mixture that the prefix options describe. Raises ConfigError."""
     from megacore.data.index_options import Mixture, parse_members
 
-    given = [f"--{name}-data-prefix" for name, values in by_split.items() if values]
-    if data and given:
+    options = [f"--{name}-data-prefix" for name, values in by_split.items() if values]
+    if data and options:
         raise ConfigError(
-            f"--data-prefix and {given[0]} are given: the first stands for all splits, leave one "
+            f"--data-prefix and {options[0]} are given: the first stands for all splits, leave one "
             "out"
         )
     if data:
         return Mixture.blend(parse_members(data, "--data-prefix"))
-    if not given:
+    if not options:
         raise ConfigError(
             "no token files are named: give --data-prefix PREFIX, the path without .bin/.idx"
         )
@@ -143,7 +141,7 @@ def _mixture(data: list[str] | None, by_split: Mapping[str, list[str] | None]) -
 
 
 def _wanted(split: str | None, samples: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """The samples to ask for: a split without a weight has none unless some are asked for."""
+    """Return the number of samples per split; a split of weight 0 defaults to none."""
     from megacore.data.index_options import parse_split
 
     weights = (1.0, 1.0, 1.0) if split is None else parse_split(split)
@@ -154,13 +152,13 @@ def _wanted(split: str | None, samples: tuple[int | None, ...]) -> tuple[int | N
 
 
 def _check_weights_count(mixture: "Mixture", samples: tuple[int | None, ...]) -> None:
-    """Raise ConfigError for weights in a split of unlimited samples.
+    """Raise ConfigError if a split has weights but no sample count.
 
-    All of those would be taken, whatever the weights are.
+    Without a count every sample is taken, so the weights would have no effect.
     """
-    for name, wanted in zip(("train", "valid", "test"), samples, strict=True):
+    for name, count in zip(("train", "valid", "test"), samples, strict=True):
         members = getattr(mixture, name)
-        if wanted is None and len(members) > 1 and members[0].weight is not None:
+        if count is None and len(members) > 1 and members[0].weight is not None:
             raise ConfigError(
                 f"the {name} split has weights but no --{name}-samples, so that every sample of "
                 "each data set would be taken whatever its weight: give a number (0 leaves the "
@@ -171,7 +169,7 @@ def _check_weights_count(mixture: "Mixture", samples: tuple[int | None, ...]) ->
 def _sentences(
     kind: Literal["gpt", "bert", "t5"], short_seq_prob: float | None
 ) -> "SentenceOptions | None":
-    """How samples are made of sentences; None for gpt. Raises ConfigError."""
+    """Return the options of sentence samples, or None for gpt. Raises ConfigError."""
     from megacore.data.index_options import SentenceOptions
 
     if kind == "gpt":
@@ -186,9 +184,9 @@ def _sentences(
 
 @contextmanager
 def _new_directory(output: Path) -> Iterator[Path]:
-    """A directory that becomes `output` when the block ends well, and vanishes when it does not.
+    """Yield a directory that is renamed to `output` on success and removed on failure.
 
-    Raises WorkspaceError when `output` holds something already, or cannot be written.
+    Raises WorkspaceError if `output` is a file, is not empty, or cannot be written.
     """
     from megacore.artifact.files import (
         remove_dead_temporaries,

@@ -1,7 +1,4 @@
-"""`megacore inspect` and `megacore verify`.
-
-What token files and index maps hold, and whether they are whole.
-"""
+"""`megacore inspect` and `megacore verify`: reports on and checks of data files and artifacts."""
 
 import json
 import sys
@@ -13,7 +10,7 @@ import typer
 from megacore.errors import ConfigError
 
 _PREVIEW_TOKENS = 120
-"""Of a document that is not shown in full."""
+"""Number of tokens to show of a document, unless it is shown in full."""
 
 
 def inspect(
@@ -38,15 +35,15 @@ def inspect(
         typer.Option(help="write the distribution of lengths as a picture: FILE.png or FILE.svg"),
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(min=0, help="of index maps: where this sample comes from")
+        int | None, typer.Option(min=0, help="for index maps: show where this sample comes from")
     ] = None,
-    split: Annotated[str, typer.Option(help="of --sample: train, valid or test")] = "train",
+    split: Annotated[str, typer.Option(help="for --sample: train, valid or test")] = "train",
     full: Annotated[
-        bool, typer.Option("--full", help="whole texts, and all parts of a sample")
+        bool, typer.Option("--full", help="show whole texts and all parts of a sample")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """Show what token files hold, or which documents and source lines a sample comes from."""
+    """Show the content of token files, or the documents and source lines of a sample."""
     from megacore.cli import _inspect_text as terminal
     from megacore.inspect.index import is_index_directory
     from megacore.inspect.report import report_index, report_sample
@@ -54,27 +51,27 @@ def inspect(
     maps = path.is_dir() and is_index_directory(path)
     if sample is not None and not maps:
         raise ConfigError(
-            f"--sample is of index maps, and {path} holds none: give the directory of `megacore "
+            f"--sample is for index maps, and {path} holds none: give the directory of `megacore "
             "index`"
         )
     if maps and histogram is not None:
         raise ConfigError(
-            f"--histogram is of token files, and {path} holds index maps: leave it out"
+            f"--histogram is for token files, and {path} holds index maps: leave it out"
         )
-    everything = full or as_json
+    unlimited = full or as_json
     if sample is not None:
-        found = report_sample(
-            path, split, sample, tokenizer, None if everything else terminal.PREVIEW_PARTS
+        report = report_sample(
+            path, split, sample, tokenizer, None if unlimited else terminal.PREVIEW_PARTS
         )
-        _show(found, as_json, lambda: terminal.show_sample(found, full=full))
+        _show(report, as_json, lambda: terminal.show_sample(report, full=full))
     elif maps:
-        found = report_index(path)
-        _show(found, as_json, lambda: terminal.show_index(found))
+        report = report_index(path)
+        _show(report, as_json, lambda: terminal.show_index(report))
     else:
-        found = _tokens(
-            path, documents, tokenizer, histogram, None if everything else _PREVIEW_TOKENS
+        report = _tokens(
+            path, documents, tokenizer, histogram, None if unlimited else _PREVIEW_TOKENS
         )
-        _show(found, as_json, lambda: terminal.show_tokens(found, full=full))
+        _show(report, as_json, lambda: terminal.show_tokens(report, full=full))
 
 
 def verify(
@@ -83,9 +80,10 @@ def verify(
         typer.Argument(help="PREFIX of token files, their directory, or any artifact's directory"),
     ],
 ) -> None:
-    """Check that files are whole.
+    """Check that files are complete and consistent.
 
-    Looks at structure, pointers, sizes, maps against tokens, and the hashes of manifests.
+    The checks cover structure, pointers, sizes, index maps against token files, and the digests of
+    manifests.
     """
     from megacore.cli import _inspect_text as terminal
     from megacore.inspect.verify import verify as checks
@@ -97,7 +95,7 @@ def verify(
 def _tokens(
     path: Path, documents: int, tokenizer: Path | None, histogram: Path | None, limit: int | None
 ) -> dict[str, Any]:
-    """Reports of the token files of `path`, and the picture that was asked for."""
+    """Return reports on the token files of `path`, and draw the histogram if requested."""
     from megacore.inspect.draw import check_drawable, draw_lengths
     from megacore.inspect.report import report_tokens
     from megacore.inspect.tokens import find_prefixes
@@ -109,7 +107,7 @@ def _tokens(
     if histogram is not None:
         if len(prefixes) > 1:
             raise ConfigError(
-                f"--histogram is of one pair of token files, and {path} names {len(prefixes)}: "
+                f"--histogram is for one pair of token files, and {path} names {len(prefixes)}: "
                 "give one"
             )
         draw_lengths(
@@ -123,8 +121,8 @@ def _tokens(
     }
 
 
-def _show(found: dict[str, Any], as_json: bool, in_words: Any) -> None:
+def _show(report: dict[str, Any], as_json: bool, in_words: Any) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(found, ensure_ascii=False, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
     else:
         in_words()

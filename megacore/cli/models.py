@@ -1,4 +1,4 @@
-"""`megacore generate` and `megacore evaluate`: text from a model, and zero-shot scores of it."""
+"""`megacore generate` and `megacore evaluate`: text generation and zero-shot scores."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ PrecisionOption = Annotated[
     str, typer.Option("--precision", help="compute type: fp32, bf16, fp16 or auto")
 ]
 _FIRST_MEASURES = ("word_ppl", "token_ppl", "accuracy", "target_ppl")
-"""What a reader looks for."""
+"""Measures to show first."""
 _LARGE = 1e6
 
 
@@ -66,7 +66,7 @@ def evaluate(
     precision: PrecisionOption = "fp32",
     output: Annotated[Path | None, typer.Option(help="JSON file for the scores")] = None,
 ) -> None:
-    """Score a checkpoint or an export on texts that it was not trained for."""
+    """Score a checkpoint or an export on zero-shot texts, which it was not trained on."""
     from megacore.artifact.files import write_json
     from megacore.convert.model_source import (
         find_model,
@@ -106,14 +106,14 @@ def evaluate(
 def _check_score_files(
     wikitext: Path | None, lambada: Path | None, overlapping_eval: int | None, output: Path | None
 ) -> None:
-    """What can be said before anything starts. Raises ConfigError, DataFormatError."""
+    """Check the options before anything starts. Raises ConfigError, DataFormatError."""
     if wikitext is None and lambada is None:
         raise ConfigError(
             "there is nothing to score the model on: give --wikitext, --lambada or both"
         )
     if wikitext is None and overlapping_eval is not None:
         raise ConfigError(
-            f"--overlapping-eval is {overlapping_eval} without --wikitext, whose windows it is of"
+            f"--overlapping-eval is {overlapping_eval} without --wikitext, whose windows it sets"
         )
     for path in (wikitext, lambada):
         if path is not None and not path.is_file():
@@ -171,7 +171,7 @@ def generate(
         float | None,
         typer.Option(help="draw from the most probable tokens with this probability together"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="of the draws")] = 1234,
+    seed: Annotated[int, typer.Option(help="seed of the draws")] = 1234,
     batch_size: Annotated[int, typer.Option(min=1, help="prompts at a time")] = 8,
     tensor_model_parallel_size: TensorParallelOption = 1,
     precision: PrecisionOption = "fp32",
@@ -179,7 +179,7 @@ def generate(
 ) -> None:
     """Continue prompts, or answer them with T5.
 
-    The most probable token each time, or tokens that are drawn.
+    Take the most probable token each time, or draw tokens.
     """
     from megacore.convert.model_source import find_model, find_tokenizer, require_family
     from megacore.jobs.model import GenerateJob, GenerateOptions, new_token_limits, places
@@ -190,9 +190,9 @@ def generate(
     texts = _prompts(prompt or [], prompt_file)
     source = find_model(checkpoint)
     require_family(source, ("gpt", "t5"), "megacore generate")
-    own = find_tokenizer(source, tokenizer)
-    answers, end = source.spec.family == "t5", _end_token(source.spec, own)
-    prompts = _encoded(own, texts, end if answers else None)
+    model_tokenizer = find_tokenizer(source, tokenizer)
+    answers, end = source.spec.family == "t5", _end_token(source.spec, model_tokenizer)
+    prompts = _encoded(model_tokenizer, texts, end if answers else None)
     new_token_limits(prompts, options, source.spec.max_position_embeddings, answers=answers)
     with scratch_directory() as scratch:
         job = GenerateJob(
@@ -204,20 +204,20 @@ def generate(
             **ranks_of(source.spec, tensor_model_parallel_size, 1, precision),
             **places(scratch),
         )
-        found = run_job(MODULE, job, scratch)["continuations"]
+        continuations = run_job(MODULE, job, scratch)["continuations"]
     rows = [
-        _continuation_row(own, text, ids, one, answers)
-        for text, ids, one in zip(texts, prompts, found, strict=True)
+        _continuation_row(model_tokenizer, text, ids, continuation, answers)
+        for text, ids, continuation in zip(texts, prompts, continuations, strict=True)
     ]
     _print_continuations(rows, as_json, answers)
 
 
-def _prompts(given: list[str], file: Path | None) -> list[str]:
-    """The prompts of the command line, then those of the file.
+def _prompts(options: list[str], file: Path | None) -> list[str]:
+    """Return the prompts of the command line, then those of the file.
 
     Raises ConfigError, DataFormatError.
     """
-    texts = list(given)
+    texts = list(options)
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -237,28 +237,32 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
 def _encoded(
     tokenizer: "Tokenizer", texts: list[str], end: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The ids of each text; what T5 reads ends with `end`."""
+    """Return the token ids of each text, ending with `end` if it is not None."""
     last = [] if end is None else [end]
-    found = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
-    return tuple(tuple(ids + last if ids else ids) for ids in found)
+    encoded = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+    return tuple(tuple(ids + last if ids else ids) for ids in encoded)
 
 
 def _end_token(spec: "ModelSpec", tokenizer: "Tokenizer") -> int:
-    """Id of the token that ends a text: T5's </s>, else the end of a document."""
+    """Return the id of the token that ends a text: T5's </s>, else the end of a document."""
     roles = spec.special_tokens
-    own = roles.sep if spec.family == "t5" and roles.sep is not None else roles.eod
-    return tokenizer.eod_id if own is None else own
+    end = roles.sep if spec.family == "t5" and roles.sep is not None else roles.eod
+    return tokenizer.eod_id if end is None else end
 
 
 def _continuation_row(
-    tokenizer: "Tokenizer", prompt: str, ids: tuple[int, ...], found: dict[str, Any], answers: bool
+    tokenizer: "Tokenizer",
+    prompt: str,
+    ids: tuple[int, ...],
+    continuation: dict[str, Any],
+    answers: bool,
 ) -> dict[str, Any]:
-    """What is reported of a prompt; its text ends where the model has ended it."""
-    written = found["tokens"][:-1] if found["ended"] else found["tokens"]
-    before = () if answers else ids
-    start, text = tokenizer.decode(before), tokenizer.decode([*before, *written])
-    added = text.removeprefix(start) if text.startswith(start) else tokenizer.decode(written)
-    return {"prompt": prompt, "continuation": added, "prompt_tokens": len(ids), **found}
+    """Return the report on a prompt; its text ends before the end token, if there is one."""
+    new_tokens = continuation["tokens"][:-1] if continuation["ended"] else continuation["tokens"]
+    context = () if answers else ids
+    start, text = tokenizer.decode(context), tokenizer.decode([*context, *new_tokens])
+    added = text.removeprefix(start) if text.startswith(start) else tokenizer.decode(new_tokens)
+    return {"prompt": prompt, "continuation": added, "prompt_tokens": len(ids), **continuation}
 
 
 def _print_continuations(rows: list[dict[str, Any]], as_json: bool, answers: bool) -> None:
@@ -272,10 +276,11 @@ def _print_continuations(rows: list[dict[str, Any]], as_json: bool, answers: boo
 
 
 def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[str, Any]:
-    """The fields of a job that say how it is run.
+    """Return the fields of a job that describe its ranks, threads and precision.
 
-    Raises ParallelLayoutError for more ranks than GPUs or than can share the model, and ConfigError
-    for an unknown precision.
+    Raises:
+        ParallelLayoutError: there are more ranks than GPUs, or the model is not divisible.
+        ConfigError: the precision is unknown.
     """
     from megacore.config.train import Precision
     from megacore.hardware import Hardware
@@ -300,22 +305,22 @@ def ranks_of(spec: ModelSpec, tensor: int, data: int, precision: str) -> dict[st
 
 
 def _check_divided(spec: ModelSpec, tensor: int) -> None:
-    """What the ranks would refuse too, but later."""
+    """Raise ParallelLayoutError for sizes that the ranks would refuse later."""
     model = spec.model
-    for what, length in (
+    for name, length in (
         ("model.num_attention_heads", model.num_attention_heads),
         ("the width of the MLP", model.ffn_size),
         ("the padded vocabulary of", spec.padded_vocab_size),
     ):
         if length % tensor:
             raise ParallelLayoutError(
-                f"{what} {length} is not a multiple of --tensor-model-parallel-size {tensor}: give "
+                f"{name} {length} is not a multiple of --tensor-model-parallel-size {tensor}: give "
                 "a size that divides it"
             )
 
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A directory for a job file and the ranks' log, removed afterwards."""
+    """Yield a temporary directory for a job file and the log of the ranks."""
     with TemporaryDirectory(prefix="megacore-") as directory:
         yield Path(directory)

@@ -1,4 +1,4 @@
-"""`megacore plan`: how a configuration is divided over ranks."""
+"""`megacore plan`: division of a configuration's model over ranks."""
 
 import sys
 from pathlib import Path
@@ -17,9 +17,9 @@ def plan(
         Path | None, typer.Option(help="write the schedule as a picture: FILE.svg or FILE.png")
     ] = None,
 ) -> None:
-    """Show how a configuration divides its model over stages, or draw its schedule.
+    """Show the division of a model over pipeline stages, or draw its schedule.
 
-    Memory and the bubble are shown with it.
+    The table includes memory and the pipeline bubble.
     """
     from rich.console import Console
 

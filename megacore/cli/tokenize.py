@@ -1,6 +1,6 @@
-"""`megacore tokenize`: documents to token files.
+"""`megacore tokenize`: conversion of documents to token files.
 
-They are as Megatron-LM's tools/preprocess_data.py writes them.
+The format is that of Megatron-LM's tools/preprocess_data.py.
 """
 
 import sys
@@ -29,7 +29,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 
 
 class TokenizeCommand(VariadicCommand):
-    """Takes several values after one --input."""
+    """The command `megacore tokenize`; --input takes several values."""
 
     variadic = ("--input",)
 
@@ -48,20 +48,20 @@ def tokenize(
         str | None, typer.Option(help="tokenizer.json (hf), or a SentencePiece .model")
     ] = None,
     eod_token: Annotated[
-        str | None, typer.Option(help="hf: ends a document (default <|endoftext|>)")
+        str | None, typer.Option(help="hf: token that ends a document (default <|endoftext|>)")
     ] = None,
     lower_case: Annotated[
         bool | None, typer.Option(help="bert-wordpiece: an uncased vocabulary (default yes)")
     ] = None,
     append_eod: Annotated[
-        bool, typer.Option("--append-eod", help="end each document with that token")
+        bool, typer.Option("--append-eod", help="end each document with its token")
     ] = False,
     json_key: Annotated[str, typer.Option(help="field or column that holds the text")] = "text",
     split_sentences: Annotated[
-        bool, typer.Option("--split-sentences", help="a sequence for each sentence")
+        bool, typer.Option("--split-sentences", help="write one sequence per sentence")
     ] = False,
     keep_newlines: Annotated[
-        bool, typer.Option("--keep-newlines", help="between sentences")
+        bool, typer.Option("--keep-newlines", help="keep newlines between sentences")
     ] = False,
     sentence_splitter: Annotated[
         Literal["punkt", "rules"],
@@ -70,15 +70,15 @@ def tokenize(
     sentence_data: Annotated[
         Path | None,
         typer.Option(
-            help="of nltk's data (default: nltk's own, else downloaded into the workspace)"
+            help="directory of nltk's data (default: its own, else downloaded into the workspace)"
         ),
     ] = None,
     language: Annotated[
-        str, typer.Option("--language", "--lang", help="whose punkt model")
+        str, typer.Option("--language", "--lang", help="language of the punkt model")
     ] = "english",
     on_bad_line: Annotated[
         Literal["stop", "skip"],
-        typer.Option(help="what a line without a document does: end the run, or be counted"),
+        typer.Option(help="for a line without a document: end the run, or skip and count it"),
     ] = "stop",
     workers: Annotated[
         int | None, typer.Option(min=1, help="threads (default: one per core)")
@@ -87,18 +87,18 @@ def tokenize(
         bool, typer.Option("--overwrite", help="replace token files of that name")
     ] = False,
 ) -> None:
-    """Turn documents into token files (.bin/.idx), in the order of the input."""
+    """Convert documents to token files (.bin/.idx), in the order of the input."""
     from megacore.tokenizer.files import Inputs, check_output, tokenize_files
     from megacore.tokenizer.files import output_prefix as name_of
     from megacore.tokenizer.tokenize import TokenizeOptions
 
     started = time.monotonic()
-    given = {
+    file_options = {
         "--vocab-file": vocab_file,
         "--merge-file": merge_file,
         "--tokenizer-file": tokenizer_file,
     }
-    choice = _choice(tokenizer, given, eod_token, lower_case)
+    choice = _choice(tokenizer, file_options, eod_token, lower_case)
     options = TokenizeOptions(
         append_eod=append_eod,
         split_sentences=split_sentences,
@@ -126,11 +126,11 @@ def tokenize(
 
 
 def _choice(
-    kind: Kind, given: dict[str, str | None], eod_token: str | None, lower_case: bool | None
+    kind: Kind, file_options: dict[str, str | None], eod_token: str | None, lower_case: bool | None
 ) -> "Choice":
-    """The tokenizer that the options describe.
+    """Return the tokenizer that the options describe.
 
-    Raises ConfigError when some are missing or without effect.
+    Raises ConfigError if options are missing or have no effect.
     """
     from megacore.config.data import (
         BertWordPieceTokenizer,
@@ -139,20 +139,22 @@ def _choice(
         SentencePieceTokenizer,
     )
 
-    missing = [name for name in _NEEDS[kind] if not given[name]]
+    missing = [name for name in _NEEDS[kind] if not file_options[name]]
     if missing:
         raise ConfigError(
             f"--tokenizer {kind} needs {' and '.join(missing)}: give the path of the file"
         )
     extra = [
-        name for name, value in given.items() if value is not None and name not in _NEEDS[kind]
+        name
+        for name, value in file_options.items()
+        if value is not None and name not in _NEEDS[kind]
     ]
     extra += ["--eod-token"] if eod_token is not None and kind != "hf" else []
     extra += ["--lower-case"] if lower_case is not None and kind != "bert-wordpiece" else []
     if extra:
         raise ConfigError(f"--tokenizer {kind} does not use {' and '.join(extra)}: leave it out")
     vocab, merges, file = (
-        str(given[name]) for name in ("--vocab-file", "--merge-file", "--tokenizer-file")
+        str(file_options[name]) for name in ("--vocab-file", "--merge-file", "--tokenizer-file")
     )
     match kind:
         case "gpt2-bpe":
@@ -168,7 +170,7 @@ def _choice(
 
 
 def _check_names(output_prefix: str, json_key: str) -> None:
-    """Raise ConfigError for what cannot be part of a file's name."""
+    """Raise ConfigError for values that cannot be part of a file's name."""
     if not Path(output_prefix).name:
         raise ConfigError(
             f"--output-prefix is {output_prefix!r}: give the beginning of a file's name"
@@ -181,7 +183,7 @@ def _check_names(output_prefix: str, json_key: str) -> None:
 
 
 def _check_sentences(options: "TokenizeOptions") -> None:
-    """Raise ConfigError for options that only splitting, or only Punkt, uses."""
+    """Raise ConfigError for options that only apply to sentence splitting or to Punkt."""
     model = {
         "--sentence-data": options.sentence_data is not None,
         "--language": options.language != "english",
@@ -204,9 +206,9 @@ def _check_sentences(options: "TokenizeOptions") -> None:
 
 
 def _with_punkt(options: "TokenizeOptions") -> "TokenizeOptions":
-    """The options with the place of Punkt's model.
+    """Return the options with the directory of Punkt's model.
 
-    As given, as nltk finds it, or in the workspace.
+    It is the requested one, else the one nltk finds, else one downloaded into the workspace.
     """
     from dataclasses import replace
 
@@ -219,8 +221,8 @@ def _with_punkt(options: "TokenizeOptions") -> "TokenizeOptions":
     from megacore.artifact import StageKey, Workspace, build_artifact
     from megacore.tokenizer.sentences import VERSION, download_punkt, find_punkt
 
-    found = find_punkt(options.language)
-    if found is None:
+    punkt_directory = find_punkt(options.language)
+    if punkt_directory is None:
         key = StageKey.of("punkt", VERSION, {"language": options.language})
 
         def fill(directory: Path) -> dict[str, int]:
@@ -229,12 +231,12 @@ def _with_punkt(options: "TokenizeOptions") -> "TokenizeOptions":
                 "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
             }
 
-        found = build_artifact(Workspace.of().folder("punkt"), key, fill)[0].directory
-    return replace(options, sentence_data=found)
+        punkt_directory = build_artifact(Workspace.of().folder("punkt"), key, fill)[0].directory
+    return replace(options, sentence_data=punkt_directory)
 
 
 class _Progress:
-    """Counts bytes; a bar shows them when standard error is a terminal."""
+    """Counter of processed bytes, shown as a bar if standard error is a terminal."""
 
     def __init__(self, show: Callable[[int], None]) -> None:
         self.done = 0

@@ -1,4 +1,4 @@
-"""`megacore runs` and `megacore clean`: what a workspace holds."""
+"""`megacore runs`, `megacore stop` and `megacore clean`: commands on a workspace."""
 
 import sys
 from datetime import datetime
@@ -13,14 +13,14 @@ from megacore.errors import ConfigError, WorkspaceError
 
 WorkspaceOption = Annotated[
     Path | None,
-    typer.Option("--workspace", help="root of everything that was produced (MEGACORE_WORKSPACE)"),
+    typer.Option("--workspace", help="root directory of all artifacts (MEGACORE_WORKSPACE)"),
 ]
 
 
 def runs(workspace: WorkspaceOption = None) -> None:
     """List the pretrainings and fine-tunings of a workspace.
 
-    Of each: step, perplexity or best metric, size and path.
+    The table shows the step, perplexity or best metric, size and path of each.
     """
     from rich.console import Console
     from rich.table import Table
@@ -68,18 +68,20 @@ def stop(
 ) -> None:
     """Ask a training to save a checkpoint after its current iteration and to end.
 
-    The same command goes on later.
+    The same command that started the training resumes it.
     """
     from rich.console import Console
 
     from megacore.artifact.workspace import STOP_FILE
     from megacore.observe.runs import RUN_FILE, find_run, is_training
 
-    named = (Path(run) / RUN_FILE).is_file()
+    is_directory = (Path(run) / RUN_FILE).is_file()
     directory = (
-        Path(run).absolute() if named else find_run(_existing(workspace), run, state="running")
+        Path(run).absolute()
+        if is_directory
+        else find_run(_existing(workspace), run, state="running")
     )
-    if named and not is_training(directory):
+    if is_directory and not is_training(directory):
         raise ConfigError(f"nothing trains in {directory}: there is nothing to stop")
     file = directory / STOP_FILE
     with workspace_errors(file):
@@ -101,10 +103,10 @@ def clean(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only say what would be removed")
+        bool, typer.Option("--dry-run", help="only list what would be removed")
     ] = False,
 ) -> None:
-    """Remove temporaries of processes that died and, when asked, old artifacts; trainings stay."""
+    """Remove stale temporaries and, if requested, old artifacts; runs are never removed."""
     from rich.console import Console
 
     from megacore.artifact.clean import old_artifacts, old_downloads, remove, stale_temporaries
@@ -124,7 +126,7 @@ def clean(
 
 
 def _existing(workspace: Path | None) -> Workspace:
-    """The workspace to look at; one that was named must be there."""
+    """Return the workspace; one given explicitly must exist."""
     if workspace is not None and not workspace.is_dir():
         raise WorkspaceError(f"workspace {workspace} is no directory: correct --workspace")
     return Workspace.of(workspace)

@@ -1,1 +1,1 @@
-"""Starting ranks on machines: this one, hosts reached over ssh, or a batch system's."""
+"""Start of ranks on this host, on hosts reached over ssh, or through a batch system."""

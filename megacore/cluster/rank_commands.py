@@ -1,9 +1,9 @@
-"""The command that starts the ranks of one machine alone, and the environment they get.
+"""Commands that start the ranks of a job on one host, and the environment of the ranks.
 
-DeepSpeed is started as a program and not imported. Of its two programs this is the inner one, which
-starts the ranks of one machine (`deepspeed.launcher.launch`). The outer one (`deepspeed`,
-`deepspeed.launcher.runner`) passes on few variables and ends a job by killing every DeepSpeed
-launcher of the user on all hosts, those of other jobs too: its part is done by `fanout`.
+DeepSpeed is started as a program and not imported. megacore uses only its inner program
+`deepspeed.launcher.launch`, which starts the ranks of one host. The outer program (`deepspeed`,
+`deepspeed.launcher.runner`) passes on few variables, and it ends a job by killing all DeepSpeed
+launchers of the user on all hosts, including those of other jobs. `fanout` replaces it.
 """
 
 import secrets
@@ -16,10 +16,10 @@ from megacore.cluster.hosts.plan import LOOPBACK, deepspeed_command, visible_dev
 
 _MEETING = ".rendezvous-"
 _KEPT_BLOCK = 256 * 2**20
-"""Bytes: blocks below this stay with the process when they are freed."""
+"""Size in bytes below which the process keeps freed blocks."""
 
 
-def torchrun_alone(
+def local_torchrun_command(
     module: str,
     config_path: Path,
     ranks: int,
@@ -27,15 +27,20 @@ def torchrun_alone(
     log_directory: Path | None = None,
     shown: bool = False,
 ) -> list[str]:
-    """What starts `python -m module --config config_path` as `ranks` processes of this machine.
+    """Return the command for `ranks` processes of `python -m module --config config_path` here.
 
-    More than one go through torchrun, on ports of the kernel's choice: no name is looked up and no
-    port can be in use. They meet through a file beside the config: torchrun unpickles the state of
-    a rendezvous, which over TCP anybody could write who reaches this machine. One rank needs no
-    rendezvous and starts as a plain process, which saves the launcher's own import of torch.
-    torchrun's own small files go to `log_directory` (None: `torchrun` beside the config) instead of
-    the machine's temporary directory, where it would leave them. One that is only `shown` touches
-    no file.
+    Several ranks start through torchrun, on ports that the kernel chooses: no host name is looked
+    up and no port can be in use. The rendezvous uses a file next to the config, because torchrun
+    unpickles its state, and over TCP anybody who reaches this host could write that. A single rank
+    needs no rendezvous and starts as a plain process, which saves the launcher's import of torch.
+
+    Args:
+        module: entry point of each rank.
+        config_path: path of the job file.
+        ranks: number of ranks.
+        log_directory: directory of torchrun's own small files, which it would otherwise leave in
+            the temporary directory; None means `torchrun` next to the config.
+        shown: True for a command that is only shown; no file is touched.
     """
     program = [module, "--config", str(config_path)]
     if ranks == 1:
@@ -49,7 +54,7 @@ def torchrun_alone(
         "--max-restarts=0",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={_meeting_place(config_path.absolute().parent, shown=shown)}",
-        # Of one node nobody asks whether it is alive; each answer would make the file longer.
+        # With one node nobody checks for keep-alives, and each one would make the file longer.
         "--rdzv-conf=store_type=file,keep_alive_interval=86400",
         "--local-addr=127.0.0.1",
         f"--log-dir={log_directory or config_path.parent / 'torchrun'}",
@@ -59,7 +64,7 @@ def torchrun_alone(
 
 
 def _meeting_place(directory: Path, *, shown: bool) -> Path:
-    """A file that is not there yet; those of earlier attempts are removed."""
+    """Return a new path for the rendezvous file and remove the files of earlier attempts."""
     if shown:
         return directory / f"{_MEETING}<random>"
     for path in directory.glob(f"{_MEETING}*"):
@@ -67,7 +72,7 @@ def _meeting_place(directory: Path, *, shown: bool) -> Path:
     return directory / f"{_MEETING}{secrets.token_hex(8)}"
 
 
-def deepspeed_alone(
+def local_deepspeed_command(
     module: str,
     config_path: Path,
     ranks: int,
@@ -75,10 +80,16 @@ def deepspeed_alone(
     devices: Sequence[int] | None = None,
     shown: bool = False,
 ) -> list[str]:
-    """What starts `python -m module --config config_path` as `ranks` processes of this machine.
+    """Return DeepSpeed's command for `ranks` processes of `module` on this host.
 
-    They meet at 127.0.0.1, on a port that is free now, which one that is only `shown` leaves open;
-    the GPUs are `devices`, else the first ones that are visible.
+    The rendezvous is at 127.0.0.1.
+
+    Args:
+        module: entry point of each rank.
+        config_path: path of the job file.
+        ranks: number of ranks.
+        devices: GPUs of the ranks; None means the first visible ones.
+        shown: True for a command that is only shown; it has a placeholder instead of a free port.
     """
     port = "<free port>" if shown else free_port()
     gpus = {"localhost": visible_devices(ranks) if devices is None else [*devices]}
@@ -86,13 +97,13 @@ def deepspeed_alone(
 
 
 def rank_environment(threads: int, *, one_machine: bool = True) -> dict[str, str]:
-    """Environment variables for every rank.
+    """Return the environment variables of every rank.
 
-    CPU threads, and one machine's traffic kept on the loopback interface.
+    They set the number of CPU threads, and the loopback interface for a job on one host.
 
-    glibc is told to keep large blocks: it would give the logits' memory back after each step and
-    fault it in again in the next (8 to 10 % of a small model's step). Other C libraries ignore the
-    two names.
+    They also tell glibc to keep large blocks. It would otherwise return the logits' memory after
+    each step and fault it in again in the next one (8 to 10 % of a small model's step). Other C
+    libraries ignore these two variables.
     """
     count = str(threads)
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if one_machine else {}

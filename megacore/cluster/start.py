@@ -1,4 +1,4 @@
-"""Which launcher starts a job's ranks, where, and in which environment."""
+"""Command, hosts and environment of the launcher that starts a job's ranks."""
 
 import os
 import shlex
@@ -24,22 +24,22 @@ from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
 
 PLAN_NAME = "hosts.json"
-"""Beside the job: what is started on which machine."""
+"""Name of the plan's file, next to the job file."""
 _STOP_MARGIN = 4.0
-"""Seconds by which the machines' ends may come later than the grace of their ranks."""
+"""Seconds by which the hosts may end later than the stop grace of their ranks."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A command for the supervisor."""
+    """A command for the supervisor, with its environment and hosts."""
 
     command: list[str]
     env: dict[str, str]
-    """Variables beside those of this process."""
+    """Variables in addition to those of this process."""
     hosts: tuple[str, ...] = ()
-    """Machines whose agents watch their ranks; empty where the supervisor itself does."""
+    """Hosts whose agents watch their ranks; empty if the supervisor itself watches them."""
     stop_margin: float = 0.0
-    """Seconds that the command needs beyond the ranks' own grace when it is asked to stop."""
+    """Seconds that the command needs to stop, in addition to the stop grace of the ranks."""
 
 
 def start_ranks(
@@ -49,18 +49,18 @@ def start_ranks(
     job_file: Path,
     env: Mapping[str, str] | None = None,
 ) -> Start:
-    """The job's ranks as `launch` says, on its hosts if there are some.
+    """Build the command that starts the job's ranks, on this host or on the hosts of `launch`.
 
     Args:
-        launch: what starts them.
-        module: entry point of each.
-        job: what they do.
-        job_file: where that is written.
-        env: variables for each, beside the usual ones.
+        launch: launcher and hosts.
+        module: entry point of each rank.
+        job: the job of the ranks.
+        job_file: path of the job's JSON file.
+        env: additional variables for each rank.
 
     Raises:
         ConfigError: the hostfile or the file of variables cannot be read.
-        LaunchError: other machines are to be reached and ssh is not installed.
+        LaunchError: there are other hosts and ssh is not installed.
     """
     hosts = job.hosts or hosts_of(launch)
     if launch.kind in ("slurm", "kubernetes"):
@@ -93,33 +93,37 @@ def _start_alone(
     *,
     shown: bool = False,
 ) -> Start:
-    """The job's ranks on this machine, without ssh."""
+    """Build the command that starts the job's ranks on this host, without ssh."""
     variables = {**rank_commands.rank_environment(job.threads_per_rank), **env}
     hosts = job.hosts or hosts_of(launch)
     devices = next((slots for host, slots in devices_of(launch).items() if host in hosts), None)
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    # of which this one is left, and keeps the variables that all had
+    # If this host is the only one left of several, it keeps the variables that all hosts had.
     several = not is_only_here(hosts_of(launch))
     env_file = env_file_of(launch.env_file) if several else launch.env_file
     if env_file is not None:
         variables |= read_env_file(Path(env_file))
     if launch.kind == "torchrun" or job.ranks == 1:
         return Start(
-            rank_commands.torchrun_alone(module, job_file, job.ranks, shown=shown), variables
+            rank_commands.local_torchrun_command(module, job_file, job.ranks, shown=shown),
+            variables,
         )
     if not Hardware.detect().gpus:
         variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
-    command = rank_commands.deepspeed_alone(
+    command = rank_commands.local_deepspeed_command(
         module, job_file, job.ranks, devices=devices, shown=shown
     )
     return Start(command, variables)
 
 
 def start_here(module: str, job: RankJob, job_file: Path) -> Start:
-    """The job's ranks on this machine through torchrun, one of them as a plain process."""
+    """Build the command that starts the job's ranks on this host.
+
+    Several ranks start through torchrun, a single one as a plain process.
+    """
     return Start(
-        rank_commands.torchrun_alone(module, job_file, job.ranks),
+        rank_commands.local_torchrun_command(module, job_file, job.ranks),
         rank_commands.rank_environment(job.threads_per_rank),
     )
 
@@ -133,9 +137,9 @@ def plan_of(
     *,
     own_env: list[str],
 ) -> Plan:
-    """What the head of a job on `hosts` has to know.
+    """Build the plan that the head of a job on `hosts` reads.
 
-    `own_env` are the names of the variables set for it.
+    `own_env` contains the names of the variables that megacore sets for the ranks.
     """
     return Plan(
         kind=launch.kind,
@@ -158,14 +162,16 @@ def plan_of(
     )
 
 
-def shown_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: Path) -> list[str]:
-    """For a dry run: the command of each host, as one line with its name.
+def dry_run_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: Path) -> list[str]:
+    """Return the command of each host for a dry run, each as one line with the host's name.
 
-    With a scheduler, its command and its batch job.
+    For a scheduler, return its command and its batch job.
 
-    Nothing is written, no host is reached, and no value of a variable is shown but those that
-    choose GPUs. What a start finds out by itself stands in angle brackets. Raises what
-    `start_ranks` does.
+    Nothing is written and no host is contacted. The lines show no values of variables except those
+    that select GPUs. Values that are known only at the start are placeholders in angle brackets.
+
+    Raises:
+        MegacoreError: any error of `start_ranks`.
     """
     if launch.kind in ("slurm", "kubernetes"):
         from megacore.cluster.batch.start import show_batch
@@ -178,9 +184,9 @@ def shown_commands(launch: LaunchConfig, module: str, job: RankJob, job_file: Pa
         gpus = {name: value for name, value in start.env.items() if name == "CUDA_VISIBLE_DEVICES"}
         return [f"{next(iter(hosts), 'this machine')}: {_line(gpus, start.command)}"]
     check_ssh(hosts)
-    own = rank_commands.rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1)
-    plan = plan_of(launch, module, job, job_file, hosts, own_env=[*own])
-    ssh, names = plan_ssh(plan), sorted(plan.variables({**os.environ, **own}))
+    variables = rank_commands.rank_environment(job.threads_per_rank, one_machine=len(hosts) == 1)
+    plan = plan_of(launch, module, job, job_file, hosts, own_env=[*variables])
+    ssh, names = plan_ssh(plan), sorted(plan.variables({**os.environ, **variables}))
     master, _ = meeting_addresses(ssh, hosts, launch.rdzv_endpoint)
     port = endpoint(launch.rdzv_endpoint)[1] or "<free port>"
     lines = []
@@ -200,7 +206,7 @@ def _line(variables: Mapping[str, str], command: list[str]) -> str:
 
 
 def check_launcher(launch: LaunchConfig) -> None:
-    """Raise, before anything runs, what `start_ranks` would for want of a file or a program."""
+    """Raise the error of `start_ranks` for a missing file or program, before anything runs."""
     if launch.kind in ("slurm", "kubernetes"):
         from megacore.cluster.batch.start import check_batch
 
@@ -216,5 +222,5 @@ def check_launcher(launch: LaunchConfig) -> None:
 
 
 def ssh_of(launch: LaunchConfig) -> Ssh:
-    """How the hosts are reached."""
+    """Return the ssh settings of the hosts."""
     return Ssh(None if launch.ssh_config is None else Path(launch.ssh_config).absolute())

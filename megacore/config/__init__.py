@@ -1,4 +1,4 @@
-"""One definition of every value a run takes."""
+"""Definitions of all configuration values of a run."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The parts by name, imported when they are asked for.
+    """Import and return a public name on first access.
 
-    Commands on files read one section, and building all takes a while.
+    Building all sections takes a while, and commands that only work on files need one section.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What every section of the configuration shares: frozen, strict, and explicit about cache keys."""
+"""Base class of all configuration sections and the declaration of cache keys."""
 
 from typing import Any, Literal, get_args
 
@@ -19,7 +19,7 @@ PretrainStage = Literal[
     "convert",
     "publish",
 ]
-"""The stages of the flow pretrain, and `run`: the directory of a training, which resumes there."""
+"""Stages of the flow pretrain, and `run`: the training directory, in which a training resumes."""
 FinetuneStage = Literal[
     "pretrained",
     "dataset",
@@ -29,18 +29,18 @@ FinetuneStage = Literal[
     "finetune-publish",
     "find-batch-size",
 ]
-"""The stages of the flow finetune."""
+"""Stages of the flow finetune."""
 Stage = PretrainStage | FinetuneStage
 Stages = Stage | tuple[Stage, ...]
 
 STAGES = "stages"
 RESOLVED = "resolved"
 OMIT_DEFAULT = "omit_default"
-"""Names in a field's `json_schema_extra`; `megacore.config.keys` reads them."""
+"""Names in a field's `json_schema_extra`, read by `megacore.config.keys`."""
 
 
 class Section(BaseModel):
-    """A frozen group of values; unknown names are refused."""
+    """Immutable group of configuration values that refuses unknown names."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -53,13 +53,14 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _bools_are_no_numbers(cls, values: Any) -> Any:
-        """Refuse what Python would take for 1 or 0.
+        """Refuse booleans for numeric fields, because Python would accept them as 1 or 0.
 
-        Where on and off are meant, YAML has read them as booleans.
+        YAML reads on and off as booleans: for fields with the values "on" and "off" they are
+        translated back.
         """
         if not isinstance(values, dict):
             return values
-        found = dict(values)
+        result = dict(values)
         for name, value in values.items():
             field = cls.model_fields.get(name)
             kinds = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -69,8 +70,8 @@ class Section(BaseModel):
                 raise ValueError(
                     f"{name} is {str(value).lower()}: give a value of its type, not true or false"
                 )
-            found[name] = "on" if value else "off"
-        return found
+            result[name] = "on" if value else "off"
+        return result
 
 
 def keyed(
@@ -81,19 +82,20 @@ def keyed(
     omit_default: bool = False,
     **constraints: Any,
 ) -> Any:
-    """Declare a field that changes what a stage produces, so that it enters that stage's key.
+    """Declare a field that changes a stage's output and therefore enters the stage's key.
 
-    A field that names no stage enters the keys that its section enters. One that holds a section
-    declares this for the section's fields.
+    A field that names no stage enters the same keys as its section. If the field is itself a
+    section, the declaration applies to the fields of that section.
 
     Args:
-        default: value of a field that is not given.
-        key: stages whose key holds the value as it is.
-        resolved: stages whose key holds what the stage makes of the value: the content of the file
-            that it names, the default that null stands for, one value of several fields.
-        omit_default: whether the default stays out of the key. A field that is added to a stage
-            with this, and whose default changes nothing, leaves the artifacts that are there valid.
-        constraints: of pydantic's `Field`.
+        default: value of a field that the configuration omits.
+        key: stages whose key contains the value unchanged.
+        resolved: stages whose key contains a value that the stage derives from the field: the
+            content of the named file, the default that null stands for, or one value computed from
+            several fields.
+        omit_default: True to leave the default out of the key. Use it for a new field whose default
+            changes nothing: existing artifacts remain valid.
+        constraints: further arguments of pydantic's `Field`.
     """
     extra: dict[str, Any] = {
         STAGES: _names(key),
@@ -104,7 +106,7 @@ def keyed(
 
 
 def unkeyed(default: Any = ..., **constraints: Any) -> Any:
-    """Declare a field that enters no key: it changes only how a stage runs (workers, intervals)."""
+    """Declare a field that enters no key: it only changes how a stage runs (workers, intervals)."""
     return Field(default, json_schema_extra={STAGES: None}, **constraints)
 
 

@@ -1,4 +1,4 @@
-"""Global batch size as a pure function of consumed samples, with Megatron-LM's ramp-up."""
+"""Global batch size as a function of the consumed samples, with Megatron-LM's ramp-up."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,48 +8,48 @@ from megacore.config.train import TrainConfig
 
 
 class _Level(NamedTuple):
-    """A part of a run with one batch size."""
+    """Part of a run with a constant batch size."""
 
     size: int
-    """Samples of each batch."""
+    """Samples per batch."""
     end: int | None
-    """Consumed samples from which on batches are larger; None for the last level."""
+    """Consumed samples at which the batch size grows; None for the last level."""
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch grows by `increment` each time an equal share of `rampup_samples` is consumed.
+    """Global batch size, which grows by `increment` at equal intervals within `rampup_samples`.
 
-    These are the batches of Megatron-LM's `--rampup-batch-size START INCREMENT SAMPLES`:
-    (global_batch_size - start) / increment steps, each of which lasts samples / steps consumed
+    The batches equal those of Megatron-LM's `--rampup-batch-size START INCREMENT SAMPLES`: there
+    are (global_batch_size - start) / increment steps, each of which lasts samples / steps consumed
     samples.
     """
 
     global_batch_size: int
-    """Samples of a batch after the ramp-up."""
+    """Samples per batch after the ramp-up."""
     start: int
-    """Samples of the first batches; global_batch_size where there is no ramp-up."""
+    """Samples per batch at the beginning; global_batch_size without ramp-up."""
     increment: int = 1
-    """Samples by which a batch grows."""
+    """Samples by which the batch grows at each step."""
     rampup_samples: int = 0
     """Consumed samples at which global_batch_size is reached."""
 
     @classmethod
     def of(cls, train: TrainConfig) -> Self:
-        """The schedule that a training loop's configuration describes."""
+        """Return the schedule of a training configuration."""
         total, rampup = train.global_batch_size, train.rampup_batch_size
         if rampup is None:
             return cls(total, total)
         return cls(total, rampup.start, rampup.increment, rampup.samples)
 
     def at(self, consumed_samples: int) -> int:
-        """Samples of the global batch that begins at `consumed_samples`."""
+        """Return the size of the global batch that begins at `consumed_samples`."""
         if self._steps == 0 or consumed_samples >= self.rampup_samples:
             return self.global_batch_size
         return self.start + consumed_samples * self._steps // self.rampup_samples * self.increment
 
     def consumed_after(self, iterations: int) -> int:
-        """Samples consumed by the first `iterations` global batches."""
+        """Return the number of samples in the first `iterations` global batches."""
         consumed = 0
         for level in self._levels():
             batches = (
@@ -62,7 +62,7 @@ class BatchSchedule:
         return consumed
 
     def iterations_for(self, samples: int) -> int:
-        """The fewest global batches that together have at least `samples` samples."""
+        """Return the smallest number of global batches with at least `samples` samples in total."""
         consumed = iterations = 0
         for level in self._levels():
             until = samples if level.end is None else min(samples, level.end)
@@ -73,11 +73,11 @@ class BatchSchedule:
 
     @property
     def _steps(self) -> int:
-        """How often the batch grows."""
+        """Number of times that the batch grows."""
         return (self.global_batch_size - self.start) // self.increment
 
     def _levels(self) -> Iterator[_Level]:
-        """All batch sizes, the smallest first."""
+        """Yield the levels in order of increasing batch size."""
         for step in range(self._steps):
             end = -(-(step + 1) * self.rampup_samples // self._steps)
             yield _Level(self.start + step * self.increment, end)
@@ -85,5 +85,5 @@ class BatchSchedule:
 
 
 def _batches(level: _Level, consumed: int, until: int) -> int:
-    """Batches of this level that begin at or after `consumed` and before `until`."""
+    """Return the number of the level's batches that begin in [consumed, until)."""
     return max(0, -(-(until - consumed) // level.size))

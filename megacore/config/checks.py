@@ -1,6 +1,6 @@
-"""Checks that cross the sections of a configuration; each raises ValueError with one sentence.
+"""Checks across the sections of a configuration; each raises ValueError with one sentence.
 
-Those of models that read whole sentences (BERT, T5) stand last.
+The checks of models that read sentences (BERT, T5) are at the end.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from megacore.config.train import TrainConfig, ZeroShotConfig
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
 
-_TOKENS_ALONE = {
+_DOCUMENT_SAMPLE_FIELDS = {
     "packing": "packed",
     "index_style": "megatron",
     "add_extra_token": True,
@@ -36,16 +36,16 @@ _TOKENS_ALONE = {
     "eod_mask_loss": False,
     "fim": None,
 }
-"""Fields of samples that are cut from documents, and what they are where samples are made of
+"""Fields that apply only to samples cut from documents, with their required values for samples of
 sentences."""
 _BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 _PADDING = ("[PAD]", "<pad>")
 _SPAN_WITHOUT_MEAN = 3.0
-"""Tokens of a span that the decoder must have room for where data.span_corruption gives no mean."""
+"""Assumed mean span length in tokens when data.span_corruption gives none."""
 
 
 def check_sections(config: "RunConfig") -> None:
-    """Raise ValueError for the first combination of values that cannot work."""
+    """Raise ValueError for the first invalid combination of values."""
     _check_data(config.data)
     check_sentences(config.family, config.model, config.data)
     check_model(config.family, config.model, config.data.seq_length)
@@ -80,7 +80,7 @@ def _check_resume(config: "RunConfig") -> None:
     if resume.checkpoint is not None and pretrained is not None:
         raise ValueError(
             f"resume.checkpoint is {resume.checkpoint} and train.pretrained_checkpoint is "
-            f"{pretrained}: give the first to go on from a training, or the second to begin with "
+            f"{pretrained}: give the first to resume a training, or the second to begin with "
             "its weights"
         )
     for name in resume.override:
@@ -91,25 +91,25 @@ def _check_resume(config: "RunConfig") -> None:
                 hint = f", did you mean {near[0]}" if near else ""
                 raise ValueError(
                     f"resume.override has {name!r}, which has no value {part!r}{hint}: give dotted "
-                    "names as optim.lr"
+                    "names such as optim.lr"
                 )
-            # What is null or a list has no names below it that could be checked.
+            # Null values and lists have no named values below them to check.
             values = values[part] if isinstance(values, Mapping) else None
 
 
 def _check_data(data: DataConfig) -> None:
-    given = [
+    names = [
         f"data.{name}"
         for name in ("source", "blend", "split_blends")
         if getattr(data, name) is not None
     ]
-    if not given:
+    if not names:
         raise ValueError(
             "data.source is missing: give it a value, or give data.blend or data.split_blends "
             "instead"
         )
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are given together: keep one of them")
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} are given together: keep one of them")
     if data.split_blends is None:
         check_split(data.split_weights)
     elif data.split is not None:
@@ -120,10 +120,10 @@ def _check_data(data: DataConfig) -> None:
     _check_members(data)
     if data.packing != "packed":
         cut = {"index_style": "megatron", "split_sentences": False, "drop_last_partial": True}
-        _refuse_beside(data, "packing", cut, "which is for samples cut from documents end to end")
+        _check_defaults(data, "packing", cut, "which is for samples cut from documents end to end")
     if data.index_style == "neox":
-        own = {"add_extra_token": True, "drop_last_partial": True}
-        _refuse_beside(data, "index_style", own, "which GPT-NeoX does not have")
+        defaults = {"add_extra_token": True, "drop_last_partial": True}
+        _check_defaults(data, "index_style", defaults, "which GPT-NeoX does not have")
     _check_ends(data)
     if data.dask_address is not None and data.shard_runner != "dask":
         raise ValueError(
@@ -143,10 +143,10 @@ def _check_data(data: DataConfig) -> None:
                 )
 
 
-def _refuse_beside(
+def _check_defaults(
     data: DataConfig, name: str, defaults: Mapping[str, object], reason: str
 ) -> None:
-    """Raise ValueError when a field differs from the only value that it can have beside `name`."""
+    """Raise ValueError if a field differs from the only value that `name` permits."""
     for other, default in defaults.items():
         if getattr(data, other) != default:
             raise ValueError(
@@ -156,7 +156,7 @@ def _refuse_beside(
 
 
 def _check_ends(data: DataConfig) -> None:
-    """Raise ValueError for options that need tokens which the data will not have."""
+    """Raise ValueError for options that need tokens that the data will not contain."""
     if not data.append_eod and not any(map(holds_tokens, data.sources)):
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(data, name):
@@ -165,8 +165,8 @@ def _check_ends(data: DataConfig) -> None:
                     "end: set both, or neither"
                 )
     if data.fim is not None and isinstance(data.tokenizer, TrainBpeTokenizer):
-        wanted = (data.fim.prefix_token, data.fim.middle_token, data.fim.suffix_token)
-        missing = [token for token in wanted if token not in data.tokenizer.special_tokens]
+        tokens = (data.fim.prefix_token, data.fim.middle_token, data.fim.suffix_token)
+        missing = [token for token in tokens if token not in data.tokenizer.special_tokens]
         if missing:
             raise ValueError(
                 f"data.fim needs the tokens {', '.join(missing)}: add them to "
@@ -196,7 +196,7 @@ def _check_members(data: DataConfig) -> None:
 
 
 def check_split(split: str) -> None:
-    """Raise ValueError unless `split` is three positive weights: every stage needs its part."""
+    """Raise ValueError unless `split` consists of three positive weights."""
     try:
         weights = [float(part) for part in split.split(",")]
     except ValueError:
@@ -264,18 +264,18 @@ def _check_compile(train: TrainConfig, engine: str) -> None:
 def _check_warmup(config: "RunConfig") -> None:
     optim, warmup, decay = config.optim, config.lr_warmup_iters, config.lr_decay_iters
     names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-    given = [
+    options = [
         f"optim.{name} {getattr(optim, name)}" for name in names if getattr(optim, name) is not None
     ]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are given together: keep one of them")
+    if len(options) > 1:
+        raise ValueError(f"{' and '.join(options)} are given together: keep one of them")
     if warmup >= decay:
         in_samples = optim.lr_warmup_samples is not None
         limit = (
             BatchSchedule.of(config.train).consumed_after(decay - 1) + 1 if in_samples else decay
         )
         raise ValueError(
-            f"{given[0]}{f', which are {warmup} iterations,' if in_samples else ''} does not end "
+            f"{options[0]}{f', which are {warmup} iterations,' if in_samples else ''} does not end "
             f"before the decay does at {decay}: set it below {limit}"
         )
     if optim.lr_warmup_init > 0 and warmup == 0:
@@ -322,16 +322,16 @@ def _check_decay(optim: OptimConfig, warmup: int, decay: int) -> None:
 
 def _check_weight_decay(optim: OptimConfig) -> None:
     names = ("start_weight_decay", "end_weight_decay")
-    given = [
+    options = [
         f"optim.{name} {getattr(optim, name)}" for name in names if getattr(optim, name) is not None
     ]
-    if optim.weight_decay_incr_style == "constant" and given:
+    if optim.weight_decay_incr_style == "constant" and options:
         raise ValueError(
-            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given but "
-            "optim.weight_decay_incr_style is constant: set it to linear or cosine, or give "
-            "optim.weight_decay alone"
+            f"{' and '.join(options)} {'are' if len(options) > 1 else 'is'} given but "
+            "optim.weight_decay_incr_style is constant: set it to linear or cosine, or give only "
+            "optim.weight_decay"
         )
-    if optim.weight_decay_incr_style != "constant" and not given:
+    if optim.weight_decay_incr_style != "constant" and not options:
         raise ValueError(
             f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style} but neither "
             "optim.start_weight_decay nor optim.end_weight_decay is given: give one or both"
@@ -349,7 +349,7 @@ def _check_zero_shot(zero_shot: ZeroShotConfig, family: Family, seq_length: int)
     if stride is not None and zero_shot.wikitext is None:
         raise ValueError(
             f"evaluate.zero_shot.overlapping_eval is {stride} but there is no "
-            "evaluate.zero_shot.wikitext, whose windows it is of: give both, or neither"
+            "evaluate.zero_shot.wikitext, whose windows it sets: give both, or neither"
         )
     if stride is not None and stride > seq_length:
         raise ValueError(
@@ -359,17 +359,17 @@ def _check_zero_shot(zero_shot: ZeroShotConfig, family: Family, seq_length: int)
 
 
 def check_sentences(family: Family, model: ModelConfig, data: DataConfig) -> None:
-    """Raise ValueError for data that a family's samples cannot be made of.
+    """Raise ValueError for data options from which a family's samples cannot be built.
 
     Options of another family are refused too.
     """
     if family != "bert" and data.masked_lm != MaskedLmConfig():
         raise ValueError(
-            f"data.masked_lm is given but family is {family}: it is for bert alone; remove it"
+            f"data.masked_lm is given but family is {family}: it is only for bert; remove it"
         )
     if family != "t5" and data.span_corruption != SpanCorruptionConfig():
         raise ValueError(
-            f"data.span_corruption is given but family is {family}: it is for t5 alone; remove it"
+            f"data.span_corruption is given but family is {family}: it is only for t5; remove it"
         )
     if family == "gpt":
         return
@@ -390,7 +390,7 @@ def _check_reading(family: Family, data: DataConfig) -> None:
             f"data.append_eod is true but samples of family {family} have special tokens of their "
             "own: set it to false"
         )
-    for name, default in _TOKENS_ALONE.items():
+    for name, default in _DOCUMENT_SAMPLE_FIELDS.items():
         if getattr(data, name) != default:
             raise ValueError(
                 f"data.{name} is given but family is {family}: it is for samples of gpt, which are "
@@ -468,12 +468,12 @@ def _check_t5(data: DataConfig) -> None:
 
 
 def most_noise(data: DataConfig) -> int:
-    """Tokens that the spans of a T5 sample hold at most."""
+    """Return the maximum number of tokens in the spans of a T5 sample."""
     return max(1, round((data.seq_length - 2) * data.span_corruption.noise_density))
 
 
 def most_spans(data: DataConfig) -> int:
-    """Sentinels that a T5 sample may take."""
+    """Return the maximum number of sentinels in a T5 sample."""
     corruption = data.span_corruption
     if corruption.mean_span_length is not None:
         return max(1, round(most_noise(data) / corruption.mean_span_length))

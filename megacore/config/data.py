@@ -1,4 +1,4 @@
-"""The section `data`: where documents come from, how text becomes tokens, and tokens samples."""
+"""Section `data`: the sources of documents, the tokenizer, and the division into samples."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,90 +11,91 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 class SourceTreeSource(Section):
-    """The text files below a directory."""
+    """Text files in a directory and its subdirectories."""
 
     kind: Literal["source_tree"] = keyed()
-    """Which source this is."""
+    """Type of the source."""
     path: str | None = keyed(None, resolved="collect")
-    """The directory; null means the running Python's standard library."""
+    """Path of the directory; null means the standard library of the running Python."""
     pattern: str = keyed("*.py", resolved="collect")
-    """Glob that a file's name must match, or, with a slash in it, its path below the directory, as
-    in docs/**/*.md."""
+    """Glob that a file's name must match; a glob with a slash, such as docs/**/*.md, must match the
+    path relative to the directory."""
 
 
 class JsonlSource(Section):
     """Local JSON Lines files, plain or compressed (.gz, .zst), one document per line."""
 
     kind: Literal["jsonl"] = keyed()
-    """Which source this is."""
+    """Type of the source."""
     files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
-    """Paths or globs, taken in this order."""
+    """Paths or globs of the files; their order is the order of the documents."""
     key: str = keyed("text")
-    """The field of each line that holds the document."""
+    """Field of each line that contains the document."""
 
 
 class ParquetSource(Section):
     """Local parquet files, one document per row."""
 
     kind: Literal["parquet"] = keyed()
-    """Which source this is."""
+    """Type of the source."""
     files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
-    """Paths or globs, taken in this order."""
+    """Paths or globs of the files; their order is the order of the documents."""
     key: str = keyed("text")
-    """The column that holds the document."""
+    """Column that contains the document."""
 
 
 class RemoteFile(Section):
-    """One file on a web server."""
+    """File on a web server."""
 
     url: str = keyed(pattern=r"^https?://")
-    """Its address."""
+    """URL of the file."""
     sha256: str | None = keyed(None, pattern=r"^[0-9a-f]{64}$")
-    """Hex digest of its content, checked after the download; null takes what comes and records its
-    digest."""
+    """SHA-256 digest of the content in hexadecimal, checked after the download; null accepts any
+    content and records its digest."""
 
 
 class HttpSource(Section):
     """Files on web servers, downloaded once.
 
-    Formats: .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or a pair .bin and .idx.
+    Formats: .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or a pair of token files .bin and .idx.
     """
 
     kind: Literal["http"] = keyed()
-    """Which source this is."""
+    """Type of the source."""
     files: tuple[RemoteFile, ...] = keyed(resolved="collect", min_length=1)
-    """What to download, in the order of the documents."""
+    """Files to download; their order is the order of the documents."""
     key: str = keyed("text")
-    """The field or column that holds the document; token files have none."""
+    """Field or column that contains the document; not used for token files."""
 
 
 class HubSource(Section):
-    """A data set of the Hugging Face hub (or a local copy of one), read by `datasets`."""
+    """Data set of the Hugging Face hub, or a local copy of one, read with `datasets`."""
 
     kind: Literal["hub"] = keyed()
-    """Which source this is."""
+    """Type of the source."""
     dataset: str = keyed(min_length=1)
-    """Name on the hub, or a local directory of parquet files."""
+    """Name of the data set on the hub, or a local directory of parquet files."""
     config: str | None = keyed(None)
     """Configuration name of the data set."""
     split: str = keyed("train")
     """Split of the data set to read."""
     revision: str | None = keyed(None)
-    """Commit, tag or branch; pin a commit to make the corpus reproducible."""
+    """Commit, tag or branch; null means the default branch. A commit makes the corpus
+    reproducible."""
     key: str = keyed("text")
-    """The column that holds the document."""
+    """Column that contains the document."""
     streaming: bool = unkeyed(True)
-    """Whether rows are read as they arrive; else all files are downloaded first, and a broken
-    download resumes."""
+    """If true, rows are read while they arrive; if false, all files are downloaded first, and an
+    interrupted download resumes."""
 
 
 class PrefixSource(Section):
-    """Ready-made token files PREFIX.bin and PREFIX.idx, as Megatron-LM writes them."""
+    """Existing token files PREFIX.bin and PREFIX.idx in Megatron-LM's format."""
 
     kind: Literal["prefix"] = keyed()
-    """Which source this is."""
+    """Type of the source."""
     prefix: str = keyed(resolved="collect", min_length=1)
-    """Path without .bin/.idx."""
+    """Path of the token files without .bin and .idx."""
 
 
 Source = Annotated[
@@ -104,112 +105,112 @@ Source = Annotated[
 
 
 def holds_tokens(source: Source) -> bool:
-    """Whether a source is a pair of ready-made token files instead of text."""
+    """Return True if a source consists of token files instead of text."""
     if isinstance(source, HttpSource):
         return any(file.url.partition("?")[0].endswith((".bin", ".idx")) for file in source.files)
     return isinstance(source, PrefixSource)
 
 
 class WeightedSource(Section):
-    """A member of a blend."""
+    """Source of a blend with its weight."""
 
     weight: float = keyed(resolved=("index", "run"), gt=0)
-    """Share of the samples; the weights of a blend need not add up to anything."""
+    """Relative share of the samples; the weights of a blend need not sum to 1."""
     source: Source = keyed()
-    """Where its documents come from."""
+    """Source of the documents."""
 
 
 Blend = Annotated[tuple[WeightedSource, ...], Field(min_length=1)]
 
 
 class SplitBlends(Section):
-    """A blend for each split, whose members belong to it whole."""
+    """Separate blends for the splits; each member belongs to one split entirely."""
 
     train: Blend = keyed()
-    """What training draws from."""
+    """Blend for training."""
     valid: Blend = keyed()
-    """What validation draws from."""
+    """Blend for validation."""
     test: Blend = keyed()
-    """What the test draws from."""
+    """Blend for the test."""
 
 
 class _Vocabulary(Section):
-    """What every tokenizer may have."""
+    """Options that all tokenizers share."""
 
     vocab_extra_ids: int = keyed(0, omit_default=True, ge=0)
-    """Sentinels <extra_id_0>, <extra_id_1>, … to add at the end of the vocabulary, as T5 needs
-    them."""
+    """Number of sentinels <extra_id_0>, <extra_id_1>, … added at the end of the vocabulary; T5
+    needs them."""
 
 
 class TrainBpeTokenizer(_Vocabulary):
-    """A byte-level BPE trained on the corpus itself."""
+    """Byte-level BPE trained on the corpus."""
 
     kind: Literal["train-bpe"] = keyed()
-    """Which tokenizer this is."""
+    """Type of the tokenizer."""
     vocab_size: int = keyed(8192, gt=256)
-    """Entries of the vocabulary, special tokens included, sentinels not."""
+    """Number of vocabulary entries, including special tokens but not sentinels."""
     special_tokens: tuple[str, ...] = keyed((), omit_default=True)
-    """Tokens beside <|endoftext|> that text is never divided into, as those of
-    fill-in-the-middle."""
+    """Special tokens in addition to <|endoftext|>, such as those of fill-in-the-middle; text is
+    never split inside them."""
 
 
 class Gpt2BpeTokenizer(_Vocabulary):
-    """GPT-2's byte-level BPE from its two files."""
+    """GPT-2's byte-level BPE, read from its two files."""
 
     kind: Literal["gpt2-bpe"] = keyed()
-    """Which tokenizer this is."""
+    """Type of the tokenizer."""
     vocab_file: str = keyed(resolved="tokenizer", min_length=1)
-    """Path of vocab.json; its content, not its name, is part of the key."""
+    """Path of vocab.json. The key contains its content, not its name."""
     merge_file: str = keyed(resolved="tokenizer", min_length=1)
-    """Path of merges.txt; its content, not its name, is part of the key."""
+    """Path of merges.txt. The key contains its content, not its name."""
 
 
 class BertWordPieceTokenizer(_Vocabulary):
-    """BERT's WordPiece from its vocabulary."""
+    """BERT's WordPiece, read from its vocabulary file."""
 
     kind: Literal["bert-wordpiece"] = keyed()
-    """Which tokenizer this is."""
+    """Type of the tokenizer."""
     vocab_file: str = keyed(resolved="tokenizer", min_length=1)
-    """Path of vocab.txt; its content, not its name, is part of the key."""
+    """Path of vocab.txt. The key contains its content, not its name."""
     lower_case: bool = keyed(True)
-    """Whether text is lower-cased and stripped of accents, as for the uncased vocabularies."""
+    """If true, text is lower-cased and accents are removed; BERT's uncased vocabularies need it."""
 
 
 class TrainWordPieceTokenizer(_Vocabulary):
-    """A WordPiece vocabulary trained on the corpus itself, with BERT's special tokens."""
+    """WordPiece vocabulary trained on the corpus, with BERT's special tokens."""
 
     kind: Literal["train-wordpiece"] = keyed()
-    """Which tokenizer this is."""
+    """Type of the tokenizer."""
     vocab_size: int = keyed(8192, gt=256)
-    """Entries of the vocabulary, special tokens included, sentinels not."""
+    """Number of vocabulary entries, including special tokens but not sentinels."""
     lower_case: bool = keyed(True)
-    """Whether text is lower-cased and stripped of accents."""
+    """If true, text is lower-cased and accents are removed."""
 
 
 class SentencePieceTokenizer(_Vocabulary):
-    """A SentencePiece model."""
+    """SentencePiece model."""
 
     kind: Literal["sentencepiece"] = keyed()
-    """Which tokenizer this is."""
+    """Type of the tokenizer."""
     model_file: str = keyed(resolved="tokenizer", min_length=1)
-    """Path of the .model; its content, not its name, is part of the key."""
+    """Path of the .model file. The key contains its content, not its name."""
 
 
 class HfTokenizer(_Vocabulary):
-    """A `tokenizer.json`, from a file or from the Hugging Face hub."""
+    """Tokenizer from a `tokenizer.json`, in a file or on the Hugging Face hub."""
 
     kind: Literal["hf"] = keyed()
-    """Which tokenizer this is."""
+    """Type of the tokenizer."""
     name: str = keyed(resolved="tokenizer", min_length=1)
-    """Path of a tokenizer.json (or of its directory), or a repository name on the hub."""
+    """Path of a tokenizer.json or of its directory, or name of a repository on the hub."""
     revision: str | None = keyed(None, resolved="tokenizer")
-    """Commit, tag or branch on the hub."""
+    """Commit, tag or branch on the hub; null means the default branch."""
     eod_token: str = keyed("<|endoftext|>")
-    """The token that ends a document; it must be in the vocabulary."""
+    """Token that ends a document; the vocabulary must contain it."""
 
     @property
     def local_file(self) -> Path | None:
-        """The file that `name` means on this machine; None for a repository of the hub."""
+        """Path of the local file that `name` refers to; None for a repository of the hub."""
         path = Path(self.name)
         if path.is_dir():
             return path / "tokenizer.json"
@@ -228,136 +229,141 @@ TokenizerChoice = Annotated[
 
 
 class FimConfig(Section):
-    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255).
+    """Options of fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255).
 
-    Parts of documents change places.
+    Documents are divided into prefix, middle and suffix, and the parts are rearranged.
     """
 
     rate: float = keyed(0.5, gt=0, le=1)
     """Probability that a document is rearranged."""
     spm_rate: float = keyed(0.5, ge=0, le=1)
-    """Probability that a rearranged document has the suffix first, instead of the prefix."""
+    """Probability that a rearranged document begins with the suffix instead of the prefix."""
     prefix_token: str = keyed("<fim_prefix>")
-    """Stands before the prefix; like the next two it must be in the vocabulary."""
+    """Token before the prefix. The vocabulary must contain it, like the next two tokens."""
     middle_token: str = keyed("<fim_middle>")
-    """Stands before the middle."""
+    """Token before the middle."""
     suffix_token: str = keyed("<fim_suffix>")
-    """Stands before the suffix."""
+    """Token before the suffix."""
 
 
 class MaskedLmConfig(Section):
-    """BERT's samples (Devlin et al. 2018).
+    """Options of BERT's samples (Devlin et al. 2018).
 
-    Two segments of whole sentences, some tokens of which are predicted.
+    A sample consists of two segments of complete sentences, in which some tokens are predicted.
     """
 
     masked_lm_prob: float = keyed(0.15, gt=0, lt=1)
-    """Share of the tokens that are predicted; of these 80 % become [MASK], 10 % another token, 10 %
-    stay."""
+    """Fraction of the tokens that are predicted; 80 % of them are replaced by [MASK], 10 % by a
+    random token, and 10 % are unchanged."""
     whole_word_masking: bool = keyed(True)
-    """Whether the pieces of a word are predicted together."""
+    """If true, all pieces of a word are predicted together."""
     max_ngram: int = keyed(3, ge=1, le=10)
-    """Most consecutive words that are drawn together, each number n as likely as 1 / n
-    (Megatron-LM); 1 draws single words (Devlin et al. 2018)."""
+    """Maximum number of consecutive words that are selected together; a length n has a probability
+    proportional to 1 / n (Megatron-LM). 1 selects single words (Devlin et al. 2018)."""
     short_seq_prob: float = keyed(0.1, ge=0, le=1)
-    """Share of samples with a shorter target length."""
+    """Fraction of samples with a shorter target length."""
     sentence_task: Literal["sop", "nsp"] = keyed("sop")
-    """What the binary head predicts: whether the two segments have changed places (Lan et al.
-    2019), or whether the second comes from another document (Devlin et al. 2018)."""
+    """Task of the binary head: sop, detect whether the two segments are swapped (Lan et al. 2019);
+    nsp, detect whether the second segment comes from another document (Devlin et al. 2018)."""
 
 
 class SpanCorruptionConfig(Section):
-    """T5's samples (Raffel et al. 2019).
+    """Options of T5's samples (Raffel et al. 2019).
 
-    Spans of whole sentences are replaced by sentinels and are to be written.
+    Spans in complete sentences are replaced by sentinels, and the decoder predicts the spans.
     """
 
     noise_density: float = keyed(0.15, gt=0, lt=1)
-    """Share of the tokens that are replaced."""
+    """Fraction of the tokens that are replaced."""
     mean_span_length: float | None = keyed(3.0, ge=1)
-    """Tokens of a replaced span, on average; null draws spans of 1 to 10 whole words as Megatron-LM
-    does, by a geometric distribution with p = 0.2 (Joshi et al. 2019)."""
+    """Mean length of a replaced span in tokens; null draws spans of 1 to 10 whole words from a
+    geometric distribution with p = 0.2 (Joshi et al. 2019), like Megatron-LM."""
     short_seq_prob: float = keyed(0.1, ge=0, le=1)
-    """Share of samples with a shorter target length."""
+    """Fraction of samples with a shorter target length."""
     decoder_seq_length: int = keyed(128, gt=1)
-    """Tokens of the decoder's sequence; a span that finds no room there stays in the text."""
+    """Length of the decoder's sequence in tokens; a span for which no space is left there is not
+    replaced."""
 
 
 class DataConfig(Section):
-    """From documents to samples.
+    """Options of the data: the sources, the tokenizer and the samples.
 
-    One of `source`, `blend` and `split_blends` says where the documents come from.
+    Exactly one of `source`, `blend` and `split_blends` gives the documents.
     """
 
     source: Source | None = keyed(None, key="collect")
-    """A single source."""
+    """Single source of documents."""
     blend: tuple[WeightedSource, ...] | None = keyed(None, key="collect", min_length=1)
-    """Several sources with weights; each is divided by `split`."""
+    """Several sources with weights; each source is divided by `split`."""
     split_blends: SplitBlends | None = keyed(None, key="collect")
-    """Sources for each split by itself."""
+    """Separate sources for each split."""
     tokenizer: TokenizerChoice = keyed(key="tokenizer")
-    """How text becomes tokens."""
+    """Tokenizer that converts text into tokens."""
     split: str | None = keyed(None, resolved=("index", "run"))
-    """Weights of the train, validation and test split; null means 969,30,1, or no division with
-    `split_blends`."""
+    """Relative sizes of the train, validation and test split; null means 969,30,1, or no division
+    with `split_blends`."""
     seq_length: int = keyed(key=("index", "run", "zeroshot"), gt=0)
-    """Tokens per sample (s); of T5, the encoder's."""
+    """Tokens per sample (s); for T5, of the encoder's sequence."""
     masked_lm: MaskedLmConfig = keyed(MaskedLmConfig(), key=("index", "run"))
-    """How BERT's samples are made; used with family bert only."""
+    """Options of BERT's samples; used with family bert only."""
     span_corruption: SpanCorruptionConfig = keyed(SpanCorruptionConfig(), key=("index", "run"))
-    """How T5's samples are made; used with family t5 only."""
+    """Options of T5's samples; used with family t5 only."""
     append_eod: bool = keyed(True, key="tokenize")
-    """Whether <|endoftext|> is added after each document."""
+    """If true, <|endoftext|> is added after each document."""
     shuffle_documents: bool = keyed(True, resolved="tokenize")
-    """Whether documents are permuted by the seed once they are tokenized: splits are contiguous."""
+    """If true, documents are shuffled with the seed after they are tokenized. Splits are contiguous
+    ranges of documents, so the order decides which split a document belongs to."""
     on_bad_line: Literal["stop", "skip"] = keyed("stop", key="tokenize")
-    """What a line does that holds no document (blank, not JSON, without the key): end the stage, or
-    be counted."""
+    """Treatment of lines without a document (blank, not JSON, or without the key): stop ends the
+    stage, skip only counts them."""
     split_sentences: bool = keyed(False, resolved="tokenize")
-    """Whether each sentence becomes a sequence of its own, as BERT's sentence pairs need."""
+    """If true, each sentence becomes a separate sequence, which BERT's sentence pairs need."""
     keep_newlines: bool = keyed(False, key="tokenize")
-    """Whether sentences keep the line breaks between them."""
+    """If true, sentences keep the line breaks between them."""
     sentence_splitter: Literal["punkt", "rules"] = keyed("punkt", key="tokenize")
-    """nltk's Punkt model of `language`, downloaded once, or plain rules that need no download."""
+    """Sentence splitter: nltk's Punkt model of `language`, which is downloaded once, or simple
+    rules that need no download."""
     language: str = keyed("english", key="punkt", pattern=r"^[a-z_]+$")
-    """Whose Punkt model divides sentences."""
+    """Language of the Punkt model."""
     packing: Literal["packed", "pack_until_overflow", "unpacked"] = keyed(
         "packed", key=("index", "run")
     )
-    """Samples cut from documents end to end; of whole documents as long as they fit; or of one
-    document each."""
+    """Division of documents into samples: packed cuts the concatenated documents at equal lengths,
+    pack_until_overflow fills a sample with complete documents as long as they fit, unpacked takes
+    one document per sample."""
     index_style: Literal["megatron", "neox"] = keyed("megatron", key=("index", "run"))
-    """Whose order of samples: GPT-NeoX has no separate final epoch, so that a run of it can be
-    continued."""
+    """Order of the samples: megatron, or neox, which has no separate final epoch and therefore
+    allows a run to be extended."""
     add_extra_token: bool = keyed(True, key=("index", "run"))
-    """Whether a sample reads one token beyond seq_length as its last label."""
+    """If true, a sample reads one token more than seq_length: the label of its last position."""
     drop_last_partial: bool = keyed(True, key=("index", "run"))
-    """Whether the validation split loses its last sample when that is shorter than the others."""
+    """If true, the last sample of the validation split is dropped if it is shorter than the
+    others."""
     reset_position_ids: bool = keyed(False, key="run")
-    """Whether positions count from 0 again after each <|endoftext|>."""
+    """If true, positions restart at 0 after each <|endoftext|>."""
     reset_attention_mask: bool = keyed(False, key="run")
-    """Whether a token sees only its own document."""
+    """If true, a token attends only to tokens of the same document."""
     eod_mask_loss: bool = keyed(False, key="run")
-    """Whether what follows an <|endoftext|> is not learnt."""
+    """If true, the prediction of the token after an <|endoftext|> does not contribute to the
+    loss."""
     fim: FimConfig | None = keyed(None, key="run")
-    """Fill-in-the-middle of the training split; null leaves documents as they are."""
+    """Fill-in-the-middle of the training split; null leaves documents unchanged."""
     workers: int | None = unkeyed(None, gt=0)
     """Threads that tokenize one shard; null means one per core."""
     shard_mb: int | None = unkeyed(None, gt=0)
-    """Cut a corpus beyond this many MB into shards of about this size, each a task of its own; null
-    cuts nothing."""
+    """Size of the shards in MB into which a larger corpus is divided, each tokenized by a separate
+    task; null does not divide the corpus."""
     shard_runner: Literal["threads", "processes", "dask"] = unkeyed("threads")
-    """Where the tasks of the shards run: in threads or processes of this machine, or on a Dask
-    cluster."""
+    """Executor of the shards' tasks: threads or processes of this host, or a Dask cluster."""
     shard_workers: int = unkeyed(2, gt=0)
-    """Shards at a time on this machine."""
+    """Number of shards that are tokenized at the same time on this host."""
     dask_address: str | None = unkeyed(None)
-    """Scheduler of the Dask cluster, as in tcp://host:8786; null starts one of shard_workers on
-    this machine."""
+    """Address of the Dask cluster's scheduler, such as tcp://host:8786; null starts a cluster with
+    shard_workers workers on this host."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Every source once, in the order in which it is first named."""
+        """All distinct sources, in the order of their first appearance."""
         if self.source is not None:
             return (self.source,)
         members = self.blend or ()
@@ -367,5 +373,5 @@ class DataConfig(Section):
 
     @property
     def split_weights(self) -> str:
-        """The weights of the splits, resolved."""
+        """Relative sizes of the splits, with the default filled in."""
         return self.split or DEFAULT_SPLIT

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told beside the rest of the configuration: by its section, or by a JSON."""
+"""Additional options of DeepSpeed, from its section or from DeepSpeed's JSON."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -14,53 +14,56 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 class DeepSpeedConfig(Section):
-    """ZeRO (Rajbhandari et al. 2020), offload (Ren et al. 2021) and buckets of DeepSpeed.
+    """Options of DeepSpeed's ZeRO (Rajbhandari et al. 2020), offload (Ren et al. 2021) and buckets.
 
-    Sizes are in elements, as in DeepSpeed's own files; null leaves a value to DeepSpeed. With
-    engine native all of it is left alone, so that one value changes the engine.
+    Sizes are in elements, the unit of DeepSpeed's files; null means DeepSpeed's default. The engine
+    native ignores the section, so the engine can be changed with one value.
     """
 
     config: str | dict[str, Any] | None = unkeyed(None)
-    """DeepSpeed's own JSON: a path, or its content; it takes the place of the fields below up to
-    cpu_checkpointing, which fill what it leaves to "auto"."""
+    """DeepSpeed's JSON: its path or its content. It replaces the fields below down to
+    cpu_checkpointing; these only fill values that the JSON sets to "auto"."""
     zero_stage: Literal[0, 1, 2, 3] | None = unkeyed(None)
-    """What the replicas divide: 1 the optimizer's state, 2 gradients too, 3 weights too; null means
-    1 with parallel.use_distributed_optimizer, else 0."""
+    """ZeRO stage: 1 divides the optimizer state among the replicas, 2 also the gradients, 3 also
+    the weights; null means 1 with parallel.use_distributed_optimizer, else 0."""
     offload_optimizer: OffloadDevice = unkeyed("none")
-    """Where the optimizer's state and its arithmetic go, with ZeRO stage 1 to 3; nvme with stage 3
-    alone."""
+    """Device that stores and updates the optimizer state, with ZeRO stages 1 to 3; nvme requires
+    stage 3."""
     offload_param: OffloadDevice = unkeyed("none")
-    """Where weights lie while they are not used, with ZeRO stage 3."""
+    """Device that stores weights while they are not used, with ZeRO stage 3."""
     nvme_path: str | None = unkeyed(None, min_length=1)
-    """Directory on a local NVMe disk for what is offloaded there."""
+    """Directory on a local NVMe disk for offloaded state; required for nvme."""
     pin_memory: bool = unkeyed(True)
-    """Whether what is offloaded to the CPU lies in page-locked memory; without a GPU nothing is
-    locked."""
+    """If true, state offloaded to the CPU is stored in page-locked host memory; without a GPU no
+    memory is locked."""
     overlap_comm: bool | None = unkeyed(None)
-    """Whether gradients travel while backward runs; null means with stage 3 alone."""
+    """If true, gradients are communicated during the backward pass; null means only with stage
+    3."""
     reduce_bucket_size: int | None = unkeyed(None, gt=0)
-    """Gradients that travel at a time; null means parallel.grad_reduce_bucket_mb."""
+    """Elements of gradients per communication; null means parallel.grad_reduce_bucket_mb."""
     allgather_bucket_size: int | None = unkeyed(None, gt=0)
-    """Updated weights that travel at a time, with ZeRO stage 1 and 2."""
+    """Elements of updated weights per communication, with ZeRO stages 1 and 2."""
     sub_group_size: int | None = unkeyed(None, gt=0)
-    """Weights that are updated at a time, with ZeRO stage 3."""
+    """Elements of weights that are updated at a time, with ZeRO stage 3."""
     stage3_prefetch_bucket_size: int | None = unkeyed(None, ge=0)
-    """Weights that are gathered ahead of their use."""
+    """Elements of weights that are gathered before they are used, with ZeRO stage 3."""
     stage3_param_persistence_threshold: int | None = unkeyed(None, ge=0)
-    """Parameters with fewer elements are not divided."""
+    """Size in elements below which a parameter is not divided, with ZeRO stage 3."""
     stage3_max_live_parameters: int | None = unkeyed(None, ge=0)
-    """Gathered weights that a rank holds at most."""
+    """Maximum number of gathered elements on a rank, with ZeRO stage 3."""
     stage3_max_reuse_distance: int | None = unkeyed(None, ge=0)
-    """Weights that are used again within so many others stay gathered."""
+    """Distance in elements to the next use below which weights stay gathered, with ZeRO stage 3."""
     partition_activations: bool = unkeyed(False)
-    """Whether tensor-parallel ranks divide what full recomputation keeps of each layer."""
+    """If true, tensor-parallel ranks divide the activations that full recomputation stores for each
+    layer."""
     cpu_checkpointing: bool = unkeyed(False)
-    """Whether what full recomputation keeps lies in main memory."""
+    """If true, the activations that full recomputation stores are in host memory."""
     cpu_adam: Literal["auto", "deepspeed", "torch"] = unkeyed("auto")
-    """Adam of an offloaded optimizer: DeepSpeedCPUAdam, which is compiled once before the training,
-    or torch's; auto takes DeepSpeed's where it builds."""
+    """Implementation of Adam for an offloaded optimizer: deepspeed is DeepSpeedCPUAdam, which is
+    compiled once before the training; torch is PyTorch's; auto takes DeepSpeed's if it can be
+    compiled."""
     build_timeout: float = unkeyed(600.0, gt=0)
-    """Seconds in which each of DeepSpeed's operators must be compiled."""
+    """Time limit in seconds for the compilation of each DeepSpeed operator."""
 
 
 _ZERO, _RECOMPUTE = "zero_optimization", "activation_checkpointing"
@@ -81,40 +84,40 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "partition_activations": (f"{_RECOMPUTE}.partition_activations",),
     "cpu_checkpointing": (f"{_RECOMPUTE}.cpu_checkpointing",),
 }
-"""Fields of the section deepspeed, and the keys of DeepSpeed's JSON that say the same."""
-FIELD_OF = {key: field for field, keys in FIELDS.items() for key in keys}
+"""Equivalent keys of DeepSpeed's JSON for each field of the section `deepspeed`."""
+FIELD_BY_KEY = {key: field for field, keys in FIELDS.items() for key in keys}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What DeepSpeed is asked for beside the rest of the configuration."""
+class UserSettings:
+    """Options requested from DeepSpeed in addition to the rest of the configuration."""
 
     values: Mapping[str, Any]
-    """By dotted names of DeepSpeed's JSON; what is null or left to others is absent."""
+    """Values by dotted names of DeepSpeed's JSON, without nulls and values left to others."""
     autos: frozenset[str]
-    """Names that the JSON leaves to the configuration by "auto"."""
+    """Names that the JSON sets to "auto", so that the configuration fills them."""
     in_file: bool
-    """Whether a JSON says it, not the section's fields."""
+    """True if the values come from a JSON instead of the section's fields."""
 
     @property
     def stage(self) -> int:
-        """ZeRO's."""
+        """ZeRO stage."""
         return int(self.values[f"{_ZERO}.stage"])
 
     def named(self, key: str) -> str:
-        """Return where a user finds a value."""
-        return f"{key} of deepspeed.config" if self.in_file else f"deepspeed.{FIELD_OF[key]}"
+        """Return the name of a value in the user's configuration or JSON."""
+        return f"{key} of deepspeed.config" if self.in_file else f"deepspeed.{FIELD_BY_KEY[key]}"
 
     def device(self, what: str) -> str:
-        """Return where `offload_optimizer` or `offload_param` puts things."""
+        """Return the device of `offload_optimizer` or `offload_param`."""
         return str(self.values.get(f"{_ZERO}.{what}.device", "none"))
 
 
-def asked_of(config: "RunConfig") -> Asked:
-    """Return what the section or the user's JSON asks of DeepSpeed, with "auto" filled.
+def user_settings_of(config: "RunConfig") -> UserSettings:
+    """Return the options requested by the section or the user's JSON, with "auto" filled in.
 
-    Raises ValueError for a key or a value that is refused, and for a field of the section that the
-    JSON contradicts.
+    Raises ValueError for a refused key or value, and for a field of the section that contradicts
+    the JSON.
     """
     section = config.deepspeed
     fields = {name: getattr(section, name) for name in FIELDS}
@@ -143,13 +146,13 @@ def asked_of(config: "RunConfig") -> Asked:
         values |= _by_width(autos, values, config.model.hidden_size)
         values = {key: value for key, value in values.items() if value != AUTO}
     values.setdefault(f"{_ZERO}.stage", int(config.parallel.use_distributed_optimizer))
-    return Asked(values, autos, section.config is not None)
+    return UserSettings(values, autos, section.config is not None)
 
 
 def _fill(values: dict[str, Any], name: str, value: Any) -> None:
-    """Put a field of the section where the JSON says "auto".
+    """Fill "auto" in the JSON with the value of a section's field.
 
-    Raises ValueError where it says otherwise.
+    Raises ValueError if the JSON lacks the key or has another value.
     """
     from megacore.foreign.deepspeed_keys import AUTO
     from megacore.foreign.files import shown
@@ -171,7 +174,7 @@ def _fill(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _by_width(autos: frozenset[str], values: Mapping[str, Any], width: int) -> dict[str, int]:
-    """Sizes that Hugging Face's integrations fill from the model's width."""
+    """Return the sizes that Hugging Face's integrations derive from the model's width."""
     sizes = {f"{_ZERO}.reduce_bucket_size": width * width}
     if values.get(f"{_ZERO}.stage") == 3:
         sizes[f"{_ZERO}.stage3_prefetch_bucket_size"] = width * width * 9 // 10
@@ -180,13 +183,13 @@ def _by_width(autos: frozenset[str], values: Mapping[str, Any], width: int) -> d
 
 
 def with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return plain values with DeepSpeed's defaults where neither its JSON nor they say anything.
+    """Return plain values with DeepSpeed's defaults for values that neither they nor the JSON set.
 
     Args:
-        values: of a run, by section; wrong types are left for their section to refuse.
+        values: values of a run by section; wrong types are left for their section to refuse.
 
     Raises:
-        ValueError: the JSON has a key or a value that is refused.
+        ValueError: the JSON has a refused key or value.
     """
     section = values.get("deepspeed")
     content = section.get("config") if isinstance(section, dict) else None
@@ -210,14 +213,14 @@ def with_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _defaults(
-    said: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
+    keys: Mapping[str, Any], precision: Any, optim: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Fields of optim, and what DeepSpeed takes for the keys that a JSON does not have."""
+    """Yield fields of `optim` with DeepSpeed's defaults for the keys that a JSON omits."""
     from megacore.foreign.deepspeed import pretraining_keys
 
     known = pretraining_keys().definitions
-    silent = {key: known.default(key) for key in known.keys if key not in said}
-    if "optimizer.params.max_grad_norm" not in said and "gradient_clipping" in silent:
+    silent = {key: known.default(key) for key in known.keys if key not in keys}
+    if "optimizer.params.max_grad_norm" not in keys and "gradient_clipping" in silent:
         yield "clip_grad", silent["gradient_clipping"]
     if precision == "fp16":
         power = "fp16.initial_scale_power"
@@ -226,9 +229,9 @@ def _defaults(
         for field, key in LOSS_SCALE.items():
             if key in silent:
                 yield f"loss_scale.{field}", silent[key]
-    if "optimizer.type" not in said:
+    if "optimizer.type" not in keys:
         return
-    adam = {key: value for key, value in known.optimizer(said).items() if key in silent}
+    adam = {key: value for key, value in known.optimizer(keys).items() if key in silent}
     if "weight_decay_incr_style" not in optim and "optimizer.params.weight_decay" in adam:
         yield "weight_decay", adam["optimizer.params.weight_decay"]
     if "optimizer.params.eps" in adam:
@@ -242,31 +245,31 @@ LOSS_SCALE = {
     "hysteresis": "fp16.hysteresis",
     "minimum": "fp16.min_loss_scale",
 }
-"""Fields of optim.loss_scale that DeepSpeed has keys for, beside the first scale."""
+"""Keys of DeepSpeed's JSON for the fields of optim.loss_scale, except the initial scale."""
 
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """How far weights, gradients and the optimizer's state are divided, and where they lie."""
+    """ZeRO stage and offload of a run."""
 
     stage: int = 0
-    """0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
+    """ZeRO stage: 0 divides nothing, 1 the optimizer state, 2 also gradients, 3 also weights."""
     offload_optimizer: OffloadDevice = "none"
-    """Where the optimizer's state lies."""
+    """Device that stores the optimizer state."""
     offload_param: OffloadDevice = "none"
-    """Where weights lie while they are not used."""
+    """Device that stores weights while they are not used."""
     nvme_path: str | None = None
-    """Directory of what is offloaded to NVMe."""
+    """Directory of the state that is offloaded to NVMe."""
 
 
 def zero_of(config: "RunConfig") -> ZeroSettings:
-    """Return what the replicas divide, as DeepSpeed is asked or as the native engine does.
+    """Return the ZeRO settings of the DeepSpeed engine, or their equivalent of the native engine.
 
-    Raises ValueError when the user's JSON is not one that can be read.
+    Raises ValueError if the user's JSON is invalid.
     """
     if config.engine == "native":
         return ZeroSettings(stage=int(config.parallel.use_distributed_optimizer))
-    asked, nvme_path = asked_of(config), None
+    asked, nvme_path = user_settings_of(config), None
     optimizer, param = (
         cast(OffloadDevice, asked.device(what)) for what in ("offload_optimizer", "offload_param")
     )

@@ -1,10 +1,10 @@
-"""What DeepSpeed is asked for, checked against itself and the rest of the configuration."""
+"""Checks of the DeepSpeed options against each other and the rest of the configuration."""
 
 import math
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from megacore.config.deepspeed import LOSS_SCALE, Asked, DeepSpeedConfig, asked_of
+from megacore.config.deepspeed import LOSS_SCALE, DeepSpeedConfig, UserSettings, user_settings_of
 from megacore.config.optim import LossScaleConfig, OptimConfig
 from megacore.config.train import TrainConfig
 from megacore.foreign.deepspeed import pretraining_keys
@@ -22,15 +22,15 @@ _STAGE_3_ONLY = (
 
 
 def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None:
-    """Raise ValueError for what the engine deepspeed is asked for and cannot do.
+    """Raise ValueError for options that the engine deepspeed does not support.
 
     Args:
-        config: the run.
-        data_parallel_size: None where it is not known yet.
+        config: configuration of the run.
+        data_parallel_size: data-parallel size; None if not yet known.
     """
     if config.engine == "native":
         return
-    asked = asked_of(config)
+    asked = user_settings_of(config)
     _check_stage(config.parallel, asked)
     _check_offload(config.deepspeed, asked)
     _check_recompute(config.train, config.parallel, asked)
@@ -42,23 +42,23 @@ def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None
         _check_scale(config.optim.loss_scale, asked)
 
 
-def accumulation_type(asked: Asked, precision: str) -> str:
-    """Return the type in which gradients of micro batches add up: fp32 from stage 1 on.
+def accumulation_type(asked: UserSettings, precision: str) -> str:
+    """Return the data type in which micro batches' gradients accumulate: fp32 from stage 1 on.
 
-    Raises ValueError when the JSON asks for another one than can be.
+    Raises ValueError if the JSON requests an unsupported type.
     """
     best = "fp32" if asked.stage > 0 else precision
-    wanted = str(asked.values.get("data_types.grad_accum_dtype", best))
-    if wanted not in (best, precision):
+    dtype = str(asked.values.get("data_types.grad_accum_dtype", best))
+    if dtype not in (best, precision):
         raise ValueError(
-            f"data_types.grad_accum_dtype of deepspeed.config is {wanted} but with ZeRO stage "
+            f"data_types.grad_accum_dtype of deepspeed.config is {dtype} but with ZeRO stage "
             f"{asked.stage} and precision {precision} gradients add up in "
             f"{' or '.join(dict.fromkeys((best, precision)))}: use that, or ZeRO stage 1 to 3"
         )
-    return wanted
+    return dtype
 
 
-def _check_stage(parallel: "ParallelConfig", asked: Asked) -> None:
+def _check_stage(parallel: "ParallelConfig", asked: UserSettings) -> None:
     stage = asked.stage
     if stage == 0 and parallel.use_distributed_optimizer:
         raise ValueError(
@@ -76,7 +76,7 @@ def _check_stage(parallel: "ParallelConfig", asked: Asked) -> None:
     _check_buckets(asked)
 
 
-def _check_buckets(asked: Asked) -> None:
+def _check_buckets(asked: UserSettings) -> None:
     name = "zero_optimization.allgather_bucket_size"
     size = asked.values.get(name)
     if size is not None and asked.stage == 3:
@@ -99,7 +99,7 @@ def _check_buckets(asked: Asked) -> None:
             )
 
 
-def _check_offload(section: DeepSpeedConfig, asked: Asked) -> None:
+def _check_offload(section: DeepSpeedConfig, asked: UserSettings) -> None:
     devices = {what: asked.device(what) for what in ("offload_optimizer", "offload_param")}
     for what, device in devices.items():
         key, least = (
@@ -137,36 +137,40 @@ def _check_offload(section: DeepSpeedConfig, asked: Asked) -> None:
         )
 
 
-def _check_recompute(train: TrainConfig, parallel: "ParallelConfig", asked: Asked) -> None:
+def _check_recompute(train: TrainConfig, parallel: "ParallelConfig", asked: UserSettings) -> None:
     block = "activation_checkpointing"
-    wanted = {key: value for key, value in asked.values.items() if key.startswith(block) and value}
-    for key, value in wanted.items():
+    enabled = {key: value for key, value in asked.values.items() if key.startswith(block) and value}
+    for key, value in enabled.items():
         if train.recompute != "full":
             raise ValueError(
                 f"{asked.named(key)} is {str(value).lower()} but train.recompute is "
                 f"{train.recompute}: set the latter to full, or remove the former"
             )
     divided, tensor = f"{block}.partition_activations", parallel.tensor_model_parallel_size
-    if divided in wanted and tensor == 1:
+    if divided in enabled and tensor == 1:
         raise ValueError(
             f"{asked.named(divided)} is true but parallel.tensor_model_parallel_size is 1: there "
             "are no ranks to divide activations, remove the former"
         )
-    if divided in wanted and parallel.sequence_parallel:
+    if divided in enabled and parallel.sequence_parallel:
         raise ValueError(
             f"{asked.named(divided)} is true but parallel.sequence_parallel is true, with which "
             "tensor-parallel ranks keep a part of each layer's input already: remove the former"
         )
     buffer = f"{block}.contiguous_memory_optimization"
     for needed in (divided, f"{block}.number_checkpoints"):
-        if buffer in wanted and needed not in wanted:
+        if buffer in enabled and needed not in enabled:
             raise ValueError(
                 f"{asked.named(buffer)} is true without {needed}: give both, or neither"
             )
 
 
-def _check_scale(scale: LossScaleConfig, asked: Asked) -> None:
-    """DeepSpeed scales losses with ZeRO alone, from a power of two on and down to an integer."""
+def _check_scale(scale: LossScaleConfig, asked: UserSettings) -> None:
+    """Check the loss scale against DeepSpeed's limits.
+
+    DeepSpeed scales losses only with ZeRO stages 1 to 3, from an initial power of two down to an
+    integer minimum.
+    """
     if math.frexp(scale.initial)[0] != 0.5 or scale.initial < 1:
         raise ValueError(
             f"optim.loss_scale.initial is {scale.initial:g} but engine is deepspeed, whose first "
@@ -174,8 +178,8 @@ def _check_scale(scale: LossScaleConfig, asked: Asked) -> None:
         )
     if scale.minimum != int(scale.minimum):
         raise ValueError(
-            f"optim.loss_scale.minimum is {scale.minimum:g} but engine is deepspeed, whose least "
-            f"loss scale is an integer: use {max(1, round(scale.minimum))}"
+            f"optim.loss_scale.minimum is {scale.minimum:g} but engine is deepspeed, whose "
+            f"smallest loss scale is an integer: use {max(1, round(scale.minimum))}"
         )
     if asked.stage == 0:
         raise ValueError(
@@ -195,9 +199,9 @@ SAME = {
     "optimizer.params.weight_decay": "optim.weight_decay",
     "optimizer.params.max_grad_norm": "optim.clip_grad",
 }
-"""Keys of the JSON, and the values of the configuration that they must equal."""
+"""Keys of the JSON and the values of the configuration that they must equal."""
 SAME_IN_FP16 = {key: f"optim.loss_scale.{field}" for field, key in LOSS_SCALE.items()}
-"""The same for what counts with precision fp16 alone."""
+"""Like SAME, for keys that apply only with precision fp16."""
 _COMPARED = (
     *SAME,
     "gradient_accumulation_steps",
@@ -213,13 +217,15 @@ def is_compared(key: str) -> bool:
     return key.startswith(_COMPARED)
 
 
-def check_agreement(config: "RunConfig", asked: Asked, data_parallel_size: int | None) -> None:
-    """Raise ValueError for the first value of the JSON that the configuration contradicts.
+def check_agreement(
+    config: "RunConfig", asked: UserSettings, data_parallel_size: int | None
+) -> None:
+    """Raise ValueError for the first value of the JSON that contradicts the configuration.
 
     Args:
-        config: the run.
-        asked: its JSON, read.
-        data_parallel_size: None where it is not known yet.
+        config: configuration of the run.
+        asked: options read from its JSON.
+        data_parallel_size: data-parallel size; None if not yet known.
     """
     for key, name in SAME.items():
         _same(asked, key, name, attrgetter(name)(config))
@@ -232,33 +238,37 @@ def check_agreement(config: "RunConfig", asked: Asked, data_parallel_size: int |
         _check_scheduler(config, asked)
 
 
-def _same(asked: Asked, key: str, name: str, ours: Any, *, default: Any = None) -> None:
-    """Raise ValueError unless a key is absent or says what the configuration does.
+def _same(
+    asked: UserSettings, key: str, name: str, configured: Any, *, default: Any = None
+) -> None:
+    """Raise ValueError unless a key is absent or equals the configuration's value.
 
     Args:
-        asked: the JSON.
-        key: of the JSON.
-        name: of the configuration.
-        ours: its value there.
-        default: what DeepSpeed takes when the key is absent; None where nothing follows from that.
+        asked: options read from the JSON.
+        key: key of the JSON.
+        name: name of the value in the configuration.
+        configured: value in the configuration.
+        default: DeepSpeed's value for an absent key; None to accept an absent key.
     """
     value = asked.values.get(key, None if key in asked.autos else default)
-    if value is None or value == ours:
+    if value is None or value == configured:
         return
     if (
         isinstance(value, float)
-        and isinstance(ours, float)
-        and math.isclose(value, ours, rel_tol=1e-9)
+        and isinstance(configured, float)
+        and math.isclose(value, configured, rel_tol=1e-9)
     ):
         return
     absent = "" if key in asked.values else " by DeepSpeed's default"
     raise ValueError(
-        f"{key} of deepspeed.config is {value}{absent} but {name} is {ours}: change one of them, "
-        'or say "auto" in the JSON'
+        f"{key} of deepspeed.config is {value}{absent} but {name} is {configured}: change one of "
+        'them, or say "auto" in the JSON'
     )
 
 
-def _check_accumulation(train: TrainConfig, asked: Asked, data_parallel_size: int | None) -> None:
+def _check_accumulation(
+    train: TrainConfig, asked: UserSettings, data_parallel_size: int | None
+) -> None:
     steps = asked.values.get("gradient_accumulation_steps")
     if steps is None:
         return
@@ -279,14 +289,14 @@ def _check_accumulation(train: TrainConfig, asked: Asked, data_parallel_size: in
         )
 
 
-def _check_precision(precision: str, asked: Asked) -> None:
+def _check_precision(precision: str, asked: UserSettings) -> None:
     enabled = {name: asked.values.get(f"{name}.enabled") for name in ("fp16", "bf16")}
     if all(enabled.values()):
         raise ValueError(
             "fp16.enabled and bf16.enabled of deepspeed.config are both true: keep one of them"
         )
     for name, on in enabled.items():
-        # auto never becomes fp16, but may become bf16.
+        # auto can resolve to bf16, but not to fp16.
         others = (name, "auto") if name == "bf16" else (name,)
         fits = precision == name if on else precision not in others
         if on is not None and not fits:
@@ -297,7 +307,7 @@ def _check_precision(precision: str, asked: Asked) -> None:
             )
 
 
-def _check_loss_scale(config: "RunConfig", asked: Asked) -> None:
+def _check_loss_scale(config: "RunConfig", asked: UserSettings) -> None:
     static = asked.values.get("fp16.loss_scale")
     if static:
         raise ValueError(
@@ -322,7 +332,7 @@ def _check_loss_scale(config: "RunConfig", asked: Asked) -> None:
         )
 
 
-def _check_optimizer(optim: OptimConfig, cpu_adam: str, asked: Asked) -> None:
+def _check_optimizer(optim: OptimConfig, cpu_adam: str, asked: UserSettings) -> None:
     values = asked.values
     betas = (optim.adam_beta1, optim.adam_beta2)
     if values.get("optimizer.params.betas", betas) != betas:
@@ -345,20 +355,20 @@ def _check_optimizer(optim: OptimConfig, cpu_adam: str, asked: Asked) -> None:
             f'{style}, which changes it: say "auto" in the JSON, or set the latter to constant'
         )
     offloaded = asked.device("offload_optimizer") != "none"
-    for key, wanted in (
+    for key, expected in (
         ("optimizer.params.torch_adam", "torch"),
         ("zero_force_ds_cpu_optimizer", "deepspeed"),
     ):
-        if offloaded and values.get(key) and cpu_adam != wanted:
+        if offloaded and values.get(key) and cpu_adam != expected:
             raise ValueError(
                 f"{key} of deepspeed.config is true and the optimizer is offloaded but "
-                f"deepspeed.cpu_adam is {cpu_adam}: set the latter to {wanted}, or remove the "
+                f"deepspeed.cpu_adam is {cpu_adam}: set the latter to {expected}, or remove the "
                 "former"
             )
 
 
 _STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""For each scheduler optim.lr_decay_style."""
+"""Equivalent optim.lr_decay_style of each scheduler."""
 _SCHEDULE = (
     ("warmup_num_steps", "optim.lr_warmup_iters"),
     ("warmup_max_lr", "optim.lr"),
@@ -370,11 +380,11 @@ _WARM_UP = (
     ("warmup_min_lr", "optim.lr_warmup_init"),
     ("warmup_min_ratio", "optim.lr_warmup_init / optim.lr"),
 )
-"""Parameters of schedulers, and their names in the configuration, where there is a warm-up."""
+"""Scheduler parameters and their names in the configuration; used only with a warm-up."""
 
 
-def _check_scheduler(config: "RunConfig", asked: Asked) -> None:
-    """Compare the scheduler with the configuration; what it leaves out has DeepSpeed's default."""
+def _check_scheduler(config: "RunConfig", asked: UserSettings) -> None:
+    """Compare the scheduler with the configuration, using DeepSpeed's defaults for absent keys."""
     kind, optim = asked.values["scheduler.type"], config.optim
     style, warms_up = _STYLES[kind], config.lr_warmup_iters > 0
     if optim.lr_decay_style != style:
@@ -393,9 +403,9 @@ def _check_scheduler(config: "RunConfig", asked: Asked) -> None:
     floor = (("warmup_min_lr", "optim.min_lr"),) if kind == "WarmupDecayLR" else ()
     for parameter, name in (*_SCHEDULE, *floor, *(_WARM_UP if warms_up else ())):
         if parameter in defaults:
-            ours = resolved[name] if name in resolved else attrgetter(name)(config)
+            configured = resolved[name] if name in resolved else attrgetter(name)(config)
             key = f"scheduler.params.{parameter}"
-            _same(asked, key, name, ours, default=defaults[parameter])
+            _same(asked, key, name, configured, default=defaults[parameter])
     if floor and warms_up and optim.lr_warmup_init != optim.min_lr:
         raise ValueError(
             "scheduler.type of deepspeed.config is WarmupDecayLR, which starts and ends at one "

@@ -1,4 +1,4 @@
-"""What differs between a checkpoint's configuration and the one that goes on from it."""
+"""Comparison of a checkpoint's configuration with the configuration that resumes from it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,55 +15,59 @@ from megacore.redact import redact_values
 _TOKENS: frozenset[Stage] = frozenset(
     ["collect", "tokenizer", "punkt", "tokenize", "tokenize-shard", "blend"]
 )
-"""What tokens come from: within a run they are the same, since its key holds their identity."""
+"""Stages that produce the tokens. Within a run they are equal, because the run's key includes their
+keys."""
 _TRAINING = _TOKENS | {"run"}
-"""Whose output a training computes with, and its own."""
+"""Stages whose output a training computes with, and the training itself."""
 _LATER: frozenset[Stage] = frozenset(["evaluate", "zeroshot", "convert", "publish"])
-"""Stages after the training; their values mean nothing to it."""
+"""Stages after the training; their values do not affect it."""
 _OWN_CHECKS = ("train.pretrained_checkpoint", "resume")
-"""What says where weights came from."""
+"""Values that give the origin of the weights; separate checks compare them."""
 _ABSENT = "absent"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One value that is not what it was."""
+    """Value that differs between two configurations."""
 
     field: str
-    """Dotted name."""
+    """Dotted name of the value."""
     before: Any
-    """In the checkpoint; `absent` where it did not have the field."""
+    """Value in the checkpoint; `absent` if the checkpoint lacks the field."""
     now: Any
     keyed: bool
-    """Whether it changes what a training computes, so that it has to be allowed."""
+    """True if the value changes the computation of a training, so that the change must be
+    allowed."""
 
     @property
     def to_allow(self) -> str:
-        """The name for `resume.override`: the value's, or its section's.
+        """Name that allows the change in `resume.override`: the value's or its section's.
 
-        Only names that the configuration has are taken.
+        The section's name stands for a field that the new configuration lacks, because only
+        existing names are accepted.
         """
         section = self.field.rpartition(".")[0]
         return section if self.now == _ABSENT and section else self.field
 
     def __str__(self) -> str:
-        """The change for people."""
+        """Return the change as readable text."""
         return f"{self.field}: {_shown(self.before)} -> {_shown(self.now)}"
 
 
-def changes_of(
+def compare_configurations(
     before: Mapping[str, Any], now: RunConfig, *, another_run: bool = False
 ) -> list[Change]:
-    """What a training would notice of the changes since `before`, by name.
+    """Return the changes since `before` that affect a training, sorted by name.
 
-    What only later stages read is left out, and within a run where text and tokenizer come from.
+    Values that only later stages read are left out. Within a run, the values that determine the
+    tokens are left out too.
 
     Args:
-        before: a configuration as JSON.
-        now: what is to go on.
-        another_run: whether `before` is that of another run.
+        before: earlier configuration as JSON.
+        now: configuration of the run that resumes.
+        another_run: True if `before` belongs to another run.
     """
-    # A checkpoint holds no credentials: without them the two can be compared.
+    # A checkpoint contains no credentials, so both configurations are compared without them.
     old, new = (
         dict(_leaves(redact_values(values))) for values in (before, now.model_dump(mode="json"))
     )
@@ -73,21 +77,25 @@ def changes_of(
         if any(field == name or field.startswith(f"{name}.") for name in _OWN_CHECKS):
             continue
         if field not in old and new[field] == _default(now, field):
-            continue  # a field that came later, as if it had not
-        one, other = old.get(field, _ABSENT), new.get(field, _ABSENT)
+            continue  # a newer field at its default changes nothing
+        old_value, new_value = old.get(field, _ABSENT), new.get(field, _ABSENT)
         stages, section_stages = _stages(now, field)
         read_by = stages or section_stages
-        if one != other and not (read_by and read_by <= ignored):
-            changes.append(Change(field, one, other, bool(stages & _TRAINING)))
+        if old_value != new_value and not (read_by and read_by <= ignored):
+            changes.append(Change(field, old_value, new_value, bool(stages & _TRAINING)))
     return changes
 
 
 def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: str) -> None:
-    """Refuse to go on from `checkpoint` when a keyed value differs.
+    """Refuse to resume from `checkpoint` if a keyed value differs and is not allowed.
 
-    Values that `resume.override` names may differ.
+    Args:
+        changes: changes since the checkpoint was written.
+        allowed: dotted names in `resume.override`; the name of a section allows all of its values.
+        checkpoint: name of the checkpoint in messages.
 
-    A name of a section allows everything in it. Raises ConfigError that shows every such change.
+    Raises:
+        ConfigError: keyed values differ; the message shows all of them.
     """
     refused = [
         change
@@ -105,12 +113,12 @@ def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: 
 
 
 def described(changes: Sequence[Change]) -> str:
-    """All changes on one line, or that there is none."""
+    """Return all changes on one line, or "none"."""
     return "; ".join(map(str, changes)) or "none"
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of whatever is no mapping; lists are values."""
+    """Yield the dotted name and value of all leaves; only mappings are descended into."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")
@@ -121,8 +129,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _stages(config: RunConfig, field: str) -> tuple[frozenset[Stage], frozenset[Stage]]:
     """Return the stages whose keys a value enters, and those of the nearest section around it.
 
-    What is below a null, and a field that is gone, count as their section does; where that names
-    no stage, as part of every key.
+    A value below a null and a field that no longer exists are treated like their section. If the
+    section names no stage, they count as part of every key.
     """
     section: Any = config
     declared: Declaration | None = None
@@ -144,11 +152,11 @@ def _pretraining(declared: Declaration | None) -> frozenset[Stage]:
 
 
 def _default(config: RunConfig, field: str) -> Any:
-    """The default of a dotted name; a value that equals nothing where there is none."""
+    """Return the default of a dotted name, or an object that equals nothing if there is none."""
     section: Any = config
     *sections, last = field.split(".")
     for name in sections:
-        # below a value that is no section there are no defaults
+        # Values that are not sections have no defaults for what is below them.
         section = getattr(section, name, None)
     if not isinstance(section, BaseModel) or last not in type(section).model_fields:
         return object()

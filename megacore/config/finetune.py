@@ -1,4 +1,4 @@
-"""The whole configuration of one fine-tuning, and the checks that cross its sections."""
+"""Configuration of a fine-tuning, with the checks across its sections."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -19,185 +19,190 @@ from megacore.errors import ConfigError
 
 Distribution = Literal["ddp", "zero2", "zero3", "zero3-offload", "fsdp"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("ddp", "zero2", "zero3", "zero3-offload")
-"""Those that are compared unless others are named, in the order of what each rank holds."""
+"""Distributions that are compared by default, in decreasing order of memory per rank."""
 
 
 class PretrainedConfig(Section):
-    """The model that the fine-tuning begins with."""
+    """Pretrained model that the fine-tuning starts from."""
 
     path: str = keyed(resolved=("pretrained", "finetune-export", "finetune-publish"), min_length=1)
-    """Directory of a transformers model, as an export's `model`; `models:/NAME@candidate` or
-    `models:/NAME/3` of MLflow's registry; or a name on the Hugging Face hub. Its content is part of
-    the key, not its name."""
+    """Directory of a transformers model, such as `model` in an export; `models:/NAME@candidate` or
+    `models:/NAME/3` of MLflow's registry; or a name on the Hugging Face hub. The key contains its
+    content, not its name."""
     revision: str | None = keyed(
         None, resolved=("pretrained", "finetune-export", "finetune-publish"), min_length=1
     )
-    """Commit, tag or branch on the hub; pin a commit to make the run reproducible."""
+    """Commit, tag or branch on the hub; null means the default branch. A commit makes the run
+    reproducible."""
     random_weights: bool = keyed(
         False,
         key=("finetune", "find-batch-size"),
         resolved=("pretrained", "finetune-export", "finetune-publish"),
     )
-    """Whether the weights are drawn from the seed, and only architecture and tokenizer are
-    taken."""
+    """If true, the weights are initialized from the seed, and only the architecture and the
+    tokenizer are taken from the model."""
     new_head: bool = keyed(False, key=("examples", "finetune", "find-batch-size"))
-    """Whether a classifier's trained head of another number of outputs gives way to a new one, as
-    where a model that learned MNLI's three classes is to learn two; a head that has as many outputs
-    as the data stays."""
+    """If true, a trained classification head with a different number of outputs is replaced by a
+    new one, for example when a model trained on MNLI's three classes must learn two. A head with as
+    many outputs as the data has classes is kept."""
     pad_token: str | None = keyed(
         None, key=("examples", "finetune", "find-batch-size"), min_length=1
     )
-    """Token that pads, for a tokenizer that has none, as `<|endoftext|>` for GPT-2; null takes the
+    """Padding token for a tokenizer without one, such as `<|endoftext|>` for GPT-2; null means the
     tokenizer's own."""
 
 
 class FileRows(Section):
-    """Local files with a row for each sample.
+    """Local files with one sample per row.
 
-    Formats: .jsonl, .json, .csv, .tsv, .parquet, or .txt with a text per line.
+    Formats: .jsonl, .json, .csv, .tsv, .parquet, or .txt with one text per line.
     """
 
     kind: Literal["files"] = keyed()
-    """Which source this is."""
+    """Type of the source."""
     train: tuple[str, ...] = keyed(min_length=1)
-    """Paths or globs of the training split, taken in this order."""
+    """Paths or globs of the training split; their order is the order of the rows."""
     valid: tuple[str, ...] = keyed(())
-    """Paths or globs of the validation split; [] holds data.valid_share of the training split
-    out."""
+    """Paths or globs of the validation split; [] means the fraction data.valid_share of the
+    training split."""
     test: tuple[str, ...] = keyed(())
     """Paths or globs of the test split; [] means none."""
 
 
 class HubRows(Section):
-    """A data set of the Hugging Face hub (or a local copy of one), read by `datasets`."""
+    """Data set of the Hugging Face hub, or a local copy of one, read with `datasets`."""
 
     kind: Literal["hub"] = keyed()
-    """Which source this is."""
+    """Type of the source."""
     dataset: str = keyed(min_length=1)
-    """Name on the hub, or a local directory of parquet files."""
+    """Name of the data set on the hub, or a local directory of parquet files."""
     config: str | None = keyed(None)
-    """Configuration name of the data set, as mrpc of GLUE."""
+    """Configuration name of the data set, such as mrpc of GLUE."""
     revision: str | None = keyed(None)
-    """Commit, tag or branch; pin a commit to make the run reproducible."""
+    """Commit, tag or branch; null means the default branch. A commit makes the run reproducible."""
     train: str = keyed("train", min_length=1)
     """Name of the training split."""
     valid: str | None = keyed("validation", min_length=1)
-    """Name of the validation split; null holds data.valid_share of the training split out."""
+    """Name of the validation split; null means the fraction data.valid_share of the training
+    split."""
     test: str | None = keyed(None, min_length=1)
     """Name of the test split, whose labels must be known; null means none."""
 
 
 class FinetuneDataConfig(Section):
-    """Rows of the three splits."""
+    """Options of the training, validation and test rows."""
 
     source: Annotated[FileRows | HubRows, Field(discriminator="kind")] = keyed(resolved="dataset")
-    """Where the rows come from."""
+    """Source of the rows."""
     valid_share: float = keyed(0.05, resolved="dataset", gt=0, lt=1)
-    """Share of the training split that is held out for validation where the source has no such
-    split."""
+    """Fraction of the training split that is held out for validation if the source has no
+    validation split."""
     max_train_samples: int | None = keyed(None, key="examples", gt=0)
-    """Rows of the training split, its first ones; null means all."""
+    """Number of rows from the start of the training split; null means all."""
     max_valid_samples: int | None = keyed(None, key="examples", gt=0)
-    """Rows of the validation split, its first ones; null means all."""
+    """Number of rows from the start of the validation split; null means all."""
     max_test_samples: int | None = keyed(None, key="examples", gt=0)
-    """Rows of the test split, its first ones; null means all."""
+    """Number of rows from the start of the test split; null means all."""
     workers: PositiveInt | Literal["auto"] = unkeyed("auto")
-    """Processes that tokenize; auto takes one per core."""
+    """Number of processes that tokenize; auto means one per core."""
 
 
 class FinetuneOptimConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019) and its schedule.
+    """Options of AdamW (Loshchilov and Hutter 2019) and its schedule.
 
-    A DeepSpeed JSON with an optimizer takes its place.
+    A DeepSpeed JSON with an optimizer replaces them.
     """
 
     lr: float = keyed(gt=0)
     """Peak learning rate."""
     weight_decay: float = keyed(0.0, ge=0)
-    """Decay of all weights but biases and norms."""
+    """Weight decay of all weights except biases and norms."""
     adam_beta1: float = keyed(0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay rate of Adam's first moment."""
     adam_beta2: float = keyed(0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay rate of Adam's second moment."""
     adam_eps: float = keyed(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Term added to the square root of the second moment for numerical stability."""
     lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = (
         keyed("linear")
     )
-    """Course of the learning rate after the warm-up, as transformers names it."""
+    """Learning-rate schedule after the warm-up, by its name in transformers."""
     warmup_steps: int = keyed(0, ge=0)
-    """Optimizer steps in which the learning rate rises from 0."""
+    """Number of optimizer steps in which the learning rate rises from 0."""
     clip_grad: float = keyed(1.0, ge=0)
-    """Largest norm of all gradients together; 0 clips nothing."""
+    """Maximum global gradient norm, to which larger gradients are scaled down; 0 disables
+    clipping."""
 
 
 class FinetuneTrainConfig(Section):
-    """The training loop."""
+    """Training loop."""
 
     num_epochs: int = keyed(3, key="finetune", gt=0)
-    """Passes over the training split."""
+    """Number of passes over the training split."""
     max_steps: int | None = keyed(None, key="finetune", gt=0)
-    """Optimizer steps after which training ends, within or beyond num_epochs; null means
-    num_epochs."""
+    """Number of optimizer steps after which training ends, before or after num_epochs; null means
+    the end of num_epochs."""
     micro_batch_size: int = keyed(8, key="finetune", gt=0)
-    """Samples per rank and forward pass."""
+    """Samples of one forward pass on one rank."""
     eval_batch_size: int = keyed(8, key="find-batch-size", gt=0)
-    """Samples per rank and forward pass of evaluations."""
+    """Samples of one forward pass on one rank in evaluations."""
     gradient_accumulation_steps: int = keyed(1, gt=0)
-    """Forward passes per optimizer step."""
+    """Number of forward passes per optimizer step."""
     precision: Precision = keyed("auto")
-    """Compute type; auto takes bf16 where the hardware multiplies it natively, else fp32."""
+    """Data type of the computation; auto selects bf16 where the hardware supports its
+    multiplication natively, else fp32."""
     gradient_checkpointing: bool = keyed(False, key="find-batch-size")
-    """Whether activations are computed again in the backward pass instead of kept."""
+    """If true, activations are recomputed in the backward pass instead of stored."""
     best_metric: str | None = keyed(None, min_length=1)
-    """Which metric of the validation tells the best model: one of the task's, or loss; null means
-    the task's first."""
+    """Validation metric that selects the best model: one of the task's metrics, or loss; null means
+    the task's first metric."""
     log_interval: int = unkeyed(10, gt=0)
-    """Optimizer steps between log lines and step events."""
+    """Interval in optimizer steps of log lines and step events."""
     exit_duration_minutes: float | None = unkeyed(None, gt=0)
-    """Minutes after whose end the run saves and ends, to be gone on with; null means never."""
+    """Time in minutes after which the run saves a checkpoint and ends, to be resumed later; null
+    means never."""
 
 
 class FinetuneCheckpointConfig(Section):
-    """When to save what the run goes on from; the best model is kept beside that."""
+    """Options of saving checkpoints. The best model is kept in addition to them."""
 
     save_interval: int | None = unkeyed(None, gt=0)
-    """Optimizer steps between checkpoints; null means at the end of each epoch."""
+    """Interval in optimizer steps of checkpoints; null means at the end of each epoch."""
     keep_last: int = unkeyed(1, gt=0)
-    """The newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
 
 
 class FinetuneLaunchConfig(LaunchConfig):
-    """Processes, their supervision, and what the ranks divide among them."""
+    """Options of starting and supervising processes, and of the state that ranks divide."""
 
     distributed: Distribution = keyed("ddp", key="finetune")
-    """ddp: each rank holds everything; zero2: optimizer state and gradients are divided; zero3:
-    weights too; zero3-offload: and all of it lies in main memory. ZeRO (Rajbhandari et al. 2020) is
-    DeepSpeed's. fsdp: as zero3, by torch's FSDP 2, for classification and causal_lm. It is part of
-    the run's key: one's checkpoints cannot be read by another."""
+    """Distribution of the training state. ddp: each rank has all of it; zero2: optimizer state and
+    gradients are divided among the ranks; zero3: weights too; zero3-offload: like zero3, with all
+    of it in host memory. ZeRO (Rajbhandari et al. 2020) is DeepSpeed's. fsdp: like zero3, with
+    PyTorch's FSDP 2, for classification and causal_lm. It is part of the run's key, because one
+    distribution cannot read another's checkpoints."""
     accelerate_config: str | dict[str, Any] | None = unkeyed(None)
-    """YAML that `accelerate config` wrote, a path or its content: ranks, distribution and precision
-    are taken from it; null means none."""
+    """Path or content of the YAML written by `accelerate config`, from which ranks, distribution
+    and precision are taken; null means none."""
     deepspeed_config: str | dict[str, Any] | None = keyed(None, key=("finetune", "find-batch-size"))
-    """DeepSpeed's own JSON for zero2 and zero3, a path or its content; "auto" is filled with the
-    values of this configuration, an optimizer or a scheduler in it is honoured. Null means the
-    project's own settings."""
+    """Path or content of DeepSpeed's JSON for zero2 and zero3. "auto" is replaced by values of this
+    configuration; an optimizer or a scheduler in it is used. null means this project's settings."""
 
 
 class FindBatchSizeConfig(Section):
-    """What `--find-batch-size` tries, and how much memory it may take."""
+    """Options of `--find-batch-size`: the distributions to try and the memory limit."""
 
     methods: tuple[Distribution, ...] = unkeyed(DISTRIBUTIONS, min_length=1)
-    """Which values of launch.distributed are compared."""
+    """Values of launch.distributed to compare."""
     memory_limit_gb: float | None = keyed(None, gt=0)
-    """Memory of each rank in GB (10^9 bytes), its GPU's or without one main memory; null means 95 %
-    of the GPU, without one 80 % of what is free on this machine, divided by its ranks."""
+    """Memory limit per rank in GB (10^9 bytes), of the GPU or, without one, of host memory; null
+    means 95 % of the GPU, or without one 80 % of the free host memory divided by the host's
+    ranks."""
     max_batch: int = keyed(4096, gt=0)
-    """Largest micro batch that is tried; never more than the samples that a rank has in an
-    epoch."""
+    """Largest micro batch to try, limited to the samples of a rank in an epoch."""
     steps: int = keyed(3, gt=1)
-    """Optimizer steps after which a micro batch counts as fitting; the first ones allocate the
-    optimizer's state."""
+    """Number of optimizer steps after which a micro batch counts as fitting; the first steps
+    allocate the optimizer state."""
 
     @field_validator("methods")
     @classmethod
@@ -212,35 +217,35 @@ class FindBatchSizeConfig(Section):
 
 
 class FinetuneConfig(Section):
-    """Everything that one deployment of the flow finetune says."""
+    """Complete configuration of a fine-tuning."""
 
     name: str = keyed(
         key="finetune-export", resolved="finetune-publish", pattern=r"^[a-z0-9][a-z0-9.-]*$"
     )
-    """Name of the run and of the fine-tuned model: lower case, digits, dots and dashes."""
+    """Name of the run and of the fine-tuned model: lower-case letters, digits, dots and dashes."""
     seed: int = keyed(42, key=("finetune", "find-batch-size"), resolved="dataset", ge=0, lt=2**32)
-    """Seeds the order of samples, the head's first weights and dropout."""
+    """Random seed for the order of samples, the initial weights of the head, and dropout."""
     verify: Literal["quick", "full"] = unkeyed("quick")
-    """How a cached artifact is checked: sizes (and hashes where a file was touched), or every
-    hash."""
+    """Check of cached artifacts: quick compares file sizes, and hashes only where a file was
+    touched; full compares all hashes."""
     model: PretrainedConfig = keyed(key=("finetune", "find-batch-size"))
-    """What is fine-tuned."""
+    """Pretrained model."""
     data: FinetuneDataConfig = keyed()
-    """Rows."""
+    """Data: source and number of rows."""
     task: TaskConfig = keyed(key=("examples", "finetune", "find-batch-size"))
-    """What is learned from them, and how that is measured."""
+    """Task to learn, and its metrics."""
     optim: FinetuneOptimConfig = keyed(key=("finetune", "find-batch-size"))
-    """The optimizer and its schedule."""
+    """Optimizer and learning-rate schedule."""
     train: FinetuneTrainConfig = keyed(FinetuneTrainConfig(), key=("finetune", "find-batch-size"))
-    """The training loop."""
+    """Training loop."""
     checkpoint: FinetuneCheckpointConfig = unkeyed(FinetuneCheckpointConfig())
-    """When to save and what to keep."""
+    """Intervals of saving checkpoints, and how many to keep."""
     launch: FinetuneLaunchConfig = unkeyed(FinetuneLaunchConfig())
-    """Processes and their supervision."""
+    """Start and supervision of the processes."""
     find_batch_size: FindBatchSizeConfig = keyed(FindBatchSizeConfig(), key="find-batch-size")
-    """The comparison of distributions."""
+    """Search for the largest batch size and comparison of distributions."""
     tracking: TrackingConfig = unkeyed(TrackingConfig(experiment="finetune"))
-    """MLflow."""
+    """Tracking with MLflow."""
 
     @field_validator("tracking", mode="before")
     @classmethod
@@ -265,7 +270,7 @@ class FinetuneConfig(Section):
 
     @property
     def registered_model(self) -> str:
-        """Name in the model registry, resolved."""
+        """Name in the model registry, with the default filled in."""
         return self.tracking.registered_model or self.name
 
 
@@ -334,9 +339,9 @@ def _check_model(config: "FinetuneConfig") -> None:
 
 
 def _check_name(config: "FinetuneConfig") -> None:
-    """A model's next version must not be its own parent's.
+    """Raise ValueError if the fine-tuned model would be registered as a version of its base model.
 
-    What is fine-tuned next would begin with it.
+    The next fine-tuning would then start from the result of this one.
     """
     parent = re.fullmatch(r"models:/([^@/]+)[@/].+", config.model.path)
     if parent is not None and parent[1] == config.registered_model:
@@ -369,7 +374,8 @@ def _check_task(config: "FinetuneConfig") -> None:
     ):
         raise ValueError(
             f"task.sentence_splitter is punkt but task.metrics {', '.join(task.metrics)} has no "
-            "rougeLsum, which alone looks at sentences: remove the former, or add rougeLsum"
+            "rougeLsum, the only metric that looks at sentences: remove the former, or add "
+            "rougeLsum"
         )
     if isinstance(task, CausalLmConfig) and config.model.pad_token is not None:
         raise ValueError(

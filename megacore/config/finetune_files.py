@@ -1,10 +1,8 @@
-"""The files that a fine-tuning's configuration names, merged into its values.
+"""Merging of Accelerate's YAML and DeepSpeed's JSON into a fine-tuning's configuration.
 
-They are Accelerate's YAML and DeepSpeed's JSON.
-
-What a file says goes where the configuration says nothing; where both speak, they must say the
-same. Merging what has been merged changes nothing, so that a configuration can be written and read
-again.
+Values of a file apply where the configuration has none; where both have a value, the values must
+agree. Merging a merged configuration changes nothing, so that a configuration can be written and
+read again.
 """
 
 import copy
@@ -21,26 +19,26 @@ from megacore.foreign.deepspeed_claims import read_deepspeed
 from megacore.foreign.files import read_settings_json, read_yaml
 
 FILES = "files"
-"""Key of the validation context with the names of the files that were read."""
+"""Key of the validation context for the names of the files that were read."""
 ACCELERATE = "launch.accelerate_config"
 DEEPSPEED = "launch.deepspeed_config"
 _BATCH = ("micro_batch_size", "gradient_accumulation_steps")
-"""Fields of train whose product a rank's batch is."""
+"""Fields of `train` whose product is the number of samples per optimizer step of a rank."""
 
 
 def read_files(values: dict[str, Any], roots: Sequence[Path]) -> dict[str, str]:
-    """Put the content of the files in the place of their paths.
+    """Replace the paths of files in the values by the files' contents.
 
     Args:
-        values: by section; changed.
+        values: values by section; modified in place.
         roots: directories that a path may be relative to.
 
     Returns:
-        The path of each file by the dotted name of its value.
+        Path of each file by the dotted name of its value.
 
     Raises:
-        ConfigError: a file is missing or cannot be read, or two names of DeepSpeed's JSON lead to
-            different ones.
+        ConfigError: a file is missing or cannot be read, or two settings name different DeepSpeed
+            JSON files.
     """
     names: dict[str, str] = {}
     launch = values.get("launch")
@@ -61,79 +59,79 @@ def read_files(values: dict[str, Any], roots: Sequence[Path]) -> dict[str, str]:
 
 
 def merge_files(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a configuration with those of its files.
+    """Return the values of a configuration merged with those of its files.
 
     Args:
-        values: plain ones, by section; wrong types are left for their section to refuse.
-        names: of the files in sentences, by the dotted name of the value that holds them.
+        values: plain values by section; wrong types are left for their section to refuse.
+        names: names of the files in messages, by the dotted name of the value with the content.
 
     Raises:
-        ValueError: a file says what cannot be done here, or what the configuration or the other
-            file contradicts.
+        ValueError: a file requests something unsupported, or contradicts the configuration or the
+            other file.
     """
     merged = copy.deepcopy(dict(values))
     launch = merged.get("launch")
     if not isinstance(launch, dict):
         return merged
-    said: dict[str, Claim] = {}
+    claims: dict[str, Claim] = {}
     accelerate = launch.get("accelerate_config")
     if isinstance(accelerate, dict):
         for claim in read_accelerate(accelerate, launch, names.get(ACCELERATE, ACCELERATE)):
-            _settle(merged, claim, said)
+            _settle(merged, claim, claims)
     settings = launch.get("deepspeed_config")
     if isinstance(settings, dict):
         name, fields = names.get(DEEPSPEED, DEEPSPEED), FinetuneTrainConfig.model_fields
         batch = {key: fields[key].default for key in _BATCH}
         for claim in read_deepspeed(settings, merged, name, batch):
-            _settle(merged, claim, said)
+            _settle(merged, claim, claims)
     return merged
 
 
-def _settle(values: dict[str, Any], claim: Claim, said: dict[str, Claim]) -> None:
-    """Put what a file says into the values.
+def _settle(values: dict[str, Any], claim: Claim, claims: dict[str, Claim]) -> None:
+    """Merge a setting of a file into the values.
 
-    Raises ValueError where they, or another file, say something else.
+    Raises ValueError if the values or another file contradict it.
     """
     if not claim.by_default:
-        before = said.setdefault(claim.field, claim)
+        before = claims.setdefault(claim.field, claim)
         if before is not claim and not _same(before.value, claim.value):
             raise ValueError(f"{claim.clause} but {before.clause}: change one of them")
     name, _, field = claim.field.partition(".")
     section = values.setdefault(name, {}) if claim.ours else None
     if not isinstance(section, dict):
         return
-    ours = section.get(field)
-    if ours in (None, "auto", [], ()):
+    current = section.get(field)
+    if current in (None, "auto", [], ()):
         section[field] = claim.value
-    elif not claim.by_default and not _same(ours, claim.value):
+    elif not claim.by_default and not _same(current, claim.value):
         raise ValueError(
-            f"{claim.clause}{claim.meaning} but {claim.field} is {_shown(ours)}: change one of "
+            f"{claim.clause}{claim.meaning} but {claim.field} is {_shown(current)}: change one of "
             f"them, or remove {claim.field}"
         )
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return list(one) == list(other)
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-9)
-    return bool(one == other)
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return list(first) == list(second)
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, int | float) and isinstance(second, int | float):
+        return math.isclose(first, second, rel_tol=1e-9)
+    return bool(first == second)
 
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _found(name: str, given: str, roots: Sequence[Path]) -> Path:
-    candidates = list(dict.fromkeys(root / Path(given).expanduser() for root in roots))
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
+def _found(name: str, value: str, roots: Sequence[Path]) -> Path:
+    candidates = list(dict.fromkeys(root / Path(value).expanduser() for root in roots))
+    match = next((path for path in candidates if path.is_file()), None)
+    if match is None:
         raise ConfigError(
-            f"{name} is {given!r}: there is no file {' or '.join(map(str, candidates))}"
+            f"{name} is {value!r}: there is no file {' or '.join(map(str, candidates))}"
         )
-    return found
+    return match
 
 
 def _accelerate(path: Path) -> dict[str, Any]:
@@ -147,14 +145,14 @@ def _accelerate(path: Path) -> dict[str, Any]:
 
 
 def _read_named_json(launch: dict[str, Any], names: dict[str, str], roots: Sequence[Path]) -> None:
-    """Read the JSON that Accelerate's YAML names."""
-    given = named_json(launch["accelerate_config"])
-    if given is None:
+    """Read the DeepSpeed JSON that Accelerate's YAML names."""
+    json_file = named_json(launch["accelerate_config"])
+    if json_file is None:
         return
     name = f"deepspeed_config.deepspeed_config_file of {names.get(ACCELERATE, ACCELERATE)}"
     if isinstance(launch.get("deepspeed_config"), dict) and ACCELERATE not in names:
-        return  # read before: this configuration was written by another process
-    path = _found(name, given, roots)
+        return  # already read by the process that wrote this configuration
+    path = _found(name, json_file, roots)
     content = read_settings_json(path, name)
     if launch.get("deepspeed_config") not in (None, content):
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""What a fine-tuning learns.
+"""Section `task`: the tasks of fine-tuning and their metrics.
 
-A class of each text, a target text, or the next token, and what it is measured by.
+The tasks are classification of texts, generation of a target text, and prediction of the next
+token.
 """
 
 from dataclasses import dataclass
@@ -17,34 +18,37 @@ Seq2SeqMetric = Literal["bleu", "rouge1", "rouge2", "rougeL", "rougeLsum"]
 
 
 class ClassificationConfig(Section):
-    """A class, or a number, for a sentence or a pair of sentences.
+    """Classification of, or regression on, a sentence or a pair of sentences.
 
-    Made with an encoder, or with a decoder's last token.
+    The model is an encoder, or a decoder whose last token is classified.
     """
 
     kind: Literal["classification"] = keyed()
-    """Which task this is."""
+    """Type of the task."""
     glue: GlueTask | None = keyed(None)
-    """Task of GLUE (Wang et al. 2018), which gives columns, labels and metrics where they are null;
+    """GLUE task (Wang et al. 2018) that provides columns, labels and metrics where they are null;
     null means none."""
     sentence1_column: str | None = keyed(None, min_length=1)
-    """Column with the text, or with the first of a pair."""
+    """Column of the text, or of the first text of a pair."""
     sentence2_column: str | None = keyed(None, min_length=1)
-    """Column with the second text of a pair; null means single texts, with glue the task's own."""
+    """Column of the second text of a pair; null means the GLUE task's column, or single texts
+    without glue."""
     label_column: str = keyed("label", min_length=1)
-    """Column with the class, as a number from 0 or a name, or with the number to predict."""
+    """Column of the label: a class as a number from 0 or a name, or for regression the number to
+    predict."""
     labels: tuple[str, ...] | None = keyed(None, min_length=2)
-    """Names of the classes in the order of their numbers; null takes the data's own, or those found
-    in training."""
+    """Names of the classes in the order of their numbers; null means the names in the data's
+    description, or the distinct labels of the training split."""
     regression: bool = keyed(False)
-    """Whether the label is a number to predict instead of a class."""
+    """If true, the label is a number to predict instead of a class."""
     max_length: int = keyed(128, gt=0)
-    """Tokens of a text or pair, special tokens included; what is longer is cut."""
+    """Maximum tokens of a text or pair, including special tokens; longer inputs are truncated."""
     pad_to_max_length: bool = keyed(False)
-    """Whether every sample has max_length tokens; else a batch is as long as its longest."""
+    """If true, every sample is padded to max_length; if false, to the longest sample of its
+    batch."""
     metrics: tuple[ClassificationMetric, ...] | None = keyed(None, min_length=1)
-    """What is measured; null means accuracy and f1, of a regression pearson and spearmanr, with
-    glue the task's own."""
+    """Metrics to compute; null means those of the GLUE task, else accuracy and f1, or for
+    regression pearson and spearmanr."""
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> Self:
@@ -61,32 +65,32 @@ class ClassificationConfig(Section):
 
 
 class Seq2SeqConfig(Section):
-    """A target text for a source text, with an encoder-decoder."""
+    """Generation of a target text from a source text with an encoder-decoder."""
 
     kind: Literal["seq2seq"] = keyed()
-    """Which task this is."""
+    """Type of the task."""
     source_column: str = keyed(min_length=1)
-    """Column with the text to read."""
+    """Column of the source text."""
     target_column: str = keyed(min_length=1)
-    """Column with the text to write."""
+    """Column of the target text."""
     source_prefix: str = keyed("")
-    """Text before each source, as `summarize: ` for T5."""
+    """Text inserted before each source, such as `summarize: ` for T5."""
     max_source_length: int = keyed(128, gt=0)
-    """Tokens of a source, special tokens included; what is longer is cut."""
+    """Maximum tokens of a source, including special tokens; longer sources are truncated."""
     max_target_length: int = keyed(64, gt=1)
-    """Tokens of a target, and of what is generated."""
+    """Maximum tokens of a target and of a generated text."""
     min_target_length: int = keyed(0, ge=0)
-    """Tokens that are generated at least."""
+    """Minimum tokens of a generated text."""
     pad_to_max_length: bool = keyed(False)
-    """Whether every sample has its longest length; else a batch is as long as its longest."""
+    """If true, every sample is padded to the maximum lengths; if false, to the longest sample of
+    its batch."""
     num_beams: int = keyed(1, gt=0)
-    """Beams of the search; 1 takes the likeliest token each time."""
+    """Number of beams in beam search; 1 means greedy decoding."""
     metrics: tuple[Seq2SeqMetric, ...] = keyed(("bleu",), min_length=1)
-    """What is measured: BLEU (Papineni et al. 2002) by sacrebleu, and ROUGE (Lin 2004), both from 0
-    to 100."""
+    """Metrics to compute: BLEU (Papineni et al. 2002) with sacrebleu, and ROUGE (Lin 2004), both
+    from 0 to 100."""
     sentence_splitter: Literal["punkt", "rules"] = keyed("rules")
-    """What finds the sentences that rougeLsum compares: nltk's punkt model, which is downloaded, or
-    rules."""
+    """Sentence splitter for rougeLsum: nltk's Punkt model, which is downloaded, or simple rules."""
 
     @model_validator(mode="after")
     def _lengths_are_in_order(self) -> Self:
@@ -99,17 +103,17 @@ class Seq2SeqConfig(Section):
 
 
 class CausalLmConfig(Section):
-    """The next token of running text, cut into blocks; with a decoder."""
+    """Prediction of the next token in blocks of running text, with a decoder."""
 
     kind: Literal["causal_lm"] = keyed()
-    """Which task this is."""
+    """Type of the task."""
     text_column: str = keyed("text", min_length=1)
-    """Column with the text."""
+    """Column of the text."""
     block_size: int = keyed(128, gt=1)
-    """Tokens of a sample: all texts of a split one after another, cut; what is left at the end is
-    dropped."""
+    """Tokens of a sample. The texts of a split are concatenated and cut into blocks; the remainder
+    at the end is dropped."""
     append_eos: bool = keyed(False)
-    """Whether the tokenizer's end-of-text token follows each text."""
+    """If true, the tokenizer's end-of-text token is added after each text."""
 
 
 TaskConfig = Annotated[
@@ -123,11 +127,11 @@ _SMALLER_IS_BETTER = (LOSS, "ppl")
 
 @dataclass(frozen=True)
 class GlueSettings:
-    """What a task gives where the configuration says nothing."""
+    """Columns, labels and metrics of a GLUE task."""
 
     columns: tuple[str, str | None]
     labels: tuple[str, ...] | None
-    """None: a number is predicted."""
+    """Names of the classes; None for regression."""
     metrics: tuple[ClassificationMetric, ...]
 
 
@@ -157,13 +161,13 @@ GLUE: dict[GlueTask, GlueSettings] = {
 
 @dataclass(frozen=True)
 class ClassificationSettings:
-    """A classification with everything that GLUE or the defaults give filled in."""
+    """Classification options with all defaults filled in."""
 
     sentence1: str
     sentence2: str | None
     labels: tuple[str, ...] | None
-    """Names in the order of their numbers; None: they are found in the data, or a number is
-    predicted."""
+    """Names of the classes in the order of their numbers; None for regression, or if the data
+    provides them."""
     regression: bool
     metrics: tuple[ClassificationMetric, ...]
 
@@ -172,10 +176,10 @@ _OF_NUMBERS: tuple[ClassificationMetric, ...] = ("pearson", "spearmanr")
 
 
 def classification_settings(task: ClassificationConfig) -> ClassificationSettings:
-    """What the configuration says, and where it says nothing what its GLUE task or the defaults do.
+    """Return the options of a classification, filled in from its GLUE task or the defaults.
 
-    Raises ConfigError for sections that contradict the GLUE task, and for metrics of the other kind
-    of label.
+    Raises ConfigError if the options contradict the GLUE task, and for metrics of the wrong kind of
+    label.
     """
     glue = None if task.glue is None else GLUE[task.glue]
     if glue is not None:
@@ -190,9 +194,12 @@ def classification_settings(task: ClassificationConfig) -> ClassificationSetting
                 f"task.metrics has {name}, which measures {other}, but the task predicts {kind}: "
                 f"remove it, or set task.regression to {str(not regression).lower()}"
             )
-    own = glue.columns if glue else (None, None)
-    first, second = task.sentence1_column or own[0], task.sentence2_column or own[1]
-    assert first is not None  # the configuration names a column or a task
+    glue_columns = glue.columns if glue else (None, None)
+    first, second = (
+        task.sentence1_column or glue_columns[0],
+        task.sentence2_column or glue_columns[1],
+    )
+    assert first is not None  # The configuration names a column or a GLUE task.
     labels = task.labels or (glue.labels if glue else None)
     return ClassificationSettings(
         first, second, None if regression else labels, regression, metrics
@@ -221,9 +228,9 @@ def _check_against(task: ClassificationConfig, glue: GlueSettings) -> None:
 
 
 def metric_names(task: ClassificationConfig | Seq2SeqConfig | CausalLmConfig) -> tuple[str, ...]:
-    """What is measured beside the loss.
+    """Return the names of the task's metrics, without the loss.
 
-    The first tells the best model unless the configuration names another.
+    The first one selects the best model unless the configuration names another.
 
     Raises ConfigError.
     """
@@ -237,14 +244,14 @@ def metric_names(task: ClassificationConfig | Seq2SeqConfig | CausalLmConfig) ->
 
 
 def best_metric(task: TaskConfig, name: str | None) -> tuple[str, bool]:
-    """Return the name of the metric that tells the best model, and whether larger is better.
+    """Return the metric that selects the best model, and whether larger values are better.
 
     Args:
-        task: what is learnt.
-        name: `train.best_metric`; None takes the task's first metric.
+        task: options of the task.
+        name: `train.best_metric`; None means the task's first metric.
 
     Raises:
-        ConfigError: the task does not measure it.
+        ConfigError: the task does not compute the metric.
     """
     names = metric_names(task)
     name = name or names[0]

@@ -1,4 +1,4 @@
-"""DeepSpeed's hostfiles: which machines take part in a job, and with how many ranks each."""
+"""Readers of DeepSpeed's hostfiles, which list the hosts of a job and their numbers of ranks."""
 
 import re
 import socket
@@ -13,26 +13,30 @@ if TYPE_CHECKING:
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(?:\w[\w.-]*@)?\w[\w.-]*", re.ASCII)
-"""A name or an IPv4 address, with or without a user: ssh takes what begins with a dash for an
-option."""
+"""Host name or IPv4 address, optionally with a user. It must not begin with a dash, because ssh
+would take it as an option."""
 _CHOICE = re.compile(r"([^:]+)(?::(\d+(?:,\d+)*))?", re.ASCII)
-"""`host`, or `host:0,2`: the host, and its slots by number."""
+"""Host, optionally with slot numbers: `host` or `host:0,2`."""
 
 
 def hosts_of(launch: "LaunchConfig") -> dict[str, int]:
-    """Hosts that take part and the ranks of each, in the hostfile's order; {} without a hostfile.
+    """Return the number of ranks of each participating host; {} without a hostfile.
 
-    Those are the hosts that `launch.include` and `launch.exclude` leave, and of them the first
-    `launch.nnodes`; of an elastic run at most its largest number. Raises ConfigError.
+    The hosts are in the hostfile's order. They are those that `launch.include` and `launch.exclude`
+    leave, limited to the first `launch.nnodes`, or to its maximum for an elastic run. Raises
+    ConfigError.
     """
     return {host: len(slots) for host, slots in slots_of(launch).items()}
 
 
 def slots_of(launch: "LaunchConfig", *, limited: bool = True) -> dict[str, tuple[int, ...]]:
-    """The slots of each host that takes part, by number; `hosts_of` says the rest.
+    """Return the slot numbers of each participating host.
 
-    Without `limited` they are all that may take part, also those beyond the largest number of
-    `launch.nnodes`.
+    The hosts are selected as in `hosts_of`.
+
+    Args:
+        launch: launch options.
+        limited: False to include hosts beyond the maximum of `launch.nnodes`.
     """
     path = launch.hostfile
     if path is None:
@@ -44,8 +48,8 @@ def slots_of(launch: "LaunchConfig", *, limited: bool = True) -> dict[str, tuple
     )
     left = {}
     for host, slots in listed.items():
-        wanted = included.get(host, ()) if launch.include else slots
-        remaining = tuple(slot for slot in wanted if slot not in excluded.get(host, ()))
+        selected = included.get(host, ()) if launch.include else slots
+        remaining = tuple(slot for slot in selected if slot not in excluded.get(host, ()))
         if remaining:
             left[host] = remaining
     if not left:
@@ -67,13 +71,10 @@ def slots_of(launch: "LaunchConfig", *, limited: bool = True) -> dict[str, tuple
 
 
 def devices_of(launch: "LaunchConfig") -> dict[str, tuple[int, ...]]:
-    """Of the hosts whose slots were chosen by number, these numbers.
-
-    The GPUs that their ranks get.
-    """
+    """Return the GPU numbers of the hosts whose slots were selected by number."""
     words = (*launch.include, *launch.exclude)
     named = {word.partition(":")[0] for word in words if ":" in word}
-    # any of an elastic run's hosts may be the ones that answer
+    # Any host may participate in an elastic run.
     slots = slots_of(launch, limited=not launch.elastic)
     return {host: numbers for host, numbers in slots.items() if host in named}
 
@@ -81,8 +82,8 @@ def devices_of(launch: "LaunchConfig") -> dict[str, tuple[int, ...]]:
 def _chosen(
     words: Sequence[str], listed: Mapping[str, tuple[int, ...]], setting: str, path: str
 ) -> dict[str, tuple[int, ...]]:
-    """Slots of each host that `words` name."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return the slots of each host that `words` name."""
+    selected: dict[str, tuple[int, ...]] = {}
     for word in words:
         match = _CHOICE.fullmatch(word)
         if match is None:
@@ -94,7 +95,7 @@ def _chosen(
             raise ConfigError(
                 f"{setting} names {host!r}, which {path} does not: it has {', '.join(listed)}"
             )
-        if host in found:
+        if host in selected:
             raise ConfigError(f"{setting} names {host} twice: keep one, with all its slots")
         slots = (
             listed[host]
@@ -106,17 +107,17 @@ def _chosen(
                 f"{setting} names slot {slots[-1]} of {host}, which has {len(listed[host])} slots "
                 f"in {path}, counted from 0"
             )
-        found[host] = slots
-    return found
+        selected[host] = slots
+    return selected
 
 
 def read_hostfile(
     path: str | Path, nproc_per_node: int | Literal["auto"] = "auto"
 ) -> dict[str, int]:
-    """Ranks of each machine, in the file's order, which is the order of the ranks.
+    """Return the number of ranks of each host, in the order of the file and of the ranks.
 
-    A line is `host slots=N`; empty lines and what follows a # are left out. Raises ConfigError,
-    also when `nproc_per_node` says another number than the slots.
+    A line has the form `host slots=N`; empty lines and text after a # are ignored. Raises
+    ConfigError, also when `nproc_per_node` differs from the slots of a host.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -127,9 +128,9 @@ def read_hostfile(
         ) from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
-        said = line.partition("#")[0].split()
-        if said:
-            host, slots = _entry(said, f"hostfile {path}, line {number}")
+        words = line.partition("#")[0].split()
+        if words:
+            host, slots = _entry(words, f"hostfile {path}, line {number}")
             if host in hosts:
                 raise ConfigError(
                     f"hostfile {path}, line {number}: {host} is there already: give each host one "
@@ -150,15 +151,15 @@ def read_hostfile(
     return hosts
 
 
-def _entry(said: list[str], where: str) -> tuple[str, int]:
-    host, *rest = said
+def _entry(words: list[str], where: str) -> tuple[str, int]:
+    host, *rest = words
     if not _HOST.fullmatch(host):
         raise ConfigError(
             f"{where}: {host!r} is no host: write a name or an IPv4 address, one host a line"
         )
     if len(rest) != 1 or not rest[0].startswith("slots="):
         raise ConfigError(
-            f"{where}: {' '.join(said)!r} is not of the form `host slots=N`: correct it"
+            f"{where}: {' '.join(words)!r} is not of the form `host slots=N`: correct it"
         )
     count = rest[0].removeprefix("slots=")
     if not (count.isascii() and count.isdigit() and int(count) > 0):
@@ -184,16 +185,16 @@ def _check_names(hosts: Mapping[str, int], path: str | Path) -> None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a hostfile's name is certainly this machine; no name is looked up."""
+    """Return True if `host` certainly names this host; no name is resolved."""
     name = socket.gethostname()
     return host in (*_LOOPBACK, name, name.partition(".")[0])
 
 
 def local_slots(hosts: Mapping[str, int]) -> int:
-    """Ranks of this machine among `hosts`."""
+    """Return the number of ranks on this host."""
     return sum(slots for host, slots in hosts.items() if is_this_machine(host))
 
 
 def is_only_here(hosts: Mapping[str, int]) -> bool:
-    """Whether the ranks are all on this machine, which needs no other to start them."""
+    """Return True if all ranks are on this host, so that no other host is needed to start them."""
     return all(is_this_machine(host) for host in hosts)

@@ -1,4 +1,4 @@
-"""Which values of a configuration enter the key of which stage, as their fields declare."""
+"""Selection of the configuration values in each stage's key, from the fields' declarations."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from megacore.config.base import OMIT_DEFAULT, RESOLVED, STAGES, Stage
 
 CONTAINED: Mapping[Stage, Stage] = {"run": "train", "tokenize": "tokenize-shard"}
-"""Stages whose keys hold all that another's does: what enters the first enters the second."""
+"""Stages whose key includes all values of another stage's key: what enters the first key enters the
+second."""
 PLACES: Mapping[Stage, Mapping[str, str]] = {
     "punkt": {"data": ""},
     "tokenize": {
@@ -27,24 +28,24 @@ PLACES: Mapping[Stage, Mapping[str, str]] = {
     "finetune": {"launch": "", "launch.deepspeed_config": "deepspeed"},
     "find-batch-size": {"launch": "", "find_batch_size": "search"},
 }
-"""Where a key has the values of a section or a field, when not under their own dotted names. The
-longest name holds. To move a value is to change every key of the stage."""
+"""Names in a stage's key for the values of a section or a field, where they differ from their
+dotted names. The longest matching name applies. Moving a value changes every key of the stage."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """The keys that a field enters."""
+    """Declaration of the keys that a field enters."""
 
     key: frozenset[Stage]
-    """Stages whose key holds the value as it is."""
+    """Stages whose key contains the value unchanged."""
     resolved: frozenset[Stage] = frozenset()
-    """Stages whose key holds what the stage makes of the value."""
+    """Stages whose key contains a value derived from the field by the stage."""
     omit_default: bool = False
-    """Whether the field's default stays out."""
+    """True if the field's default is left out of the keys."""
 
     @property
     def stages(self) -> frozenset[Stage]:
-        """Every stage whose key the value may change."""
+        """All stages whose key may depend on the value."""
         named = self.key | self.resolved
         return named | {CONTAINED[stage] for stage in named if stage in CONTAINED}
 
@@ -52,12 +53,12 @@ class Declaration:
 def declaration(
     section: type[BaseModel], name: str, inherited: Declaration | None
 ) -> Declaration | None:
-    """Return what a field declares, or what its section declares for it.
+    """Return the declaration of a field, or the declaration inherited from its section.
 
     Args:
         section: class of the section.
-        name: of the field.
-        inherited: declaration of the field that holds the section; None where that names no stage.
+        name: name of the field.
+        inherited: declaration of the field that contains the section; None where it names no stage.
 
     Raises:
         TypeError: the field is neither keyed() nor unkeyed().
@@ -85,13 +86,13 @@ def key_parameters(
 ) -> dict[str, Any]:
     """Return the parameters of a stage's key as JSON.
 
-    They are the values of the fields that name the stage, and those that the stage resolved.
+    They consist of the values of the fields that name the stage and of the stage's resolved values.
 
     Args:
-        section: the configuration; or a section of it that the stage reads by itself, such as one
-            of several sources. The fields of the latter belong to the stage when they name none.
-        stage: whose key it is.
-        resolved: what the key has beside plain values, by dotted name.
+        section: the configuration, or one section that the stage reads separately, such as one of
+            several sources. Fields of such a section that name no stage belong to the stage.
+        stage: stage whose key is computed.
+        resolved: additional values by dotted name, derived from the configuration by the stage.
     """
     root = Declaration(frozenset([stage]))
     placed = [(_place(stage, path), value) for path, value in _entries(section, stage, root)]
@@ -117,7 +118,7 @@ def _tree(entries: Iterable[tuple[str, Any]], stage: Stage) -> dict[str, Any]:
 def _entries(
     section: BaseModel, stage: Stage, inherited: Declaration | None, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each field that enters the key as it is."""
+    """Yield the dotted name and the value of each field that enters the key unchanged."""
     for name, field in type(section).model_fields.items():
         declared = declaration(type(section), name, inherited)
         value = getattr(section, name)
@@ -136,7 +137,7 @@ def _entries(
 
 
 def _place(stage: Stage, path: str) -> str:
-    """Return where the key of a stage has the value with this dotted name."""
+    """Return the name in a stage's key for the value with the dotted name `path`."""
     places = PLACES.get(stage, {})
     for name in sorted(places, key=len, reverse=True):
         if f"{path}.".startswith(f"{name}."):

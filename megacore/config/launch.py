@@ -1,4 +1,4 @@
-"""Processes: what starts them, on which machines, how they are watched and ended."""
+"""Section `launch`: launcher, hosts, and supervision of the processes."""
 
 import re
 from typing import Any, Literal, Self
@@ -13,125 +13,128 @@ _RANGE = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?", re.ASCII)
 
 
 class SlurmConfig(Section):
-    """What a batch job asks Slurm for; with launch.kind slurm."""
+    """Options of a Slurm batch job; used with launch.kind slurm."""
 
     template: str | None = unkeyed(None, min_length=1)
-    """Batch script with {{ placeholders }}, as megacore/cluster/batch/templates/train.sbatch.j2;
-    null takes that one."""
+    """Path of a batch script with {{ placeholders }}; null means the template
+    megacore/cluster/batch/templates/train.sbatch.j2."""
     partition: str | None = unkeyed(None, min_length=1)
-    """Partition (queue); null takes the cluster's default."""
+    """Partition (queue); null means the cluster's default."""
     account: str | None = unkeyed(None, min_length=1)
-    """Account that is charged; null takes the user's default."""
+    """Account to charge; null means the user's default."""
     qos: str | None = unkeyed(None, min_length=1)
-    """Quality of service; null takes the default."""
+    """Quality of service; null means the default."""
     time_limit: str | None = unkeyed(None, min_length=1)
-    """Wall-clock limit of each attempt, as sbatch takes it (`12:00:00`, `2-00:00:00`); null takes
-    the partition's."""
+    """Wall-clock limit of each attempt in sbatch's format (`12:00:00`, `2-00:00:00`); null means
+    the limit of the partition."""
     gpus_per_node: NonNegativeInt | Literal["auto"] = unkeyed("auto")
-    """GPUs asked of each machine (--gpus-per-node); auto asks for one per rank, and for none with
-    launch.allow_cpu; 0 asks for none, as where machines are given whole."""
+    """GPUs requested per Slurm node (--gpus-per-node). auto requests one per rank, and none with
+    launch.allow_cpu; 0 requests none, for clusters that allocate whole nodes."""
     arguments: tuple[str, ...] = unkeyed(())
-    """Further options of sbatch, each as one word, as `--exclusive` or `--constraint=h100`."""
+    """Additional options of sbatch, one word each, such as `--exclusive` or `--constraint=h100`."""
     signal_before: int = unkeyed(120, ge=0)
-    """Seconds before the time limit at which ranks are told to save and end; 0 tells nobody."""
+    """Seconds before the time limit at which the ranks are told to save and end; 0 disables the
+    signal."""
 
 
 class KubernetesConfig(Section):
-    """What a JobSet asks Kubernetes for; with launch.kind kubernetes."""
+    """Options of a Kubernetes JobSet; used with launch.kind kubernetes."""
 
     template: str | None = unkeyed(None, min_length=1)
-    """JobSet with {{ placeholders }}, as megacore/cluster/batch/templates/jobset.yaml.j2; null
-    takes that one."""
+    """Path of a JobSet with {{ placeholders }}; null means the template
+    megacore/cluster/batch/templates/jobset.yaml.j2."""
     image: str | None = unkeyed(None, min_length=1)
-    """Container image that every node runs, this project's with its environment; required."""
+    """Container image for all nodes, which contains this project and its environment; required."""
     python: str = unkeyed("/app/.venv/bin/python", min_length=1)
-    """Interpreter in the image, by default where this project's Dockerfile puts it."""
+    """Path of the Python interpreter in the image; the default is its place in the image of this
+    project's Dockerfile."""
     namespace: str = unkeyed("default", min_length=1)
     """Namespace of the JobSet."""
     workspace_claim: str | None = unkeyed(None, min_length=1)
-    """PersistentVolumeClaim (ReadWriteMany) with the workspace, mounted at the workspace's path;
-    required."""
+    """PersistentVolumeClaim (ReadWriteMany) with the workspace, which is mounted at the workspace's
+    path; required."""
     service_account: str | None = unkeyed(None, min_length=1)
-    """Service account of the pods; null takes the namespace's default."""
+    """Service account for the pods; null means the namespace's default."""
     queue: str | None = unkeyed(None, min_length=1)
-    """Kueue's local queue; null asks none."""
+    """Local queue of Kueue; null means no queue."""
     gpu_resource: str = unkeyed("nvidia.com/gpu", min_length=1)
-    """Resource name of a GPU, of which each pod asks as many as it has ranks; for none with
+    """Resource name of a GPU. Each pod requests one GPU per rank, and none with
     launch.allow_cpu."""
     cpus: int | None = unkeyed(None, gt=0)
-    """CPU cores of a pod; null asks for ranks x threads_per_rank, for one per rank where that is
-    null."""
+    """CPU cores of a pod; null means ranks x threads_per_rank, or one per rank if that is null
+    too."""
     memory: str | None = unkeyed(None, min_length=1)
-    """Main memory of a pod, as `512Gi`; null sets none."""
+    """Host memory of a pod, such as `512Gi`; null means no request."""
     shared_memory: str = unkeyed("16Gi", min_length=1)
     """Size of /dev/shm in a pod."""
     node_selector: dict[str, str] = unkeyed({})
-    """Labels of the nodes that pods may run on."""
+    """Labels that a node must have to run pods."""
 
 
 class LaunchConfig(Section):
-    """Processes and their supervision."""
+    """Options of starting and supervising processes."""
 
     kind: LaunchKind = unkeyed("torchrun")
-    """What starts the ranks, with either engine; a single rank on this machine needs neither
-    torchrun nor deepspeed."""
+    """Launcher of the ranks, for both engines. A single rank on this host starts without torchrun
+    or deepspeed."""
     hostfile: str | None = keyed(None, resolved=("finetune", "find-batch-size"), min_length=1)
-    """File with a line `host slots=ranks` for each machine, reached through ssh; null means this
-    machine alone, and with slurm and kubernetes the machines that those give."""
+    """Path of a file with a line `host slots=ranks` for each host, which is reached through ssh;
+    null means only this host, or with slurm and kubernetes the hosts that they allocate."""
     include: tuple[str, ...] = keyed((), resolved=("finetune", "find-batch-size"))
-    """Hosts of the hostfile that take part, as `worker-1` or, with slots by number, `worker-1:0,2`;
-    [] takes all."""
+    """Hosts of the hostfile to use, such as `worker-1` or, with selected slots, `worker-1:0,2`; []
+    means all."""
     exclude: tuple[str, ...] = keyed((), resolved=("finetune", "find-batch-size"))
-    """Hosts, or slots of a host, that do not take part, in the same form; not together with
+    """Hosts, or slots of hosts, to leave out, in the same form as include; not together with
     include."""
     nnodes: int | str | None = keyed(None, resolved=("finetune", "find-batch-size"))
-    """Machines of the job: a number, or `min:max`, by which a run goes on with those that are left
-    when some are lost, down to min; null takes every host of the hostfile, else one."""
+    """Number of hosts: a number, or a range `min:max`, with which a run continues on the remaining
+    hosts after a loss as long as at least min remain; null means all hosts of the hostfile, else
+    one."""
     nproc_per_node: int | Literal["auto"] = keyed("auto", resolved=("finetune", "find-batch-size"))
-    """Ranks on each machine; auto means the hostfile's slots, else one per GPU, without a GPU one
-    replica's (tensor x pipeline)."""
+    """Ranks per host; auto means the hostfile's slots, else one per GPU, else (without a GPU) the
+    ranks of one replica (tensor x pipeline)."""
     rdzv_endpoint: str | None = unkeyed(None, min_length=1)
-    """`host:port`, or `host`, at which the ranks of several machines meet; null takes the first
-    host's address as the others reach it and a port that is free there."""
+    """Address `host:port` or `host` at which the ranks of several hosts connect; null means the
+    first host's address as the other hosts reach it, and a free port there."""
     ssh_config: str | None = unkeyed(None, min_length=1)
-    """File that ssh reads for port, user and identity of each host; null takes the user's own."""
+    """Path of ssh's configuration with port, user and identity of each host; null means the user's
+    configuration."""
     forward_env: tuple[str, ...] = unkeyed(
         ("NCCL_*", "GLOO_*", "UCX_*", "TORCH_*", "PYTHON*", "DS_*", "MEGACORE_*")
     )
-    """Environment variables that the other machines get as they are here, by name or with * at the
-    end."""
+    """Environment variables to forward to the other hosts: names, or prefixes with * at the end."""
     env_file: str | None = unkeyed(None, min_length=1)
-    """File with lines NAME=VALUE for the ranks of every machine; null takes `.deepspeed_env` of the
-    working or the home directory where there is one, as DeepSpeed's launcher does."""
+    """Path of a file with lines NAME=VALUE, the environment of the ranks on all hosts; null means
+    `.deepspeed_env` of the working or the home directory if it exists, like DeepSpeed's
+    launcher."""
     interface: str = unkeyed("auto", min_length=1)
-    """Network interface of the traffic between machines; auto takes, on each, the one that leads to
-    the others."""
+    """Network interface of the communication between hosts; auto selects on each host the interface
+    that leads to the others."""
     data_placement: Literal["shared", "node_local"] = unkeyed("shared")
-    """shared: all machines see the workspace at one path, which is proven before the start;
-    node_local: each has one of its own, and what is read there is copied from this machine where it
-    is missing."""
+    """Access to the workspace: shared, all hosts see it at the same path, which is verified before
+    the start; node_local, each host has its own, and missing inputs are copied from this host."""
     preflight: Literal["quick", "full", "off"] = unkeyed("quick")
-    """What `megacore doctor` examines of several machines before a training starts there: all but
-    the bandwidths between them, all, or nothing. A machine that is not fit ends the start."""
+    """Checks of `megacore doctor` before a training on several hosts: quick runs all checks except
+    the bandwidths between hosts, full runs all, off runs none. An unfit host ends the start."""
     host_timeout: float = unkeyed(20.0, ge=5.0, le=30.0)
-    """Seconds without a word from a machine after which it is lost, and the run ends on all of
-    them."""
+    """Seconds without a message from a host after which it counts as lost and the run ends on all
+    hosts."""
     slurm: SlurmConfig = unkeyed(SlurmConfig())
-    """Slurm's batch job."""
+    """Options of Slurm's batch job."""
     kubernetes: KubernetesConfig = unkeyed(KubernetesConfig())
-    """Kubernetes' JobSet."""
+    """Options of Kubernetes' JobSet."""
     threads_per_rank: int | None = keyed(None, resolved="find-batch-size", gt=0)
-    """CPU threads of each rank; null divides the cores evenly."""
+    """CPU threads per rank; null divides the cores evenly among the ranks."""
     allow_cpu: bool = unkeyed(False)
-    """Whether a job that is sized for GPUs may start without one."""
+    """If true, a job sized for GPUs may start on a host without GPUs."""
     stop_grace: float = unkeyed(20.0, gt=0, lt=30)
-    """Seconds between asking ranks to stop and killing them."""
+    """Seconds between the request to stop and the killing of the ranks."""
     timeout_minutes: float | None = unkeyed(None, gt=0)
-    """Limit of the training stage, in minutes; null means none."""
+    """Time limit of the training stage in minutes; null means no limit."""
     stall_limit: float | None = unkeyed(600.0, gt=0)
-    """Seconds without any progress of a rank after which the job is ended; null waits for ever."""
+    """Seconds without progress of a rank after which the job is ended; null disables the check."""
     retries: int = unkeyed(2, ge=0)
-    """How often a lost rank or a failed download is tried again."""
+    """Number of retries after a lost rank or a failed download."""
     retry_delay: float = unkeyed(5.0, ge=0)
     """Seconds before a retry."""
 
@@ -145,22 +148,23 @@ class LaunchConfig(Section):
     @field_validator("nnodes")
     @classmethod
     def _nodes_are_a_number_or_a_range(cls, value: int | str | None) -> int | str | None:
-        found = None if value is None else _RANGE.fullmatch(str(value))
-        if value is not None and (found is None or int(found[2] or found[1]) < int(found[1])):
+        match = None if value is None else _RANGE.fullmatch(str(value))
+        if value is not None and (match is None or int(match[2] or match[1]) < int(match[1])):
             raise ValueError(
-                f"launch.nnodes is {value!r}: give a number of machines, as 2, or a range, as 2:4"
+                f"launch.nnodes is {value!r}: give a number of machines, such as 2, or a range, "
+                "such as 2:4"
             )
         return value
 
     @property
     def node_range(self) -> tuple[int, int] | None:
-        """Least and largest number of machines; None where nothing is said."""
-        found = None if self.nnodes is None else _RANGE.fullmatch(str(self.nnodes))
-        return None if found is None else (int(found[1]), int(found[2] or found[1]))
+        """Minimum and maximum number of hosts; None if `nnodes` is null."""
+        match = None if self.nnodes is None else _RANGE.fullmatch(str(self.nnodes))
+        return None if match is None else (int(match[1]), int(match[2] or match[1]))
 
     @property
     def elastic(self) -> bool:
-        """Whether a run goes on with fewer machines when some are lost."""
+        """True if a run continues with fewer hosts when some are lost."""
         return self.node_range is not None and self.node_range[0] < self.node_range[1]
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""YAML and dotted overrides in, one frozen RunConfig or FinetuneConfig out.
+"""Loading of configurations: YAML and dotted overrides become a RunConfig or FinetuneConfig.
 
-What pydantic finds wrong is told as clauses that name the key, the value and what to do.
+Validation errors of pydantic are translated into clauses with the key, the value and what to do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,34 +34,34 @@ _ADVICE = {
     "bool_parsing": "give true or false",
     "string_type": "give text",
 }
-"""What to do about a wrong type; other kinds of error say it themselves."""
+"""Advice for wrong types; other kinds of errors contain their own."""
 _WHOLE: dict[Location, str] = {
     ("data", "workers"): "an integer above 0 or auto",
     ("deepspeed", "config"): "a path, or the content of DeepSpeed's JSON",
     ("launch", "accelerate_config"): "a path, or the content of Accelerate's YAML",
     ("launch", "deepspeed_config"): "a path, or the content of DeepSpeed's JSON",
-    ("launch", "nnodes"): "a number of machines, as 2, or a range, as 2:4",
+    ("launch", "nnodes"): "a number of machines, such as 2, or a range, such as 2:4",
     ("launch", "nproc_per_node"): "an integer above 0 or auto",
     ("launch", "slurm", "gpus_per_node"): "an integer that is not negative, or auto",
     ("parallel", "pipeline_partition"): "balanced, uniform or a list of integers, as in [3, 3]",
 }
-"""Values of several kinds: what they may be, whichever of them was tried."""
+"""Advice for values of union types, whichever alternative pydantic tried."""
 _KIND = "kind"
-"""The field that says which alternative of a section is meant; pydantic puts its value into
+"""Field that selects the alternative of a section. Pydantic includes its value in error
 locations."""
 
 
 class _Kind(NamedTuple):
-    """A kind of configuration."""
+    """Kind of configuration."""
 
     schema: type[BaseModel]
     flow: str
-    """The flow that takes it."""
+    """Name of the flow that uses it."""
     directory: Path
-    """Where its files are, by default."""
+    """Default directory of its files."""
     example: str
     sign: str
-    """A dotted name that the other kind does not have."""
+    """Dotted name that only this kind of configuration has."""
 
 
 _PRETRAINING = _Kind(RunConfig, "pretrain", CONF_DIR, "conf/gpt2-tiny.yaml", "model.num_layers")
@@ -71,9 +71,10 @@ _FINE_TUNING = _Kind(FinetuneConfig, "finetune", FINETUNE_DIR, "conf/finetune/mr
 def load_config(
     conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR
 ) -> RunConfig:
-    """Read a YAML file, apply overrides with dotted keys (`{"train.train_iters": 50}`), validate.
+    """Read a YAML file, apply dotted overrides and validate the result.
 
-    Raises ConfigError with one line per wrong value: its key, what it is, and what to do.
+    An override is, for example, `{"train.train_iters": 50}`. Raises ConfigError with one clause per
+    wrong value: its key, the value, and what to do.
     """
     path, values = _read_values(conf, overrides, conf_dir, _PRETRAINING)
     _read_deepspeed_json(values, path, conf_dir)
@@ -83,10 +84,10 @@ def load_config(
 def load_finetune_config(
     conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = FINETUNE_DIR
 ) -> FinetuneConfig:
-    """Read a YAML file of the flow finetune as `load_config` does one of the flow pretrain.
+    """Read a YAML file of the flow finetune like `load_config` reads one of the flow pretrain.
 
-    The files that `launch.accelerate_config` and `launch.deepspeed_config` name are read here; the
-    configuration holds their content, so that no process reads them again.
+    The files named by `launch.accelerate_config` and `launch.deepspeed_config` are read too. The
+    configuration contains their content, so that other processes need not read them.
     """
     path, values = _read_values(conf, overrides, conf_dir, _FINE_TUNING)
     names = read_files(values, (Path(), path.parent, conf_dir.absolute().parent.parent))
@@ -112,13 +113,13 @@ def parse_finetune_config(
     """Validate plain values of a fine-tuning.
 
     Args:
-        values: by section.
-        origin: names them in messages.
-        files: names in messages for what `launch.accelerate_config` and `launch.deepspeed_config`
-            hold.
+        values: values by section.
+        origin: name of the values in messages.
+        files: names in messages for the contents of `launch.accelerate_config` and
+            `launch.deepspeed_config`.
 
     Raises:
-        ConfigError: they are no configuration.
+        ConfigError: the values are not a valid configuration.
     """
     return cast(
         FinetuneConfig, _validated(_FINE_TUNING, values, origin, {FILES: dict(files or {})})
@@ -126,7 +127,10 @@ def parse_finetune_config(
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
-    """`["train.train_iters=50"]` as a mapping; values are YAML. Raises ConfigError."""
+    """Return overrides such as `["train.train_iters=50"]` as a mapping; values are parsed as YAML.
+
+    Raises ConfigError.
+    """
     overrides: dict[str, Any] = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
@@ -140,19 +144,19 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
 
 
 def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAINING) -> Path:
-    """The file that `conf` names: a path, or the stem of a file in `conf_dir`.
+    """Return the file that `conf` names: a path, or the stem of a file in `conf_dir`.
 
-    Raises ConfigError with the nearest name when there is none.
+    Raises ConfigError with the most similar name if there is no such file.
     """
     for candidate in (Path(conf), conf_dir / f"{conf}.yaml"):
         if candidate.is_file():
             return candidate
     other = _other(kind)
-    there = (
+    other_path = (
         conf_dir.parent if kind is _FINE_TUNING else conf_dir / FINETUNE_DIR.name
     ) / f"{conf}.yaml"
-    if there.is_file():
-        hint = f"; {there} is one of the flow {other.flow}"
+    if other_path.is_file():
+        hint = f"; {other_path} is one of the flow {other.flow}"
     else:
         hint = nearest(conf, sorted(path.stem for path in conf_dir.glob("*.yaml")))
     raise ConfigError(
@@ -167,13 +171,13 @@ def _validated(
     try:
         return kind.schema.model_validate(values, context=context)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {complaints(error, kind.schema)}") from error
+        raise ConfigError(f"{origin}: {format_errors(error, kind.schema)}") from error
 
 
 def _read_values(
     conf: str, overrides: Mapping[str, Any] | None, conf_dir: Path, kind: _Kind
 ) -> tuple[Path, dict[str, Any]]:
-    """The file that is meant and its values, overridden."""
+    """Return the path of the configuration file and its values with overrides applied."""
     if not isinstance(conf, str) or not isinstance(overrides or {}, Mapping):
         raise ConfigError(
             f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping "
@@ -209,12 +213,10 @@ def _has(values: Any, key: str) -> bool:
 
 
 def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
-    """Put the content of `deepspeed.config` in the place of its path.
+    """Replace the path in `deepspeed.config` by the content of the file.
 
-    So no process reads it again.
-
-    The path is relative to the working directory, to the directory of the configuration, or to that
-    of `conf_dir`.
+    The other processes then need not read the file. The path may be relative to the working
+    directory, to the directory of the configuration, or to the parent of `conf_dir`.
     """
     section = values.get("deepspeed")
     if (
@@ -223,20 +225,23 @@ def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> 
         or not isinstance(section.get("config"), str)
     ):
         return
-    given = section["config"]
+    json_name = section["config"]
     candidates = list(
-        dict.fromkeys(Path(root, given) for root in ("", conf.parent, conf_dir.absolute().parent))
-    )
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        raise ConfigError(
-            f"deepspeed.config is {given!r}: there is no file {' or '.join(map(str, candidates))}"
+        dict.fromkeys(
+            Path(root, json_name) for root in ("", conf.parent, conf_dir.absolute().parent)
         )
-    values["deepspeed"] = {**section, "config": read_settings_json(found)}
+    )
+    json_path = next((path for path in candidates if path.is_file()), None)
+    if json_path is None:
+        raise ConfigError(
+            f"deepspeed.config is {json_name!r}: there is no file "
+            f"{' or '.join(map(str, candidates))}"
+        )
+    values["deepspeed"] = {**section, "config": read_settings_json(json_path)}
 
 
 def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `values[a][b][c] = value` for key `a.b.c`, making mappings on the way."""
+    """Set `values[a][b][c] = value` for the key `a.b.c`, adding missing mappings."""
     *parents, leaf = key.split(".")
     target = values
     for depth, parent in enumerate(parents):
@@ -249,21 +254,21 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
     target[leaf] = value
 
 
-def complaints(error: ValidationError, schema: type[BaseModel]) -> str:
-    """Every wrong value of a configuration, once each, with semicolons between.
+def format_errors(error: ValidationError, schema: type[BaseModel]) -> str:
+    """Return all validation errors, one clause per key, joined by semicolons.
 
     Args:
-        error: what validation raised.
-        schema: the class that the values were to be.
+        error: error raised by the validation.
+        schema: class against which the values were validated.
     """
-    # Each alternative of a union complains by itself: of one key the first complaint is shown.
+    # Each alternative of a union reports its own errors: only the first error of each key is shown.
     items = [item for item in error.errors() if not _follows(item, error.errors())]
     problems = {_key(item, schema): _describe(item, schema) for item in reversed(items)}
     return "; ".join(reversed(problems.values()))
 
 
 def _follows(item: Any, items: Sequence[Any]) -> bool:
-    """Whether a list is too short only because pydantic left the wrong ones of its elements out."""
+    """Return True if a list is too short only because pydantic dropped its invalid elements."""
     place = item["loc"]
     return item["type"] == "too_short" and any(
         len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in items
@@ -271,7 +276,7 @@ def _follows(item: Any, items: Sequence[Any]) -> bool:
 
 
 def _describe(item: Any, schema: type[BaseModel]) -> str:
-    """One pydantic error as one clause."""
+    """Return a pydantic error as one clause."""
     key, location = _key(item, schema), _location(item, schema)
     if item["type"] == "extra_forbidden":
         return f"unknown key {key}{_hint(item['loc'], schema)}"
@@ -287,7 +292,7 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
 
 
 def _hint(location: Location, schema: type[BaseModel]) -> str:
-    """What may have been meant by an unknown key."""
+    """Return a hint at the intended key for an unknown key."""
     name, above = str(location[-1]), _without_kinds(location[:-1], schema)
     here = _sections_at(location[:-1], schema)
     others = [section for section in _sections_at(above, schema) if name in section.model_fields]
@@ -298,7 +303,11 @@ def _hint(location: Location, schema: type[BaseModel]) -> str:
             f"{_kinds_of(here[0])[0]})"
         )
     known = sorted(
-        {field.alias or own for section in here for own, field in section.model_fields.items()}
+        {
+            field.alias or field_name
+            for section in here
+            for field_name, field in section.model_fields.items()
+        }
     )
     return _elsewhere(name, schema) or nearest(name, known)
 
@@ -314,27 +323,27 @@ def _key(item: Any, schema: type[BaseModel]) -> str:
 
 
 def _without_kinds(location: Location, schema: type[BaseModel]) -> Location:
-    """A location as the user wrote it, without the alternatives that pydantic tried."""
-    kept: list[str | int] = []
+    """Return a location as the user wrote it, without the alternatives that pydantic tried."""
+    parts: list[str | int] = []
     sections: list[type[BaseModel]] = [schema]
     for part in location:
         fields = [section for section in sections if part in _names_of(section)]
         if not fields and any(part in _kinds_of(section) for section in sections):
             sections = [section for section in sections if part in _kinds_of(section)]
             continue
-        kept.append(part)
+        parts.append(part)
         sections = _below(fields, part) if not isinstance(part, int) else sections
-    return tuple(kept)
+    return tuple(parts)
 
 
 def _sections_at(location: Location, schema: type[BaseModel]) -> list[type[BaseModel]]:
-    """The sections that a location may be in.
+    """Return the sections that a location may refer to.
 
-    There are several where it stops at a union whose kind it does not tell.
+    There are several if the location ends at a union without naming the alternative.
     """
     sections: list[type[BaseModel]] = [schema]
     for part in location:
-        if isinstance(part, int):  # an element of a list has the names of its type
+        if isinstance(part, int):  # elements of a list have no names
             continue
         fields = [section for section in sections if part in _names_of(section)]
         kinds = [section for section in sections if part in _kinds_of(section)]
@@ -343,12 +352,12 @@ def _sections_at(location: Location, schema: type[BaseModel]) -> list[type[BaseM
 
 
 def _below(sections: list[type[BaseModel]], name: str | int) -> list[type[BaseModel]]:
-    """The sections that a field of these may hold."""
+    """Return the sections that the field `name` of the given sections may contain."""
     return [
         model
         for section in sections
-        for own, field in section.model_fields.items()
-        if name in (own, field.alias)
+        for field_name, field in section.model_fields.items()
+        if name in (field_name, field.alias)
         for model in _models_in(field.annotation)
     ]
 
@@ -356,14 +365,14 @@ def _below(sections: list[type[BaseModel]], name: str | int) -> list[type[BaseMo
 def _names_of(section: type[BaseModel]) -> set[str]:
     return {
         name
-        for own, field in section.model_fields.items()
-        for name in (own, field.alias)
+        for field_name, field in section.model_fields.items()
+        for name in (field_name, field.alias)
         if name is not None
     }
 
 
 def _kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
-    """The values of `kind` that choose a section."""
+    """Return the values of `kind` that select a section."""
     field = section.model_fields.get(_KIND)
     return () if field is None else tuple(map(str, get_args(field.annotation)))
 
@@ -375,7 +384,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _elsewhere(name: str, schema: type[BaseModel]) -> str:
-    """The same name in another section, for a key that is right but in the wrong place."""
+    """Return a hint if another section has a field `name`."""
     for section, field in schema.model_fields.items():
         if any(name in model.model_fields for model in _models_in(field.annotation)):
             return f" (did you mean {section}.{name}?)"

@@ -1,4 +1,4 @@
-"""The section `model`: an architecture, with checks of what its family has and what fits."""
+"""Section `model`: the architecture, with checks of what its family supports."""
 
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ _FOR_ONE: dict[str, Family] = {
     "qk_layernorm": "gpt",
     "num_query_groups": "gpt",
 }
-"""Fields that one family alone has; with the others they stay at their defaults."""
+"""Fields that only one family supports; for other families they must have their defaults."""
 _POSITIONS: dict[Family, tuple[str, ...]] = {
     "gpt": ("learned_absolute", "rope", "alibi", "none"),
     "bert": ("learned_absolute",),
@@ -33,83 +33,83 @@ _NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
 class ModelConfig(Section):
-    """A transformer, as Megatron-LM builds it.
+    """Architecture of a transformer as Megatron-LM builds it.
 
     The defaults are those of GPT-2 (Radford et al. 2019).
     """
 
     num_layers: int = keyed(gt=0)
-    """Transformer layers; of T5, the encoder's."""
+    """Number of transformer layers; for T5, of the encoder."""
     num_decoder_layers: int | None = keyed(None, gt=0)
-    """Layers of T5's decoder; null means num_layers."""
+    """Number of layers of T5's decoder; null means num_layers."""
     hidden_size: int = keyed(gt=0)
     """Width of the residual stream (h)."""
     num_attention_heads: int = keyed(gt=0)
-    """Attention heads (n)."""
+    """Number of attention heads (n)."""
     num_query_groups: int | None = keyed(None, gt=0)
-    """Key-value heads (g; Ainslie et al. 2023), each shared by n / g query heads; null means one
-    per query head."""
+    """Number of key-value heads (g; Ainslie et al. 2023), each shared by n / g query heads; null
+    means one per query head."""
     kv_channels: int | None = keyed(None, gt=0)
     """Size of one attention head (d); null means hidden_size / num_attention_heads."""
     ffn_hidden_size: int | None = keyed(None, gt=0)
     """Width of the MLP's inner layer; null means 4 x hidden_size."""
     activation: Activation = keyed("gelu_tanh")
-    """Of the MLP: GELU (Hendrycks and Gimpel 2016) in its tanh approximation or exact, ReLU, or a
-    gated unit (Shazeer
-    2020) with SiLU, GELU or its approximation."""
+    """Activation of the MLP: GELU (Hendrycks and Gimpel 2016), exact or in its tanh approximation;
+    ReLU; or a gated unit (Shazeer 2020) with SiLU (swiglu), exact GELU (geglu) or approximate GELU
+    (geglu_tanh)."""
     normalization: Normalization = keyed("layernorm")
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019)."""
+    """Type of the norms: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019)."""
     norm_position: Literal["pre", "post"] = keyed("pre")
-    """Whether norms stand before each branch or after each sum (Devlin et al. 2018); post is for
-    BERT alone."""
+    """Position of the norms: pre, before each branch; or post, after each residual sum (Devlin et
+    al. 2018). Post is supported by BERT only."""
     parallel_residual: bool = keyed(False)
-    """Whether attention and MLP read the same input and are added together (GPT-J, GPT-NeoX); for
-    GPT alone."""
+    """If true, attention and MLP read the same input and their outputs are summed (GPT-J,
+    GPT-NeoX). GPT only."""
     position_embedding_type: PositionEmbedding = keyed("learned_absolute")
-    """A learned table; rotary (Su et al. 2021); ALiBi (Press et al. 2021), both for GPT alone; T5's
-    relative bias (Raffel et al. 2019), for T5 alone; or nothing."""
+    """Position embedding: a learned table; rotary (Su et al. 2021, GPT only); ALiBi (Press et al.
+    2021, GPT only); T5's relative bias (Raffel et al. 2019, T5 only); or none (GPT only)."""
     rotary_base: float = keyed(10000.0, gt=1.0)
     """Base of the rotary frequencies."""
     rotary_percent: float = keyed(1.0, gt=0.0, le=1.0)
-    """Share of each head that is rotated."""
+    """Fraction of each head's elements that is rotated."""
     relative_attention_num_buckets: int = keyed(32, gt=1)
-    """Buckets of distances of the relative bias."""
+    """Number of distance buckets of the relative bias."""
     relative_attention_max_distance: int = keyed(128, gt=1)
-    """Distance in tokens from which on all share the last bucket of the relative bias."""
+    """Distance in tokens from which all distances share the last bucket of the relative bias."""
     sliding_window: int | None = keyed(None, gt=0)
-    """Tokens that a token sees, itself included (Jiang et al. 2023); null means all before it; for
-    GPT alone."""
+    """Number of tokens that each token attends to, including itself (Jiang et al. 2023); null means
+    all previous tokens. GPT only."""
     qk_layernorm: bool = keyed(False)
-    """Whether queries and keys of each head are normalised (Dehghani et al. 2023); for GPT
-    alone."""
+    """If true, the queries and keys of each head are normalized (Dehghani et al. 2023). GPT
+    only."""
     add_bias_linear: bool = keyed(True)
-    """Whether linear layers have biases."""
+    """If true, linear layers have biases."""
     untie_embeddings_and_output_weights: bool = keyed(False)
-    """Whether the output layer has weights of its own, instead of the token embeddings (Press and
-    Wolf 2017)."""
+    """If true, the output layer has separate weights; if false, it shares those of the token
+    embedding (Press and Wolf 2017)."""
     bert_binary_head: bool = keyed(True, key="run", resolved="index")
-    """Whether BERT has a pooler and predicts how its two segments belong together."""
+    """If true, BERT has a pooler and a binary head that predicts how its two segments are related
+    (data.masked_lm.sentence_task)."""
     max_position_embeddings: int | None = keyed(None, gt=0)
-    """Longest sequence in tokens, and rows of the learned position table; null means
-    data.seq_length."""
+    """Longest sequence in tokens, which is the number of rows of the learned position table; null
+    means data.seq_length."""
     hidden_dropout: float = keyed(0.1, ge=0.0, lt=1.0)
-    """Probability of dropping an element after the embedding, the attention projection and the
-    MLP."""
+    """Dropout probability after the embedding, the attention projection and the MLP."""
     attention_dropout: float = keyed(0.1, ge=0.0, lt=1.0)
-    """Probability of dropping an attention weight."""
+    """Dropout probability of the attention weights."""
     init_method_std: float = keyed(0.02, gt=0.0)
-    """Standard deviation of the initial weights; projections into the residual of a model with
-    norm_position pre use std / sqrt(2 x num_layers). T5's follow from widths (Raffel et al.
-    2019)."""
+    """Standard deviation of the initial weights. With norm_position pre, projections into the
+    residual stream use std / sqrt(2 x num_layers). T5's deviations follow from its widths (Raffel
+    et al. 2019)."""
     layernorm_epsilon: float = keyed(1e-5, gt=0.0)
-    """Epsilon of every norm."""
+    """Epsilon of all norms."""
     make_vocab_size_divisible_by: int = keyed(128, gt=0)
-    """The vocabulary is padded to a multiple of this, in tokens; a tensor-parallel size divides the
-    result."""
+    """Number of entries to whose multiple the vocabulary is padded; the tensor-parallel size must
+    divide the padded size."""
 
     @property
     def head_dim(self) -> int:
-        """Size of one attention head (d), resolved."""
+        """Size of one attention head (d), with the default filled in."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -119,36 +119,37 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Key-value heads, resolved."""
+        """Number of key-value heads, with the default filled in."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP's inner layer, resolved."""
+        """Width of the MLP's inner layer, with the default filled in."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP is a gated unit."""
+        """True if the MLP is a gated unit."""
         return self.activation in GATED
 
     @property
     def decoder_layers(self) -> int:
-        """Layers of T5's decoder, resolved."""
+        """Number of layers of T5's decoder, with the default filled in."""
         return self.num_decoder_layers or self.num_layers
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return the rows of the embedding (v) for a vocabulary of `vocab_size` entries.
+        """Return the number of embedding rows (v) for a vocabulary of `vocab_size` entries.
 
-        Megatron-LM multiplies `make_vocab_size_divisible_by` by the tensor-parallel size; here a
-        model has one shape whatever its layout, and the tensor-parallel size must divide it.
+        Megatron-LM multiplies `make_vocab_size_divisible_by` by the tensor-parallel size. Here the
+        shape of a model does not depend on its layout, and the tensor-parallel size must divide the
+        result.
         """
         divisible_by = self.make_vocab_size_divisible_by
         return -(-vocab_size // divisible_by) * divisible_by
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of each head that are rotated, an even number."""
+        """Number of rotated elements of each head, always even."""
         return int(self.head_dim * self.rotary_percent) // 2 * 2
 
 
@@ -156,7 +157,7 @@ _DEFAULTS = ModelConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
 
 
 def check_model(family: Family, model: ModelConfig, seq_length: int) -> None:
-    """Raise ValueError for an architecture that cannot be built or that its family lacks."""
+    """Raise ValueError for an architecture that is invalid or that its family does not support."""
     _check_family(family, model)
     _check_heads(model)
     _check_positions(model, seq_length)
@@ -167,8 +168,8 @@ def _check_family(family: Family, model: ModelConfig) -> None:
         value = getattr(model, name)
         if family != owner and value != getattr(_DEFAULTS, name):
             raise ValueError(
-                f"model.{name} is {_text(value)} but family is {family}: it is for {_NAMES[owner]} "
-                "alone; remove it"
+                f"model.{name} is {_text(value)} but family is {family}: it is only for "
+                f"{_NAMES[owner]}; remove it"
             )
     positions = _POSITIONS[family]
     if model.position_embedding_type not in positions:
@@ -183,15 +184,15 @@ def _check_family(family: Family, model: ModelConfig) -> None:
 
 
 def _check_bert(model: ModelConfig) -> None:
-    for name, wanted in (
+    for name, expected in (
         ("normalization", "layernorm"),
         ("add_bias_linear", True),
         ("untie_embeddings_and_output_weights", False),
     ):
-        if getattr(model, name) != wanted:
+        if getattr(model, name) != expected:
             raise ValueError(
                 f"model.{name} is {_text(getattr(model, name))} but family is bert, whose layers "
-                f"are those of the published model: set it to {_text(wanted)}"
+                f"are those of the published model: set it to {_text(expected)}"
             )
 
 
@@ -250,5 +251,5 @@ def _check_positions(model: ModelConfig, seq_length: int) -> None:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML spells it."""
+    """Return a value as YAML spells it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,9 +1,8 @@
-"""How the model and the batch are divided over ranks: the section `parallel`, and what can work.
+"""Section `parallel`: division of model and batch over ranks, with checks of layouts.
 
-The divisions that can work, and the nearest ones that do, are found by arithmetic alone. What is
-computed stays the same but for rounding, and for what dropout drops of activations that
-tensor-parallel ranks divide. Of T5, a pipeline stage has layers of the encoder or of the decoder,
-never of both.
+Valid layouts, and those nearest to an invalid one, are found by arithmetic only. The layout does
+not change the result except for rounding, and for dropout of activations that tensor-parallel ranks
+divide. A pipeline stage of T5 has layers of either the encoder or the decoder.
 """
 
 import math
@@ -13,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megacore.config.base import Section, unkeyed
-from megacore.config.deepspeed import asked_of
+from megacore.config.deepspeed import user_settings_of
 from megacore.config.model import Family, ModelConfig
 from megacore.config.train import TrainConfig
 
@@ -21,62 +20,62 @@ if TYPE_CHECKING:
     from megacore.config.run import RunConfig
 
 PROPOSALS = 3
-"""Layouts that a refusal names at most."""
+"""Maximum number of layouts that a refusal proposes."""
 Style = Literal["balanced", "uniform"] | tuple[int, ...]
 
 
 class ParallelConfig(Section):
-    """Sizes of the axes.
+    """Options of the layout.
 
-    What tensor and pipeline parallelism leave of the ranks is data parallel.
+    The ranks that remain after tensor and pipeline parallelism are data parallel.
     """
 
     tensor_model_parallel_size: int = unkeyed(1, gt=0)
-    """Ranks that share each layer (tp; Shoeybi et al. 2019)."""
+    """Number of ranks that divide each layer (tp; Shoeybi et al. 2019)."""
     sequence_parallel: bool = unkeyed(False)
-    """Whether norms and dropout work on the tensor-parallel rank's part of the sequence
+    """If true, norms and dropout compute only the tensor-parallel rank's part of the sequence
     (Korthikanti et al. 2022)."""
     pipeline_model_parallel_size: int = unkeyed(1, gt=0)
-    """Stages of consecutive layers (pp; Huang et al. 2019)."""
+    """Number of pipeline stages, each with consecutive layers (pp; Huang et al. 2019)."""
     virtual_pipeline_model_parallel_size: int = unkeyed(1, gt=0)
-    """Chunks of layers per stage (v); above 1 the schedule is interleaved 1F1B (Narayanan et al.
-    2021)."""
+    """Number of chunks of layers per pipeline stage (v); above 1 the schedule is interleaved 1F1B
+    (Narayanan et al. 2021)."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = unkeyed("1f1b")
-    """Order of forward and backward passes: 1f1b (Narayanan et al. 2019) keeps at most pp micro
-    batches in flight."""
+    """Order of forward and backward passes: 1f1b (Narayanan et al. 2019), which keeps at most pp
+    micro batches in flight, or gpipe."""
     pipeline_partition: Literal["balanced", "uniform"] | tuple[int, ...] = unkeyed("balanced")
-    """Layers of each chunk: balanced counts embedding and head as well, uniform gives all the same
-    number, a list says it for each of the pp x v chunks in the order of the model."""
+    """Number of layers per chunk: balanced accounts for the cost of embedding and head, uniform
+    gives each chunk the same number, and a list gives the number for each of the pp x v chunks in
+    the order of the model."""
     pipeline_model_parallel_split_rank: int | None = unkeyed(None, gt=0)
-    """Pipeline stage at which T5's decoder begins; null divides the stages by cost."""
+    """First pipeline stage of T5's decoder; null divides the stages by cost."""
     use_distributed_optimizer: bool = unkeyed(False)
-    """Whether main weights and moments are divided over data-parallel ranks (ZeRO-1; Rajbhandari et
-    al. 2020)."""
+    """If true, main weights and moments are divided over data-parallel ranks (ZeRO-1; Rajbhandari
+    et al. 2020)."""
     grad_reduce_bucket_mb: float = unkeyed(25.0, gt=0)
-    """Size of a gradient reduction bucket, in MiB of fp32."""
+    """Size of a gradient-reduction bucket in MiB of fp32."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = unkeyed("fp32")
-    """Type in which gradients travel between data-parallel ranks; they accumulate in fp32 all the
-    same."""
+    """Data type of the gradients in the reduction between data-parallel ranks; they are always
+    accumulated in fp32."""
 
 
 @dataclass(frozen=True)
 class T5Stages:
-    """What is asked of the pipeline of an encoder and a decoder."""
+    """Requested pipeline of an encoder and a decoder."""
 
     encoder: int
-    """model.num_layers."""
+    """Number of encoder layers, model.num_layers."""
     decoder: int
-    """model.num_decoder_layers, resolved."""
+    """Number of decoder layers, model.num_decoder_layers with the default filled in."""
     stages: int
-    """parallel.pipeline_model_parallel_size."""
+    """Number of pipeline stages, parallel.pipeline_model_parallel_size."""
     split: int | None = None
-    """parallel.pipeline_model_parallel_split_rank: the first stage of the decoder; None leaves it
-    open."""
+    """First stage of the decoder, parallel.pipeline_model_parallel_split_rank; None means any."""
     style: Style = "balanced"
-    """parallel.pipeline_partition."""
+    """Layers per stage, parallel.pipeline_partition."""
 
     def splits(self) -> list[int]:
-        """First stages of the decoder that can work; none where `problem` has something to say."""
+        """Return the possible first stages of the decoder; empty if `problem` reports one."""
         return [
             split
             for split in range(1, self.stages)
@@ -84,10 +83,7 @@ class T5Stages:
         ]
 
     def problem(self) -> tuple[str, str] | None:
-        """Why no division can work, in one clause with all the numbers, and what would help.
-
-        None if one can.
-        """
+        """Return why no division works, with all the numbers, and a remedy; None if one works."""
         size = f"parallel.pipeline_model_parallel_size {self.stages}"
         if self.split is not None and not 0 < self.split < self.stages:
             what = f"parallel.pipeline_model_parallel_split_rank is {self.split}"
@@ -104,7 +100,7 @@ class T5Stages:
         return self._division_problem(size)
 
     def _works(self, split: int) -> bool:
-        """Whether the encoder can be on the stages before `split`, the decoder on the others."""
+        """Return True if the decoder can begin at the pipeline stage `split`."""
         stacks = ((self.encoder, split), (self.decoder, self.stages - split))
         if isinstance(self.style, tuple):
             return sum(self.style[:split]) == self.encoder
@@ -145,7 +141,7 @@ class T5Stages:
         )
 
     def _division_problem(self, size: str) -> tuple[str, str]:
-        """Of balanced and uniform."""
+        """Return the problem and the remedy for the partitions balanced and uniform."""
         where = size if self.split is None else f"{size}, split at {self.split}"
         layers = f"model.num_layers {self.encoder} and model.num_decoder_layers {self.decoder}"
         if self.style == "uniform":
@@ -165,20 +161,20 @@ def _listed(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, order=True)
 class ParallelLayout:
-    """Sizes of the axes of parallelism."""
+    """Sizes of a parallel layout."""
 
     tensor: int = 1
-    """Ranks that share each layer (tp)."""
+    """Number of tensor-parallel ranks (tp)."""
     pipeline: int = 1
-    """Stages of consecutive layers (pp)."""
+    """Number of pipeline stages (pp)."""
     virtual: int = 1
-    """Chunks of layers per stage (v)."""
+    """Number of chunks per pipeline stage (v)."""
     data: int = 1
-    """Replicas (dp)."""
+    """Number of data-parallel replicas (dp)."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, ranks: int | None) -> "ParallelLayout":
-        """What a configuration asks for; of an unknown number of ranks one replica."""
+        """Return the layout that a configuration requests, with one replica if `ranks` is None."""
         tensor, pipeline = (
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
@@ -188,18 +184,18 @@ class ParallelLayout:
 
     @property
     def chunks(self) -> int:
-        """Chunks of layers of the whole model (pp x v)."""
+        """Number of chunks of the whole model (pp x v)."""
         return self.pipeline * self.virtual
 
     def distance(self, other: "ParallelLayout") -> float:
-        """How many doublings and halvings of the four sizes lead to another layout."""
+        """Return the number of doublings and halvings of the four sizes to reach another layout."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
 
     def named(self, *, data: bool) -> str:
-        """`tensor 4 x pipeline 2`.
+        """Return the layout as text, such as `tensor 4 x pipeline 2`.
 
-        Virtual stages where there are any, data-parallel ranks when asked.
+        Virtual stages are included if there are any, data-parallel ranks if `data` is True.
         """
         virtual = f" x virtual {self.virtual}" if self.virtual > 1 else ""
         return (
@@ -209,26 +205,27 @@ class ParallelLayout:
 
 
 class Refusal(NamedTuple):
-    """Why a layout cannot work."""
+    """Reason why a layout cannot work."""
 
     problem: str
-    """One clause with all the numbers."""
+    """Problem in one clause with all the numbers."""
     remedy: str = ""
-    """What else than another layout would help."""
+    """Remedy other than a different layout."""
 
 
 def check_layout(
     config: "RunConfig", ranks: int | None, padded_vocab_size: int | None = None
 ) -> ParallelLayout:
-    """The layout that a configuration asks for.
+    """Return the layout that a configuration requests.
 
     Args:
-        config: the run.
-        ranks: that are started; None where the machine decides it, then one replica is looked at.
-        padded_vocab_size: entries of the padded vocabulary, None where it is not known yet.
+        config: configuration of the run.
+        ranks: number of ranks; None if the host decides it, in which case one replica is checked.
+        padded_vocab_size: entries of the padded vocabulary; None if not yet known.
 
     Raises:
-        ValueError: it cannot work; the message has all the numbers and the nearest layouts that do.
+        ValueError: the layout cannot work; the message has all the numbers and the nearest valid
+            layouts.
     """
     asked = ParallelLayout.of(config.parallel, ranks)
     refusal = _refused_world(asked, ranks) or refused(config, asked, padded_vocab_size)
@@ -257,18 +254,18 @@ def nearest_layouts(
     data: int | None = None,
     count: int = PROPOSALS,
 ) -> list[ParallelLayout]:
-    """Up to `count` layouts of `ranks` ranks that can work, those nearest to `asked` first.
+    """Return up to `count` valid layouts of `ranks` ranks, nearest to `asked` first.
 
-    Among equally near ones those with fewer replicas come first, which need less memory per rank.
-    Virtual stages are proposed only to those who asked for some.
+    Equally near layouts are sorted by the number of replicas, because fewer replicas need less
+    memory per rank. Virtual stages are proposed only if `asked` has some.
 
     Args:
-        config: the run; its own layout is not looked at.
-        asked: what was asked for.
-        ranks: of each layout.
-        padded_vocab_size: entries of the padded vocabulary, None where it is not known yet.
-        data: data-parallel size of each layout, None for any.
-        count: how many.
+        config: configuration of the run; its own layout is ignored.
+        asked: requested layout.
+        ranks: number of ranks of each layout.
+        padded_vocab_size: entries of the padded vocabulary; None if not yet known.
+        data: data-parallel size of each layout; None for any.
+        count: maximum number of layouts.
     """
     possible = [
         layout
@@ -281,7 +278,7 @@ def nearest_layouts(
 
 
 def _layouts(layers: int, asked: ParallelLayout, ranks: int) -> Iterator[ParallelLayout]:
-    """Every layout of `ranks` ranks."""
+    """Yield all layouts of `ranks` ranks."""
     for tensor in _divisors(ranks):
         for pipeline in _divisors(ranks // tensor):
             most = layers // pipeline if asked.virtual > 1 and pipeline > 1 else 1
@@ -296,7 +293,7 @@ def _divisors(number: int) -> list[int]:
 def refused(
     config: "RunConfig", layout: ParallelLayout, padded_vocab_size: int | None = None
 ) -> Refusal | None:
-    """Why `layout` cannot work for this model and batch, None when it can."""
+    """Return why `layout` cannot work for the model and batch; None if it can."""
     family, model, parallel, train = config.family, config.model, config.parallel, config.train
     return (
         _refused_sequence(config, layout)
@@ -391,7 +388,7 @@ def _refused_schedule(
     if split is not None and family != "t5":
         return Refusal(
             f"parallel.pipeline_model_parallel_split_rank is {split} but family is "
-            f"{family}, which has no decoder beside an encoder",
+            f"{family}, which has no decoder next to an encoder",
             "set it to null",
         )
     if layout.virtual == 1:
@@ -416,17 +413,23 @@ def _refused_schedule(
 
 
 def _refused_by_deepspeed(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
-    """Its pipeline has one schedule, and keeps all gradients until the step."""
+    """Check the limits of DeepSpeed's pipeline.
+
+    It has only one schedule, and it keeps all gradients until the step.
+    """
     if config.engine != "deepspeed" or layout.pipeline == 1:
         return None
-    asked, stages = asked_of(config), f"parallel.pipeline_model_parallel_size is {layout.pipeline}"
+    asked, stages = (
+        user_settings_of(config),
+        f"parallel.pipeline_model_parallel_size is {layout.pipeline}",
+    )
     native = "set engine to native"
     if asked.stage >= 2:
         name = asked.named("zero_optimization.stage")
         return Refusal(
             f"{name} is {asked.stage} but {stages}, and DeepSpeed's pipeline keeps the gradients "
-            "of all micro batches until the step, so that replicas can divide the optimizer's "
-            "state alone",
+            "of all micro batches until the step, so that replicas can divide only the optimizer's "
+            "state",
             f"set {name} to 1",
         )
     if layout.virtual > 1:
@@ -438,7 +441,7 @@ def _refused_by_deepspeed(config: "RunConfig", layout: ParallelLayout) -> Refusa
     if config.parallel.pipeline_schedule != "1f1b":
         return Refusal(
             f"parallel.pipeline_schedule is {config.parallel.pipeline_schedule} but engine is "
-            "deepspeed, whose pipeline has 1F1B alone",
+            "deepspeed, whose pipeline has only 1F1B",
             f"set it to 1f1b, or {native}",
         )
     return None
@@ -486,7 +489,7 @@ def _refused_list(
     if min((*partition[:-1], partition[-1] + (chunks > 1))) < 1:
         return Refusal(
             f"parallel.pipeline_partition {list(partition)} has a chunk of {min(partition)} layers",
-            "give each at least 1, or 0 to the last alone, which has the head",
+            "give each at least 1, or 0 only to the last, which has the head",
         )
     if sum(partition) != layers:
         return Refusal(
@@ -522,7 +525,7 @@ def _refused_rampup(train: TrainConfig, layout: ParallelLayout) -> Refusal | Non
 
 
 def _refused_interleaving(train: TrainConfig, layout: ParallelLayout) -> Refusal | None:
-    """Interleaved 1F1B takes micro batches in groups of pp (Narayanan et al. 2021)."""
+    """Check that micro batches form groups of pp for interleaved 1F1B (Narayanan et al. 2021)."""
     if layout.virtual == 1:
         return None
     rampup, micro = train.rampup_batch_size, train.micro_batch_size * layout.data
@@ -546,7 +549,7 @@ def _refused_interleaving(train: TrainConfig, layout: ParallelLayout) -> Refusal
 
 
 def _micro_batches(train: TrainConfig, layout: ParallelLayout) -> str:
-    """The samples that all replicas take at once, spelled out."""
+    """Return the samples of one forward pass over all replicas as text."""
     micro = train.micro_batch_size
     if layout.data == 1:
         return f"train.micro_batch_size {micro}"

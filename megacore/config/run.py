@@ -1,4 +1,4 @@
-"""The whole configuration of one run, and the checks that cross its sections."""
+"""Configuration of a pretraining run, with the checks across its sections."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -25,44 +25,45 @@ from megacore.config.train import (
 
 
 class RunConfig(Section):
-    """Everything that one deployment says."""
+    """Complete configuration of a pretraining run."""
 
     name: str = keyed(key="convert", resolved="publish", pattern=r"^[a-z0-9][a-z0-9.-]*$")
-    """Name of the run and of the exported model: lower case, digits, dots and dashes."""
+    """Name of the run and of the exported model: lower-case letters, digits, dots and dashes."""
     family: Family = keyed("gpt", key="run", resolved="index")
-    """Kind of model: a causal decoder, BERT's encoder, or T5's encoder and decoder."""
+    """Family of the model: a causal decoder (gpt), an encoder (bert), or an encoder and decoder
+    (t5)."""
     seed: int = keyed(1234, key=("index", "run"), resolved="tokenize", ge=0, lt=2**32)
-    """Seeds the order of documents and samples, the initial weights and dropout."""
+    """Random seed for the order of documents and samples, the initial weights and dropout."""
     verify: Literal["quick", "full"] = unkeyed("quick")
-    """How a cached artifact is checked: sizes (and hashes where a file was touched), or every
-    hash."""
+    """Check of cached artifacts: quick compares file sizes, and hashes only where a file was
+    touched; full compares all hashes."""
     data: DataConfig = keyed()
-    """From documents to samples."""
+    """Data: sources, tokenizer and samples."""
     model: ModelConfig = keyed(key="run")
-    """The architecture."""
+    """Architecture of the model."""
     optim: OptimConfig = keyed(key="run")
-    """The optimizer and its schedule."""
+    """Optimizer and learning-rate schedule."""
     train: TrainConfig = keyed(key="run")
-    """The training loop."""
+    """Training loop."""
     checkpoint: CheckpointConfig = unkeyed()
-    """When to save and what to keep."""
+    """Intervals of saving checkpoints, and which of them to keep."""
     resume: ResumeConfig = unkeyed(ResumeConfig())
-    """Going on from another run's checkpoint."""
+    """Start from another run's checkpoint."""
     engine: Literal["native", "deepspeed"] = unkeyed("native")
-    """What carries out an optimizer step: megacore's own code, or DeepSpeed with ZeRO and
-    offload."""
+    """Implementation of the optimizer step: native is megacore's code, deepspeed is DeepSpeed with
+    ZeRO and offload."""
     parallel: ParallelConfig = unkeyed(ParallelConfig())
-    """Division over ranks."""
+    """Division of the model and the data over ranks."""
     deepspeed: DeepSpeedConfig = unkeyed(DeepSpeedConfig())
-    """What the engine deepspeed is told beside the rest; the engine native leaves it alone."""
+    """Additional options of the engine deepspeed; the engine native ignores them."""
     launch: LaunchConfig = unkeyed(LaunchConfig())
-    """Processes and their supervision."""
+    """Start and supervision of the processes."""
     evaluate: EvaluateConfig = keyed(EvaluateConfig(), key="evaluate")
-    """Perplexity of the test split."""
+    """Evaluation of the checkpoints."""
     export: ExportConfig = keyed(ExportConfig(), key="convert")
     """Conversion to transformers and its gate."""
     tracking: TrackingConfig = unkeyed(TrackingConfig())
-    """MLflow and TensorBoard."""
+    """Tracking with MLflow and TensorBoard."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,17 +77,17 @@ class RunConfig(Section):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Rows of the position table, resolved."""
+        """Number of rows of the position table, with the default filled in."""
         return self.model.max_position_embeddings or self.data.seq_length
 
     @property
     def lr_decay_iters(self) -> int:
-        """Iteration at which the learning rate reaches optim.min_lr, resolved."""
+        """Iteration at which the learning rate reaches optim.min_lr, with the default filled in."""
         return self.optim.lr_decay_iters or self.train.train_iters
 
     @property
     def lr_warmup_iters(self) -> int:
-        """Iterations of warm-up, resolved."""
+        """Warm-up in iterations, whichever option gives it."""
         if self.optim.lr_warmup_fraction is not None:
             return int(self.optim.lr_warmup_fraction * self.lr_decay_iters)
         if self.optim.lr_warmup_samples is not None:
@@ -95,10 +96,10 @@ class RunConfig(Section):
 
     @property
     def eval_rounds(self) -> int:
-        """Validations of the whole run, the last one included."""
+        """Number of validations of the run, including the last."""
         return self.train.train_iters // self.train.eval_interval + 1
 
     @property
     def registered_model(self) -> str:
-        """Name in the model registry, resolved."""
+        """Name in the model registry, with the default filled in."""
         return self.tracking.registered_model or self.name

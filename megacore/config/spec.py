@@ -1,4 +1,4 @@
-"""A model by itself, apart from the run that trained it: what a checkpoint says of its weights."""
+"""Description of a model's weights in a checkpoint, independent of the run that trained it."""
 
 from typing import Self
 
@@ -10,40 +10,38 @@ from megacore.config.run import RunConfig
 
 
 class SpecialTokens(Section):
-    """Ids of the tokens that have a role; null where the vocabulary has none for it."""
+    """Ids of the tokens with a special role; null where the vocabulary has no such token."""
 
     eod: int | None = Field(None, ge=0)
-    """Ends a document."""
+    """Token at the end of a document."""
     pad: int | None = Field(None, ge=0)
-    """Fills what is left of a sequence; T5's decoder begins with it."""
+    """Token that fills the rest of a sequence; T5's decoder input begins with it."""
     cls: int | None = Field(None, ge=0)
-    """Begins BERT's sequence."""
+    """Token at the start of BERT's sequence."""
     sep: int | None = Field(None, ge=0)
-    """Ends a segment of BERT's sequence, or a sequence of T5's."""
+    """Token at the end of a segment of BERT's sequence, or of a sequence of T5's."""
     mask: int | None = Field(None, ge=0)
-    """Stands for a token that BERT predicts."""
+    """Token that replaces a token that BERT must predict."""
     unk: int | None = Field(None, ge=0)
-    """Stands for what the vocabulary cannot spell."""
+    """Token for text that the vocabulary cannot represent."""
     sentinels: tuple[int, ...] = ()
-    """Stand for T5's spans, the first span's first."""
+    """Tokens that replace T5's spans, in the order of the spans."""
 
 
 class ModelSpec(Section):
-    """All that building a model and reading its weights from a checkpoint needs.
-
-    The checkpoint may be of any layout.
-    """
+    """Description needed to build a model and read its weights from a checkpoint of any layout."""
 
     family: Family
-    """Kind of model."""
+    """Family of the model."""
     model: ModelConfig
-    """The architecture; max_position_embeddings is given."""
+    """Architecture, with max_position_embeddings set."""
     vocab_size: int = Field(gt=0)
-    """Entries of the vocabulary, before padding."""
+    """Number of vocabulary entries before padding."""
     special_tokens: SpecialTokens = SpecialTokens()
-    """Ids of the tokens that have a role."""
+    """Ids of the tokens with a special role."""
     tokenizer_directory: str | None = None
-    """Where the tokenizer was when the checkpoint was written; null where it came without one."""
+    """Path of the tokenizer when the checkpoint was written; null for a checkpoint without a
+    tokenizer."""
 
     @classmethod
     def of(
@@ -53,7 +51,7 @@ class ModelSpec(Section):
         special_tokens: SpecialTokens | None = None,
         tokenizer_directory: str | None = None,
     ) -> Self:
-        """The model that a run trains."""
+        """Return the description of the model that a run trains."""
         model = config.model.model_copy(
             update={"max_position_embeddings": config.max_position_embeddings}
         )
@@ -73,5 +71,5 @@ class ModelSpec(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding (v)."""
+        """Number of embedding rows (v), padding included."""
         return self.model.padded_vocab_size(self.vocab_size)

@@ -1,6 +1,6 @@
-"""Models in the forms of other programs.
+"""Conversion between megacore's models and those of other programs.
 
-transformers is imported here alone, when it is needed; torch likewise.
+The package imports transformers and torch only when they are needed.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,18 @@ __all__ = ["exportable", "load_model", "open_export"]
 
 
 def open_export(directory: Path) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]]":
-    """A transformers directory as a model of ours: its spec, and its weights in fp32.
+    """Open a transformers directory as a megacore model.
 
-    The weights have our names.
+    Args:
+        directory: transformers directory.
 
-    Each weight is read when it is asked for. The spec knows the special tokens of config.json, and
-    the directory as its tokenizer's when there is one that can be read.
+    Returns:
+        The spec, with the special tokens of config.json and the tokenizer if there is a readable
+        one, and the fp32 weights under our names. Each weight is read on access.
 
-    Raises ConversionError: its class or a value of its configuration is none that models here have,
-    or files are missing, damaged or of another model.
+    Raises:
+        ConversionError: if the class or a value of its configuration has no counterpart here, or
+            files are missing, damaged or of another model.
     """
     from megacore.convert.hf.directory import open_hf
     from megacore.convert.tokenizers import spec_with_tokenizer
@@ -39,9 +42,10 @@ def open_export(directory: Path) -> "tuple[ModelSpec, Mapping[str, torch.Tensor]
 def load_model(
     spec: ModelSpec, tensors: "Mapping[str, torch.Tensor]", device: "torch.device | str"
 ) -> "Model":
-    """Our model on `device` with these weights, for evaluation.
+    """Build our model on `device` with these weights, in evaluation mode.
 
-    Raises ConversionError when names or shapes are of another model.
+    Raises:
+        ConversionError: if names or shapes are those of another model.
     """
     from megacore.convert.source import load_weights
 

@@ -1,7 +1,7 @@
-"""Which class of transformers is a model of ours, and what none of them has. Imports no torch.
+"""Mapping from our model configurations to classes of transformers. Imports no torch.
 
-Whether a configuration can be exported is asked before training starts.
-`megacore.convert.hf.forms` says how the weights and the configuration of each class are written.
+The check that a configuration can be exported runs before training starts.
+`megacore.convert.hf.forms` describes the weights and the configuration of each class.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ from megacore.data.index_options import parse_split
 from megacore.errors import ConfigError, ConversionError
 
 GIVEN = "any number"
-"""Among the allowed values of an option: whatever is not null."""
+"""Marker among the allowed values of an option: any value except null."""
 _PLAIN: tuple[Activation, ...] = ("gelu_tanh", "gelu", "relu")
 _GATED: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh")
 _CAUSAL: dict[str, tuple[object, ...]] = {"norm_position": ("pre",)}
@@ -63,7 +63,7 @@ _T5: dict[str, tuple[object, ...]] = {
     "qk_layernorm": (False,),
     "add_bias_linear": (False,),
 }
-CARRIED = frozenset(
+SUPPORTED_FIELDS = frozenset(
     [
         "num_layers",
         "num_decoder_layers",
@@ -86,81 +86,83 @@ CARRIED = frozenset(
         "untie_embeddings_and_output_weights",
     ]
 )
-"""Fields of `model` that every form of a model can hold, or that only training reads. A field that
-is named neither here nor in a table of options was added later: a form without a place for it takes
-only its default."""
+"""Fields of `model` that every format can represent, or that only training reads. A field that is
+neither here nor in a table of options must have its default in any format without a place for it.
+"""
 Dtype = Literal["float32", "bfloat16"]
 """Types of exported weights."""
 
 
 class Obstacle(NamedTuple):
-    """A value of the configuration that a class does not have."""
+    """Value of the configuration that a class does not support."""
 
     option: str
     """Name of the field of `model`."""
     value: str
-    """As the configuration has it."""
+    """Configured value."""
     wanted: str
-    """What to set instead."""
+    """Supported value to set instead."""
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A class of transformers, and the options of ours that it can express."""
+    """Class of transformers, and the options of our models that it can express."""
 
     architecture: str
     """Name of the class."""
     model_type: str
-    """Its name in config.json."""
+    """`model_type` in config.json."""
     family: Family
-    """Of our models."""
+    """Family of our models."""
     options: Mapping[str, tuple[object, ...]]
-    """Allowed values by field of `ModelConfig`; of what is not named, any that CARRIED has, else
-    the default."""
+    """Allowed values by field of `ModelConfig`.
+
+    Of the other fields, those in SUPPORTED_FIELDS may have any value, the rest only their default.
+    """
     grouped_queries: bool = False
-    """Whether key-value heads may be fewer than query heads."""
+    """True if there may be fewer key-value heads than query heads."""
     any_head_size: bool = False
-    """Whether all heads together may be wider or narrower than hidden_size."""
+    """True if the total width of all heads may differ from hidden_size."""
     tags: tuple[str, ...] = field(default=())
-    """Of the model card."""
+    """Tags of the model card."""
 
     def obstacles(self, model: ModelConfig) -> list[Obstacle]:
-        """Every value of `model` that this class cannot have."""
-        found = [
+        """Return every value of `model` that this class does not support."""
+        result = [
             Obstacle(name, _written(value), " or ".join(map(_written, allowed)))
             for name, allowed in self.options.items()
             if not _is_among(value := getattr(model, name), allowed)
         ]
-        found += [
+        result += [
             Obstacle(name, _written(getattr(model, name)), _written(default))
-            for name, default in without_place(model, {*CARRIED, *_NAMED}).items()
+            for name, default in unsupported_fields(model, {*SUPPORTED_FIELDS, *_NAMED}).items()
             if name not in self.options
         ]
         if not self.grouped_queries and model.query_groups != model.num_attention_heads:
-            found.append(
+            result.append(
                 Obstacle(
                     "num_query_groups", str(model.num_query_groups), str(model.num_attention_heads)
                 )
             )
         if not self.any_head_size and model.attention_size != model.hidden_size:
-            wanted = f"{model.hidden_size / model.num_attention_heads:g}"
-            found.append(Obstacle("kv_channels", str(model.head_dim), wanted))
+            supported = f"{model.hidden_size / model.num_attention_heads:g}"
+            result.append(Obstacle("kv_channels", str(model.head_dim), supported))
         if (
             model.position_embedding_type == "rope"
             and int(model.head_dim * model.rotary_percent) % 2
         ):
             rotated = model.head_dim * model.rotary_percent
             even = int(rotated) - 1
-            found.append(
+            result.append(
                 Obstacle(
                     "rotary_percent", f"{model.rotary_percent:g}", f"{even / model.head_dim:g}"
                 )
             )
-        return found
+        return result
 
 
-def without_place(model: ModelConfig, known: Collection[str]) -> dict[str, object]:
-    """Return the fields of `model` that are not known and not at their default, with that."""
+def unsupported_fields(model: ModelConfig, known: Collection[str]) -> dict[str, object]:
+    """Return the defaults of the fields that are not in `known` and have another value."""
     defaults = {name: field.default for name, field in ModelConfig.model_fields.items()}
     return {
         name: default
@@ -170,7 +172,7 @@ def without_place(model: ModelConfig, known: Collection[str]) -> dict[str, objec
 
 
 _NAMED = frozenset().union(_GPT2, _LLAMA, _NEOX, _BERT, _T5)
-"""Fields that a table of options names."""
+"""Fields that occur in a table of options."""
 
 
 def _bert(
@@ -192,14 +194,14 @@ COUNTERPARTS = (
     _bert("MegatronBertForMaskedLM", "megatron-bert", "pre", binary_head=False),
     Counterpart("T5ForConditionalGeneration", "t5", "t5", _T5, any_head_size=True, tags=("t5",)),
 )
-"""Every class that models are converted to and from; of two that can express a model the first is
-taken."""
+"""Supported classes. The first one that can express a model is used."""
 
 
 def counterpart(family: str, model: ModelConfig) -> Counterpart:
-    """The class of transformers that is a model of this architecture.
+    """Return the class of transformers for this architecture.
 
-    Raises ConversionError when there is none: the nearest class is named, and what to set for it.
+    Raises:
+        ConversionError: if there is none; the message names the nearest class and what to set.
     """
     candidates = [candidate for candidate in COUNTERPARTS if candidate.family == family]
     if not candidates:
@@ -209,20 +211,20 @@ def counterpart(family: str, model: ModelConfig) -> Counterpart:
         )
     obstacles = {candidate.architecture: candidate.obstacles(model) for candidate in candidates}
     nearest = min(candidates, key=lambda candidate: len(obstacles[candidate.architecture]))
-    found = obstacles[nearest.architecture]
-    if not found:
+    conflicts = obstacles[nearest.architecture]
+    if not conflicts:
         return nearest
-    lacking = ", ".join(f"model.{obstacle.option} {obstacle.value}" for obstacle in found)
-    wanted = ", ".join(f"model.{obstacle.option} to {obstacle.wanted}" for obstacle in found)
+    lacking = ", ".join(f"model.{obstacle.option} {obstacle.value}" for obstacle in conflicts)
+    changes = ", ".join(f"model.{obstacle.option} to {obstacle.wanted}" for obstacle in conflicts)
     raise ConversionError(
         "no class of transformers is a model of this configuration: the nearest, "
-        f"{nearest.architecture}, has no {lacking}: set {wanted}, or train by "
+        f"{nearest.architecture}, has no {lacking}: set {changes}, or train by "
         "megacore.ranks.pretrain, which exports nothing"
     )
 
 
 def by_architecture(architecture: str) -> Counterpart | None:
-    """The class of this name, if it is one of ours."""
+    """Return the supported class of this name, or None."""
     return next((entry for entry in COUNTERPARTS if entry.architecture == architecture), None)
 
 
@@ -231,19 +233,20 @@ def _is_among(value: object, allowed: tuple[object, ...]) -> bool:
 
 
 def _written(value: object) -> str:
-    """A value as YAML has it."""
+    """Return `value` as written in YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def exportable(family: Family, model: ModelConfig, data: DataConfig) -> None:
-    """Return when a model of these sections can be converted and pass through the gate.
+    """Check that a model of these configuration sections can be converted and pass the gate.
 
     Raises:
-        ConversionError: no class of transformers is a model of this configuration; what to set is
-            named.
-        ConfigError: the gate would have no validation samples, or none long enough to continue.
+        ConversionError: if no class of transformers has this configuration; the message names what
+            to set.
+        ConfigError: if the gate would have no validation samples, or only samples too short for a
+            continuation.
     """
     counterpart(family, model)
     if parse_split(data.split_weights)[1] == 0:

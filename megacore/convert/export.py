@@ -1,7 +1,6 @@
-"""The export stage: one checkpoint to a transformers directory that has passed the gate.
+"""Export stage: conversion of a checkpoint to a transformers directory that passes the gate.
 
-Here are also the samples on which the gate compares, and the text that shows what the exported
-model writes, or fills in.
+This module also selects the samples for the gate and writes a sample output of the exported model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,34 +42,31 @@ from megacore.models.inputs import InputRules, MaskRules, ModelInput, input_rule
 from megacore.tokenizer import load_tokenizer
 
 _LOGITS = 1 << 24
-"""Logits of a batch that is scored: 64 MiB of them."""
+"""Maximum number of logits per scored batch: 64 MiB in fp32."""
 _CANDIDATES = 5
-"""Tokens that are shown for a mask."""
+"""Number of tokens shown for each mask."""
 _SENTINEL = "<extra_id_0>"
 MODEL_DIRECTORY = "model"
-"""The transformers directory, below the stage's output."""
+"""Name of the transformers directory in the stage's output."""
 REPORT_NAME = "parity.json"
 SAMPLE_NAME = "sample.txt"
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Validation samples for logits and choices, and a split for perplexity."""
+    """Validation samples for logits and greedy choices, and a split for perplexity."""
 
     rows: npt.NDArray[np.int64]
-    """[samples, width] of the validation split, padding -1."""
+    """[samples, width] ids of the validation split; -1 is padding."""
     validation: ModelInput
-    """The same, as the model takes it."""
+    """`rows` as model input."""
     split: str
-    """The split for perplexity: test, or valid where there is no test split."""
+    """Split for perplexity: test, or valid if there is no test split."""
     batches: Batches
-    """Its micro batches."""
+    """Micro batches of `split`."""
 
     def texts(self, job: ConvertJob) -> list[list[int]]:
-        """The ids of each validation sample that are a text.
-
-        What a model reads, without padding.
-        """
+        """Return the ids of each validation sample's text: the model's input without padding."""
         length = self.rows.shape[1] if job.config.family == "gpt" else job.config.data.seq_length
         return [[token for token in row[:length].tolist() if token >= 0] for row in self.rows]
 
@@ -80,16 +76,17 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
 
     The weights are the checkpoint's fp32 main weights, written in `export.dtype`. When the gate
     fails its report is also left in `job.exit_directory`, because a failed stage's output is
-    discarded. `beat` is told each phase, and of the long ones each tensor and each batch.
+    discarded. `beat` is called with the name of each phase, in long phases for every tensor and
+    batch.
 
     Raises:
-        ConversionError: the model has no counterpart, or the export differs from it.
-        CheckpointError: the checkpoint is damaged or of another model.
-        DataFormatError: the validation split has no samples.
+        ConversionError: if the model has no counterpart, or the export differs from it.
+        CheckpointError: if the checkpoint is damaged or of another model.
+        DataFormatError: if the validation split has no samples.
     """
     exportable(job.config.family, job.config.model, job.config.data)
     output, directory = Path(job.output_directory), Path(job.output_directory) / MODEL_DIRECTORY
-    found, form = hf_form_of(job.spec)
+    hf_class, form = hf_form_of(job.spec)
     with reading(Path(job.checkpoint)):
         beat("verify")
         marker = verify(Path(job.checkpoint))
@@ -102,7 +99,7 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     card = model_card(
         job.config,
         job.spec,
-        found,
+        hf_class,
         version=megacore.__version__,
         parameters=sum(int(np.prod(shape)) for shape in table.their_shapes.values()),
         iterations=marker.iteration,
@@ -124,7 +121,7 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
 
 
 class _Told(Mapping[str, Tensor]):
-    """Tensors of which each look-up is told first."""
+    """Mapping of tensors that calls `tell` before each look-up."""
 
     def __init__(self, tensors: Mapping[str, Tensor], tell: Callable[[], None]) -> None:
         self._tensors, self._tell = tensors, tell
@@ -141,9 +138,11 @@ class _Told(Mapping[str, Tensor]):
 
 
 def write_export(directory: Path, job: ConvertJob, tensors: Mapping[str, Tensor]) -> None:
-    """Write weights, configuration and tokenizer; one tensor is in memory at a time.
+    """Write weights, configuration and tokenizer, with one tensor in memory at a time.
 
-    Raises ConversionError when `tensors` are not those of the configuration, WorkspaceError.
+    Raises:
+        ConversionError: if `tensors` do not match the configuration.
+        WorkspaceError: if `directory` cannot be written.
     """
     write_model(directory, job.spec, tensors, dtype=job.config.export.dtype)
     copy_tokenizer(Path(job.tokenizer_directory), directory, job.config.max_position_embeddings)
@@ -152,12 +151,15 @@ def write_export(directory: Path, job: ConvertJob, tensors: Mapping[str, Tensor]
 def pass_gate(
     job: ConvertJob, model: Model, beat: Callable[[str], None] = lambda phase: None
 ) -> tuple[ParityReport, Any]:
-    """Compare what transformers loads from the job's output with `model`, and write `parity.json`.
+    """Compare the job's export, loaded by transformers, with `model` and write `parity.json`.
 
-    The weights of `model` are rounded to the export's type. Returns the report and the loaded
-    model.
+    The weights of `model` are rounded to the export's type in place.
 
-    Raises ConversionError when they differ.
+    Returns:
+        The report and the loaded model.
+
+    Raises:
+        ConversionError: if the models differ.
     """
     config = job.config.export
     directory = Path(job.output_directory) / MODEL_DIRECTORY
@@ -186,20 +188,21 @@ def pass_gate(
 
 
 def _write_report(job: ConvertJob, report: ParityReport) -> None:
-    """Write the report where the output is.
+    """Write the report to the output; if the gate failed, also to the exit directory.
 
-    Of a failure also where it outlives the output, and raise it.
+    Raises:
+        ConversionError: if the gate failed.
     """
     write_json(Path(job.output_directory) / REPORT_NAME, report.to_json())
     if report.passed:
         return
-    kept = Path(job.exit_directory) / REPORT_NAME
-    with workspace_errors(kept):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-    write_json(kept, report.to_json())
+    target = Path(job.exit_directory) / REPORT_NAME
+    with workspace_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    write_json(target, report.to_json())
     raise ConversionError(
         f"the export of {job.checkpoint} is not the model that was trained and is not published: "
-        f"{report.sentence()}; every number is in {kept}"
+        f"{report.sentence()}; every number is in {target}"
     )
 
 
@@ -210,16 +213,17 @@ def _round(model: Model, dtype: torch.dtype) -> None:
 
 
 def _device() -> torch.device:
-    """A GPU where there is one: a test split is scored there in seconds."""
+    """Return the GPU if there is one: it scores a test split in seconds."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def samples_of(
     job: ConvertJob, device: torch.device | str, on_batch: Callable[[], None] = lambda: None
 ) -> Samples:
-    """The samples of a run; `on_batch` is called before each batch is read.
+    """Return the samples of a run; `on_batch` is called before each batch is read.
 
-    Raises DataFormatError when its validation split has none.
+    Raises:
+        DataFormatError: if the validation split has no samples.
     """
     rules = _rules(job)
     rows = validation_rows(job)
@@ -235,11 +239,13 @@ def samples_of(
 
 
 def validation_rows(job: ConvertJob) -> npt.NDArray[np.int64]:
-    """The first `export.parity_samples` samples of the validation split, [samples, width].
+    """Read the first `export.parity_samples` samples (or fewer) of the validation split.
 
-    All, if it has fewer.
+    Returns:
+        The ids, [samples, width].
 
-    Raises DataFormatError when the split has none.
+    Raises:
+        DataFormatError: if the split has no samples.
     """
     dataset = _open(job, "valid")
     count = min(job.config.export.parity_samples, len(dataset))
@@ -252,7 +258,7 @@ def validation_rows(job: ConvertJob) -> npt.NDArray[np.int64]:
 
 
 def _rules(job: ConvertJob) -> InputRules:
-    """How rows are read: each as one text, though training may have kept its documents apart."""
+    """Return rules that read each row as one text, even if training separates documents."""
     rules = input_rules(job.config, job.special_tokens)
     if isinstance(rules, MaskRules):
         return replace(rules, reset_position_ids=False, reset_attention_mask=False)
@@ -294,13 +300,15 @@ def _grouped(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
 def write_sample(
     path: Path, family: str, model: Any, tokenizer: Any, *, prompt: str, new_tokens: int, seed: int
 ) -> str:
-    """Write what a transformers model makes of `prompt` to `path`, and return it.
+    """Write a sample output of a transformers model to `path` and return it.
 
-    The same seed gives the same text.
+    A causal model continues `prompt` by `new_tokens` tokens, sampled according to its generation
+    config. For BERT, the output has the best tokens of each mask; for T5, the decoder's text for
+    the sentinels. A prompt without mask or sentinel gets one at its end. The same seed gives the
+    same text.
 
-    A causal model continues it by `new_tokens` tokens, sampled as its generation config says.
-    BERT's best tokens for each mask are shown, and what T5 writes for its sentinels; without one in
-    the prompt it stands at the end. Raises WorkspaceError.
+    Raises:
+        WorkspaceError: if `path` cannot be written.
     """
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(seed)
@@ -317,16 +325,17 @@ def write_sample(
 
 
 def _continued(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
-    """The end-of-document token is not drawn.
+    """Sample a continuation of `prompt`, without the end-of-document token.
 
-    The text may be longer than the model's positions: it then sees the last half of them.
+    The text may exceed the model's positions: each call of `generate` gets the last tokens, at most
+    half as many as there are positions.
     """
     positions = model.config.max_position_embeddings
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
-    wanted = len(ids) + new_tokens
-    while len(ids) < wanted:
+    total = len(ids) + new_tokens
+    while len(ids) < total:
         seen = torch.tensor([ids[-max(1, positions // 2) :]])
-        count = min(wanted - len(ids), positions - seen.shape[1])
+        count = min(total - len(ids), positions - seen.shape[1])
         written = model.generate(
             seen, attention_mask=torch.ones_like(seen), max_new_tokens=count, min_new_tokens=count
         )
@@ -335,27 +344,27 @@ def _continued(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
 
 
 def _filled_masks(model: Any, tokenizer: Any, prompt: str) -> str:
-    """The prompt, and for each of its masks the most likely tokens."""
+    """Return the prompt and the most probable tokens for each of its masks."""
     if tokenizer.mask_token not in prompt:
         prompt = f"{prompt.rstrip()} {tokenizer.mask_token}"
     positions = model.config.max_position_embeddings
     words = tokenizer(prompt, add_special_tokens=False)["input_ids"][-(positions - 2) :]
     ids = torch.tensor([[tokenizer.cls_token_id, *words, tokenizer.sep_token_id]])
-    found = model(ids)
-    logits = found.prediction_logits if hasattr(found, "prediction_logits") else found.logits
+    output = model(ids)
+    logits = output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
     lines = [prompt]
-    for place in (ids[0] == tokenizer.mask_token_id).nonzero().flatten().tolist():
-        shares, tokens = logits[0, place].float().softmax(-1).topk(_CANDIDATES)
-        named = (
-            f"{tokenizer.decode([token])!r} {share:.1%}"
-            for token, share in zip(tokens.tolist(), shares.tolist(), strict=True)
+    for index in (ids[0] == tokenizer.mask_token_id).nonzero().flatten().tolist():
+        probabilities, tokens = logits[0, index].float().softmax(-1).topk(_CANDIDATES)
+        candidates = (
+            f"{tokenizer.decode([token])!r} {probability:.1%}"
+            for token, probability in zip(tokens.tolist(), probabilities.tolist(), strict=True)
         )
-        lines.append(f"{tokenizer.mask_token}: {', '.join(named)}")
+        lines.append(f"{tokenizer.mask_token}: {', '.join(candidates)}")
     return "\n".join(lines)
 
 
 def _filled_spans(model: Any, tokenizer: Any, prompt: str, new_tokens: int) -> str:
-    """The prompt, and what the decoder writes for its sentinels."""
+    """Return the prompt and the decoder's text for its sentinels."""
     if _SENTINEL not in prompt:
         prompt = f"{prompt.rstrip()} {_SENTINEL}"
     words = tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -1,6 +1,6 @@
-"""Checkpoints in the forms of others, without data and, where there is none, without a tokenizer.
+"""Export of checkpoints to the formats of other programs, without data and without the gate.
 
-No gate runs.
+The tokenizer is exported too, if the checkpoint has one.
 """
 
 import math
@@ -29,25 +29,26 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of ours that is whole, and the tokenizer that goes with it."""
+    """Complete megacore checkpoint and its tokenizer."""
 
     checkpoint: Path
     marker: Marker
     spec: ModelSpec
     tokenizer: Path | None
-    """None where the checkpoint came without one, or it is no longer there."""
+    """Directory of the tokenizer; None if the checkpoint has none, or it no longer exists."""
 
 
 def open_source(path: Path, tokenizer: Path | None = None) -> Source:
-    """The checkpoint that a path names, or the newest complete one of a run, fully checked.
+    """Open and fully verify the checkpoint at `path`, or the newest complete one of a run.
 
-    `tokenizer` replaces the one that the checkpoint names.
+    `tokenizer` replaces the tokenizer that the checkpoint names.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it does not say what it is.
-        ConversionError: it is a transformers directory.
-        ConfigError: `tokenizer` holds none, or one of another vocabulary.
-        DataFormatError: its files are damaged.
+        CheckpointError: if there is no checkpoint, it is damaged, or it does not describe its
+            model.
+        ConversionError: if `path` is a transformers directory.
+        ConfigError: if `tokenizer` contains no tokenizer, or one of another vocabulary.
+        DataFormatError: if the tokenizer's files are damaged.
     """
     source = find_model(path)
     if source.exported:
@@ -62,14 +63,16 @@ def open_source(path: Path, tokenizer: Path | None = None) -> Source:
     named = tokenizer or (
         Path(source.spec.tokenizer_directory) if source.spec.tokenizer_directory else None
     )
-    there = named is not None and (named / _TOKENIZER_CONFIG).is_file()
-    return Source(checkpoint, marker, source.spec, named if there else None)
+    exists = named is not None and (named / _TOKENIZER_CONFIG).is_file()
+    return Source(checkpoint, marker, source.spec, named if exists else None)
 
 
 def _check_tokenizer(tokenizer: Path, source: ModelSource) -> None:
-    """Refuse a directory without tokenizer, or with another model's.
+    """Check that a directory contains the model's tokenizer.
 
-    Raises ConfigError, DataFormatError.
+    Raises:
+        ConfigError: if it contains none, or one of another vocabulary.
+        DataFormatError: if the tokenizer's files are damaged.
     """
     size = tokenizer_size(tokenizer) if (tokenizer / _TOKENIZER_CONFIG).is_file() else None
     if size is None:
@@ -81,14 +84,17 @@ def _check_tokenizer(tokenizer: Path, source: ModelSource) -> None:
 
 
 def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None:
-    """Write a transformers directory.
+    """Write a transformers directory: weights, configuration, tokenizer, card and export.json.
 
-    It has weights, configuration, tokenizer, model card and export.json.
+    `output` must not exist or be empty. It is created completely or not at all.
 
-    `output` does not exist or is empty; it appears whole, or not at all. Raises ConversionError
-    when no class of transformers is this model, ConfigError, CheckpointError, WorkspaceError.
+    Raises:
+        ConversionError: if no class of transformers has this configuration.
+        ConfigError: if `output` is not empty.
+        CheckpointError: if the checkpoint is damaged.
+        WorkspaceError: if `output` cannot be written.
     """
-    found, form = hf_form_of(source.spec)
+    hf_class, form = hf_form_of(source.spec)
     table = form.key_map(source.spec)
     with reading(source.checkpoint), staged(output) as staging:
         write_model(staging, source.spec, CheckpointTensors(source.checkpoint), dtype=dtype)
@@ -97,7 +103,7 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
         card = bare_card(
             output.absolute().name,
             source.spec,
-            found,
+            hf_class,
             version=megacore.__version__,
             parameters=sum(math.prod(shape) for shape in table.their_shapes.values()),
             iterations=source.marker.iteration,
@@ -110,13 +116,13 @@ def export_hf(source: Source, output: Path, *, dtype: Dtype = "float32") -> None
         )
         with workspace_errors(staging):
             (staging / "README.md").write_text(card, encoding="utf-8")
-        write_json(staging / RECORD_NAME, _record(source, "hf", found.architecture, dtype))
+        write_json(staging / RECORD_NAME, _record(source, "hf", hf_class.architecture, dtype))
 
 
 def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int) -> None:
-    """Write a checkpoint in Megatron-LM's file form and export.json.
+    """Write a checkpoint in Megatron-LM's file format and export.json.
 
-    Raises as `write_megatron` and `staged`.
+    It raises the errors of `write_megatron` and `staged`.
     """
     from megacore.convert.megatron.args import check_megatron
     from megacore.convert.megatron.checkpoint import write_megatron
@@ -140,7 +146,7 @@ def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int)
 
 
 def _record(source: Source, form: str, kind: str, dtype: str) -> dict[str, Any]:
-    """What the export was made of; publication alone asks for the gate."""
+    """Return the content of export.json. `gate` is None because only publication requires one."""
     return {
         "megacore": megacore.__version__,
         "source": str(source.checkpoint),
@@ -155,16 +161,16 @@ def _record(source: Source, form: str, kind: str, dtype: str) -> dict[str, Any]:
 
 
 def _lacking(source: Source) -> dict[str, str]:
-    """What the card's examples need and the export has not."""
+    """Return the card's row about a missing tokenizer, which the examples need."""
     return (
         {}
         if source.tokenizer is not None
-        else {"tokenizer": "none: put the model's own beside its weights"}
+        else {"tokenizer": "none: put the model's own next to its weights"}
     )
 
 
 def _run_facts(checkpoint: Path) -> dict[str, str]:
-    """What the run of a checkpoint says of its data, where it is a run's."""
+    """Return name and token files of the checkpoint's run; empty if it belongs to none."""
     try:
         job = read_json(checkpoint.parent.parent / "run.json")
         return {"run": job["config"]["name"], "tokens": ", ".join(job["token_prefixes"])}

@@ -1,6 +1,6 @@
-"""Models of others as checkpoints of ours.
+"""Import of other programs' models as megacore checkpoints.
 
-They come without data and, where there is none, without a tokenizer.
+The checkpoints have no data. They have a tokenizer if the model comes with one.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,48 +24,57 @@ from megacore.errors import ConfigError, ConversionError
 RECORD_NAME = "import.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 OPTIMIZER_PREFIX = "optimizer."
-"""Under which a checkpoint keeps the moments, by kind and name."""
+"""Prefix of the moments' names in a checkpoint, followed by kind and parameter."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A model in the form of another program, opened."""
+    """Opened model in the format of another program."""
 
     form: str
-    """hf, megatron or deepspeed."""
+    """Format: hf, megatron or deepspeed."""
     kind: str
-    """Its class, or what the form calls it."""
+    """Class of the model, or its description in that format."""
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
-    """Under our names, in fp32, each read when it is asked for."""
+    """Parameters in fp32 by our global names, each read on access."""
     files: tuple[Path, ...]
-    """What it was read from."""
+    """Files that contain the model."""
     iteration: int = 0
-    """Optimizer steps behind it, where it says."""
+    """Number of optimizer steps; 0 if unknown."""
     remarks: tuple[str, ...] = ()
-    """Sentences about what it leaves open."""
+    """Sentences about information that the files lack."""
     moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Adam's exp_avg and exp_avg_sq of every parameter, in the same way; empty without."""
+    """Adam's exp_avg and exp_avg_sq of every parameter, by kind and name; empty if missing."""
     optimizer_steps: int | None = None
-    """Steps behind the moments; None without."""
+    """Number of steps behind the moments; None without moments."""
 
 
 def open_from_hf(directory: Path) -> Foreign:
-    """A transformers directory. Raises ConversionError."""
+    """Open a transformers directory.
+
+    Raises:
+        ConversionError: if the model has no counterpart here, or the files are damaged.
+    """
     from megacore.convert.hf.directory import open_hf, weight_files
 
-    found, spec, tensors = open_hf(directory)
-    return Foreign("hf", found.architecture, spec, tensors, weight_files(directory))
+    hf_class, spec, tensors = open_hf(directory)
+    return Foreign("hf", hf_class.architecture, spec, tensors, weight_files(directory))
 
 
 def open_from_megatron(directory: Path) -> Foreign:
-    """A checkpoint of Megatron-LM. Raises CheckpointError, ConversionError."""
+    """Open a checkpoint of Megatron-LM.
+
+    Raises:
+        CheckpointError: if files are missing or damaged.
+        ConversionError: if the model has no counterpart here.
+    """
     from megacore.convert.megatron.checkpoint import read_megatron
     from megacore.convert.megatron.files import checkpoint_directory, rank_files
 
     opened = read_megatron(directory)
-    found, _ = checkpoint_directory(directory)
-    files = tuple(rank_files(found).values())
+    iteration_directory, _ = checkpoint_directory(directory)
+    files = tuple(rank_files(iteration_directory).values())
     kind = f"Megatron-LM {opened.spec.family}"
     return Foreign(
         "megatron", kind, opened.spec, opened.tensors, files, opened.iteration, opened.remarks
@@ -73,7 +82,13 @@ def open_from_megatron(directory: Path) -> Foreign:
 
 
 def open_from_deepspeed(directory: Path) -> Foreign:
-    """A checkpoint of DeepSpeed. Raises CheckpointError, ConversionError, ParallelLayoutError."""
+    """Open a checkpoint of DeepSpeed.
+
+    Raises:
+        CheckpointError: if files are missing or damaged.
+        ConversionError: if the model has no counterpart here.
+        ParallelLayoutError: if one of our models cannot be divided like the files.
+    """
     from megacore.convert.deepspeed.read import read_deepspeed
 
     opened = read_deepspeed(directory)
@@ -95,32 +110,32 @@ OPENERS: Mapping[str, Callable[[Path], Foreign]] = {
     "megatron": open_from_megatron,
     "deepspeed": open_from_deepspeed,
 }
-"""What opens a model of each form."""
+"""Functions that open a model, by format."""
 
 
 def import_model(
     foreign: Foreign, source: Path, output: Path, tokenizer: Path | None = None
 ) -> Path:
-    """Write `output/iter_…`, `output/import.json` and the tokenizer; return the checkpoint.
+    """Write `foreign` as a checkpoint `output/iter_…` and return the checkpoint's path.
 
-    `output/tokenizer` is written when there is one.
+    It also writes `output/import.json` and, if there is a tokenizer, `output/tokenizer`.
 
     Args:
-        foreign: the model.
-        source: the directory that was given.
-        output: a directory that does not exist or is empty; it appears whole, or not at all.
-        tokenizer: a directory with the model's tokenizer; None looks beside the model.
+        foreign: opened model.
+        source: directory of the model.
+        output: directory that does not exist or is empty. It is created completely or not at all.
+        tokenizer: directory with the model's tokenizer; None means `source`.
 
     Raises:
-        ConfigError: `output` holds something, or `tokenizer` nothing.
-        ConversionError: weights or tokenizer are of another model than the configuration.
-        DataFormatError: the tokenizer is damaged.
-        WorkspaceError: the disk refuses.
+        ConfigError: if `output` is not empty, or `tokenizer` contains no tokenizer.
+        ConversionError: if weights or tokenizer are of another model than the configuration.
+        DataFormatError: if the tokenizer is damaged.
+        WorkspaceError: if `output` cannot be written.
     """
     check_output(output)
     with staged(output) as staging:
         spec = _with_tokenizer(
-            foreign.spec, tokenizer or source, staging, output, given=tokenizer is not None
+            foreign.spec, tokenizer or source, staging, output, required=tokenizer is not None
         )
         tensors = {PREFIX + name: foreign.tensors[name] for name in foreign.tensors}
         state: dict[str, Any] = {MODEL_KEY: spec.model_dump(mode="json")}
@@ -133,15 +148,19 @@ def import_model(
 
 
 def _with_tokenizer(
-    spec: ModelSpec, source: Path, staging: Path, output: Path, *, given: bool
+    spec: ModelSpec, source: Path, staging: Path, output: Path, *, required: bool
 ) -> ModelSpec:
-    """The spec with the tokenizer of `source`, whose files go to the output."""
+    """Write the tokenizer of `source` to the output and return the spec with it.
+
+    Raises:
+        ConfigError: if `required` and `source` contains no tokenizer.
+    """
     target = staging / TOKENIZER_DIRECTORY
     target.mkdir()
     tokenizer = adopt_tokenizer(source, target, spec)
     if tokenizer is not None:
         return with_special_tokens(spec, tokenizer, output.absolute() / TOKENIZER_DIRECTORY, source)
-    if given:
+    if required:
         raise ConfigError(
             f"--tokenizer {source} holds no tokenizer: give a directory with tokenizer.json"
         )
@@ -150,7 +169,7 @@ def _with_tokenizer(
 
 
 def _record(foreign: Foreign, source: Path, spec: ModelSpec, checkpoint: Path) -> dict[str, Any]:
-    """What the checkpoint was made of."""
+    """Return the content of import.json: the sources of the checkpoint."""
     if not foreign.files:
         raise ConversionError(f"{source} has no files of weights")
     return {

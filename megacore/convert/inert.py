@@ -1,4 +1,4 @@
-"""Files of torch that others wrote, read without executing anything in them."""
+"""Loading of untrusted torch files without executing code in them."""
 
 import re
 import zipfile
@@ -28,23 +28,23 @@ _INERT = frozenset(
         "numpy.dtype",
     }
 )
-"""Names that files hold beside tensors: in args, whose enumerations some versions of Python pickle
-by getattr, and in the state of random number generators. A Record stands for each, as for whatever
-is below `_INERT_PACKAGES`."""
+"""Names in files that are replaced by a Record, in addition to the names in `_INERT_PACKAGES`. They
+occur in args, whose enumerations some versions of Python pickle by getattr, and in the state of
+random number generators."""
 _INERT_PACKAGES = ("megatron.", "deepspeed.")
 
 
 class Record:
-    """What a class or function named by a file becomes when it is read.
+    """Placeholder for a class or function that a file names.
 
-    It is called, and keeps attributes.
+    It records the arguments of its call and its attributes.
     """
 
     __slots__ = ("__dict__", "given")
 
     def __init__(self, *values: Any) -> None:
         self.given = values
-        """What it was called with: an enumeration's value."""
+        """Arguments of the call, such as an enumeration's value."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
@@ -52,17 +52,18 @@ class Record:
 
 
 def load_inert(path: Path) -> Any:
-    """What a file holds.
+    """Load a torch file without executing anything in it.
 
-    Its tensors are mapped, not copied, unless it is of torch's form before 1.6.
+    Its tensors are memory-mapped, except in the format of torch before 1.6.
 
-    Raises CheckpointError when it cannot be read, or asks for anything that could act.
+    Raises:
+        CheckpointError: if the file cannot be read, or asks for a name that could execute code.
     """
     try:
         zipped = zipfile.is_zipfile(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
         harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGES)}
-        # torch takes pairs of what to call and the name that a file knows it by.
+        # torch takes pairs of a callable and its name in the file.
         with torch.serialization.safe_globals([(Record, name) for name in harmless]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # a damaged pickle raises whatever its next byte asks for
@@ -70,12 +71,12 @@ def load_inert(path: Path) -> Any:
 
 
 def _problem(error: Exception) -> str:
-    """What torch refused, without its advice to execute it."""
+    """Describe what torch refused, without torch's advice to load the file unsafely."""
     cause = error.__context__ if isinstance(error, UnpicklingError) and error.__context__ else error
-    asked = _ASKED.search(str(cause))
-    if asked:
+    match = _ASKED.search(str(cause))
+    if match:
         return (
-            f"asks for {asked[1]}, which no checkpoint of a model needs: nothing of it was run, do "
+            f"asks for {match[1]}, which no checkpoint of a model needs: nothing of it was run, do "
             "not use it"
         )
     reason = " ".join(str(cause).split()).partition(". ")[0][:200]

@@ -1,9 +1,9 @@
-"""Tables that rename and relayout tensors between two forms of a model, read in both directions.
+"""Bidirectional tables for renaming and relayout of tensors between two formats of a model.
 
-An entry names one tensor of ours, the tensors that hold the same numbers in the other form, and the
-relayout that leads from the one to the others and back. Both directions stream: one entry's tensors
-are in memory at a time, taken from any mapping from name to tensor (a dict, or a checkpoint that is
-read by name). At the end are entries that several classes of transformers share.
+An entry names one of our tensors, the tensors with the same numbers in the other format, and the
+relayout between them. Both directions stream: the tensors of one entry are in memory at a time. The
+source is any mapping from name to tensor, such as a dict or a lazily read checkpoint. The functions
+at the end build entries that several classes of transformers share.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,17 +21,17 @@ _NAMED_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Relayout:
-    """A bijection between one tensor of ours and one or more of the other form."""
+    """Bijection between one of our tensors and one or more tensors of the other format."""
 
     split: Callable[[Tensor], tuple[Tensor, ...]]
-    """Ours to theirs."""
+    """Function from our tensor to the other format's tensors."""
     merge: Callable[[tuple[Tensor, ...]], Tensor]
-    """Theirs to ours."""
+    """Function from the other format's tensors to ours."""
 
     def then(
         self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> "Relayout":
-        """This layout, then `forward` on each of their tensors, undone by `backward`."""
+        """Compose with `forward` on each of their tensors; `backward` is its inverse."""
         return Relayout(
             lambda ours: tuple(forward(part) for part in self.split(ours)),
             lambda theirs: self.merge(tuple(backward(part) for part in theirs)),
@@ -39,17 +39,17 @@ class Relayout:
 
 
 SAME = Relayout(lambda ours: (ours,), lambda theirs: theirs[0])
-"""The tensor as it is."""
+"""Identity."""
 
 
 TRANSPOSED = SAME.then(Tensor.t, Tensor.t)
-"""[out, in] against [in, out]: transformers' Conv1D of GPT-2."""
+"""Transposition of [out, in] to [in, out], for transformers' Conv1D of GPT-2."""
 
 
 def qkv_blocks(heads: int, head_dim: int) -> Relayout:
-    """Rows [head][q, k, v][d] against three blocks q, k, v of rows [head][d].
+    """Return the relayout from rows [head][q, k, v][d] to blocks [q, k, v][head][d].
 
-    They are of a weight [3h, h] or a bias [3h].
+    It applies to a weight [3h, h] or a bias [3h].
     """
 
     def to_blocks(ours: Tensor) -> Tensor:
@@ -64,7 +64,10 @@ def qkv_blocks(heads: int, head_dim: int) -> Relayout:
 
 
 def interleaved_rows(heads: int, parts: int, head_dim: int) -> Relayout:
-    """Rows [head][part][d] against a tensor of rows [head][d] per part, weights or biases."""
+    """Return the relayout from rows [head][part][d] to one tensor of rows [head][d] per part.
+
+    It applies to weights and biases.
+    """
 
     def split(ours: Tensor) -> tuple[Tensor, ...]:
         rest = ours.shape[1:]
@@ -81,10 +84,7 @@ def interleaved_rows(heads: int, parts: int, head_dim: int) -> Relayout:
 
 
 def padded_rows(rows: int, padded: int) -> Relayout:
-    """`padded` rows against the first `rows` of them.
-
-    In the reverse direction the padding is zero.
-    """
+    """Return the relayout from `padded` rows to the first `rows`; its inverse pads with zeros."""
 
     def pad(theirs: Tensor) -> Tensor:
         return torch.cat([theirs, theirs.new_zeros(padded - rows, *theirs.shape[1:])])
@@ -94,42 +94,42 @@ def padded_rows(rows: int, padded: int) -> Relayout:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the table."""
+    """Entry of the table: one of our parameters and its counterparts."""
 
     ours: str
     """Global name of the parameter."""
     shape: Shape
-    """Its shape; the shapes of the other side follow from the layout."""
+    """Shape of the parameter; the other format's shapes follow from the layout."""
     theirs: tuple[str, ...]
-    """Names in the other form."""
+    """Names in the other format."""
     layout: Relayout = SAME
 
     def their_shapes(self) -> dict[str, Shape]:
-        """Shape of each tensor of the other form."""
+        """Return the shape of each tensor of the other format."""
         parts = self.layout.split(torch.empty(self.shape, device="meta"))
         return {name: tuple(part.shape) for name, part in zip(self.theirs, parts, strict=True)}
 
 
 class KeyMap:
-    """A table of entries without a repeated name, read in both directions: `forward` and `ours`."""
+    """Table of entries with unique names, read in both directions: `forward` and `ours`."""
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.entries = entries
         self.our_shapes: dict[str, Shape] = {}
-        """Shape of every tensor of ours."""
+        """Shape of each of our tensors."""
         self.their_shapes: dict[str, Shape] = {}
-        """Shape of every tensor of the other form, in the order in which `forward` yields them."""
+        """Shape of each tensor of the other format, in the order of `forward`."""
         for entry in entries:
             _add_once(self.our_shapes, {entry.ours: entry.shape})
             _add_once(self.their_shapes, entry.their_shapes())
 
     def forward(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the other form's tensors by name, in the table's order.
+        """Yield name and tensor of the other format, in the table's order.
 
-        They are views of ours where the layout allows it.
+        The tensors are views of our tensors if the layout permits.
 
-        Raises ConversionError when `ours` misses a name, has one the table does not know, or a
-        wrong shape.
+        Raises:
+            ConversionError: if `ours` lacks a name, has an unknown one, or has a wrong shape.
         """
         _check_names(ours, self.our_shapes, "the checkpoint")
         for entry in self.entries:
@@ -140,24 +140,29 @@ class KeyMap:
                 f"layout of {entry.ours} gives {len(parts)} tensors"
             )
             for name in entry.theirs:
-                yield name, parts.pop(0)  # once it is taken nothing here keeps it
+                yield name, parts.pop(0)  # pop, so that no reference remains here
 
     def ours(
         self, theirs: Mapping[str, Tensor], where: str = "the transformers model"
     ) -> "Mapping[str, Tensor]":
-        """Our tensors by name, contiguous, in the table's order; each is made when it is asked for.
+        """Return our tensors by name, in the table's order.
 
-        `where` is what errors call the other form.
+        Each tensor is computed on access and contiguous.
 
-        Raises ConversionError when `theirs` misses a name or has one the table does not know; a
-        wrong shape raises it when the tensor is asked for.
+        Args:
+            theirs: tensors of the other format by name.
+            where: the other format's name in errors.
+
+        Raises:
+            ConversionError: if `theirs` lacks a name or has an unknown one; on access, if a tensor
+                has a wrong shape.
         """
         _check_names(theirs, self.their_shapes, where)
         return _Ours(self, theirs, where)
 
 
 class _Ours(Mapping[str, Tensor]):
-    """Tensors of ours, each merged from the other form's when it is asked for."""
+    """Mapping of our tensors, each merged from the other format's on access."""
 
     def __init__(self, table: KeyMap, theirs: Mapping[str, Tensor], where: str) -> None:
         self._table, self._theirs, self._where = table, theirs, where
@@ -181,8 +186,8 @@ class _Ours(Mapping[str, Tensor]):
 
 
 def _add_once(known: dict[str, Shape], added: dict[str, Shape]) -> None:
-    twice = known.keys() & added.keys()
-    assert not twice, f"the table names {sorted(twice)} twice"
+    duplicates = known.keys() & added.keys()
+    assert not duplicates, f"the table names {sorted(duplicates)} twice"
     known.update(added)
 
 
@@ -215,12 +220,12 @@ def _listed(text: str, names: list[str]) -> str:
 
 
 def embedding(spec: ModelSpec, theirs: str) -> Entry:
-    """The table of tokens, without its padding there."""
+    """Return the entry of the token embedding, without padding in the other format."""
     return _rows(spec, "embedding.word_embeddings.weight", theirs)
 
 
 def output_layer(spec: ModelSpec, theirs: str) -> tuple[Entry, ...]:
-    """The weights of the output layer, where it has its own."""
+    """Return the entry of the output layer's weight, if it is not tied to the embedding."""
     untied = spec.model.untie_embeddings_and_output_weights
     return (_rows(spec, "output_layer.weight", theirs),) if untied else ()
 
@@ -239,7 +244,7 @@ def linear(
     weight_layout: Relayout = SAME,
     bias_layout: Relayout = SAME,
 ) -> tuple[Entry, ...]:
-    """A weight of `shape`, and the bias of its rows if there is one."""
+    """Return the entries of a weight of `shape` and, if `bias`, the bias of its rows."""
     weight = Entry(f"{ours}.weight", shape, (f"{theirs}.weight",), weight_layout)
     return (
         (weight, Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",), bias_layout))
@@ -249,7 +254,7 @@ def linear(
 
 
 def norm(spec: ModelSpec, ours: str, theirs: str, size: int | None = None) -> tuple[Entry, ...]:
-    """A norm of the model's kind, of vectors of `size` (None: hidden_size)."""
+    """Return the entries of a norm of the model's kind over `size` (None: hidden_size)."""
     shape = (size or spec.model.hidden_size,)
     return linear(ours, theirs, shape, bias=spec.model.normalization == "layernorm")
 
@@ -257,7 +262,10 @@ def norm(spec: ModelSpec, ours: str, theirs: str, size: int | None = None) -> tu
 def interleaved(
     ours: str, theirs: tuple[str, ...], shape: Shape, heads: int, head_dim: int, *, bias: bool
 ) -> tuple[Entry, ...]:
-    """One linear layer of rows [head][part][d] against a layer of rows [head][d] for each part."""
+    """Return the entries of a linear layer with rows [head][part][d].
+
+    The other format has one layer with rows [head][d] per part.
+    """
     layout = interleaved_rows(heads, len(theirs), head_dim)
     kinds = ("weight", "bias") if bias else ("weight",)
     return tuple(
@@ -274,7 +282,10 @@ def interleaved(
 def queries_keys_values(
     spec: ModelSpec, ours: str, query: str, key: str, value: str
 ) -> tuple[Entry, ...]:
-    """The projections of self-attention `ours` against three linear layers of rows [head][d]."""
+    """Return the entries of self-attention's query, key and value projections.
+
+    The other format has three linear layers with rows [head][d].
+    """
     model = spec.model
     hidden, size, bias = model.hidden_size, model.attention_size, model.add_bias_linear
     if model.query_groups == model.num_attention_heads:

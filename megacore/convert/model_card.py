@@ -1,4 +1,4 @@
-"""`README.md` of an export: what a hub page and a stranger need to know."""
+"""Model card (`README.md`) of an export, with the metadata of a hub page."""
 
 from collections.abc import Mapping, Sequence
 
@@ -55,7 +55,7 @@ _KINDS: dict[Family, str] = {
     "t5": "A {class_name} encoder-decoder, trained to write the spans that sentinels stand for,",
 }
 _NAMES = {"GPT2LMHeadModel": "GPT-2"}
-"""Of classes whose name says less than what everybody calls them."""
+"""Common names of classes, where the class name is less well known."""
 _TAGS: dict[Family, str] = {
     "gpt": "text-generation",
     "bert": "fill-mask",
@@ -121,7 +121,7 @@ _NOT_COMPARED = "This directory was written without comparing it with the checkp
 def model_card(
     config: RunConfig,
     spec: ModelSpec,
-    found: Counterpart,
+    hf_class: Counterpart,
     *,
     version: str,
     parameters: int,
@@ -129,17 +129,17 @@ def model_card(
     facts: Mapping[str, str],
     report: ParityReport,
 ) -> str:
-    """The card of a run's export as Markdown with a YAML header.
+    """Return the card of a run's export in Markdown with a YAML header.
 
     Args:
-        config: the run.
-        spec: the model.
-        found: its class in transformers.
-        version: of this package.
-        parameters: of the export.
-        iterations: optimizer steps behind the weights.
+        config: configuration of the run.
+        spec: spec of the model.
+        hf_class: its class in transformers.
+        version: version of this package.
+        parameters: number of parameters of the export.
+        iterations: number of optimizer steps.
         facts: data, perplexities and lineage, one row each.
-        report: what the gate measured.
+        report: report of the gate.
     """
     training = (
         f"{iterations} iterations of {config.train.global_batch_size} sequences of "
@@ -151,7 +151,7 @@ def model_card(
     return _card(
         config.name,
         spec,
-        found,
+        hf_class,
         version=version,
         parameters=parameters,
         training=training,
@@ -165,7 +165,7 @@ def model_card(
 def bare_card(
     name: str,
     spec: ModelSpec,
-    found: Counterpart,
+    hf_class: Counterpart,
     *,
     version: str,
     parameters: int,
@@ -173,11 +173,11 @@ def bare_card(
     dtype: str,
     facts: Mapping[str, str],
 ) -> str:
-    """The card of an export of a checkpoint by itself; arguments as of `model_card`."""
+    """Return the card of a checkpoint's export; the arguments are those of `model_card`."""
     return _card(
         name,
         spec,
-        found,
+        hf_class,
         version=version,
         parameters=parameters,
         training=f"{iterations} iterations."
@@ -193,7 +193,7 @@ def bare_card(
 def _card(
     name: str,
     spec: ModelSpec,
-    found: Counterpart,
+    hf_class: Counterpart,
     *,
     version: str,
     parameters: int,
@@ -210,7 +210,7 @@ def _card(
         name,
         _SUMMARY.format(
             kind=_KINDS[family].format(
-                class_name=_NAMES.get(found.architecture, found.architecture)
+                class_name=_NAMES.get(hf_class.architecture, hf_class.architecture)
             ),
             version=version,
             parameters=parameters,
@@ -220,8 +220,8 @@ def _card(
             positions=spec.max_position_embeddings,
             vocab_size=spec.vocab_size,
         ),
-        pipeline_tag=_TAGS[found.family],
-        tags=[*found.tags, "megacore", "pretraining"],
+        pipeline_tag=_TAGS[hf_class.family],
+        tags=[*hf_class.tags, "megacore", "pretraining"],
         auto_class=_AUTO_CLASSES[family],
         usage=_USAGE[family].replace("PROMPT", repr(prompt)),
         facts=facts,
@@ -248,17 +248,17 @@ def render_card(
     sections: Mapping[str, str],
     auto_class: str,
 ) -> str:
-    """Write a model's card as Markdown with a YAML header.
+    """Return a model's card as Markdown with a YAML header.
 
     Args:
-        name: of the model.
-        summary: one sentence that says what it is.
-        pipeline_tag: what the hub calls its task.
-        tags: words the hub finds it by.
-        usage: Python code that loads it.
-        facts: rows of a table.
+        name: name of the model.
+        summary: one sentence that describes the model.
+        pipeline_tag: the hub's name of the model's task.
+        tags: search tags on the hub.
+        usage: Python code that loads the model.
+        facts: rows of a table, by title.
         sections: further text, by title.
-        auto_class: class of transformers that loads it.
+        auto_class: class of transformers that loads the model.
     """
     header = {
         "model_name": name,

@@ -1,4 +1,4 @@
-"""Where a model's weights and tokenizer lie. Imports torch only if it must."""
+"""Location of a model's weights and tokenizer. Imports torch only if needed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +20,15 @@ _WHAT_OTHERS_DO = {"bert": "fills in masked words", "t5": "answers a text instea
 
 
 def find_model(path: Path) -> ModelSource:
-    """The model that a path names.
+    """Find the model at `path`.
 
-    A checkpoint, the newest of a directory of them, or a transformers directory.
+    `path` is a checkpoint, a directory of checkpoints (the newest complete one is used), or a
+    transformers directory.
 
     Raises:
-        CheckpointError: there is none, its files are not as they were written, or it does not say
-            what it is.
-        ConversionError: the transformers directory holds a model that has no counterpart here.
+        CheckpointError: if there is no checkpoint, its files were changed, or it does not describe
+            its model.
+        ConversionError: if the transformers directory contains a model without counterpart here.
     """
     if (path / "config.json").is_file() and not (path / METADATA_NAME).exists():
         from megacore.convert.hf.config import HfConfig
@@ -49,18 +50,15 @@ def _checkpoint(path: Path) -> Path:
         )
     for root in (path, path / "checkpoints"):
         if checkpoint_directories(root):
-            whole = complete_checkpoints(root)
-            if not whole:
+            complete = complete_checkpoints(root)
+            if not complete:
                 _refuse(root, newest=checkpoint_directories(root)[-1])
-            return list(whole)[-1]
+            return list(complete)[-1]
     return path
 
 
 def _refuse(root: Path, *, newest: Path) -> NoReturn:
-    """Say what is wrong with the newest of checkpoints of which none is whole.
-
-    Raises CheckpointError.
-    """
+    """Raise CheckpointError with the defect of the newest checkpoint, when none is complete."""
     if any(newest.glob("mp_rank_*")):
         raise CheckpointError(
             f"{newest} is a checkpoint of Megatron-LM: make one of it with `megacore import` first"
@@ -74,35 +72,41 @@ def _refuse(root: Path, *, newest: Path) -> NoReturn:
     raise CheckpointError(f"the checkpoints in {root} were being written: try again")
 
 
-def require_family(source: ModelSource, wanted: Sequence[Family], purpose: str) -> None:
-    """Refuse a model that cannot serve `purpose`. Raises ConfigError."""
+def require_family(source: ModelSource, families: Sequence[Family], purpose: str) -> None:
+    """Check that the model's family can serve `purpose`.
+
+    Raises:
+        ConfigError: if the family is not in `families`.
+    """
     family = source.spec.family
-    if family not in wanted:
+    if family not in families:
         raise ConfigError(
             f"{source.directory} holds a model of family {family}, which "
-            f"{_WHAT_OTHERS_DO[family]}: {purpose} needs one of family {' or '.join(wanted)}"
+            f"{_WHAT_OTHERS_DO[family]}: {purpose} needs one of family {' or '.join(families)}"
         )
 
 
-def find_tokenizer(source: ModelSource, given: Path | None) -> Tokenizer:
-    """The tokenizer in `given`, else the model's own; see `tokenizer_directory`.
+def find_tokenizer(source: ModelSource, requested: Path | None) -> Tokenizer:
+    """Load the tokenizer in `requested`, or else the model's own; see `tokenizer_directory`.
 
     Raises:
-        ConfigError: there is none, or its vocabulary is not the model's.
-        DataFormatError: its files are missing or damaged.
+        ConfigError: if there is none, or its vocabulary is not the model's.
+        DataFormatError: if its files are missing or damaged.
     """
-    directory = tokenizer_directory(source, given)
+    directory = tokenizer_directory(source, requested)
     tokenizer = load_tokenizer(directory)
     check_vocabulary(source, directory, tokenizer.vocab_size)
     return tokenizer
 
 
 def check_vocabulary(source: ModelSource, directory: Path, size: int) -> None:
-    """Refuse the tokenizer in `directory`, of `size` entries, when it cannot be the model's.
+    """Check that a tokenizer of `size` entries in `directory` can be the model's.
 
-    Raises ConfigError.
+    It may be smaller than the model's vocabulary if the model's own tokenizer is, too: imported
+    models can have unused rows.
 
-    A model of other makers may have rows that their own tokenizer never names.
+    Raises:
+        ConfigError: if it cannot.
     """
     entries = source.spec.vocab_size
     if size == entries or (size < entries and _own_size(source) in (None, size)):
@@ -115,37 +119,37 @@ def check_vocabulary(source: ModelSource, directory: Path, size: int) -> None:
 
 
 def _own_size(source: ModelSource) -> int | None:
-    """Entries of the tokenizer that the model names, as long as it is there."""
-    own = source.directory if source.exported else source.spec.tokenizer_directory
+    """Return the size of the tokenizer that the model names; None if it cannot be loaded."""
+    named = source.directory if source.exported else source.spec.tokenizer_directory
     try:
-        return None if own is None else load_tokenizer(Path(own)).vocab_size
+        return None if named is None else load_tokenizer(Path(named)).vocab_size
     except DataFormatError:
         return None
 
 
-def tokenizer_directory(source: ModelSource, given: Path | None) -> Path:
-    """Where the tokenizer lies.
+def tokenizer_directory(source: ModelSource, requested: Path | None) -> Path:
+    """Return the tokenizer's directory.
 
-    `given`, else what an export has beside its weights or a checkpoint names.
+    It is `requested` if set, else the export's directory or the one that the checkpoint names.
 
     Raises:
-        ConfigError: there is none.
-        DataFormatError: what was given, or is named, is not there.
+        ConfigError: if there is none.
+        DataFormatError: if the directory does not exist or has no tokenizer.
     """
-    if given is not None:
-        if not given.is_dir():
+    if requested is not None:
+        if not requested.is_dir():
             raise DataFormatError(
-                f"the tokenizer {given} is no directory: give one with tokenizer.json"
+                f"the tokenizer {requested} is no directory: give one with tokenizer.json"
             )
-        return given
-    own = source.directory if source.exported else source.spec.tokenizer_directory
-    if own is None:
+        return requested
+    named = source.directory if source.exported else source.spec.tokenizer_directory
+    if named is None:
         raise ConfigError(
             f"{source.directory} came without a tokenizer: give --tokenizer its directory"
         )
-    if not Path(own, "tokenizer_config.json").is_file():
+    if not Path(named, "tokenizer_config.json").is_file():
         raise DataFormatError(
-            f"{source.directory} names the tokenizer in {own}, where there is none: give "
+            f"{source.directory} names the tokenizer in {named}, where there is none: give "
             "--tokenizer its directory"
         )
-    return Path(own)
+    return Path(named)

@@ -1,4 +1,4 @@
-"""What our models and those of transformers compute of the same input, in one form."""
+"""Outputs of our models and those of transformers on the same input, in one format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,107 +17,107 @@ class Outputs(NamedTuple):
     """Logits of one micro batch, in fp32."""
 
     logits: Tensor
-    """[b, s, v] of each label."""
+    """[b, s, v] logits of each label."""
     answers: Tensor | None
-    """[b, 2] of BERT's binary head."""
+    """[b, 2] logits of BERT's binary head."""
 
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Two models that should be the same."""
+    """Our model and its export, which must be equal."""
 
     spec: ModelSpec
-    """Of both."""
+    """Spec of both models."""
     form: HfForm
-    """Of theirs."""
+    """Format of the exported model."""
     ours: nn.Module
-    """In fp32."""
+    """Our model, in fp32."""
     theirs: Any
-    """As transformers loaded it, in fp32."""
+    """Exported model as loaded by transformers, in fp32."""
 
-    def our_outputs(self, given: ModelInput) -> Outputs:
-        """Ours, with the padding of the vocabulary."""
-        return our_outputs(self.spec.family, self.ours, given)
+    def our_outputs(self, batch: ModelInput) -> Outputs:
+        """Compute the outputs of our model, with the vocabulary's padding."""
+        return our_outputs(self.spec.family, self.ours, batch)
 
-    def their_outputs(self, given: ModelInput) -> Outputs:
-        """Those of the model of transformers."""
-        return their_outputs(self.theirs, given)
+    def their_outputs(self, batch: ModelInput) -> Outputs:
+        """Compute the outputs of the transformers model."""
+        return their_outputs(self.theirs, batch)
 
 
-def our_outputs(family: Family, model: nn.Module, given: ModelInput) -> Outputs:
-    """Those of a model of ours, with the padding of the vocabulary.
+def our_outputs(family: Family, model: nn.Module, batch: ModelInput) -> Outputs:
+    """Compute the outputs of one of our models, with the vocabulary's padding.
 
     A causal model reads each row as one text.
     """
-    found = model(given.tokens if family == "gpt" else given)
-    logits, answers = found if isinstance(found, tuple) else (found, None)
+    result = model(batch.tokens if family == "gpt" else batch)
+    logits, answers = result if isinstance(result, tuple) else (result, None)
     return Outputs(logits.float(), None if answers is None else answers.float())
 
 
-def their_outputs(model: Any, given: ModelInput) -> Outputs:
-    """Those of a model of transformers."""
-    found = model(**their_arguments(given))
-    if hasattr(found, "prediction_logits"):
-        return Outputs(found.prediction_logits.float(), found.seq_relationship_logits.float())
-    return Outputs(found.logits.float(), None)
+def their_outputs(model: Any, batch: ModelInput) -> Outputs:
+    """Compute the outputs of a transformers model."""
+    result = model(**their_arguments(batch))
+    if hasattr(result, "prediction_logits"):
+        return Outputs(result.prediction_logits.float(), result.seq_relationship_logits.float())
+    return Outputs(result.logits.float(), None)
 
 
-def their_arguments(given: ModelInput) -> dict[str, Tensor]:
-    """A micro batch as transformers' models take it.
+def their_arguments(batch: ModelInput) -> dict[str, Tensor]:
+    """Return a micro batch as keyword arguments of a transformers model.
 
-    Positions and documents are those of one text.
+    Position ids and document boundaries are left out: each row is one text.
     """
     values = {
-        "input_ids": given.tokens,
-        "attention_mask": None if given.present is None else given.present.long(),
-        "token_type_ids": given.tokentypes,
-        "decoder_input_ids": given.decoder_tokens,
+        "input_ids": batch.tokens,
+        "attention_mask": None if batch.present is None else batch.present.long(),
+        "token_type_ids": batch.tokentypes,
+        "decoder_input_ids": batch.decoder_tokens,
     }
     return {name: value for name, value in values.items() if value is not None}
 
 
-def meaningful(given: ModelInput) -> Tensor:
-    """Bool [b, s]: the places whose logits mean something.
+def meaningful(batch: ModelInput) -> Tensor:
+    """Return the mask, bool [b, s], of the positions whose logits are compared.
 
-    These are T5's labels, BERT's tokens, all of a causal model's.
+    These are T5's labels, BERT's tokens, and all positions of a causal model.
     """
-    if given.decoder_tokens is not None:
-        assert given.loss_mask is not None
-        return given.loss_mask
+    if batch.decoder_tokens is not None:
+        assert batch.loss_mask is not None
+        return batch.loss_mask
     return (
-        torch.ones_like(given.tokens, dtype=torch.bool) if given.present is None else given.present
+        torch.ones_like(batch.tokens, dtype=torch.bool) if batch.present is None else batch.present
     )
 
 
-def one_sample(given: ModelInput, number: int) -> ModelInput:
-    """One sample of a micro batch, as a micro batch."""
-    return _each(given, lambda value: value[number : number + 1])
+def one_sample(batch: ModelInput, number: int) -> ModelInput:
+    """Return one sample of a micro batch, as a micro batch."""
+    return _each(batch, lambda value: value[number : number + 1])
 
 
-def without_padding(given: ModelInput) -> ModelInput:
-    """A micro batch of one sample, cut where its padding begins."""
-    assert len(given.tokens) == 1
-    tokens = given.tokens.shape[1] if given.present is None else max(1, int(given.present.sum()))
-    labels = given.labels.shape[1]
-    if given.decoder_tokens is None:
-        return _each(given, lambda value: value if value.dim() == 1 else value[:, :tokens])
-    if given.loss_mask is not None:
-        labels = max(1, int(given.loss_mask.sum()))
+def without_padding(batch: ModelInput) -> ModelInput:
+    """Return a micro batch of one sample without its padding."""
+    assert len(batch.tokens) == 1
+    tokens = batch.tokens.shape[1] if batch.present is None else max(1, int(batch.present.sum()))
+    labels = batch.labels.shape[1]
+    if batch.decoder_tokens is None:
+        return _each(batch, lambda value: value if value.dim() == 1 else value[:, :tokens])
+    if batch.loss_mask is not None:
+        labels = max(1, int(batch.loss_mask.sum()))
     return ModelInput(
-        given.tokens[:, :tokens],
-        given.labels[:, :labels],
-        present=None if given.present is None else given.present[:, :tokens],
-        decoder_tokens=given.decoder_tokens[:, :labels],
+        batch.tokens[:, :tokens],
+        batch.labels[:, :labels],
+        present=None if batch.present is None else batch.present[:, :tokens],
+        decoder_tokens=batch.decoder_tokens[:, :labels],
     )
 
 
-def to_device(given: ModelInput, device: torch.device | str) -> ModelInput:
-    """A micro batch on a device."""
-    return _each(given, lambda value: value.to(device))
+def to_device(batch: ModelInput, device: torch.device | str) -> ModelInput:
+    """Move a micro batch to `device`."""
+    return _each(batch, lambda value: value.to(device))
 
 
-def _each(given: ModelInput, change: Callable[[Tensor], Tensor]) -> ModelInput:
+def _each(batch: ModelInput, change: Callable[[Tensor], Tensor]) -> ModelInput:
     values: dict[str, Any] = {
-        name: None if value is None else change(value) for name, value in vars(given).items()
+        name: None if value is None else change(value) for name, value in vars(batch).items()
     }
     return ModelInput(**values)

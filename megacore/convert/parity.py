@@ -1,8 +1,8 @@
-"""The gate: an export, loaded from disk by transformers, must be the model that was trained.
+"""The gate: an export, loaded from disk by transformers, must equal the trained model.
 
-Both models run in fp32 on the same samples: logits on validation samples, perplexity on the test
-split, what they choose greedily, every weight, and the tokenizer. Nothing is published unless all
-of them agree; where they do not, the first layer that differs is named.
+Both models run in fp32 on the same samples. The gate compares logits on validation samples,
+perplexity on the test split, greedy choices, every weight, and the tokenizer. An export is
+published only if all of them agree. Otherwise the report names the first layer that differs.
 """
 
 import math
@@ -32,32 +32,32 @@ from megacore.tokenizer import Tokenizer
 from megacore.tokenizer.load import JsonTokenizer
 
 Run = Callable[[], object]
-"""Runs a model once."""
+"""Function that runs a model once."""
 Score = Callable[[ModelInput], Mapping[str, Tensor]]
-"""Logits [b, s, v] of a micro batch's labels, by the name under which they count: one forward pass
-can count twice."""
+"""Function from a micro batch to the logits [b, s, v] of its labels, by the name of the model. One
+forward pass can yield logits for several names."""
 CONTINUATION_TOKENS = 32
 """Greedy tokens per sample."""
 PROMPT_TOKENS = 128
-"""Longest prompt of the greedy continuation; later positions are covered by the logits."""
+"""Maximum prompt length of the greedy continuation; the logits cover later positions."""
 _GREEDY = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_k": 50}
 _ROLES = ("pad", "cls", "sep", "mask")
 OUTPUT_LAYER = "output_layer"
-"""What differs when all hidden states agree and the logits do not."""
+"""Layer that is reported if all hidden states agree and the logits do not."""
 NATIVE_SHARE = 0.005
-"""Largest change of perplexity when an export computes in its own type."""
+"""Largest relative change of perplexity when an export computes in its own type."""
 Batches = Callable[[], Iterable[ModelInput]]
-"""The micro batches of a split, from the beginning each time."""
+"""Function that returns the micro batches of a split, from the first one."""
 
 
 @dataclass
 class Perplexities:
-    """exp of the mean loss of all labels that count, by the name of the model."""
+    """Perplexities over all labels that count, by the name of the model."""
 
     samples: int = 0
     labels: int = 0
     sums: dict[str, float] = field(default_factory=dict)
-    """Of the losses, in nats."""
+    """Sums of the losses in nats, by the name of the model."""
 
     def __getitem__(self, name: str) -> float:
         return math.exp(min(self.sums[name] / max(self.labels, 1), 700.0))
@@ -68,16 +68,16 @@ def check_models(
 ) -> None:
     """Compare the exported model, loaded by transformers, with ours.
 
-    Where they differ, the layer where they part is looked for.
+    If the models differ, the function also determines the first differing layer.
 
     Args:
-        report: what is found goes there; problems that it has already keep it from passing.
+        report: report that receives the results. Problems that it already has remain.
         pair: both models, on one device.
-        validation: samples whose logits and choices are compared, one at a time.
-        test: samples of `report.perplexity_split`.
+        validation: samples whose logits and greedy choices are compared, one at a time.
+        test: micro batches of `report.perplexity_split`.
 
     Raises:
-        ConversionError: the logits are of another vocabulary, so that nothing can be compared.
+        ConversionError: if the logits have another vocabulary, so that they cannot be compared.
     """
     pair.ours.eval()
     with torch.inference_mode():
@@ -93,9 +93,10 @@ def check_models(
 
 
 def load_exported(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a transformers directory, in evaluation mode, without a network.
+    """Load the model of a transformers directory, in evaluation mode and without network access.
 
-    Raises ConversionError when transformers refuses it, or would fill in or drop a weight.
+    Raises:
+        ConversionError: if transformers cannot load it, or would initialize or drop a weight.
     """
     import transformers
 
@@ -117,9 +118,10 @@ def load_exported(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def load_exported_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a transformers directory.
+    """Load the tokenizer of a transformers directory.
 
-    Raises ConversionError when transformers refuses it.
+    Raises:
+        ConversionError: if transformers cannot load it.
     """
     from transformers import AutoTokenizer
 
@@ -140,40 +142,45 @@ def _loaded(directory: Path, load: Callable[[], Any]) -> Any:
 
 
 def compare_native(report: ParityReport, native: Any, trained: Perplexities, test: Batches) -> None:
-    """The perplexity of an export in its own type, against that of the weights before rounding."""
-    found = perplexities([lambda given: {"native": their_outputs(native, given).logits}], test())
-    report.perplexity_trained, report.perplexity_native = trained["ours"], found["native"]
+    """Compare the perplexity of an export in its own type with that of the unrounded weights."""
+    native_perplexities = perplexities(
+        [lambda batch: {"native": their_outputs(native, batch).logits}], test()
+    )
+    report.perplexity_trained, report.perplexity_native = (
+        trained["ours"],
+        native_perplexities["native"],
+    )
     if not within(report.perplexity_native, report.perplexity_trained, NATIVE_SHARE):
         report.problems.append("its perplexity differs when it computes in bfloat16")
 
 
 def our_perplexity(pair: ModelPair, test: Batches) -> Perplexities:
-    """That of our model."""
+    """Compute the perplexity of our model."""
     return perplexities(
-        [lambda given: {"ours": pair.our_outputs(given).logits[..., : pair.spec.vocab_size]}],
+        [lambda batch: {"ours": pair.our_outputs(batch).logits[..., : pair.spec.vocab_size]}],
         test(),
     )
 
 
 def _compare_logits(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
-    """Logits of every place that means something, one sample at a time."""
+    """Compare the logits at every meaningful position, one sample at a time."""
     for number in range(len(validation.tokens)):
-        given = one_sample(validation, number)
-        own, other = pair.our_outputs(given), pair.their_outputs(given)
-        logits = own.logits[..., : pair.spec.vocab_size]
-        if logits.shape != other.logits.shape:
+        sample = one_sample(validation, number)
+        our, their = pair.our_outputs(sample), pair.their_outputs(sample)
+        logits = our.logits[..., : pair.spec.vocab_size]
+        if logits.shape != their.logits.shape:
             raise ConversionError(
-                f"the exported model gives logits of shape {tuple(other.logits.shape[1:])} where "
+                f"the exported model gives logits of shape {tuple(their.logits.shape[1:])} where "
                 f"ours gives {tuple(logits.shape[1:])}"
             )
-        places = meaningful(given)
-        report.tokens += int(places.sum())
+        positions = meaningful(sample)
+        report.tokens += int(positions.sum())
         report.max_abs_logit_difference = _larger(
-            report.max_abs_logit_difference, logits[places], other.logits[places]
+            report.max_abs_logit_difference, logits[positions], their.logits[positions]
         )
-        if own.answers is not None and other.answers is not None:
+        if our.answers is not None and their.answers is not None:
             report.max_abs_answer_difference = _larger(
-                report.max_abs_answer_difference or 0.0, own.answers, other.answers
+                report.max_abs_answer_difference or 0.0, our.answers, their.answers
             )
     report.samples = len(validation.tokens)
     if not report.max_abs_logit_difference <= report.tolerance:
@@ -185,40 +192,39 @@ def _compare_logits(report: ParityReport, pair: ModelPair, validation: ModelInpu
         report.problems.append("the logits of its binary head differ")
 
 
-def _larger(largest: float, own: Tensor, other: Tensor) -> float:
-    """The largest difference so far; what is no number stays."""
-    difference = float((own - other).abs().max()) if own.numel() else 0.0
+def _larger(largest: float, our: Tensor, their: Tensor) -> float:
+    """Return the larger of `largest` and the largest difference; NaN remains."""
+    difference = float((our - their).abs().max()) if our.numel() else 0.0
     return largest if difference <= largest or largest != largest else difference
 
 
 def _compare_perplexities(
     report: ParityReport, pair: ModelPair, batches: Iterable[ModelInput]
 ) -> None:
-    def ours(given: ModelInput) -> dict[str, Tensor]:
-        padded = pair.our_outputs(given).logits
+    def ours(batch: ModelInput) -> dict[str, Tensor]:
+        padded = pair.our_outputs(batch).logits
         return {"ours": padded[..., : pair.spec.vocab_size], "padded": padded}
 
-    found = perplexities(
-        [ours, lambda given: {"exported": pair.their_outputs(given).logits}], batches
+    results = perplexities(
+        [ours, lambda batch: {"exported": pair.their_outputs(batch).logits}], batches
     )
-    report.perplexity_samples, report.perplexity_tokens = found.samples, found.labels
-    report.perplexity_ours = found["ours"]
-    report.perplexity_with_padding = found["padded"]
-    report.perplexity_exported = found["exported"]
+    report.perplexity_samples, report.perplexity_tokens = results.samples, results.labels
+    report.perplexity_ours = results["ours"]
+    report.perplexity_with_padding = results["padded"]
+    report.perplexity_exported = results["exported"]
     if not same_to_four_digits(report.perplexity_exported, report.perplexity_ours):
         report.problems.append("its perplexity differs")
 
 
 def _compare_weights(report: ParityReport, pair: ModelPair) -> None:
-    """Every exported weight against ours through the table: bitwise, padding aside.
-
-    The exported ones are as transformers holds them.
-    """
-    held, parameters = pair.theirs.state_dict(), dict(pair.ours.named_parameters())
+    """Compare every weight of the loaded export bitwise with ours, except for padding."""
+    exported, parameters = pair.theirs.state_dict(), dict(pair.ours.named_parameters())
     for entry in pair.form.key_map(pair.spec).entries:
         parts = entry.layout.split(parameters[entry.ours].detach())
         names = [pair.form.name_when_loaded(name) for name in entry.theirs]
-        if not all(torch.equal(part, held[name]) for part, name in zip(parts, names, strict=True)):
+        if not all(
+            torch.equal(part, exported[name]) for part, name in zip(parts, names, strict=True)
+        ):
             report.differing_weights.append(entry.ours)
     if report.differing_weights:
         named = ", ".join(report.differing_weights[:3])
@@ -233,8 +239,8 @@ def _compare_weights(report: ParityReport, pair: ModelPair) -> None:
 def _find_layer(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
     def runs() -> Iterable[tuple[Callable[[], object], Callable[[], object]]]:
         for number in range(len(validation.tokens)):
-            given = without_padding(one_sample(validation, number))
-            yield partial(pair.our_outputs, given), partial(pair.their_outputs, given)
+            sample = without_padding(one_sample(validation, number))
+            yield partial(pair.our_outputs, sample), partial(pair.their_outputs, sample)
 
     theirs: nn.Module = pair.theirs
     report.layer_differences, report.first_differing_layer = layer_differences(
@@ -248,33 +254,31 @@ def _find_layer(report: ParityReport, pair: ModelPair, validation: ModelInput) -
 
 
 def perplexities(models: Sequence[Score], batches: Iterable[ModelInput]) -> Perplexities:
-    """Score all batches, which are on the models' device, by all models."""
-    found = Perplexities()
+    """Compute the perplexities of all models; `batches` must be on the models' device."""
+    result = Perplexities()
     with torch.inference_mode():
-        for given in batches:
+        for batch in batches:
             counts = (
-                torch.ones_like(given.labels, dtype=torch.bool)
-                if given.loss_mask is None
-                else given.loss_mask
+                torch.ones_like(batch.labels, dtype=torch.bool)
+                if batch.loss_mask is None
+                else batch.loss_mask
             )
-            labels = given.labels[counts]
+            labels = batch.labels[counts]
             for model in models:
-                for name, logits in model(given).items():
+                for name, logits in model(batch).items():
                     loss = F.cross_entropy(logits[counts], labels, reduction="sum")
-                    found.sums[name] = found.sums.get(name, 0.0) + float(loss)
-            found.samples += len(given.tokens)
-            found.labels += labels.numel()
-    return found
+                    result.sums[name] = result.sums.get(name, 0.0) + float(loss)
+            result.samples += len(batch.tokens)
+            result.labels += labels.numel()
+    return result
 
 
 def compare_continuations(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
-    """Greedy continuations by `generate` of transformers against our choices.
+    """Compare the greedy continuations of transformers' `generate` with our model's choices.
 
-    It runs with its cache; ours follow the same prefix.
-
-    One forward pass of ours over prompt and continuation is enough: up to the first difference the
-    prefixes agree. A sample's comparison ends where the two best logits are closer than twice the
-    tolerance.
+    `generate` uses its cache. Our model needs one forward pass over prompt and continuation,
+    because the prefixes agree up to the first difference. The comparison of a sample stops where
+    the two best logits are closer than twice the tolerance.
     """
     run = _of_decoder if pair.spec.family == "t5" else _of_causal
     special = pair.spec.special_tokens
@@ -302,21 +306,21 @@ def compare_continuations(report: ParityReport, pair: ModelPair, validation: Mod
 
 
 def compare_masked(report: ParityReport, pair: ModelPair, validation: ModelInput) -> None:
-    """The most likely token of each masked place.
+    """Compare the most probable token at each masked position.
 
-    Places whose two best logits are closer than twice the tolerance are left out.
+    Positions whose two best logits are closer than twice the tolerance are left out.
     """
     assert validation.loss_mask is not None
     differing = 0
     for number in range(len(validation.tokens)):
-        given = one_sample(validation, number)
-        assert given.loss_mask is not None
-        own = pair.our_outputs(given).logits[given.loss_mask][:, : pair.spec.vocab_size]
-        other = pair.their_outputs(given).logits[given.loss_mask]
-        best = own.topk(2).values
+        sample = one_sample(validation, number)
+        assert sample.loss_mask is not None
+        our = pair.our_outputs(sample).logits[sample.loss_mask][:, : pair.spec.vocab_size]
+        their = pair.their_outputs(sample).logits[sample.loss_mask]
+        best = our.topk(2).values
         decided = best[:, 0] - best[:, 1] >= 2 * report.tolerance
         report.greedy_undecided += int((~decided).sum())
-        same = own.argmax(-1) == other.argmax(-1)
+        same = our.argmax(-1) == their.argmax(-1)
         report.greedy_tokens += int((decided & same).sum())
         differing += int((decided & ~same).sum())
     if differing:
@@ -326,9 +330,9 @@ def compare_masked(report: ParityReport, pair: ModelPair, validation: ModelInput
 
 
 def _of_causal(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each sample our logits [new, v] beside the exported model's continuation [new].
+    """Yield for each sample our logits [new, v] and the exported model's continuation [new].
 
-    The logits follow the prefixes of that continuation.
+    Each logit vector is computed after a prefix of that continuation.
     """
     tokens = validation.tokens
     length = tokens.shape[1] + 1
@@ -338,13 +342,13 @@ def _of_causal(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, **_GREEDY
     )
     for row in continued:
-        given = ModelInput(row[None, :-1], row[None, 1:])
-        logits = pair.our_outputs(given).logits[0, prompt.shape[1] - 1 :, : pair.spec.vocab_size]
+        batch = ModelInput(row[None, :-1], row[None, 1:])
+        logits = pair.our_outputs(batch).logits[0, prompt.shape[1] - 1 :, : pair.spec.vocab_size]
         yield logits, row[prompt.shape[1] :]
 
 
 def _of_decoder(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same of a decoder, which begins anew."""
+    """Yield the same as `_of_causal` for T5, whose decoder starts without a prompt."""
     assert validation.present is not None
     new = min(CONTINUATION_TOKENS, validation.labels.shape[1])
     continued = pair.theirs.generate(
@@ -352,10 +356,10 @@ def _of_decoder(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tenso
     )
     for number, row in enumerate(continued):
         sample = one_sample(validation, number)
-        given = ModelInput(
+        batch = ModelInput(
             sample.tokens, row[None, 1:], present=sample.present, decoder_tokens=row[None, :-1]
         )
-        yield pair.our_outputs(given).logits[0, :, : pair.spec.vocab_size], row[1:]
+        yield pair.our_outputs(batch).logits[0, :, : pair.spec.vocab_size], row[1:]
 
 
 def compare_tokenizers(
@@ -365,18 +369,25 @@ def compare_tokenizers(
     special: SpecialTokens,
     samples: Sequence[Sequence[int]],
 ) -> None:
-    """Compare end of document, size, roles, and both directions of encoding.
+    """Compare end of document, vocabulary size, special tokens, encoding and decoding.
 
-    Texts are those of the validation split of which `samples` are the ids.
+    Args:
+        report: report that receives the results.
+        ours: our tokenizer.
+        theirs: exported tokenizer as loaded by transformers.
+        special: special tokens of the model.
+        samples: ids of validation texts.
     """
     if theirs.eos_token_id != ours.eod_id:
         report.problems.append(
             f"its tokenizer ends documents with id {theirs.eos_token_id}, ours with {ours.eod_id}"
         )
     for role in _ROLES:
-        wanted, given = getattr(special, role), getattr(theirs, f"{role}_token_id")
-        if given is not None and wanted is not None and given != wanted:
-            report.problems.append(f"its tokenizer has id {given} for {role}, ours {wanted}")
+        expected_id, exported_id = getattr(special, role), getattr(theirs, f"{role}_token_id")
+        if exported_id is not None and expected_id is not None and exported_id != expected_id:
+            report.problems.append(
+                f"its tokenizer has id {exported_id} for {role}, ours {expected_id}"
+            )
     vocab_size = max(theirs.get_vocab().values()) + 1
     if vocab_size != ours.vocab_size:
         report.problems.append(
@@ -406,9 +417,9 @@ def compare_tokenizers(
 
 
 def _words(ours: Tokenizer, special: SpecialTokens, sample: Sequence[int]) -> list[int]:
-    """What is no special token.
+    """Return `sample` without special tokens.
 
-    A SentencePiece model has no text for its control symbols, transformers has one.
+    A SentencePiece model decodes control symbols to no text, transformers to some.
     """
     roles = {
         ours.eod_id,
@@ -447,20 +458,20 @@ def layer_differences(
     runs: Iterable[tuple[Run, Run]],
     tolerance: float,
 ) -> tuple[dict[str, float], str | None]:
-    """Compare the outputs of each pair of modules, in one run of both models after the other.
+    """Compare the outputs of each pair of modules on each sample.
 
     Args:
         ours: our model.
-        theirs: the model of transformers.
-        pairs: modules of ours and of theirs, in the order in which they run.
-        runs: for each sample, what runs our model on it and what runs theirs.
-        tolerance: of the logits.
+        theirs: transformers model.
+        pairs: names of corresponding modules (ours, theirs), in execution order.
+        runs: for each sample, a function that runs our model on it, and one that runs theirs.
+        tolerance: tolerance of the logits.
 
     Returns:
         The largest absolute difference by our module's name, in the order of `pairs`, and the first
-        name whose difference exceeds a tenth of `tolerance`, relative to its largest value where
-        that is above 1. A logit is a sum over hidden values, so it can exceed the tolerance when
-        none of them does.
+        name whose difference exceeds a tenth of `tolerance`. That bound is relative to the output's
+        largest value if it is above 1. It is a tenth because a logit is a sum over hidden values
+        and can exceed the tolerance when none of them does.
     """
     differences = {name: 0.0 for name, _ in pairs}
     differing: set[str] = set()

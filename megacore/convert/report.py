@@ -1,4 +1,4 @@
-"""What the gate measured, as it is written to `parity.json`."""
+"""Report of the gate's measurements, written to `parity.json`."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -7,61 +7,60 @@ from typing import Any
 
 @dataclass
 class ParityReport:
-    """Every number of one comparison; `problems` is empty when the export may be published."""
+    """Results of one comparison between an export and our model."""
 
     tolerance: float
     """Largest absolute difference of fp32 logits that passes."""
     dtype: str = "float32"
-    """Type of the exported weights; our model had its own rounded to it."""
+    """Type of the exported weights; our model's weights were rounded to it."""
     samples: int = 0
-    """Validation samples whose logits were compared."""
+    """Number of validation samples whose logits were compared."""
     tokens: int = 0
-    """Places in them whose logits were compared."""
+    """Number of positions whose logits were compared."""
     max_abs_logit_difference: float = 0.0
     """Largest absolute difference of a logit over all samples, positions and vocabulary entries."""
     max_abs_answer_difference: float | None = None
-    """Largest absolute difference of a logit of BERT's binary head; None where there is none."""
+    """Largest absolute difference of a logit of BERT's binary head; None without that head."""
     perplexity_split: str = "test"
-    """The split on which perplexities were measured."""
+    """Split on which perplexities were measured."""
     perplexity_samples: int = 0
-    """Its samples that were scored."""
+    """Number of scored samples of that split."""
     perplexity_tokens: int = 0
-    """Predicted tokens in them."""
+    """Number of predicted tokens in them."""
     perplexity_ours: float = 0.0
-    """exp of the mean loss of our model, over the vocabulary without its padding."""
+    """Perplexity of our model over the vocabulary without padding."""
     perplexity_exported: float = 0.0
-    """The same of the exported model."""
+    """Perplexity of the exported model."""
     perplexity_with_padding: float = 0.0
-    """Of our model with the padded vocabulary rows in the softmax, as in training."""
+    """Perplexity of our model with the padding rows in the softmax, as in training."""
     perplexity_trained: float | None = None
-    """Of our model before its weights were rounded; measured for a bfloat16 export."""
+    """Perplexity of our model before rounding of its weights; only for a bfloat16 export."""
     perplexity_native: float | None = None
-    """Of the exported model computing in bfloat16; measured for a bfloat16 export."""
+    """Perplexity of the export computing in bfloat16; only for a bfloat16 export."""
     greedy_tokens: int = 0
-    """Continuation tokens (BERT: masked places) that were compared, over all samples."""
+    """Number of equal greedy tokens (BERT: masked positions), over all samples."""
     greedy_undecided: int = 0
-    """Samples (BERT: places) whose comparison ended where the two best logits were closer than
-    twice the tolerance."""
+    """Samples whose comparison stopped (BERT: positions left out) because the two best logits were
+    closer than twice the tolerance."""
     differing_weights: list[str] = field(default_factory=list)
-    """Parameters whose exported values are not bitwise ours."""
+    """Parameters whose exported values are not bitwise equal to ours."""
     first_differing_layer: str | None = None
-    """The first module, in the order of execution, whose output differs; looked for when the gate
-    fails."""
+    """First module in execution order whose output differs; determined when the gate fails."""
     layer_differences: dict[str, float] = field(default_factory=dict)
-    """Largest absolute difference of each module's output on the worst sample; measured when the
-    gate fails."""
+    """Largest absolute difference of each module's output over all samples; measured when the gate
+    fails."""
     tokenizer_tokens: int = 0
-    """Tokens that both tokenizers gave alike for the validation text."""
+    """Number of tokens in the validation texts that both tokenizers encode identically."""
     problems: list[str] = field(default_factory=list)
-    """What failed, one clause each."""
+    """One clause per failed check; empty if the export may be published."""
 
     @property
     def passed(self) -> bool:
-        """Whether the exported model may be published."""
+        """True if the exported model may be published."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """All values as JSON; numbers that are not finite become text."""
+        """Return all values for JSON; numbers that are not finite become text."""
         values = {"passed": self.passed, **asdict(self)}
         values["layer_differences"] = {
             name: _finite(value) for name, value in self.layer_differences.items()
@@ -69,7 +68,7 @@ class ParityReport:
         return {name: _finite(value) for name, value in values.items()}
 
     def sentence(self) -> str:
-        """The outcome with its numbers, in one sentence."""
+        """Return the outcome with its numbers in one sentence."""
         numbers = (
             f"on {self.samples} validation samples the largest logit difference is "
             f"{self.max_abs_logit_difference:.3g} (allowed {self.tolerance:g}), "
@@ -93,7 +92,7 @@ class ParityReport:
 
 
 def same_to_four_digits(value: float, reference: float) -> bool:
-    """Whether `value` is within half a unit of the fourth significant digit of `reference`."""
+    """Return True if `value` equals `reference` to half a unit of its fourth digit."""
     if not (math.isfinite(value) and math.isfinite(reference)):
         return False
     if reference == 0:
@@ -103,7 +102,7 @@ def same_to_four_digits(value: float, reference: float) -> bool:
 
 
 def within(value: float, reference: float, share: float) -> bool:
-    """Whether `value` differs from `reference` by at most that share of it."""
+    """Return True if `value` differs from `reference` by at most the fraction `share` of it."""
     return (
         math.isfinite(value)
         and math.isfinite(reference)

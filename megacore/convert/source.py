@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by name, read one at a time, and models filled with weights."""
+"""Lazy access to the weights of a checkpoint, and loading of weights into models."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,14 +14,16 @@ from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
 
 PREFIX = "model."
-"""Under which a checkpoint keeps the fp32 main weights."""
+"""Prefix of the fp32 main weights' names in a checkpoint."""
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """The model's parameters in a checkpoint of any layout, in fp32, under their global names.
+    """Mapping from global name to fp32 parameter, read from a checkpoint of any layout.
 
-    Each look-up reads the files; beside the tensor itself it allocates a few megabytes. Raises
-    CheckpointError when the directory is no checkpoint, or a file is damaged.
+    Each look-up reads the files and allocates a few megabytes in addition to the tensor.
+
+    Raises:
+        CheckpointError: if the directory is not a checkpoint, or a file is damaged.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -50,9 +52,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
 def load_weights(
     spec: ModelSpec, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
 ) -> Model:
-    """Our model with these weights, in evaluation mode.
+    """Build our model with these weights, in evaluation mode.
 
-    Raises ConversionError when names or shapes differ.
+    Raises:
+        ConversionError: if names or shapes differ.
     """
     model = build_bare(spec, ProcessMesh.serial())
     take_weights(model, tensors, device)
@@ -62,9 +65,10 @@ def load_weights(
 def take_weights(
     model: Model, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
 ) -> None:
-    """Give a model built on the meta device its weights.
+    """Load weights into a model that was built on the meta device.
 
-    Raises ConversionError when names or shapes differ.
+    Raises:
+        ConversionError: if names or shapes differ.
     """
     try:
         model.load_state_dict(

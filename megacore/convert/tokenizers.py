@@ -1,6 +1,6 @@
-"""Tokenizers of transformers directories as ours.
+"""Import of tokenizers from transformers directories.
 
-Their files are kept, or made into a tokenizer.json.
+Their files are copied, or converted to a tokenizer.json.
 """
 
 from pathlib import Path
@@ -24,23 +24,24 @@ from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece
 
 _ROLES = ("bos_token", "pad_token", "cls_token", "sep_token", "mask_token", "unk_token")
 _EXTRA_IDS = 100
-"""Sentinels of a T5 whose tokenizer_config.json does not say how many."""
+"""Default number of T5's sentinels, if tokenizer_config.json has no `extra_ids`."""
 _SENTENCEPIECE = (MODEL_NAME, "spiece.model")
 
 
 def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer | None:
-    """Write the tokenizer of a transformers directory into the empty `directory`, as ours.
+    """Convert the tokenizer of a transformers directory to ours, in the empty `directory`.
 
-    None when there is none.
+    It is read from tokenizer.json if present, else from a SentencePiece model, BERT's vocab.txt, or
+    GPT-2's vocab.json and merges.txt. The end of a document is the eos_token of
+    tokenizer_config.json, else its sep_token.
 
-    A tokenizer.json is taken where there is one, else a SentencePiece model, a vocab.txt of BERT's,
-    or GPT-2's vocab.json and merges.txt. The document ends with what tokenizer_config.json calls
-    eos_token, else with sep_token.
+    Returns:
+        The tokenizer, or None if `source` has none.
 
     Raises:
-        ConversionError: tokenizer_config.json is damaged, or nothing ends a document.
-        DataFormatError: the files are damaged.
-        WorkspaceError: `directory` cannot be written.
+        ConversionError: if tokenizer_config.json is damaged or no token ends a document.
+        DataFormatError: if the files are damaged.
+        WorkspaceError: if `directory` cannot be written.
     """
     settings = _settings(source)
     tokenizer = _read(source, settings)
@@ -54,16 +55,20 @@ def adopt_tokenizer(source: Path, directory: Path, spec: ModelSpec) -> Tokenizer
 
 
 def tokenizer_size(directory: Path) -> int | None:
-    """Entries of the tokenizer in a directory of ours or of transformers; None when there is none.
+    """Return the vocabulary size of the tokenizer in `directory`; None if there is none.
 
-    Raises ConversionError, DataFormatError as `adopt_tokenizer`.
+    The directory is one of megacore or transformers.
+
+    Raises:
+        ConversionError: if tokenizer_config.json is damaged or no token ends a document.
+        DataFormatError: if the files are damaged.
     """
     tokenizer = _read(directory, _settings(directory))
     return None if tokenizer is None else tokenizer.vocab_size
 
 
 def spec_with_tokenizer(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """The spec with the tokenizer of `directory`, when there is one that `load_tokenizer` reads."""
+    """Return the spec with the tokenizer in `directory`, if `load_tokenizer` can read one."""
     try:
         tokenizer = load_tokenizer(directory)
     except DataFormatError:
@@ -74,35 +79,42 @@ def spec_with_tokenizer(spec: ModelSpec, directory: Path) -> ModelSpec:
 def with_special_tokens(
     spec: ModelSpec, tokenizer: Tokenizer, directory: Path, source: Path | None = None
 ) -> ModelSpec:
-    """The spec with a tokenizer that lies in `directory`, or will.
+    """Return the spec with a tokenizer and its special tokens.
 
-    It was read from `source`, as errors say.
+    Special tokens of the spec (from config.json) override those recognized by their spelling.
 
-    What config.json says of special tokens goes before what their spelling says.
+    Args:
+        spec: spec of the model.
+        tokenizer: the model's tokenizer.
+        directory: present or future directory of the tokenizer.
+        source: directory that errors name; None means `directory`.
 
-    Raises ConversionError when the tokenizer has tokens that the model has not, or lacks the one
-    that ends its texts.
+    Raises:
+        ConversionError: if the tokenizer has more entries than the model's vocabulary, or lacks the
+            token that ends the model's texts.
     """
-    place, size, given = source or directory, tokenizer.vocab_size, spec.special_tokens
+    where, size, declared = source or directory, tokenizer.vocab_size, spec.special_tokens
     if size > spec.vocab_size:
         raise ConversionError(
-            f"the tokenizer in {place} has {size} entries and the model's vocabulary "
+            f"the tokenizer in {where} has {size} entries and the model's vocabulary "
             f"{spec.vocab_size}: give the tokenizer that the model was trained with"
         )
-    if given.eod is not None and given.eod >= size:
+    if declared.eod is not None and declared.eod >= size:
         raise ConversionError(
-            f"the tokenizer in {place} has {size} entries, and the model ends a text with token "
-            f"{given.eod}: give the tokenizer that the model was trained with"
+            f"the tokenizer in {where} has {size} entries, and the model ends a text with token "
+            f"{declared.eod}: give the tokenizer that the model was trained with"
         )
     spelled = special_tokens(tokenizer)
-    known = {role: value for role, value in given.model_dump().items() if value not in (None, ())}
+    known = {
+        role: value for role, value in declared.model_dump().items() if value not in (None, ())
+    }
     merged = SpecialTokens(**(spelled.model_dump() | known))
     return spec.model_copy(update={"special_tokens": merged, "tokenizer_directory": str(directory)})
 
 
 def _settings(source: Path) -> dict[str, Any]:
-    """What tokenizer_config.json and special_tokens_map.json say; nothing when there are none."""
-    found: dict[str, Any] = {}
+    """Read special_tokens_map.json and tokenizer_config.json; return {} if there are none."""
+    settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", TOKENIZER_CONFIG_NAME):
         path = source / name
         try:
@@ -115,8 +127,8 @@ def _settings(source: Path) -> dict[str, Any]:
             raise ConversionError(
                 f"{path} holds {type(values).__name__}, not an object: copy it again"
             )
-        found |= {key: value for key, value in values.items() if value is not None}
-    return found
+        settings |= {key: value for key, value in values.items() if value is not None}
+    return settings
 
 
 def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
@@ -126,7 +138,7 @@ def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
         return JsonTokenizer(read_backend(path), _end(settings, path))
     model = next((name for name in _SENTENCEPIECE if name in files), None)
     if model is not None:
-        # only such a tokenizer needs it
+        # imported here because only SentencePiece tokenizers need it
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel.read(source / model)
@@ -142,7 +154,7 @@ def _read(source: Path, settings: dict[str, Any]) -> Tokenizer | None:
 
 
 def _add_sentinels(tokenizer: Tokenizer, settings: dict[str, Any], spec: ModelSpec) -> None:
-    """T5's sentinels, which transformers adds to its SentencePiece model, the first last."""
+    """Add T5's sentinels in descending order, like transformers for SentencePiece models."""
     if (
         spec.family == "t5"
         and not isinstance(tokenizer, JsonTokenizer)
@@ -153,18 +165,18 @@ def _add_sentinels(tokenizer: Tokenizer, settings: dict[str, Any], spec: ModelSp
 
 
 def _end(settings: dict[str, Any], path: Path) -> str:
-    """The token that ends a document."""
+    """Return the token that ends a document."""
     end = _content(settings.get("eos_token")) or _content(settings.get("sep_token"))
     if end is None:
         raise ConversionError(
-            f"nothing beside {path} says which token ends a document: give {TOKENIZER_CONFIG_NAME} "
-            "an eos_token"
+            f"no file next to {path} says which token ends a document: give "
+            f"{TOKENIZER_CONFIG_NAME} an eos_token"
         )
     return end
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token, which transformers writes by itself or with its properties."""
+    """Return the text of a token, which transformers writes as a string or an object."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None

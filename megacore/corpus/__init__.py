@@ -1,1 +1,1 @@
-"""Where documents come from: source trees, JSON Lines, the hub, ready-made token files."""
+"""Sources of documents: source trees, JSON Lines, parquet, the hub, ready-made token files."""

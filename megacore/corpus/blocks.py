@@ -1,4 +1,4 @@
-"""Documents of any corpus in blocks of bounded size: one thread reads, others parse."""
+"""Blocks of bounded size with the documents of a corpus: one thread reads, others parse."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -23,15 +23,15 @@ DEFAULT_BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line or row that holds no document."""
+    """A line or row without a valid document."""
 
     path: str
     line: int
-    """Its number in the file, from 1."""
+    """Number in the file, from 1."""
     reason: str
-    """A sentence that begins with file and line, says what is wrong and what to do."""
+    """Message with file and line, the problem and a remedy."""
     position: int
-    """How many documents of the block precede it."""
+    """Number of documents of the block before this line."""
 
 
 class Block(ABC):
@@ -40,19 +40,16 @@ class Block(ABC):
     def __init__(self, segment: Segment, size: int) -> None:
         self.segment = segment
         self.size = size
-        """Bytes of input: lines as they are in the (decompressed) file, or the texts of rows."""
+        """Bytes of input: lines of the (decompressed) file, or texts of rows."""
 
     @property
     def path(self) -> str:
-        """The file."""
+        """Path of the segment's file."""
         return self.segment.path
 
     @abstractmethod
     def texts(self) -> tuple[list[str], list[BadLine]]:
-        """The texts of the documents in order, and the lines that hold none.
-
-        Any thread may call it.
-        """
+        """Return the texts of the documents in order, and the bad lines. Thread-safe."""
 
 
 class LineBlock(Block):
@@ -61,18 +58,17 @@ class LineBlock(Block):
     def __init__(
         self, segment: Segment, data: bytes, size: int, *, first: Callable[[], int]
     ) -> None:
-        """The first `size` bytes of `data`, which are whole lines.
+        """Create a block of the first `size` bytes of `data`, which are whole lines.
 
-        The rest, if any, is part of one line more.
-
-        `first` tells the number of the first line: it is asked for only when a line is bad.
+        The remaining bytes, if any, are the start of one more line. `first` returns the number of
+        the first line and is called only if a line is bad.
         """
         super().__init__(segment, size)
         self._data = data
         self._first = first
 
     def texts(self) -> tuple[list[str], list[BadLine]]:
-        """The texts under the key, and the lines without one."""
+        """Return the texts under the key, and the lines without one."""
         key, lines = self.segment.key, self._data.split(b"\n")
         if len(self._data) > self.size or not lines[-1]:
             lines.pop()
@@ -97,13 +93,13 @@ class RowBlock(Block):
     """Rows of a parquet file."""
 
     def __init__(self, segment: Segment, column: Any, first_row: int) -> None:
-        """`column` is the arrow array of the texts of consecutive rows from this number on."""
+        """Create a block of an arrow array with the texts of the rows from `first_row` on."""
         super().__init__(segment, column.nbytes)
         self._column = column
         self._first_row = first_row
 
     def texts(self) -> tuple[list[str], list[BadLine]]:
-        """The texts of the column, and the rows that are null or not UTF-8."""
+        """Return the texts of the column, and the rows that are null or not UTF-8."""
         try:
             texts: list[str | None] = self._column.to_pylist()
         except UnicodeDecodeError:
@@ -132,11 +128,10 @@ class RowBlock(Block):
 def read_blocks(
     segments: Iterable[Segment], block_bytes: int = DEFAULT_BLOCK_BYTES
 ) -> Iterator[Block]:
-    """The documents of the segments in order, in blocks of about `block_bytes` of input each.
+    """Yield the documents of the segments in order, in blocks of about `block_bytes` of input.
 
-    A line longer than that is a block by itself. Memory is that of a block. Raises DataFormatError
-    for a file that is missing, damaged, or changes while it is read; bad lines are found by
-    `Block.texts`.
+    A longer line forms a separate block. Memory is that of one block. Raises DataFormatError for a
+    file that is missing, damaged, or changes while it is read; `Block.texts` returns the bad lines.
     """
     for segment in segments:
         file_format = file_format_of(segment.path)
@@ -147,9 +142,9 @@ def read_blocks(
 
 
 def iterate_texts(directory: Path, *, skip_bad_lines: bool = False) -> Iterator[str]:
-    """Every text of a corpus directory in order; memory is that of a block.
+    """Yield the texts of a corpus directory in order; memory is that of one block.
 
-    Raises DataFormatError, with file and line for a bad line unless these are to be skipped.
+    Raises DataFormatError, also for a bad line unless `skip_bad_lines` is set.
     """
     for block in read_blocks(segments(directory)):
         texts, bad = block.texts()
@@ -170,9 +165,9 @@ def _reader(file_format: FileFormat) -> Callable[[Segment, int], Iterator[Block]
 
 
 class _LineNumbers:
-    """Numbers of lines by their place in one file.
+    """Line numbers of byte offsets in one file.
 
-    They are counted when somebody asks, from the nearest place known.
+    Lines are counted on request, from the nearest earlier offset with a known number.
     """
 
     def __init__(self, path: str) -> None:
@@ -181,7 +176,7 @@ class _LineNumbers:
         self._lock = Lock()
 
     def at(self, offset: int) -> int:
-        """The number, from 1, of the line that starts at `offset`."""
+        """Return the number, from 1, of the line that starts at `offset`."""
         with self._lock:
             place = bisect_right(self._known, offset, key=itemgetter(0))
             start, line = self._known[place - 1]
@@ -208,8 +203,8 @@ def _plain_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
                 )
             size = length if offset + length == stop else data.rfind(b"\n") + 1
             if size:
-                # The part of a line beyond `size` is read again with the next block: cheaper than
-                # to copy the rest.
+                # The incomplete line beyond `size` is read again with the next block, which is
+                # cheaper than copying it.
                 yield LineBlock(segment, data, size, first=partial(numbers.at, offset))
                 offset, length = offset + size, block_bytes
             else:

@@ -1,8 +1,8 @@
-"""The first stage: a source becomes a corpus directory.
+"""The collect stage, which turns a source into a corpus directory.
 
-A corpus directory holds either `corpus.jsonl`, one {"text", "source"} object per line in a stable
-order, or `sources.json`, which names files that stay where they are (JSON Lines, parquet, or a pair
-of token files) or that were downloaded into the directory itself.
+A corpus directory contains either `corpus.jsonl`, one {"text", "source"} object per line in a
+stable order, or `sources.json`, a list of files (JSON Lines, parquet, or a pair of token files)
+that are read in place or were downloaded into the directory.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,13 @@ from megacore.corpus.fetch import shown
 from megacore.errors import DataFormatError
 
 VERSION = 1
-"""Of the collect stage; raised when it produces something else."""
+"""Version of the collect stage, increased whenever its output changes."""
 
 
 def fingerprint(source: Source) -> dict[str, Any]:
-    """The identity of a source's content as JSON, for the stage's key.
+    """Return the identity of a source's content as JSON, for the stage's key.
 
-    Raises DataFormatError when it is missing.
+    Raises DataFormatError if the source is missing.
     """
     match source:
         case SourceTreeSource():
@@ -52,9 +52,9 @@ def collect(
 
     Returns counts: documents, files, skipped_files, bytes.
 
-    Downloads are cached in `cache_directory` (default: `.huggingface` for the hub and `.downloads`
-    for web servers, beside `directory`), which outlives a failed attempt. Raises DataFormatError
-    for a source that is missing, empty or malformed, DownloadError when a server cannot be reached,
+    Downloads are cached in `cache_directory`, which outlives a failed attempt; it defaults to
+    `.huggingface` (hub) or `.downloads` (web servers) next to `directory`. Raises DataFormatError
+    for a source that is missing, empty or malformed, DownloadError if a server cannot be reached,
     WorkspaceError.
     """
     counts = _collector(source, cache_directory, directory.parent)(directory)
@@ -68,7 +68,7 @@ def collect(
 
 
 def _collector(
-    source: Source, cache_directory: Path | None, beside: Path
+    source: Source, cache_directory: Path | None, parent: Path
 ) -> Callable[[Path], dict[str, int]]:
     match source:
         case SourceTreeSource():
@@ -76,10 +76,10 @@ def _collector(
         case JsonlSource() | ParquetSource():
             return lambda directory: local_files.collect(source, directory)
         case HttpSource():
-            downloads = cache_directory or beside / DOWNLOADS
+            downloads = cache_directory or parent / DOWNLOADS
             return lambda directory: remote.collect(source, directory, downloads)
         case HubSource():
-            hub_cache = cache_directory or beside / ".huggingface"
+            hub_cache = cache_directory or parent / ".huggingface"
             return lambda directory: hub.collect(source, directory, hub_cache)
         case PrefixSource():
             return lambda directory: local_files.collect_prefix(source, directory)

@@ -1,4 +1,4 @@
-"""What a corpus directory holds: documents of its own, or the names of files with documents."""
+"""Files of a corpus directory: `corpus.jsonl` with documents, or `sources.json` with paths."""
 
 import json
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from megacore.errors import DataFormatError
 CORPUS_NAME = "corpus.jsonl"
 SOURCES_NAME = "sources.json"
 _SHOWN_KEYS = 20
-"""Names in an error message."""
+"""Maximum number of key names in an error message."""
 
 
 class CorpusWriter:
-    """Writes `corpus.jsonl`, a document per line, as a context manager."""
+    """A context manager that writes `corpus.jsonl`, one document per line."""
 
     def __init__(self, directory: Path) -> None:
-        """Start the file in `directory`."""
+        """Create the file in `directory`."""
         self.documents = 0
         self._path = directory / CORPUS_NAME
         with workspace_errors(self._path):
             self._file = open(self._path, "wb", buffering=1 << 20)  # noqa: SIM115 (closed by __exit__)
 
     def add(self, text: str, source: str) -> None:
-        """Append a document and where it came from."""
+        """Append a document and the name of its source."""
         try:
             line = orjson.dumps({"text": text, "source": source}, option=orjson.OPT_APPEND_NEWLINE)
         except orjson.JSONEncodeError as error:
@@ -55,19 +55,19 @@ class CorpusWriter:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that a corpus refers to, as it was when it was collected."""
+    """Path, size and modification time of a file of a corpus, at the time of collection."""
 
     path: str
-    """Absolute."""
+    """Absolute path."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     mtime_ns: int | None
-    """Modification time: a file that was touched since is refused. None in the corpus itself, where
-    size is enough."""
+    """Modification time; a file with another one is refused. None for files inside the corpus
+    directory, of which only the size is checked."""
 
     @classmethod
     def of(cls, path: Path) -> "SourceFile":
-        """The file as it is now. Raises DataFormatError when it is missing."""
+        """Return the current state of the file. Raises DataFormatError if it is missing."""
         try:
             status = path.stat()
         except OSError as error:
@@ -79,29 +79,28 @@ class SourceFile:
         return cls(str(path.absolute()), status.st_size, status.st_mtime_ns)
 
     def check_unchanged(self) -> None:
-        """Raise DataFormatError when the file is not what was collected."""
-        now = SourceFile.of(Path(self.path))
-        if now.size != self.size or self.mtime_ns not in (None, now.mtime_ns):
+        """Raise DataFormatError if the file has changed since it was collected."""
+        current = SourceFile.of(Path(self.path))
+        if current.size != self.size or self.mtime_ns not in (None, current.mtime_ns):
             raise DataFormatError(
                 f"{self.path} has changed since it was collected: run the collect stage again"
             )
 
 
 def write_sources(directory: Path, kind: str, files: Sequence[SourceFile], **facts: Any) -> None:
-    """Write `sources.json`: the files that the corpus consists of, which stay where they are.
+    """Write `sources.json`, the list of the files that the corpus consists of.
 
-    A relative path is one below `directory`.
+    The files are not copied. Relative paths are relative to `directory`.
     """
     entries = [{"path": file.path, "size": file.size, "mtime_ns": file.mtime_ns} for file in files]
     write_json(directory / SOURCES_NAME, {"kind": kind, "files": entries, **facts})
 
 
 def read_sources(directory: Path) -> tuple[dict[str, Any], list[SourceFile]] | None:
-    """What `sources.json` says, its files checked to be unchanged.
+    """Read `sources.json` and check that its files are unchanged.
 
-    None for a corpus with text of its own.
-
-    All paths are absolute, that of a prefix too. Raises DataFormatError.
+    Returns its content and the files, with absolute paths (also of a prefix), or None if the corpus
+    has a `corpus.jsonl` instead. Raises DataFormatError.
     """
     path = directory / SOURCES_NAME
     if not path.exists():
@@ -130,15 +129,15 @@ def _below(directory: Path, path: str) -> str:
 
 
 def parse_document(line: bytes, key: str, where: str) -> str:
-    """The text of one JSON line; `where` is its file and line number. Raises DataFormatError."""
+    """Return the text of a JSON line; `where` names its file and line. Raises DataFormatError."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         text = _lenient_text(line, key)
         if text is not None:
             return text
-        what = f"not JSON ({error})" if line.strip() else "blank"
-        raise DataFormatError(f"{where} is {what}: repair or remove the line") from error
+        problem = f"not JSON ({error})" if line.strip() else "blank"
+        raise DataFormatError(f"{where} is {problem}: repair or remove the line") from error
     if not isinstance(value, dict):
         raise DataFormatError(
             f"{where} holds a JSON {type(value).__name__}, not an object with the key {key!r}"
@@ -155,9 +154,10 @@ def parse_document(line: bytes, key: str, where: str) -> str:
 
 
 def _lenient_text(line: bytes, key: str) -> str | None:
-    """The text of a line that is no strict JSON elsewhere.
+    """Return the text of a line that only Python's json accepts, or None.
 
-    Python's json writes NaN or half a surrogate pair.
+    Python's json writes NaN and unpaired surrogates, which orjson rejects. They may occur only
+    outside the text.
     """
     try:
         value = json.loads(line.decode("utf-8"))

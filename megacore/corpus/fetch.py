@@ -1,8 +1,9 @@
-"""Download one file into a directory, across failed attempts and with its progress shown.
+"""Download of a single file, with retries, resuming and a progress report.
 
-NAME.part grows while it comes and NAME.part.json says which version of the file it is; NAME and
-NAME.json are there when it is whole, and it is not fetched again. A download goes on where it broke
-off as long as the server says that it still has that version (RFC 9110, sections 13.1.5 and 14).
+NAME.part is the partial download, and NAME.part.json identifies the version of the file. When the
+download is complete, they become NAME and NAME.json, and the file is not downloaded again. A
+partial download is resumed as long as the server still has the same version of the file (RFC 9110,
+sections 13.1.5 and 14).
 """
 
 import hashlib
@@ -27,52 +28,51 @@ if TYPE_CHECKING:
     import httpx
 
 ProgressCallback = Callable[[int, int | None], None]
-"""Takes the bytes that are there and all bytes, None as long as these are unknown."""
+"""Callback that receives the bytes so far and the total size, or None if that is unknown."""
 _LOG_SECONDS = 10.0
 _logger = logging.getLogger("megacore.corpus")
 _CHUNK = 1 << 20
 _PROGRESS_BYTES = 1 << 20
-"""An attempt that brought this much does not count as failed: a long download may break off many
-times."""
+"""Bytes of progress that reset the count of failures: a long download may be interrupted often."""
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Status codes after which the same request may succeed."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a download is tried."""
+    """Limits of a download's attempts and waits."""
 
     attempts: int = 5
-    """Failures in a row, not counting those that brought a good deal."""
+    """Failures in a row after which the download fails; progress of 1 MiB resets the count."""
     backoff: float = 0.5
-    """Seconds before the second attempt; they double with each."""
+    """Seconds before the second attempt, doubled before each further one."""
     connect_timeout: float = 10.0
-    """Seconds."""
+    """Seconds to wait for a connection."""
     read_timeout: float = 30.0
-    """Seconds in which nothing comes."""
+    """Seconds to wait for data."""
     longest_wait: float = 60.0
-    """Seconds, when the server asks to be left alone for a while."""
+    """Maximum number of seconds to wait when the server sends Retry-After."""
 
 
 PATIENCE = Patience()
-"""For servers as they are."""
+"""Default limits."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """Which content of an address a file holds, as far as the server says."""
+    """Version of a file: its address and the validators, size and digest of its content."""
 
     url: str
     etag: str | None = None
     last_modified: str | None = None
     size: int | None = None
-    """Bytes of the whole file."""
+    """Size of the complete file in bytes."""
     sha256: str | None = None
-    """Hex digest, known when it is whole."""
+    """Hex digest of the complete file; None before the download is complete."""
 
     @classmethod
     def read(cls, path: Path) -> "Version | None":
-        """What `path` says; None when it is missing or damaged."""
+        """Read a version from the JSON file `path`; return None if it is missing or damaged."""
         try:
             return cls(**read_json(path))
         except (OSError, ValueError, TypeError):
@@ -80,26 +80,30 @@ class Version:
 
     @property
     def validator(self) -> str | None:
-        """What proves that a rest is of the same content: a strong ETag, else its time."""
+        """Validator that ties a partial download to its content: a strong ETag, or Last-Modified.
+
+        None if the server sent neither.
+        """
         return self.etag if self.etag and not self.etag.startswith("W/") else self.last_modified
 
 
 def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIENCE) -> Version:
-    """Have the content of `url` in `target`; its version is returned.
+    """Download `url` to `target`, resuming a partial file, and return its version.
 
-    A file that is there already is taken when it has the `sha256`, or when none is given and the
-    server says that it is still the same. Raises DataFormatError for an address that does not
-    answer with a file, or with one that has another digest (it is removed); DownloadError when the
-    connection is lost again and again; WorkspaceError.
+    An existing file is reused if it has the `sha256`, or, without a `sha256`, if the server reports
+    that it is unchanged. Raises DataFormatError if the address does not answer with a file or the
+    digest differs (the file is removed), DownloadError if the attempts fail, WorkspaceError.
     """
     with workspace_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with lock(target):
-            there = _version_there(url, target)
-            if there is not None and sha256 is not None and there.sha256 == sha256:
-                return there
+            complete = _complete_version(url, target)
+            if complete is not None and sha256 is not None and complete.sha256 == sha256:
+                return complete
             with _client(url, patience) as client, download_progress(target.name) as report:
-                download = _Download(client, url, target, there if sha256 is None else None, report)
+                download = _Download(
+                    client, url, target, complete if sha256 is None else None, report
+                )
                 version = download.run(patience)
             if sha256 is not None and version.sha256 != sha256:
                 forget(target)
@@ -111,13 +115,13 @@ def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIE
 
 
 def forget(target: Path) -> None:
-    """Remove what `fetch` left of `target`."""
-    for path in (target, *_beside(target)):
+    """Remove `target` and the other files that `fetch` wrote for it."""
+    for path in (target, *_side_files(target)):
         path.unlink(missing_ok=True)
 
 
 def shown(url: str) -> str:
-    """An address without user, password and tokens that may be in it."""
+    """Return the address without user, password and tokens."""
     return redact(_without_user(url))
 
 
@@ -126,7 +130,7 @@ def _without_user(url: str) -> str:
 
 
 def _client(url: str, patience: Patience) -> "httpx.Client":
-    import httpx  # here: it takes a while, and only this source needs it
+    import httpx  # imported here because it imports slowly and only this source needs it
 
     timeout = httpx.Timeout(patience.read_timeout, connect=patience.connect_timeout)
     try:
@@ -135,52 +139,57 @@ def _client(url: str, patience: Patience) -> "httpx.Client":
         raise DataFormatError(
             f"{shown(url)} is no address ({_sentence(error)}): check data.source"
         ) from error
-    for name in ("httpx", "httpcore"):  # they log the address of every request, its tokens with it
+    for name in ("httpx", "httpcore"):  # they log the address of every request, with its tokens
         redact_log(logging.getLogger(name))
-    # Apart from the address, which is logged with every request; not sent to another host after a
-    # redirection.
+    # The credentials are passed separately because the address is logged with every request. httpx
+    # does not send them to another host after a redirect.
     auth = (address.username, address.password) if address.userinfo else None
     return httpx.Client(timeout=timeout, follow_redirects=True, auth=auth)
 
 
-def _beside(target: Path) -> tuple[Path, Path, Path]:
+def _side_files(target: Path) -> tuple[Path, Path, Path]:
     names = f"{target.name}.json", f"{target.name}.part", f"{target.name}.part.json"
     return target.with_name(names[0]), target.with_name(names[1]), target.with_name(names[2])
 
 
-def _version_there(url: str, target: Path) -> Version | None:
-    """The version of a whole file of an earlier attempt, if its content is what it was then."""
-    version = Version.read(_beside(target)[0])
+def _complete_version(url: str, target: Path) -> Version | None:
+    """Return the version of a complete earlier download, or None if it is missing or changed."""
+    version = Version.read(_side_files(target)[0])
     if version is None or version.url != shown(url) or not target.is_file():
         return None
     return version if file_digest(target) == version.sha256 else None
 
 
 class _BrokenOffError(Exception):
-    """The attempt failed in a way that may pass, `wait` seconds later if the server said so."""
+    """A failure that a retry may overcome, after `wait` seconds if the server requested a delay."""
 
-    def __init__(self, what: str, wait: float = 0.0) -> None:
-        super().__init__(what)
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
         self.wait = wait
 
 
 class _Download:
-    """The attempts at one file, each of which goes on where the one before broke off."""
+    """Attempts to download one file; each resumes where the previous one ended."""
 
     def __init__(
         self,
         client: "httpx.Client",
         url: str,
         target: Path,
-        there: Version | None,
+        complete: Version | None,
         report: ProgressCallback,
     ) -> None:
+        """Resume the partial download of `target` if there is one.
+
+        `complete` is the version of an existing complete file, which is reused if the server
+        answers that it is unchanged.
+        """
         self._client = client
         self._address, self._url = _without_user(url), shown(url)
         self._target = target
-        self._there = there
+        self._there = complete
         self._report = report
-        self._about, self._part, self._about_part = _beside(target)
+        self._about, self._part, self._about_part = _side_files(target)
         self._digest, self._size = hashlib.sha256(), 0
         self._version = Version.read(self._about_part) or Version(self._url)
         if self._version.url == self._url and self._version.validator and self._part.is_file():
@@ -189,10 +198,10 @@ class _Download:
             self._restart()
 
     def run(self, patience: Patience) -> Version:
-        """The version that lies in the target when all of it has come."""
+        """Download the file, retrying after failures, and return its version."""
         import httpx
 
-        failures, most = 0, self._size
+        failures, largest = 0, self._size
         while True:
             try:
                 return self._attempt()
@@ -201,24 +210,24 @@ class _Download:
                     f"{self._url} cannot be downloaded: {_sentence(error)}: check data.source"
                 ) from error
             except (httpx.TransportError, _BrokenOffError) as error:
-                # More than ever was there, or a server that begins anew each time would be asked
-                # for ever.
-                failures = 0 if self._size - most >= _PROGRESS_BYTES else failures + 1
-                most = max(most, self._size)
+                # Progress counts only beyond the largest size so far. Otherwise a server that
+                # starts over each time would be retried forever.
+                failures = 0 if self._size - largest >= _PROGRESS_BYTES else failures + 1
+                largest = max(largest, self._size)
                 if failures >= patience.attempts:
                     raise DownloadError(self._given_up(failures, error)) from error
                 wait = min(getattr(error, "wait", 0.0), patience.longest_wait)
                 time.sleep(max(wait, patience.backoff * 2 ** max(0, failures - 1)))
 
     def _given_up(self, failures: int, error: Exception) -> str:
-        kept = (
+        note = (
             f"; {self._size} bytes are there and will not be fetched again"
             if self._version.validator
             else ""
         )
         return (
             f"the download of {self._url} failed {failures} times in a row "
-            f"({_sentence(error)}){kept}: check the network and start again"
+            f"({_sentence(error)}){note}: check the network and start again"
         )
 
     def _attempt(self) -> Version:
@@ -229,7 +238,7 @@ class _Download:
                 self._accept(response)
                 self._receive(response)
         if self._version.size not in (None, self._size):
-            raise _BrokenOffError(f"{self._size} of {self._version.size} bytes came")
+            raise _BrokenOffError(f"{self._size} of {self._version.size} bytes arrived")
         return self._finish()
 
     def _headers(self) -> dict[str, str]:
@@ -243,7 +252,7 @@ class _Download:
         return headers
 
     def _accept(self, response: "httpx.Response") -> None:
-        """Make the part ready for what the response brings: the rest, or all of it."""
+        """Prepare the partial file for the body of the response: the rest, or the complete file."""
         status = response.status_code
         if status in _TRANSIENT:
             seconds = response.headers.get("retry-after", "")
@@ -253,7 +262,7 @@ class _Download:
             return
         if status in (206, 416) and self._size:
             self._restart()
-            raise _BrokenOffError("the server's file is another one than before")
+            raise _BrokenOffError("the server's file has changed")
         if status != 200:
             raise DataFormatError(
                 f"{self._url} answered {status} {response.reason_phrase} instead of a file: check "
@@ -262,15 +271,17 @@ class _Download:
         self._restart(_version_of(response, self._url))
 
     def _continues(self, response: "httpx.Response") -> bool:
-        """Whether the body is the rest of the part."""
-        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("content-range", ""))
-        if found is None or int(found[1]) != self._size:
+        """Return True if the body is the rest of the partial file."""
+        content_range = re.fullmatch(
+            r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("content-range", "")
+        )
+        if content_range is None or int(content_range[1]) != self._size:
             return False
-        now = _version_of(response, self._url)
-        total = self._version.size if found[2] == "*" else int(found[2])
-        before = replace(self._version, size=total)
-        self._version = before if self._version.size is None else self._version
-        return total == self._version.size and now.validator in (None, before.validator)
+        version = _version_of(response, self._url)
+        total = self._version.size if content_range[2] == "*" else int(content_range[2])
+        expected = replace(self._version, size=total)
+        self._version = expected if self._version.size is None else self._version
+        return total == self._version.size and version.validator in (None, expected.validator)
 
     def _receive(self, response: "httpx.Response") -> None:
         self._check_space()
@@ -282,7 +293,7 @@ class _Download:
                     self._size += len(chunk)
                     self._report(self._size, self._version.size)
         except WorkspaceError:
-            # Of unknown length it may never fit: nobody else should find the disk full of it.
+            # A file of unknown length may never fit, so remove the part to free the disk.
             if self._version.size is None:
                 self._restart()
             raise
@@ -292,8 +303,8 @@ class _Download:
         free = shutil.disk_usage(self._part.parent).free
         if missing > free:
             raise WorkspaceError(
-                f"cannot write {self._part}: {missing} bytes are to come and {free} are free: free "
-                "some space or set another workspace"
+                f"cannot write {self._part}: {missing} bytes are still to be downloaded and {free} "
+                "are free: free some space or set another workspace"
             )
 
     def _finish(self) -> Version:
@@ -309,7 +320,7 @@ class _Download:
         return version
 
     def _read_part(self) -> None:
-        """Take up what an earlier process left."""
+        """Compute digest and size of the partial file that an earlier process left."""
         with open(self._part, "rb") as file:
             while chunk := file.read(_CHUNK):
                 self._digest.update(chunk)
@@ -318,9 +329,9 @@ class _Download:
             self._restart()
 
     def _restart(self, version: Version | None = None) -> None:
-        """Start without a part.
+        """Remove the partial file and set the version of the next one.
 
-        What is said of it goes first, for it must never be said of other bytes.
+        NAME.part.json is removed first because it must never describe other bytes.
         """
         with workspace_errors(self._part):
             self._about_part.unlink(missing_ok=True)
@@ -348,7 +359,7 @@ def _sentence(error: BaseException) -> str:
 
 @contextmanager
 def download_progress(name: str) -> Iterator[ProgressCallback]:
-    """Show the progress of the download `name` until the block is left."""
+    """Show the progress of the download `name`: a bar on a terminal, else log lines."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -371,7 +382,7 @@ def _bar(name: str, console: object) -> Iterator[ProgressCallback]:
     assert isinstance(console, Console)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        # Escaped: a name may hold what rich would take for markup.
+        # Escaped because rich would interpret brackets in a name as markup.
         task = progress.add_task(name.replace("[", r"\["), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -386,7 +397,7 @@ def _log(name: str) -> Iterator[ProgressCallback]:
         finished = done == total
         if finished or now - last >= _LOG_SECONDS:
             last = now
-            of_all = f" of {total / 1e6:.1f}" if total is not None else ""
-            _logger.info("%s: %.1f%s MB after %.0f s", name, done / 1e6, of_all, now - started)
+            suffix = f" of {total / 1e6:.1f}" if total is not None else ""
+            _logger.info("%s: %.1f%s MB after %.0f s", name, done / 1e6, suffix, now - started)
 
     yield report

@@ -1,4 +1,4 @@
-"""The format of a file of documents, told from its first bytes, and its decompression."""
+"""Detection of a document file's format from its first bytes, and decompression."""
 
 import zlib
 from collections.abc import Iterator
@@ -8,26 +8,26 @@ from typing import BinaryIO, Literal
 from megacore.errors import DataFormatError
 
 FileFormat = Literal["plain", "gzip", "zstd", "parquet"]
-"""JSON Lines as they are or compressed, or parquet."""
+"""Formats of document files: JSON Lines (plain or compressed) and parquet."""
 BOM = b"\xef\xbb\xbf"
-"""UTF-8's byte order mark, which some editors put before the first line; it is passed over."""
+"""Byte order mark of UTF-8, which some editors write before the first line; it is skipped."""
 SUFFIXES: dict[str, FileFormat] = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
-"""What a name promises; any other is JSON Lines."""
+"""Format by file suffix; files with any other suffix are JSON Lines."""
 _FOREIGN = frozenset({".bz2", ".lz4", ".xz", ".zip", ".7z", ".tar", ".tgz"})
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
-"""Decompressed bytes that are handed on at a time."""
+"""Maximum number of decompressed bytes yielded at a time."""
 _ZSTD_READ_BYTES = 1 << 12
-"""The library knows no limit of its output: little input keeps it small for text that repeats
-itself."""
+"""Compressed bytes read at a time. The library cannot limit its output, so the input is small to
+keep the output small even for highly repetitive text."""
 _ZSTD_MAX_WINDOW = 1 << 31
-"""As `zstd --long=31` needs it."""
+"""Window size that files written by `zstd --long=31` need."""
 
 
 def file_format_of(path: str | Path) -> FileFormat:
-    """What `path` holds, whatever its name.
+    """Return the format of the file, detected from its content.
 
-    Raises DataFormatError when its name promises something else.
+    Raises DataFormatError if the content contradicts the suffix or the compression is unsupported.
     """
     path = Path(path)
     with open_file(path) as file:
@@ -45,13 +45,11 @@ def file_format_of(path: str | Path) -> FileFormat:
 
 
 def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
-    """The content of a gzip or zstd file in pieces of at most 1 MiB.
+    """Yield the decompressed content of a gzip or zstd file in pieces of at most 1 MiB.
 
-    Several frames in a file follow each other.
-
-    Raises DataFormatError for a file that is damaged or ends too early.
+    A file may consist of several frames. Raises DataFormatError if it is damaged or truncated.
     """
-    import zstandard  # here: only compressed files need it
+    import zstandard  # imported here because only compressed files need it
 
     try:
         with open_file(path) as file:
@@ -69,7 +67,7 @@ def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
 
 
 def pieces(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
-    """The lines of a JSON Lines file in pieces of at most 1 MiB, without a byte order mark.
+    """Yield the content of a JSON Lines file in pieces of at most 1 MiB, without byte order mark.
 
     Raises DataFormatError.
     """
@@ -84,7 +82,7 @@ def pieces(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """`path` for reading. Raises DataFormatError."""
+    """Open `path` for reading. Raises DataFormatError."""
     try:
         return open(path, "rb", buffering=_READ_BYTES)
     except OSError as error:
@@ -92,7 +90,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def unreadable(path: str | Path, error: OSError) -> DataFormatError:
-    """The operating system's refusal to read `path`."""
+    """Return the DataFormatError for an OSError while reading `path`."""
     return DataFormatError(f"{path} cannot be read: {error.strerror}: check data.source")
 
 
@@ -108,7 +106,7 @@ def _content(path: str | Path) -> Iterator[bytes]:
 def _format_of_head(head: bytes) -> FileFormat:
     if head[:2] == b"\x1f\x8b":
         return "gzip"
-    # RFC 8878: a frame, or a skippable frame as parallel compressors put it first.
+    # RFC 8878: a frame, or a skippable frame, with which the output of parallel compressors begins.
     if head == b"\x28\xb5\x2f\xfd" or (head[1:] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
         return "zstd"
     return "parquet" if head == b"PAR1" else "plain"
@@ -123,8 +121,8 @@ def _gunzip(file: BinaryIO) -> Iterator[bytes]:
                 raise EOFError
             yield member.decompress(data, _PIECE_BYTES)
             data = member.unconsumed_tail
-        # Zeros may fill up the last block of a medium (RFC 1952 leaves it to the reader; gzip
-        # ignores them).
+        # Zeros after a member may be padding of the storage medium (RFC 1952 leaves them to the
+        # reader; gzip ignores them).
         data = member.unused_data.lstrip(b"\0")
         while not data and (read := file.read(_READ_BYTES)):
             data = read.lstrip(b"\0")

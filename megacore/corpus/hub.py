@@ -1,4 +1,4 @@
-"""A data set of the Hugging Face hub, or a local directory of parquet files, read by `datasets`."""
+"""Source of data sets of the Hugging Face hub or a local directory, read with `datasets`."""
 
 import errno
 import importlib
@@ -16,11 +16,11 @@ from megacore.errors import DataFormatError, DownloadError
 
 
 def fingerprint(source: HubSource) -> dict[str, Any]:
-    """Return what decides the documents: name, configuration, split, revision and column.
+    """Return the fields that determine the documents: name, configuration, split, revision, column.
 
-    Of a local directory it includes the sizes and times of its files.
+    For a local directory, the paths, sizes and modification times of its files are included.
 
-    Without a revision the hub's content may move under the same name: pin a commit where that
+    Without a revision the hub's content may change under the same name; pin a commit where that
     matters.
     """
     if not Path(source.dataset).is_dir():
@@ -31,13 +31,12 @@ def fingerprint(source: HubSource) -> dict[str, Any]:
 
 
 def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[str, int]:
-    """Write every row's text as a document, in the data set's order.
+    """Write the text of every row as a document, in the data set's order, and return counts.
 
-    Memory does not grow with its size.
+    Memory does not grow with the size of the data set. The count of files is always 0.
 
-    The count of files is 0: rows are read, whatever files they come from. Unless they are streamed,
-    all files are downloaded into `cache_directory` before, where an attempt that broke off left
-    what it had.
+    Unless the data set is streamed, all of its files are downloaded into `cache_directory` first;
+    files that an earlier attempt downloaded are reused.
 
     Raises DataFormatError for a data set, split or column that does not exist, DownloadError for a
     lost connection.
@@ -63,9 +62,9 @@ def _texts(source: HubSource, cache_directory: Path) -> Iterator[str]:
 
 
 def broken_connections() -> tuple[type[Exception], ...]:
-    """What a lost connection raises.
+    """Return the types of errors that a lost connection raises.
 
-    The hub's HTTP client has errors of its own that are no OSError.
+    The errors of the hub's HTTP client are not subclasses of OSError.
     """
     clients = [
         importlib.import_module(name)
@@ -76,7 +75,7 @@ def broken_connections() -> tuple[type[Exception], ...]:
 
 
 def _open(source: HubSource, cache_directory: Path) -> Any:
-    # Imported here: `datasets` takes a second, and only this source needs it.
+    # Imported here because `datasets` takes a second to import and only this source needs it.
     import datasets
 
     with loading(_name(source), cache_directory):
@@ -88,8 +87,7 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
             streaming=source.streaming,
             cache_dir=str(cache_directory / "datasets"),
         )
-        # Of rows on the disk only what is asked for is decoded; a wrong key is refused at the first
-        # of them.
+        # Decode only the text column of rows on disk. A wrong key is refused at the first row.
         return (
             rows.select_columns([source.key])
             if not source.streaming and source.key in rows.column_names
@@ -99,10 +97,11 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
 
 @contextmanager
 def loading(name: str, cache_directory: Path) -> Iterator[None]:
-    """Load a data set, which errors call `name`, downloading into `cache_directory`.
+    """Translate the errors of loading a data set, and set the hub's cache to `cache_directory`.
 
-    Raises DataFormatError for a data set that does not exist or is damaged, DownloadError for a
-    lost connection, WorkspaceError for a full disk.
+    `name` is the name of the data set in error messages. Raises DataFormatError for a data set that
+    does not exist or is damaged, DownloadError for a lost connection, WorkspaceError for a full
+    disk.
     """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
@@ -125,9 +124,9 @@ def loading(name: str, cache_directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _hub_cache(directory: Path) -> Iterator[None]:
-    """Where the hub's client keeps a data set's card.
+    """Set the hub client's cache to `directory` within the context.
 
-    `load_dataset` does not hand its cache_dir on for it.
+    The client stores a data set's card there; `load_dataset` does not pass its cache_dir for that.
     """
     from huggingface_hub import constants
 
@@ -141,7 +140,7 @@ def _hub_cache(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Raise WorkspaceError for a full disk, which `datasets` hides in an error of its own."""
+    """Raise WorkspaceError if an error of `datasets` was caused by a full or read-only disk."""
     try:
         yield
     except Exception as error:
@@ -179,6 +178,6 @@ def _name(source: HubSource) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first line of a foreign message, without its full stop."""
+    """Return the first line of an error's message, without the full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(". ")

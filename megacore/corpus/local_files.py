@@ -1,6 +1,6 @@
 """Local sources: JSON Lines, parquet with a document per row, and ready-made token files.
 
-Nothing is copied, the corpus refers to the files.
+No file is copied; the corpus refers to the files by path.
 """
 
 import glob
@@ -21,23 +21,23 @@ _BATCH_ROWS = 1024
 
 
 def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
-    """Return absolute path, size and modification time of every file, in order, and the key."""
+    """Return the field `key`, and path, size and modification time of every file in order."""
     files = [[file.path, file.size, file.mtime_ns] for file in list_files(source)]
     return key_parameters(source, "collect", {"files": files})
 
 
 def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, int]:
-    """Write `sources.json`; lines and rows are counted here and parsed when they are tokenized.
+    """Write `sources.json` and return counts.
 
-    Compressed files are decompressed once for that. Raises DataFormatError for a damaged one, and
-    for parquet without the column.
+    Lines and rows are only counted, not parsed; compressed files are decompressed once for that.
+    Raises DataFormatError for a damaged file, and for parquet without the column.
     """
     files = list_files(source)
     for file in files:
         if (file_format_of(file.path) == "parquet") != (source.kind == "parquet"):
-            other = "jsonl" if source.kind == "parquet" else "parquet"
+            kind = "jsonl" if source.kind == "parquet" else "parquet"
             raise DataFormatError(
-                f"{file.path} is no {source.kind} file: give it to a source of kind {other}"
+                f"{file.path} is no {source.kind} file: give it to a source of kind {kind}"
             )
     documents = sum(count_documents(file.path, source.key) for file in files)
     write_sources(directory, source.kind, files, key=source.key)
@@ -46,7 +46,7 @@ def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, i
 
 
 def count_documents(path: str | Path, key: str) -> int:
-    """How many lines or rows a file has; the last line needs no newline.
+    """Return the number of lines or rows of a file; the last line needs no newline.
 
     Raises DataFormatError for a damaged file.
     """
@@ -62,9 +62,9 @@ def count_documents(path: str | Path, key: str) -> int:
 
 
 def list_files(source: JsonlSource | ParquetSource) -> list[SourceFile]:
-    """Every file that the paths and globs name, the matches of a glob sorted.
+    """Return all files that match the source's paths and globs, the matches of a glob sorted.
 
-    Raises DataFormatError.
+    Raises DataFormatError for a missing file or a glob without matches.
     """
     return [SourceFile.of(path) for pattern in source.files for path in _expand(pattern)]
 
@@ -87,11 +87,11 @@ def prefix_fingerprint(source: PrefixSource) -> dict[str, Any]:
 
 
 def collect_prefix(source: PrefixSource, directory: Path) -> dict[str, int]:
-    """Write `sources.json` after the files' structure was checked. Raises DataFormatError."""
+    """Check the files' structure and write `sources.json`. Raises DataFormatError."""
     files = _files(source)
     dataset = IndexedDataset(source.prefix)
     write_sources(directory, source.kind, files, prefix=str(Path(source.prefix).absolute()))
-    # A pair of files of nothing but empty documents is as empty as one without documents.
+    # Token files with only empty documents count as empty.
     documents = dataset.documents if len(dataset) else 0
     size = sum(file.size for file in files)
     return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
@@ -102,20 +102,20 @@ def _files(source: PrefixSource) -> list[SourceFile]:
 
 
 def group_rows(path: str | Path) -> list[int]:
-    """Rows of each row group."""
+    """Return the number of rows of each row group."""
     with _open(path) as file:
         return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
 
 
 def group_sizes(path: str | Path, key: str) -> list[int]:
-    """Bytes that the column `key` takes in each row group, uncompressed. Raises DataFormatError."""
+    """Return the uncompressed bytes of column `key` in each row group. Raises DataFormatError."""
     with _open(path) as file:
         _check_column(path, file, key)
         return [_group_bytes(file, group, key) for group in range(file.num_row_groups)]
 
 
 def check_column(path: str | Path, key: str) -> None:
-    """Raise DataFormatError when the file has no column `key`, or one that is not text."""
+    """Raise DataFormatError if the file has no column `key` or the column is not text."""
     with _open(path) as file:
         _check_column(path, file, key)
 
@@ -123,17 +123,17 @@ def check_column(path: str | Path, key: str) -> None:
 def read_column(
     path: str | Path, key: str, start: int, stop: int | None, size: int
 ) -> Iterator[Any]:
-    """The column `key` of the row groups start … stop-1 as arrow arrays of about `size` bytes.
+    """Yield column `key` of row groups start … stop-1 as arrow arrays of about `size` bytes.
 
-    Memory is that of an array and of a page of the file. Raises DataFormatError.
+    Memory is that of one array and one page of the file. Raises DataFormatError.
     """
     import pyarrow as pa
 
     with _open(path) as file:
         _check_column(path, file, key)
         for group in range(start, file.num_row_groups if stop is None else stop):
-            # Few rows at a time: what they take is known for a group only, and not where values are
-            # repeated.
+            # Read few rows at a time: their size is known only per group, and is unreliable where
+            # values are repeated.
             rows = file.metadata.row_group(group).num_rows
             batch = max(1, min(_BATCH_ROWS, size * rows // max(1, _group_bytes(file, group, key))))
             chunks: list[Any] = []
@@ -152,25 +152,25 @@ def read_column(
 
 @contextmanager
 def _open(path: str | Path) -> Iterator[Any]:
-    # Here: pyarrow takes a while to import, and only these files need it.
+    # Imported here because pyarrow imports slowly and only these files need it.
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
     try:
-        # A buffer makes it read a column as it is needed, instead of a whole row group at once.
+        # With a buffer, a column is read as it is needed instead of a whole row group at once.
         with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             yield file
     except pa.ArrowException as error:
         raise _damaged(path, error) from error
     except OSError as error:
-        # Arrow reports damaged pages as errors of reading without a number of the operating system.
+        # Arrow reports damaged pages as OSError without an errno.
         if error.errno is not None:
             raise unreadable(path, error) from error
         raise _damaged(path, error) from error
 
 
 def _damaged(path: str | Path, error: Exception) -> DataFormatError:
-    reason = " ".join(str(error).split())  # Arrow's may have several lines
+    reason = " ".join(str(error).split())  # Arrow's messages may have several lines
     return DataFormatError(f"{path} is a damaged parquet file ({reason}): fetch the file again")
 
 

@@ -1,6 +1,6 @@
-"""Files on web servers.
+"""Source of files on web servers.
 
-Downloaded into the corpus itself, which reads them as it reads local files.
+The files are downloaded into the corpus directory and then read like local files.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from megacore.redact import address_identity
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 TEXT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
-"""What files of documents are called; C4 and others call JSON Lines .json."""
+"""Suffixes of files of documents; C4 and other data sets name JSON Lines files .json."""
 TOKEN_SUFFIXES = (".bin", ".idx")
-"""What a pair of token files is called."""
+"""Suffixes of a pair of token files."""
 _NAME_LENGTH = 60
-"""Characters, of up to four bytes."""
+"""Maximum length of a name in characters; each may take up to four bytes."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class _Planned:
 
     remote: RemoteFile
     name: str
-    """In the corpus directory."""
+    """Name of the file in the corpus directory."""
 
     def in_cache(self, cache_directory: Path) -> Path:
-        """Where it is downloaded: the same for every source that names the address."""
+        """Return the path of the download, which all sources with the same address share."""
         address = hashlib.sha256(self.remote.url.encode()).hexdigest()[:16]
         return cache_directory / address / _name_of(self.remote.url)
 
 
 def fingerprint(source: HttpSource) -> dict[str, Any]:
-    """Return addresses, without a password or a token, and digests in order, and the key.
+    """Return the field `key`, and addresses (without passwords and tokens) and digests in order.
 
-    Without a digest the content may change under the same address. Raises DataFormatError for names
-    of no known form.
+    Without a digest the content may change under the same address. Raises DataFormatError for a
+    name with an unknown suffix.
     """
     _plan(source)
     files = [[address_identity(remote.url), remote.sha256] for remote in source.files]
@@ -58,10 +58,9 @@ def fingerprint(source: HttpSource) -> dict[str, Any]:
 def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[str, int]:
     """Download and check every file, link it into `directory` and write `sources.json`.
 
-    The documents of each are counted.
-
-    What has come stays in `cache_directory`, so that neither a failed attempt nor another key
-    fetches it again. Raises DataFormatError, DownloadError, WorkspaceError.
+    Returns counts. Downloads stay in `cache_directory`, so that neither another attempt nor a
+    corpus with another key downloads them again. Raises DataFormatError, DownloadError,
+    WorkspaceError.
     """
     planned = _plan(source)
     versions = [
@@ -96,7 +95,7 @@ def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[
 
 
 def _forget_unproven(planned: Sequence[_Planned], cache_directory: Path) -> None:
-    """Remove damaged files whose right content nobody knows: another attempt may bring it."""
+    """Remove downloads without a known digest, so that the next attempt downloads them again."""
     for plan in planned:
         if plan.remote.sha256 is None:
             forget(plan.in_cache(cache_directory))
@@ -106,8 +105,8 @@ def _plan(source: HttpSource) -> list[_Planned]:
     names = [_name_of(remote.url) for remote in source.files]
     suffixes = [_suffix_of(name) for name in names]
     if set(suffixes).isdisjoint(TOKEN_SUFFIXES):
-        # Numbered: files of different folders may have the same name, and the order is that of the
-        # documents.
+        # The number keeps names unique (files of different folders may share one) and records the
+        # order of the documents.
         return [
             _Planned(remote, f"{number:05}-{name}")
             for number, (remote, name) in enumerate(zip(source.files, names, strict=True))
@@ -132,7 +131,7 @@ def _name_of(url: str) -> str:
         raise DataFormatError(
             f"{shown(url)} is no address ({error}): check data.source.files"
         ) from error
-    # The end of a long name: what is put before and after it must fit into a file's name, too.
+    # Only the end of a long name: a prefix and suffixes must fit into the file name, too.
     return PurePosixPath(unquote(path)).name[-_NAME_LENGTH:]
 
 
@@ -149,5 +148,5 @@ def _suffix_of(name: str) -> str:
 def _link(path: Path, target: Path) -> None:
     try:
         os.link(path, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(path, target)

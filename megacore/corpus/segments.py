@@ -1,4 +1,4 @@
-"""Which files a corpus consists of, and their division into shards of whole documents."""
+"""Segments of a corpus's files, and their division into shards of whole documents."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -15,28 +15,28 @@ _SCAN_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of whole documents in one file: what a shard is made of."""
+    """A range of whole documents in one file; a shard consists of segments."""
 
     path: str
-    """Absolute."""
+    """Absolute path."""
     key: str
-    """The field or column with the text."""
+    """Name of the field or column with the text."""
     start: int = 0
-    """Where it begins: the byte at which a line starts, or the row group; 0 in a compressed
-    file."""
+    """Start: the byte at which a line starts, or a row group; 0 in a compressed file."""
     stop: int | None = None
-    """Where it ends (exclusive); None is the end of the file."""
+    """End (exclusive); None for the end of the file."""
 
 
 def segments(directory: Path) -> list[Segment]:
-    """The files of a corpus directory in the order of their documents, checked to be unchanged.
+    """Return the files of a corpus directory in the order of their documents.
 
-    Raises DataFormatError, also when the corpus consists of token files and has no text.
+    Raises DataFormatError if a file has changed, or if the corpus consists of token files and has
+    no text.
     """
-    found = read_sources(directory)
-    if found is None:
+    sources = read_sources(directory)
+    if sources is None:
         return jsonl_segments([directory / CORPUS_NAME], "text")
-    facts, files = found
+    facts, files = sources
     if facts["kind"] == "prefix":
         raise DataFormatError(
             f"{directory} refers to ready-made tokens and has no text: give data.tokenizer a "
@@ -46,21 +46,19 @@ def segments(directory: Path) -> list[Segment]:
 
 
 def jsonl_segments(paths: Sequence[str | Path], key: str) -> list[Segment]:
-    """The given files, whole: JSON Lines, plain or compressed, or parquet.
+    """Return a segment for each complete file: JSON Lines (plain or compressed) or parquet.
 
-    Raises DataFormatError.
+    Raises DataFormatError if a file is missing.
     """
     return [Segment(SourceFile.of(Path(path)).path, key) for path in paths]
 
 
 def divide(segments: Iterable[Segment], size: int) -> list[tuple[Segment, ...]]:
-    """Shards of at least `size` bytes each but the last, in order.
+    """Divide segments into shards of at least `size` bytes each (except the last), in order.
 
-    Together they are the given segments.
-
-    JSON Lines are cut at the first line after `size` bytes, parquet after whole row groups (whose
-    bytes are those of the column with the text, uncompressed). A compressed file is never cut: its
-    size is what it takes on the disk.
+    JSON Lines files are cut at the first line end after `size` bytes, parquet files between row
+    groups (whose size is that of the uncompressed text column). A compressed file is never cut; its
+    size is that on disk.
     """
     shards: list[tuple[Segment, ...]] = []
     shard: list[Segment] = []
@@ -76,9 +74,9 @@ def divide(segments: Iterable[Segment], size: int) -> list[tuple[Segment, ...]]:
 
 
 def first_line(segment: Segment) -> int:
-    """The number of the segment's first line or row in its file, from 1.
+    """Return the number, from 1, of the segment's first line or row in its file.
 
-    Reads all that is before it.
+    For JSON Lines, the file is read up to the start of the segment.
     """
     if not segment.start:
         return 1
@@ -88,7 +86,7 @@ def first_line(segment: Segment) -> int:
 
 
 def count_newlines(path: str | Path, start: int, stop: int) -> int:
-    """How many line ends the bytes start … stop-1 of a file have."""
+    """Return the number of newlines in the bytes start … stop-1 of a file."""
     count = 0
     with open_file(path) as file:
         file.seek(start)
@@ -99,7 +97,7 @@ def count_newlines(path: str | Path, start: int, stop: int) -> int:
 
 
 def _pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segment, int]]:
-    """Parts of a segment with their bytes; the first fills `room`, others `size`."""
+    """Return parts of a segment with their bytes; the first fills `room`, the others `size`."""
     file_format: FileFormat = file_format_of(segment.path)
     if file_format == "plain":
         return _line_pieces(segment, size, room)
@@ -113,7 +111,7 @@ def _line_pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segme
     start = segment.start
     with open_file(segment.path) as file:
         while stop - start > room:
-            # The byte before tells whether a line starts exactly there.
+            # Read from one byte earlier: if it is a newline, the cut is exactly at start + room.
             file.seek(start + room - 1)
             file.readline()
             if (cut := file.tell()) >= stop:

@@ -1,4 +1,4 @@
-"""The text files below a directory, by default the running Python's standard library."""
+"""Source of the text files below a directory, by default Python's standard library."""
 
 import hashlib
 import os
@@ -16,16 +16,16 @@ from megacore.corpus.documents import CorpusWriter
 from megacore.errors import DataFormatError
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
-"""Folders whose content is installed or generated, not part of the tree's own text."""
+"""Folders with installed or generated files, which are not collected."""
 
 
 def root_of(source: SourceTreeSource) -> Path:
-    """The directory that is read."""
+    """Return the absolute path of the source's directory."""
     return Path(source.path or sysconfig.get_paths()["stdlib"]).absolute()
 
 
 def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
-    """Return the number of files, and one sha256 over every (relative path, sha256 of content)."""
+    """Return the number of files, and one sha256 over all relative paths and content digests."""
     root = root_of(source)
     entries = [
         [name, hashlib.sha256(_read(root / name)).hexdigest()]
@@ -36,7 +36,7 @@ def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
 
 
 def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:
-    """Write each file as a document; files that are not UTF-8 are counted and skipped."""
+    """Write each file as a document and return counts; skip and count files that are not UTF-8."""
     root = root_of(source)
     files = skipped = size = 0
     with CorpusWriter(directory) as writer:
@@ -54,12 +54,12 @@ def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:
 
 
 def list_files(root: Path, pattern: str) -> list[str]:
-    """Paths relative to `root` of the regular files that match `pattern`, sorted.
+    """Return the sorted paths, relative to `root`, of the regular files that match `pattern`.
 
-    A pattern without a slash is one for the file's name, anywhere. Else it is one for the relative
-    path, in which `*` stays within a folder and `**` is any number of folders.
+    A pattern without a slash is matched against file names in any folder. Any other pattern is
+    matched against the relative path; `*` matches within one folder and `**` any number of folders.
 
-    Raises DataFormatError when `root` is not a readable directory.
+    Raises DataFormatError if `root` is not a readable directory.
     """
     if not root.is_dir():
         raise DataFormatError(
@@ -96,9 +96,9 @@ def _matches(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether reading ends: not a pipe, a device or a dangling link.
+    """Return True for a regular file whose name is valid UTF-8.
 
-    And whether its name is text.
+    Pipes and devices are excluded because reading them may never end, and so are dangling links.
     """
     try:
         path.name.encode("utf-8")

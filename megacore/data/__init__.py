@@ -1,1 +1,1 @@
-"""Tokens on disk, the maps that order them into samples, and the samples themselves."""
+"""Data sets for training: index maps that order tokens into samples, and reading of samples."""

@@ -1,5 +1,5 @@
-// Arrays of files as C++ reads them: integers of several types, not always aligned; and tokens
-// widened to 64 bits.
+// Access to arrays of files: integers of several types, possibly unaligned, and tokens widened to
+// 64 bits.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -27,7 +27,7 @@ inline void prefetch(const void* address) {
 #endif
 }
 
-// An array of integers of a file: of several types, and not aligned in .idx files.
+// An array of integers of a file. It has one of several types, and is not aligned in .idx files.
 class Integers {
   public:
     explicit Integers(py::array values) : values_(std::move(values)), size_(values_.size()) {
@@ -45,7 +45,7 @@ class Integers {
 
     std::int64_t size() const { return size_; }
 
-    // A u64 beyond 63 bits is negative here, and refused like other numbers that are no place.
+    // A u64 of more than 63 bits becomes negative and is refused like other invalid positions.
     std::int64_t operator[](std::int64_t index) const {
         switch (type_) {
             case Type::i32: return load<std::int32_t>(index);
@@ -66,7 +66,7 @@ class Integers {
         return static_cast<std::int64_t>(value);
     }
 
-    py::array values_;  // kept alive
+    py::array values_;  // keeps the data alive
     std::int64_t size_;
     Type type_;
     std::int64_t width_;

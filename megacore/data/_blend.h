@@ -1,11 +1,11 @@
-// Which data set each sample of a blend comes from: the one with the largest weight x max(i, 1) -
-// taken, the first of equals, in double precision as written here (a fused multiply-add would
-// decide otherwise).
+// Choice of the data set of each sample of a blend: that with the largest weight x max(i, 1) -
+// taken, and of equals the first, in double precision exactly as written here (a fused multiply-add
+// would give other results).
 //
-// Each sample depends on the one before it, so a processor mostly waits. Therefore the samples are
-// cut into segments that are walked at the same time, from guessed counts; where a segment's end
-// differs from the next one's guess, that one is walked again from the true counts, until they
-// agree with those of the guessed walk at one of its marks.
+// Each sample depends on the previous one, so the processor mostly waits. Therefore the samples are
+// divided into segments that are computed in parallel from guessed counts. If the end of a segment
+// differs from the guess for the next one, the next one is computed again from the true counts,
+// until they agree with the first computation at one of the marks.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ using Counts = std::vector<std::int64_t>;
 
 class Blend {
   public:
-    // `limits` are the data sets' sizes, beyond which nothing is taken of them, or empty.
+    // `limits` are the numbers of samples available in the data sets, or empty for no limits.
     Blend(std::vector<double> weights, Counts limits, bool portable, std::int16_t* dataset_index,
           std::int64_t* sample_index)
         : weights_(std::move(weights)),
@@ -51,7 +51,7 @@ class Blend {
     }
 
   private:
-    // Samples first … last-1, one by one.
+    // Computes the samples first … last-1 one by one.
     void walk(std::int64_t first, std::int64_t last) {
         const std::size_t count = weights_.size();
         const double* const weight = weights_.data();
@@ -75,7 +75,7 @@ class Blend {
         }
     }
 
-    // Infinite where nothing is left of a data set: it is never the one to take.
+    // Returns the count as a double; infinity for an exhausted data set, so that it is not chosen.
     double real_count(std::size_t d, std::int64_t count) const {
         return used_up(d) ? std::numeric_limits<double>::infinity() : static_cast<double>(count);
     }
@@ -87,22 +87,22 @@ class Blend {
     static constexpr std::int64_t kSegment = 64 * kMark;
     static constexpr int kLanes = 8;
 
-    // V vectors of counts of S segments that are walked at the same time.
+    // Counts of S segments that are computed in parallel, in V vectors each.
     template <int V, int S>
     struct State {
-        // infinite where there is no data set, or nothing left of it
+        // infinity for unused lanes and exhausted data sets
         alignas(64) double taken[S][V * kLanes];
         alignas(64) std::int64_t counts[S][V * kLanes];
-        std::int64_t at[S];  // the next sample
+        std::int64_t at[S];  // next sample
     };
 
-    // As many whole rounds of segments as fit; returns how many samples that are.
+    // Computes as many complete rounds of segments as fit and returns the number of samples.
     template <int V, int S>
     std::int64_t run_segments(std::int64_t size) {
         constexpr std::int64_t round = S * kSegment;
         alignas(64) double weights[V * kLanes] = {};
         std::copy(weights_.begin(), weights_.end(), weights);
-        walk(0, std::min<std::int64_t>(1, size));  // where max(i, 1) is not i
+        walk(0, std::min<std::int64_t>(1, size));  // sample 0, for which max(i, 1) is not i
         std::int64_t done = std::min<std::int64_t>(1, size);
         for (; size - done >= round; done += round) {
             const Counts before = taken_;
@@ -115,7 +115,7 @@ class Blend {
         return done;
     }
 
-    // Whether a data set ran out, which vectors do not look for.
+    // Returns true if a data set is exhausted, which the vector code does not check.
     bool overdrawn() const {
         for (std::size_t d = 0; d < limits_.size(); ++d) {
             if (taken_[d] > limits_[d]) return true;
@@ -123,11 +123,11 @@ class Blend {
         return false;
     }
 
-    // The samples from `first` on, S segments of them.
+    // Computes S segments of samples from `first` on.
     template <int V, int S>
     void run_round(const double* weights, std::int64_t first) {
         State<V, S> state;
-        // of each segment: the counts at its start, and at each mark
+        // counts of each segment at its start and at each mark
         std::vector<std::vector<Counts>> marks(S);
         for (int s = 0; s < S; ++s) {
             state.at[s] = first + s * kSegment;
@@ -142,8 +142,8 @@ class Blend {
         for (int s = 1; s < S; ++s) join<V>(weights, first + s * kSegment, marks[s]);
     }
 
-    // Walk a segment again from the true counts as far as they differ from those it was walked
-    // with.
+    // Computes a segment again from the true counts until they agree with the counts of its first
+    // computation.
     template <int V>
     void join(const double* weights, std::int64_t first, const std::vector<Counts>& marks) {
         State<V, 1> state;
@@ -158,7 +158,7 @@ class Blend {
         if (taken_ == marks[mark]) taken_ = marks.back();
     }
 
-    // Counts near those that sample i finds: they add up to i, and are in proportion to the
+    // Returns a guess of the counts before sample i: they add up to i and are proportional to the
     // weights.
     Counts guess(std::int64_t i) const {
         const double x = static_cast<double>(i);
@@ -180,7 +180,7 @@ class Blend {
                     best = d;
                 }
             }
-            if (best == counts.size()) break;  // everything is used up
+            if (best == counts.size()) break;  // all data sets are exhausted
             counts[best] += step;
         }
         return counts;
@@ -200,7 +200,7 @@ class Blend {
         return Counts(state.counts[s], state.counts[s] + weights_.size());
     }
 
-    // kMark samples of each segment.
+    // Computes kMark samples of each segment.
     template <int V, int S>
     MEGACORE_AVX512 static void steps(const double* weights, State<V, S>& state,
                                       std::int16_t* dataset_index, std::int64_t* sample_index) {

@@ -1,9 +1,9 @@
-// The compiled module of index maps and samples.
+// Python module with the compiled parts of index maps and samples.
 #include <pybind11/pybind11.h>
 
 namespace py = pybind11;
 
-// Each in the file of its name.
+// Each function is defined in the file of its name.
 void add_gather(py::module_& module);
 void add_index_helpers(py::module_& module);
 void add_sentence_samples(py::module_& module);

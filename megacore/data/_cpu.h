@@ -1,5 +1,4 @@
-// Which vector instructions may be used: compiled for all x86-64 machines, chosen when the program
-// runs.
+// Vector instructions: compiled for all x86-64 processors and selected at run time.
 #pragma once
 
 #define MEGACORE_INLINE inline __attribute__((always_inline))
@@ -12,7 +11,7 @@
 
 namespace megacore {
 
-// Whether functions marked MEGACORE_AVX512 run on this machine.
+// Returns true if this processor can run functions marked MEGACORE_AVX512.
 inline bool runs_avx512() {
 #ifdef MEGACORE_HAS_AVX512
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

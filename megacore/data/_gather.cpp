@@ -1,6 +1,5 @@
-// Reading samples: the maps applied to the tokens, a whole micro batch at a time; and the packing
-// of whole documents. Every index that a file holds is checked before it is followed: damaged files
-// end in an exception.
+// Reading of samples through the index maps, one micro batch at a time, and packing of whole
+// documents. Every index in a file is checked before use, so a damaged file causes an exception.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -29,26 +28,26 @@ using megacore::prefetch;
 using megacore::Widen;
 using megacore::widen_of;
 
-constexpr std::int64_t kBlock = 32;             // rows whose places are looked up together
+constexpr std::int64_t kBlock = 32;             // rows that are looked up together
 constexpr std::int64_t kLookahead = 64;         // documents of a row that are looked up ahead
 constexpr std::int64_t kCacheLine = 64;
-// how far the tokens are fetched ahead of being copied
+// distance between prefetching and copying of tokens
 constexpr std::int64_t kPrefetchBytes = 4096;
-constexpr std::int64_t kChunkBytes = 1024;      // copied between two looks ahead
+constexpr std::int64_t kChunkBytes = 1024;      // bytes copied between two prefetches
 
-// Tokens that lie together, and where they go.
+// Contiguous tokens and the address to copy them to.
 struct Run {
     const char* source;
     std::int64_t tokens;
     std::int64_t* target;
 };
 
-// The samples of one split of one pair of token files.
+// Reader of the samples of one split of one pair of token files.
 class Gatherer {
   public:
-    // extra: 1 when a sample has a token beyond seq_length. whole_documents: samples end where
-    // documents do, are cut where they are too long and padded where they are too short; else only
-    // the last may be short, if short_last.
+    // extra: 1 if a sample has a token beyond seq_length, else 0. whole_documents: true if samples
+    // end at the ends of documents; they are then cut or padded to the length of a sample.
+    // Otherwise only the last sample may be short, if short_last.
     Gatherer(py::array tokens, const py::array& pointers, const py::array& document_index,
              const py::array& sample_index, const py::array& shuffle_index, std::int64_t seq_length,
              std::int64_t extra, bool whole_documents, bool short_last)
@@ -76,10 +75,10 @@ class Gatherer {
             throw std::invalid_argument("the maps differ in length");
     }
 
-    // Copies samples into rows of `out` [rows, seq_length + 1], by default into the first ones; -1
-    // where a sample has no token. Returns -1, or the number of a sample (unshuffled) that the maps
-    // do not describe, and then `out` is of no use. Throws std::out_of_range with the index that is
-    // none.
+    // Copies samples into rows of `out` [rows, seq_length + 1], by default the first rows, and pads
+    // them with -1. Returns -1, or the (unshuffled) number of a sample for which the maps are
+    // invalid; the content of `out` is then undefined. Throws std::out_of_range with an index that
+    // is out of range.
     std::int64_t gather(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
                         const std::optional<Array<std::int64_t>>& rows) const {
         if (indices.ndim() != 1 || out.ndim() != 2 || out.shape(1) != columns_) {
@@ -97,7 +96,7 @@ class Gatherer {
             if (row && (row[i] < 0 || row[i] >= out.shape(0)))
                 throw std::invalid_argument("rows go beyond out");
         }
-        std::int64_t* target = out.mutable_data();  // throws when it is read-only
+        std::int64_t* target = out.mutable_data();  // throws if it is read-only
         py::gil_scoped_release release;
         std::vector<Run> runs;
         for (std::int64_t first = 0; first < count; first += kBlock) {
@@ -114,8 +113,8 @@ class Gatherer {
         std::int64_t sample, first, offset, last, end;
     };
 
-    // Each step asks the memory for what the next one reads, for all rows, before any of it is
-    // waited for: two to three times as many samples per second as without.
+    // Each step prefetches the data of the next step for all rows, which gives two to three times
+    // as many samples per second.
     std::int64_t gather_block(const std::int64_t* index, const std::int64_t* row,
                               std::int64_t count, std::int64_t* target,
                               std::vector<Run>& runs) const {
@@ -148,8 +147,8 @@ class Gatherer {
         return -1;
     }
 
-    // From a sample's number to the tokens that begin and end it: `end` counts from the beginning
-    // of document `last`.
+    // Finds the start and the end of a sample; `end` is relative to the start of document `last`.
+    // Returns false if the maps are invalid.
     bool locate(Place& place) const {
         place.first = starts_[2 * place.sample];
         place.offset = starts_[2 * place.sample + 1];
@@ -161,13 +160,13 @@ class Gatherer {
         place.end += whole_documents_ && place.end == 0 ? 0 : extra_;
         if (place.end == 0) {
             --place.last;
-            place.end = -1;  // all of it
+            place.end = -1;  // the complete document
         }
         return place.first <= place.last && place.last < documents_.size();
     }
 
-    // Appends the runs of tokens of one sample and pads its row; false where the maps do not
-    // describe one.
+    // Appends the runs of tokens of one sample and pads its row; returns false if the maps are
+    // invalid.
     bool resolve(const Place& place, std::int64_t* target, std::vector<Run>& runs) const {
         std::int64_t filled = 0;
         std::int64_t begin = place.offset;
@@ -198,8 +197,8 @@ class Gatherer {
     }
 
     void copy(const std::vector<Run>& runs) const {
-        std::size_t ahead = 0;        // the run that is being asked for
-        std::int64_t ahead_byte = 0;  // and how far
+        std::size_t ahead = 0;        // run that is prefetched
+        std::int64_t ahead_byte = 0;  // position in this run
         auto look_ahead = [&](std::int64_t bytes) {
             while (bytes > 0 && ahead < runs.size()) {
                 const std::int64_t size = runs[ahead].tokens * width_;
@@ -241,9 +240,9 @@ class Gatherer {
     bool short_last_;
 };
 
-// Rows (position in the document index, token offset there) at which samples of whole documents
-// begin, and the end. A document longer than a sample gives several, each beginning `seq_length`
-// tokens after the one before.
+// Returns rows (position in the document index, token offset there): the start of each sample of
+// whole documents, and the end. A document longer than a sample gives several samples, each of
+// which starts `seq_length` tokens after the previous one.
 template <typename T>
 Array<T> pack_until_overflow(const Array<std::int32_t>& lengths,
                              const Array<std::int32_t>& document_index, std::int64_t seq_length,
@@ -266,7 +265,7 @@ Array<T> pack_until_overflow(const Array<std::int32_t>& lengths,
             rows->push_back(static_cast<T>(position));
             rows->push_back(static_cast<T>(offset));
         };
-        std::int64_t filled = 0;  // tokens of the sample that is being filled
+        std::int64_t filled = 0;  // tokens of the current sample
         for (std::int64_t position = 0; position < positions; ++position) {
             const std::int64_t document = document_at[position];
             if (document < 0 || document >= sequences)

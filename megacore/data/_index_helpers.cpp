@@ -1,7 +1,7 @@
-// The compiled parts of the index maps as Python sees them: arguments are checked here, and the
-// work is done without Python's lock. index_helpers_ref.py is the same in NumPy; the tests hold one
-// against the other. `portable` leaves out the vector instructions that not every machine has; the
-// results are the same.
+// Python bindings of the compiled parts of the index maps. Arguments are checked first, and the
+// work is done without the GIL. index_helpers_ref.py is a NumPy implementation, with which the
+// tests compare the results. `portable` disables vector instructions that not every processor has;
+// the results are the same.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -24,10 +24,9 @@ namespace py = pybind11;
 namespace megacore {
 namespace {
 
-// Where the samples of a GPT data set begin, found in one pass over the document index.
+// Starts of the samples of a GPT data set, found in one pass over the document index.
 
-// Lengths in 16 bits: with half the bytes, twice as many stay in the cache for the random accesses
-// of the walk.
+// Lengths in 16 bits: twice as many fit into the cache, which the pass accesses at random.
 class ShortLengths {
   public:
     ShortLengths(const std::int32_t* lengths, std::int64_t count)
@@ -48,7 +47,7 @@ class ShortLengths {
     void prefetch(std::int64_t k) const { __builtin_prefetch(short_.get() + k); }
 
   private:
-    static constexpr std::int32_t kLong = 65535;  // stands for itself and all that is longer
+    static constexpr std::int32_t kLong = 65535;  // represents this and all greater lengths
 
     const std::int32_t* lengths_;
     std::unique_ptr<std::uint16_t[]> short_;
@@ -57,20 +56,20 @@ class ShortLengths {
 struct Documents {
     const std::int32_t* lengths;  // of each sequence
     std::int64_t sequences;
-    const std::int32_t* index;  // the sequences in the order in which they are read
+    const std::int32_t* index;  // sequences in reading order
     std::int64_t positions;
 };
 
-// Rows (position in the document index, token offset there) at which samples begin, and where the
-// last one ends: `samples` + 1 of them. Consecutive samples of seq_length + extra tokens overlap by
-// `extra`. With `partial` the last sample ends where the documents do.
+// Writes `samples` + 1 rows (position in the document index, token offset there): the start of each
+// sample and the end of the last one. Consecutive samples of seq_length + extra tokens overlap by
+// `extra`. With `partial` the last sample ends at the end of the documents.
 template <typename T>
 void build_sample_index(const Documents& documents, std::int64_t seq_length, std::int64_t samples,
                         std::int64_t extra, bool partial, T* rows) {
     constexpr std::int64_t prefetched = 64;
     const ShortLengths lengths(documents.lengths, documents.sequences);
     const std::int64_t whole = samples - partial;
-    std::int64_t sample = 1;                   // whose end is looked for
+    std::int64_t sample = 1;                   // next row to write
     std::int64_t ahead = seq_length + extra;  // tokens from the document's start to that end
 
     auto write = [rows](std::int64_t row, std::int64_t position, std::int64_t offset) {
@@ -86,10 +85,10 @@ void build_sample_index(const Documents& documents, std::int64_t seq_length, std
     };
     auto read = [&](std::int64_t position) {
         const std::int64_t length = length_at(position);
-        // Without a branch, which would be guessed wrong at every other sample: the row is written
-        // in any case, and stays when the sample ends in this document.
+        // Branch-free, because a branch would often be mispredicted: the row is always written, and
+        // counts only if the sample ends in this document.
         write(sample, position, ahead - extra);
-        const std::int64_t ends = (ahead - length - 1) >> 63;  // -1 if it does, else 0
+        const std::int64_t ends = (ahead - length - 1) >> 63;  // -1 if the sample ends here, else 0
         sample -= ends;
         ahead += seq_length & ends;
         while (__builtin_expect(ahead <= length && sample <= whole, 0)) {
@@ -113,14 +112,13 @@ void build_sample_index(const Documents& documents, std::int64_t seq_length, std
     }
 }
 
-// Samples of whole sentences, as BERT and T5 take them: (first sentence, end sentence, target
-// length).
+// Samples of whole sentences for BERT and T5: (first sentence, end sentence, target length).
 
 struct SentenceMapOptions {
-    std::int64_t max_samples;  // no epoch begins with that many or more
+    std::int64_t max_samples;  // no epoch starts when there are at least this many samples
     std::int64_t max_epochs;
     std::int64_t max_length;   // tokens of a sample
-    double short_probability;  // of a shorter target
+    double short_probability;  // probability of a shorter target length
     std::int64_t min_sentences;
     std::uint32_t seed;
 };
@@ -134,7 +132,7 @@ class SentenceMap {
           lengths_(lengths),
           options_(options),
           targets_(options.seed),
-          // A sample is short when a draw is a multiple of it; 0: never.
+          // A target length is short if a draw is a multiple of this number; 0: never.
           short_ratio_(options.short_probability > 0 ? static_cast<std::uint32_t>(std::lround(
                                                            1.0 / options.short_probability))
                                                      : 0) {}
@@ -151,8 +149,8 @@ class SentenceMap {
         return rows;
     }
 
-    // (epochs, samples), after add(first sentence, end sentence, target length) of each sample,
-    // unshuffled.
+    // Calls add(first sentence, end sentence, target length) for each sample, unshuffled, and
+    // returns (epochs, samples).
     template <typename Add>
     std::pair<std::int64_t, std::int64_t> count(Add add) {
         const std::vector<std::int64_t> usable = usable_documents();
@@ -172,7 +170,7 @@ class SentenceMap {
         std::vector<std::int64_t> usable;
         for (std::int64_t document = 0; document < documents_; ++document) {
             const std::int64_t sentences = starts_[document + 1] - starts_[document];
-            // A document of one sentence may have a long one.
+            // The sentence of a document with a single one may be long.
             if (sentences >= options_.min_sentences &&
                 !(sentences > 1 && has_long_sentence(document))) {
                 usable.push_back(document);
@@ -254,7 +252,7 @@ void require(bool condition, const char* message) {
 template <typename T>
 void shuffle(megacore::RandomState& state, Array<T>& values) {
     require(values.ndim() == 1, "shuffle takes a one-dimensional array");
-    T* data = values.mutable_data();  // throws when the array is read-only
+    T* data = values.mutable_data();  // throws if the array is read-only
     const std::int64_t count = values.size();
     py::gil_scoped_release release;
     state.shuffle(data, count);
@@ -330,7 +328,7 @@ py::tuple build_exhaustive_blend(const Array<std::int64_t>& sizes, bool portable
     return run_blend(std::move(weights), std::move(limits), total, portable);
 }
 
-// Calls use(map) without Python's lock, once everything that it is built from is checked.
+// Checks the arguments and calls use(map) without the GIL.
 template <typename Use>
 void with_sentence_map(const Array<std::int64_t>& document_starts,
                        const Array<std::int32_t>& lengths,
@@ -376,7 +374,7 @@ Array<T> build_sentence_map(const Array<std::int64_t>& document_starts,
     return Array<T>({count, static_cast<py::ssize_t>(3)}, data, owner);
 }
 
-// (epochs, samples) of the map that the same values give.
+// Returns (epochs, samples) of the map that build_sentence_map builds from the same arguments.
 std::pair<std::int64_t, std::int64_t> count_sentence_map(
     const Array<std::int64_t>& document_starts, const Array<std::int32_t>& lengths,
     std::int64_t max_samples, std::int64_t max_epochs, std::int64_t max_length,

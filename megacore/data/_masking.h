@@ -1,5 +1,5 @@
-// Which tokens of a sample are to be predicted: words drawn as Megatron core draws them, or T5's
-// random spans.
+// Choice of the tokens of a sample to predict: words, drawn as in Megatron core, or T5's random
+// spans.
 #pragma once
 
 #include <algorithm>
@@ -13,23 +13,24 @@
 namespace megacore {
 
 struct MaskingRules {
-    double share;                          // of the tokens
+    double share;                          // fraction of the tokens to predict
     bool whole_words;
-    // of 1, 2, … words; how often each number of words or fewer is drawn
+    // cumulative distribution of the number of words (1, 2, …) of a draw
     std::vector<double> length_cumulative;
-    // above 0: lengths are geometric with it instead, cut at the number of these
+    // if above 0, the number of words is geometric with this probability instead, at most
+    // length_cumulative.size()
     double length_probability;
 };
 
-// Draws words of a sample, alone or with those after them, until the share is reached.
+// Draws runs of one or more words of a sample until the share is reached.
 class WordChooser {
   public:
     WordChooser(const MaskingRules& rules, const std::uint8_t* continues, std::int64_t cls,
                 std::int64_t sep)
         : rules_(rules), continues_(continues), cls_(cls), sep_(sep) {}
 
-    // Calls take(positions, count) for each run of words, in the order in which they are drawn.
-    // `target` is the length that the sample was to have.
+    // Calls take(positions, count) for each run of words in the order of drawing. `target` is the
+    // target length of the sample.
     template <typename Take>
     void choose(const std::int64_t* tokens, std::int64_t count, std::int64_t target,
                 RandomState& random, Take take) {
@@ -61,8 +62,8 @@ class WordChooser {
     }
 
   private:
-    // The places of all tokens that are neither [CLS] nor [SEP], and where among these each word
-    // begins.
+    // Finds the positions of all tokens except [CLS] and [SEP], and the start of each word among
+    // these positions.
     void find_words(const std::int64_t* tokens, std::int64_t count) {
         positions_.clear();
         starts_.clear();
@@ -76,7 +77,7 @@ class WordChooser {
         starts_.push_back(static_cast<std::int64_t>(positions_.size()));
     }
 
-    // Tokens of `length` words from `word` on, or of those that there are.
+    // Returns the number of tokens of `length` words from `word` on, or of fewer at the end.
     std::int64_t size(std::int64_t word, std::int64_t length, std::int64_t words) const {
         return starts_[std::min(word + length, words)] - starts_[word];
     }
@@ -105,18 +106,18 @@ class WordChooser {
     std::vector<std::uint8_t> taken_;
 };
 
-// A run of tokens [first, first + count).
+// A range of tokens [first, first + count).
 struct Span {
     std::int64_t first, count;
 };
 
-// Spans of a mean length as T5 draws them: text and spans take turns, text first, each of random
-// lengths that add up.
+// Draws spans with a given mean length as in T5: text and spans alternate, text first, with random
+// lengths that add up to the number of tokens.
 class SpanChooser {
   public:
     SpanChooser(double share, double mean_length) : share_(share), mean_length_(mean_length) {}
 
-    // Ascending; none of less than two tokens.
+    // Sets `spans` to ascending spans; to none if there are fewer than two tokens.
     void choose(std::int64_t count, RandomState& random, std::vector<Span>& spans) {
         spans.clear();
         const auto wanted =
@@ -137,7 +138,7 @@ class SpanChooser {
     }
 
   private:
-    // Cuts `count` into `parts` lengths of at least 1, every way of doing so as likely as another.
+    // Divides `count` into `parts` lengths of at least 1, uniformly among all possibilities.
     void divide(std::int64_t count, std::int64_t parts, RandomState& random,
                 std::vector<std::int64_t>& lengths) {
         begins_.assign(static_cast<std::size_t>(count - 1), 0);

@@ -1,7 +1,6 @@
-// numpy.random.RandomState(seed), as far as it is used here: MT19937 with its legacy seeding,
-// random_sample, randint, and the draws of a Fisher-Yates shuffle from the end. These do not depend
-// on what is shuffled: they are made a block ahead, so that the elements they will exchange are on
-// their way from memory when their turn comes.
+// The parts of numpy.random.RandomState(seed) that are used here: MT19937 with its legacy seeding,
+// random_sample, randint, and a Fisher-Yates shuffle from the end. The draws of the shuffle do not
+// depend on the values, so they are made one block ahead and the elements to swap are prefetched.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +25,7 @@ class Mt19937 {
         return words_[position_++];
     }
 
-    // The words that come next, at least one of them; skip() says how many were used.
+    // Returns the next words, at least one, without consuming them; skip() consumes them.
     std::pair<const std::uint32_t*, int> ready() {
         if (position_ == kWords) refill();
         return {words_ + position_, kWords - position_};
@@ -59,8 +58,8 @@ class Mt19937 {
         return far ^ (y >> 1) ^ (0x9908b0dfU & (0U - (after & 1U)));
     }
 
-    // Compilers vectorise these loops: what is read was written at least 227 words before, or not
-    // yet.
+    // Compilers can vectorise these loops, because each word read was written at least 227 words
+    // earlier or not at all.
     static MEGACORE_INLINE void refill_words(std::uint32_t* state, std::uint32_t* words) {
         constexpr int behind = kWords - kMiddle;
         for (int k = 0; k < behind; ++k)
@@ -87,7 +86,7 @@ class RandomState {
   public:
     RandomState(std::uint32_t seed, bool portable) : generator_(seed, portable) {}
 
-    // In place, with the draws of numpy.random.RandomState.shuffle on a one-dimensional array.
+    // Shuffles in place, exactly as numpy.random.RandomState.shuffle does a one-dimensional array.
     template <typename T>
     void shuffle(T* values, std::int64_t count) {
         std::int64_t i = count - 1;
@@ -98,7 +97,7 @@ class RandomState {
             const std::uint32_t* now = targets_[turn];
             std::uint32_t* later = targets_[turn ^ 1];
             const int coming = draw_block(i - steps, later);
-            // of the last block, so that all can be prefetched
+            // pads the last block, so that all entries can be prefetched
             std::fill(later + coming, later + steps, 0U);
             for (int k = 0; k < steps; ++k, --i) {
                 __builtin_prefetch(values + later[k], 1);
@@ -108,14 +107,14 @@ class RandomState {
         }
     }
 
-    // random_sample(): in [0, 1), 53 bits.
+    // random_sample(): a number in [0, 1) with 53 bits.
     double uniform() {
         const std::uint32_t high = generator_.next() >> 5;
         const std::uint32_t low = generator_.next() >> 6;
         return (high * 67108864.0 + low) / 9007199254740992.0;
     }
 
-    // randint(count): in [0, count).
+    // randint(count): an integer in [0, count).
     std::int64_t below(std::int64_t count) {
         const auto maximum = static_cast<std::uint64_t>(count - 1);
         if (count < 2) return 0;
@@ -132,13 +131,14 @@ class RandomState {
   private:
     static constexpr int kBlock = 128;
 
-    // The targets of the steps i, i-1, … of a shuffle: at most a block, and none where i is 0.
+    // Draws the targets of the steps i, i-1, … of a shuffle, at most one block of them, and returns
+    // their number (0 if i is 0).
     int draw_block(std::int64_t i, std::uint32_t* targets) {
         const int steps = static_cast<int>(std::min<std::int64_t>(i, kBlock));
         auto maximum = static_cast<std::uint32_t>(i);
         for (int done = 0; done < steps;) {
-            // Masked to the least 2^k - 1 that reaches the maximum, which is the same down to half
-            // of it.
+            // The mask is the least 2^k - 1 that is not below the maximum. It stays the same until
+            // the maximum is half of it.
             const std::uint32_t mask = 0xffffffffU >> __builtin_clz(maximum);
             const int same =
                 static_cast<int>(std::min<std::int64_t>(steps - done, maximum - (mask >> 1)));
@@ -149,7 +149,7 @@ class RandomState {
         return std::max(steps, 0);
     }
 
-    // Uniform in [0, maximum], [0, maximum - 1], … (`count` of them): redrawn while above.
+    // Draws `count` numbers, uniform in [0, maximum], [0, maximum - 1], …, by rejection.
     void draw_masked(std::uint32_t maximum, std::uint32_t mask, int count, std::uint32_t* targets) {
         for (int done = 0; done < count;) {
             const auto [words, ready] = generator_.ready();
@@ -170,8 +170,8 @@ class RandomState {
     }
 
 #ifdef MEGACORE_HAS_AVX512
-    // 16 words at a time, as long as each is accepted or not whatever becomes of those before it.
-    // Returns the words used, and adds the accepted ones to `done`.
+    // Processes 16 words at a time, while the acceptance of each word does not depend on the words
+    // before it. Returns the number of words used, and adds the number of accepted ones to `done`.
     MEGACORE_AVX512 static int accept_avx512(const std::uint32_t* words, int ready,
                                              std::uint32_t maximum, std::uint32_t mask, int count,
                                              std::uint32_t* targets, int* done) {
@@ -195,7 +195,7 @@ class RandomState {
     }
 #endif
 
-    // Beyond 32 bits: two words, the high one first.
+    // Draws a number for a maximum beyond 32 bits from two words, the high one first.
     std::uint64_t draw_wide(std::uint64_t maximum) {
         const std::uint64_t mask = ~0ULL >> __builtin_clzll(maximum);
         std::uint64_t value;

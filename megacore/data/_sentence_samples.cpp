@@ -1,6 +1,5 @@
-// Samples of whole sentences: BERT's with masked words, T5's with spans that sentinels stand for.
-// What a sample becomes depends on the seed and its number alone. Every index that a file holds is
-// checked before it is followed.
+// Samples of whole sentences: BERT's with masked words, T5's with spans replaced by sentinels. A
+// sample depends only on the seed and its number. Every index in a file is checked before use.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -24,14 +23,13 @@ namespace py = pybind11;
 namespace megacore {
 namespace {
 
-// Reading samples of whole sentences: the rows of a map, the tokens that they mean, and where the
-// results go.
+// Reading of the rows of a sentence map and their tokens, and filling of the output.
 
 using Ids = std::vector<std::int64_t>;
 using Flags = Array<std::uint8_t>;
 
 struct Row {
-    std::int64_t first, end, target;  // sentences, and tokens that the sample was to have
+    std::int64_t first, end, target;  // first and end sentence, target length in tokens
 };
 
 // The sentences of a pair of token files, and a map of samples.
@@ -59,8 +57,8 @@ class Sentences {
         return {rows_[3 * sample], rows_[3 * sample + 1], rows_[3 * sample + 2]};
     }
 
-    // Reads the tokens of sentences, at most `limit` of them; false where there are no such
-    // sentences, or they hold what is no id of the vocabulary.
+    // Reads at most `limit` tokens of the sentences; returns false if there are no such sentences
+    // or an id is not in the vocabulary.
     bool read(std::int64_t first, std::int64_t end, Ids& ids,
               std::int64_t limit = kUnlimited) const {
         if (first < 0 || first >= end || end > pointers_.size()) return false;
@@ -74,7 +72,7 @@ class Sentences {
                            [this](std::int64_t id) { return id >= 0 && id < vocab_size_; });
     }
 
-    // The token at which a sentence begins.
+    // Returns the index of the first token of a sentence.
     std::int64_t offset(std::int64_t sentence) const {
         return sentence < pointers_.size() ? pointers_[sentence] / width_ : count_;
     }
@@ -92,9 +90,9 @@ class Sentences {
     std::int64_t vocab_size_;
 };
 
-// Fills rows of `out` [rows, width], by default the first ones, with `make(index, row)`, which says
-// whether it could. Returns -1, or the number of a sample that the map does not describe, and then
-// `out` is of no use. Throws std::out_of_range with the index that is none.
+// Fills rows of `out` [rows, width], by default the first rows, with `make(index, row)`, which
+// returns true on success. Returns -1, or the number of a sample that failed; the content of `out`
+// is then undefined. Throws std::out_of_range with an index that is out of range.
 template <typename Make>
 std::int64_t fill(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
                   const std::optional<Array<std::int64_t>>& rows, std::int64_t samples,
@@ -112,7 +110,7 @@ std::int64_t fill(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
         if (row && (row[i] < 0 || row[i] >= out.shape(0)))
             throw std::invalid_argument("rows go beyond out");
     }
-    std::int64_t* target = out.mutable_data();  // throws when it is read-only
+    std::int64_t* target = out.mutable_data();  // throws if it is read-only
     py::gil_scoped_release release;
     for (std::int64_t i = 0; i < count; ++i) {
         if (!make(index[i], target + (row ? row[i] : i) * width)) return index[i];
@@ -120,7 +118,7 @@ std::int64_t fill(const Array<std::int64_t>& indices, Array<std::int64_t>& out,
     return -1;
 }
 
-// As Megatron core seeds each sample.
+// Returns the random state of a sample, seeded as in Megatron core.
 inline RandomState random_of(std::uint32_t seed, std::int64_t index) {
     return RandomState(static_cast<std::uint32_t>(seed + static_cast<std::uint64_t>(index)), false);
 }
@@ -161,8 +159,8 @@ SentenceTask task_of(const std::string& name) {
     throw std::invalid_argument("the sentence task is none, sop or nsp");
 }
 
-// Rows of 3 s + 1: tokens, labels, segments, and whether the second segment is not the first one's
-// continuation.
+// Builds rows of 3 s + 1 ids: tokens, labels, segments, and 1 if the second segment does not
+// continue the first, else 0.
 class BertSampler {
   public:
     BertSampler(const py::array& tokens, const py::array& pointers, const py::array& documents,
@@ -229,8 +227,8 @@ class BertSampler {
         return true;
     }
 
-    // The sentences of a random sample of another document; there is one, as whoever opened the map
-    // has checked.
+    // Reads the sentences of a random sample of another document. One exists; this is checked when
+    // the map is opened.
     bool read_other(std::int64_t sentence, RandomState& random, Ids& ids) const {
         const std::int64_t own = document_of(sentence);
         for (;;) {
@@ -253,7 +251,7 @@ class BertSampler {
         return low - 1;
     }
 
-    // Takes tokens from a random end of the longer segment until both together are short enough.
+    // Removes tokens from a random end of the longer segment until both fit into `target`.
     static void trim(Segment& a, Segment& b, std::int64_t target, RandomState& random) {
         while (a.size() + b.size() > target) {
             Segment& longer = a.size() > b.size() ? a : b;
@@ -290,7 +288,7 @@ class BertSampler {
                                });
     }
 
-    // 80 % [MASK], 10 % any token, 10 % the token itself.
+    // Returns [MASK] with 80 %, a random token with 10 %, the token itself with 10 %.
     std::int64_t replacement(std::int64_t token, RandomState& random) const {
         if (random.uniform() < 0.8) return ids_.mask;
         return random.uniform() >= 0.5 ? random.below(continues_.size()) : token;
@@ -311,11 +309,11 @@ struct T5Ids {
     Ids sentinels;
 };
 
-// Rows of s + s_d: the encoder's tokens, in which sentinels stand for spans, and the decoder's
-// labels, which spell them.
+// Builds rows of s + s_d ids: the encoder's tokens, with sentinels in place of spans, and the
+// decoder's labels, with the tokens of the spans.
 class T5Sampler {
   public:
-    // mean_length above 0: T5's random spans instead of words.
+    // mean_length: if above 0, T5's random spans are used instead of words.
     T5Sampler(const py::array& tokens, const py::array& pointers, const py::array& rows,
               Flags continues, std::int64_t seq_length, std::int64_t decoder_seq_length,
               std::uint32_t seed, T5Ids ids, MaskingRules rules, double mean_length)
@@ -343,7 +341,7 @@ class T5Sampler {
   private:
     struct Scratch {
         Ids ids;
-        std::vector<Span> spans;   // in `places`, ascending by their first place
+        std::vector<Span> spans;   // ranges of `places`, ascending by their first place
         Ids places;
         WordChooser words;
         SpanChooser random_spans;
@@ -386,13 +384,13 @@ class T5Sampler {
                   });
     }
 
-    // A span for which no sentinel or no room is left stays as it is.
+    // Writes both sequences. A span without a remaining sentinel or room is not replaced.
     void write(std::int64_t count, const Scratch& scratch, std::int64_t* out) const {
         std::fill(out, out + seq_length_ + decoder_seq_length_, kPadding);
         std::int64_t* encoder = out;
         std::int64_t* decoder = out + seq_length_;
         std::int64_t* const last = decoder + decoder_seq_length_ - 1;
-        std::int64_t next = 0;  // token that is to be written
+        std::int64_t next = 0;  // next token to write
         std::size_t used = 0;
         for (const Span& span : scratch.spans) {
             if (used == ids_.sentinels.size() || last - decoder < span.count + 1) break;

@@ -1,7 +1,4 @@
-"""Opens the samples of a split, whatever the index directory holds.
-
-That is one data set, a blend, or several as a whole.
-"""
+"""Opening of the samples of a split: of one data set, a blend, or several concatenated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,22 +26,22 @@ def open_split(
     *,
     tokenizer_directory: str | Path,
 ) -> Dataset:
-    """The samples of a split in the order in which they are read.
+    """Open the samples of a split in the order in which they are read.
 
-    The training split's have fill-in-the-middle.
+    Fill-in-the-middle, if configured, is applied to the train split.
 
     Args:
         token_prefixes: token files without .bin/.idx, in the order of the index directory's
             members.
-        index_directory: where the maps are.
+        index_directory: directory of the maps.
         split_name: "train", "valid" or "test".
-        config: of the run: its family, its seed, and how samples are made.
-        tokenizer_directory: of the tokenizer that the tokens were made with; fill-in-the-middle and
-            samples of sentences need to know it.
+        config: configuration of the run: model family, seed, and options of samples.
+        tokenizer_directory: directory of the tokenizer that produced the tokens; needed for
+            fill-in-the-middle and samples of sentences.
 
     Raises:
-        ConfigError: the vocabulary lacks special tokens that the samples have.
-        DataFormatError: tokens or maps are missing, damaged, or do not belong together.
+        ConfigError: if the vocabulary lacks special tokens of the samples.
+        DataFormatError: if tokens or maps are missing, damaged, or do not belong together.
     """
     opener = MemberOpener.of(token_prefixes, index_directory, config, tokenizer_directory)
     dataset = opener.split(index_directory, split_name)
@@ -61,7 +58,7 @@ def open_split(
 def describe(
     token_prefixes: Sequence[str], index_directory: str | Path, config: RunConfig
 ) -> IndexDescription:
-    """What the index directory holds, for these tokens and this configuration.
+    """Read `index.json` and check that it matches the token files and the configuration.
 
     Raises DataFormatError.
     """
@@ -79,10 +76,10 @@ def describe(
         )
     names = ("seq_length", "packing", "add_extra_token")
     pairs = {f"data.{name}": (getattr(options, name), getattr(data, name)) for name in names}
-    wanted = sentence_options(config.family, config.model, data)
-    if options.sentences is not None and wanted is not None:
+    expected = sentence_options(config.family, config.model, data)
+    if options.sentences is not None and expected is not None:
         for name in ("minimum_sentences", "short_seq_prob"):
-            pairs[name] = getattr(options.sentences, name), getattr(wanted, name)
+            pairs[name] = getattr(options.sentences, name), getattr(expected, name)
     for name, (built, value) in pairs.items():
         if built != value:
             raise DataFormatError(
@@ -95,7 +92,7 @@ def describe(
 def sentence_options(
     family: Family, model: ModelConfig, data: DataConfig
 ) -> SentenceOptions | None:
-    """How the samples of a run are made of sentences; None where they are made of tokens."""
+    """Return the sentence options of a run, or None if its samples are made of tokens."""
     match family:
         case "bert":
             minimum = 2 if model.bert_binary_head else 1
@@ -108,16 +105,16 @@ def sentence_options(
 
 @dataclass(frozen=True)
 class MemberOpener:
-    """Opens data sets of one run, each of one pair of token files."""
+    """Factory of the data sets of a run, each of one pair of token files."""
 
     token_prefixes: Sequence[str]
-    """In the order of the members."""
+    """Prefixes of the token files in the order of the members."""
     config: RunConfig
-    """How samples are made."""
+    """Configuration of the run."""
     description: IndexDescription
-    """Of the run's maps."""
+    """Description of the run's maps."""
     vocabulary: "Vocabulary | None"
-    """Of samples of sentences."""
+    """Vocabulary for samples of sentences; None for samples of tokens."""
 
     @classmethod
     def of(
@@ -127,7 +124,10 @@ class MemberOpener:
         config: RunConfig,
         tokenizer_directory: str | Path,
     ) -> "MemberOpener":
-        """For the maps in `index_directory`. Raises ConfigError, DataFormatError."""
+        """Create an opener for the maps in `index_directory`.
+
+        Raises ConfigError, DataFormatError.
+        """
         description = describe(token_prefixes, index_directory, config)
         vocabulary = None
         if config.family != "gpt":
@@ -138,7 +138,7 @@ class MemberOpener:
 
     @property
     def width(self) -> int:
-        """Ids of a row."""
+        """Number of ids of a row."""
         data = self.config.data
         match self.config.family:
             case "bert":
@@ -149,7 +149,7 @@ class MemberOpener:
                 return data.seq_length + 1
 
     def split(self, index_directory: str | Path, split_name: str) -> Dataset:
-        """All members of a split, as their maps in `index_directory` say.
+        """Open all members of a split with the maps in `index_directory`.
 
         Raises DataFormatError.
         """
@@ -165,11 +165,11 @@ class MemberOpener:
         return BlendedDataset(members, index_directory, split_name)
 
     def joined(self, members: Sequence[MemberDataset]) -> Dataset:
-        """Data sets one after the other."""
+        """Return the concatenation of data sets."""
         return ConcatDataset(members, self.config.data.seq_length, self.width)
 
     def member(self, number: int, directory: str | Path, split_name: str) -> MemberDataset:
-        """A split of one pair of token files, whose maps are in `directory`.
+        """Open a split of one pair of token files with the maps in `directory`.
 
         Raises DataFormatError.
         """

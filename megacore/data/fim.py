@@ -1,19 +1,17 @@
-"""Fill-in-the-middle: documents of a sample whose parts change places.
+"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): rearranged documents in samples.
 
-See Bavarian et al. 2022, arXiv:2207.14255.
+As in Megatron-LM (https://github.com/NVIDIA/Megatron-LM, fim_dataset.py), each segment between two
+ends of documents is rearranged with probability `rate`: its text is cut at two characters into
+prefix, middle and suffix, each part is tokenized separately, and the result is
+`P prefix S suffix M middle` or, with probability `spm_rate`, `P S suffix M prefix middle`. The
+sample is then cut to its length. Differences from Megatron-LM:
 
-As in Megatron-LM (https://github.com/NVIDIA/Megatron-LM, fim_dataset.py) what lies between two ends
-of documents is rearranged with probability `rate`: its text is cut at two characters into prefix,
-middle and suffix, each is tokenized by itself, and they follow one another as
-`P prefix S suffix M middle` or, with probability `spm_rate`, as `P S suffix M prefix middle`. What
-no longer fits is cut off at the sample's end. Otherwise than there:
-
-* what a sample becomes depends on the seed and its number alone, not on what was read before it:
-  order of reading, ranks and resumption change nothing;
+* the result for a sample depends only on the seed and the sample's number, so that reading order,
+  ranks and resuming change nothing;
 * an empty document keeps its end, and a sample that became shorter is padded with -1, which counts
   in no loss;
-* of a character whose bytes the sample's edge divides the part that is there is left out, when it
-  is rearranged.
+* if the edge of a sample divides the bytes of a character, a rearranged segment omits the
+  incomplete character.
 """
 
 from collections.abc import Sequence
@@ -29,45 +27,45 @@ from megacore.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.integer]
 _REPLACEMENT = "\ufffd"
-"""What bytes that are no character are decoded to."""
+"""Result of decoding bytes that are not a complete character."""
 
 
 @dataclass
 class _Segment:
-    """What lies between two ends of documents."""
+    """Tokens between two ends of documents."""
 
     ids: Ids
     texts: tuple[str, str, str] | None = None
-    """Prefix, middle and suffix, if it is rearranged."""
+    """Prefix, middle and suffix; None if the segment is not rearranged."""
     suffix_first: bool = False
 
 
 @dataclass
 class _Sample:
-    """A sample that has something to rearrange."""
+    """A sample divided into segments."""
 
     row: int
     segments: list[_Segment] = field(default_factory=list)
 
 
 class FimDataset:
-    """Another data set's samples, rearranged."""
+    """Data set that applies fill-in-the-middle to the samples of another data set."""
 
     def __init__(
         self, dataset: Dataset, tokenizer: Tokenizer, fim: FimConfig, *, seed: int, capacity: int
     ) -> None:
-        """Look up the special tokens.
+        """Wrap `dataset` and look up the special tokens.
 
         Args:
-            dataset: the samples.
-            tokenizer: that they were made with.
+            dataset: data set with the original samples.
+            tokenizer: tokenizer that produced the tokens.
             fim: rates and names of the special tokens.
-            seed: of the run.
-            capacity: tokens that a sample may have: seq_length, and one more with
+            seed: seed of the run.
+            capacity: maximum number of tokens of a sample: seq_length, plus one with
                 data.add_extra_token.
 
         Raises:
-            ConfigError: the vocabulary lacks one of the special tokens.
+            ConfigError: if the vocabulary lacks one of the special tokens.
         """
         self.seq_length = dataset.seq_length
         self.width = dataset.width
@@ -79,13 +77,15 @@ class FimDataset:
         return len(self._dataset)
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, s + 1], in `out` if it is given.
+        """Read samples into a batch [b, s + 1]; into `out` if it is not None.
 
         Raises IndexError, DataFormatError.
         """
-        wanted = as_array(indices)
-        batch = self._dataset.gather(wanted, out)
-        samples = [self._cut(row, batch[row], index) for row, index in enumerate(wanted.tolist())]
+        positions = as_array(indices)
+        batch = self._dataset.gather(positions, out)
+        samples = [
+            self._cut(row, batch[row], index) for row, index in enumerate(positions.tolist())
+        ]
         changed = [
             sample for sample in samples if any(segment.texts for segment in sample.segments)
         ]
@@ -107,9 +107,8 @@ class FimDataset:
         return batch
 
     def _cut(self, number: int, row: npt.NDArray[np.int64], index: int) -> _Sample:
-        """Divide a sample at documents' ends, and rearranged segments at two characters."""
-        # Philox (Salmon et al. 2011) is keyed by seed and sample: no state goes from one sample to
-        # the next.
+        """Divide a sample at the ends of documents, and rearranged segments at two characters."""
+        # Philox (Salmon et al. 2011) is keyed by seed and sample, so samples share no state.
         random = np.random.Generator(np.random.Philox(key=[self._seed, index]))
         tokens = row[row >= 0]
         ends = np.flatnonzero(tokens == self._tokenizer.eod_id)
@@ -130,7 +129,7 @@ class FimDataset:
         return sample
 
     def _rearrange(self, segment: _Segment, encoded: Sequence[Ids]) -> Ids:
-        """The segment's ids, rearranged if `encoded` has the ids of prefix, middle and suffix."""
+        """Return the segment's ids, rearranged if `encoded` has prefix, middle and suffix."""
         if not encoded:
             return segment.ids
         prefix, middle, suffix = encoded
@@ -142,19 +141,19 @@ class FimDataset:
 
 
 def _special_ids(tokenizer: Tokenizer, fim: FimConfig) -> list[Ids]:
-    """The ids of the tokens before prefix, middle and suffix, each as an array.
+    """Return the ids of the prefix, middle and suffix tokens, each as an array.
 
     Raises ConfigError.
     """
-    found = {
+    ids = {
         name: tokenizer.token_id(name)
         for name in (fim.prefix_token, fim.middle_token, fim.suffix_token)
     }
-    missing = [name for name, token in found.items() if token is None]
+    missing = [name for name, token in ids.items() if token is None]
     if missing:
         raise ConfigError(
             f"data.fim needs the tokens {', '.join(missing)}, which the vocabulary lacks: add them "
             "to data.tokenizer.special_tokens where a tokenizer is trained, or name tokens that "
             "the vocabulary has (data.fim.prefix_token, middle_token and suffix_token)"
         )
-    return [np.array([token], np.int64) for token in found.values()]
+    return [np.array([token], np.int64) for token in ids.values()]

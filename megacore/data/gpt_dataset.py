@@ -1,4 +1,4 @@
-"""Samples for a causal language model: the maps applied to the tokens."""
+"""Data set of samples for a causal language model, read from tokens through index maps."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from megacore.errors import DataFormatError
 
 
 class GPTDataset(MappedDataset):
-    """One split as an array of samples (s + 1 tokens: s inputs and their labels, shifted by one).
+    """Samples of one split: s + 1 tokens, that is s inputs and their labels shifted by one.
 
-    Where a sample has fewer tokens the rest is -1: its last one with `add_extra_token` off, what
-    whole documents leave, and the end of the last sample with `keeps_partial`. Everything is
-    memory-mapped and checked when it is opened. Raises DataFormatError for maps that are missing,
-    damaged, or made for other tokens or another seq_length.
+    Shorter samples are padded with -1: the last position without `add_extra_token`, the rest of a
+    sample of whole documents, and the end of the last sample with `keeps_partial`. All files are
+    memory-mapped and checked on opening. Raises DataFormatError for maps that are missing, damaged,
+    or built for other tokens or another seq_length.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class GPTDataset(MappedDataset):
 
         Args:
             prefix: path of the token files without .bin/.idx.
-            index_directory: where the maps are.
+            index_directory: directory of the maps.
             split_name: "train", "valid" or "test".
             seq_length: s, in tokens.
-            packing: how the maps cut documents into samples, see `megacore.data.index_plans`.
-            add_extra_token: whether a sample has a token beyond s, as the label of the last one.
-            keeps_partial: whether the last sample may be shorter.
+            packing: division of documents into samples, see `megacore.data.index_plans`.
+            add_extra_token: True if a sample has a token beyond s as its last label.
+            keeps_partial: True if the last sample may be shorter.
         """
         self._paths = [map_path(index_directory, split_name, name) for name in MAP_NAMES]
         super().__init__(prefix, self._paths[2], seq_length=seq_length, width=seq_length + 1)
@@ -72,7 +72,7 @@ class GPTDataset(MappedDataset):
         )
 
     def _check(self, maps: list[npt.NDArray[Any]], *, whole_documents: bool) -> None:
-        """Types, shapes, and that no map points beyond what it refers to.
+        """Check types, shapes and value ranges of the maps.
 
         Raises DataFormatError.
         """
@@ -84,8 +84,8 @@ class GPTDataset(MappedDataset):
                 f"{self._paths[1]} has shape {sample.shape}, but {self._paths[2].name} has "
                 f"{len(shuffle)} samples: build the index maps again"
             )
-        # Samples of whole documents end at the beginning of the next document, which the last one
-        # lacks.
+        # Samples of whole documents end at the start of the next document. For the last sample that
+        # is one past the last document.
         positions = max(len(document) + whole_documents, 1)
         limits = (len(self.tokens), positions, len(shuffle))
         for path, values, limit in zip(

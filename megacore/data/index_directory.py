@@ -1,18 +1,17 @@
-"""The directory of index maps: where each map lies, and `index.json`, which says what the maps are.
+"""Directory of index maps: paths of the maps, and `index.json`, which describes them.
 
     index.json
     {train,valid,test}_{document,sample,shuffle}_index.npy          a single data set
     member-NN/{train,valid,test}_{document,sample,shuffle}_index.npy      each data set of a blend
     {train,valid,test}_dataset_index.npy (i16), …_dataset_sample_index.npy (i64)      their blend
 
-Where samples are made of whole sentences, `{train,valid,test}_sentence_index.npy` is in place of
-the three.
+For samples of whole sentences, `{train,valid,test}_sentence_index.npy` replaces the three maps.
 
 `index.json`: format 1; the options seq_length, seed, split, style, packing, add_extra_token,
 drop_last_partial, and for samples of sentences `sentences` (kind, minimum_sentences,
-short_seq_prob); `members`, each with its prefix (relative to the directory) and its weight in the
-splits it takes part in; `blends`, for each split the numbers of the members in the order in which
-the dataset index counts them; `samples` per split. Maps are checked when they are read.
+short_seq_prob); `members`, each with its prefix (relative to the directory) and its weight in each
+of its splits; `blends`, for each split the numbers of its members in the order in which the dataset
+index numbers them; `samples` per split. Maps are checked when they are read.
 """
 
 import os
@@ -38,7 +37,7 @@ BLEND_MAP_NAMES = ("dataset", "dataset_sample")
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """The maps of one split of one data set."""
+    """Index maps of one split of one data set."""
 
     document_index: npt.NDArray[np.int32]
     sample_index: npt.NDArray[Any]
@@ -50,24 +49,23 @@ class IndexMember:
     """A data set of an index directory."""
 
     prefix: str
-    """Path of its token files without .bin/.idx."""
+    """Path of the token files without .bin/.idx."""
     weights: Mapping[str, float | None]
-    """By split that it takes part in; None: each of its samples once."""
+    """Weight in each of its splits; None to use each of its samples once."""
 
 
 @dataclass(frozen=True)
 class IndexDescription:
-    """What `index.json` says."""
+    """Contents of `index.json`."""
 
     options: IndexOptions
     members: tuple[IndexMember, ...]
     blends: Mapping[str, tuple[int, ...]]
-    """Numbers of the members that a split draws from, as its dataset index counts them."""
+    """Numbers of the members of each split, in the order of its dataset index."""
     samples: Mapping[str, int]
-    """Of each split."""
+    """Number of samples of each split."""
     single: bool
-    """Whether there is one data set, with its maps directly in the directory and nothing to
-    blend."""
+    """True if there is one data set, with its maps directly in the directory and no blend."""
 
     @property
     def counting_map(self) -> str:
@@ -76,20 +74,19 @@ class IndexDescription:
 
 
 def map_path(directory: str | Path, split_name: str, map_name: str) -> Path:
-    """Where one of a split's maps is: `{train,valid,test}_{document,sample,shuffle}_index.npy`."""
+    """Return the path of a map: `{train,valid,test}_{document,sample,shuffle}_index.npy`."""
     return Path(directory, f"{split_name}_{map_name}_index.npy")
 
 
 def member_directory(directory: str | Path, number: int) -> Path:
-    """Where the maps of one data set of a blend are."""
+    """Return the directory with the maps of one data set of a blend."""
     return Path(directory, f"member-{number:02d}")
 
 
 def save_array(path: Path, values: npt.NDArray[Any]) -> None:
     """Write a C-contiguous array as `.npy` without a copy. Raises WorkspaceError."""
     with workspace_errors(path), open(path, "wb") as file:
-        # numpy.save reports a full disk as an error without a number, which nobody can tell from
-        # others.
+        # numpy.save reports a full disk as an error without errno, which cannot be recognised.
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
         file.write(values.data)
 
@@ -133,7 +130,7 @@ def write_description(
 
 
 def read_description(directory: str | Path) -> IndexDescription:
-    """Read `index.json`. Raises DataFormatError when it is missing or damaged."""
+    """Read `index.json`. Raises DataFormatError if it is missing or damaged."""
     path = Path(directory, INDEX_NAME)
     try:
         content = read_json(path)
@@ -185,7 +182,7 @@ def _weights(splits: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _check(description: IndexDescription) -> None:
-    """Raises ValueError for numbers of members that there are not."""
+    """Raise ValueError if a blend refers to members that do not exist."""
     named: Sequence[int] = [number for numbers in description.blends.values() for number in numbers]
     if any(not 0 <= number < len(description.members) for number in named):
         raise ValueError(
@@ -194,14 +191,14 @@ def _check(description: IndexDescription) -> None:
 
 
 def load_map(path: Path) -> npt.NDArray[Any]:
-    """An index map, memory-mapped. Raises DataFormatError."""
+    """Open an index map as a memory map. Raises DataFormatError."""
     try:
-        with np.errstate(over="raise"):  # of a shape whose size does not fit 64 bits
+        with np.errstate(over="raise"):  # for a shape whose size exceeds 64 bits
             return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)  # type: ignore[no-any-return]
     except FileNotFoundError as error:
         raise DataFormatError(f"{path} does not exist: build the index maps first") from error
     except Exception as error:
-        # NumPy reads a header as Python source, and passes on all that can go wrong there
+        # NumPy parses the header as Python source, so any error may occur.
         reason = " ".join(str(error).split())
         raise DataFormatError(
             f"{path} is not a readable index map ({reason}): build the index maps again"
@@ -211,7 +208,7 @@ def load_map(path: Path) -> npt.NDArray[Any]:
 def check_form(
     path: Path, values: npt.NDArray[Any], dimensions: int, dtypes: Sequence[str] = _MAP_DTYPES
 ) -> None:
-    """That a map is an array of one of its types. Raises DataFormatError."""
+    """Check type, dimensions and contiguity of a map. Raises DataFormatError."""
     if (
         values.dtype not in map(np.dtype, dtypes)
         or values.ndim != dimensions
@@ -224,7 +221,7 @@ def check_form(
 
 
 def check_range(path: Path, values: npt.NDArray[Any], limit: int, reason: str) -> None:
-    """That a map's values lie in 0 … limit-1. Raises DataFormatError."""
+    """Check that the values of a map are in 0 … limit-1. Raises DataFormatError."""
     if values.size and (values.min() < 0 or values.max() >= limit):
         raise DataFormatError(
             f"{path} points to {values.min()} … {values.max()} where only 0 … {limit - 1} exists: "

@@ -1,21 +1,20 @@
-"""The three index maps of a GPT data set.
+"""Index maps of GPT data sets: the tokens of each sample, the order of samples, and blends.
 
-Which tokens, in which order, make up each sample; and blends of data sets.
+The three maps equal Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets) bit for
+bit. Document index (i32): the split's sequences, repeated once per epoch and shuffled. Sample index
+(i32 or i64, shape (samples + 1, 2)): the start of each sample in the document index. Shuffle index
+(u32): the order of the samples.
 
-They are Megatron core's (https://github.com/NVIDIA/Megatron-LM, core/datasets), bit for bit:
-document index (i32), the split's sequences repeated once per epoch and shuffled; sample index (i32
-or i64, shape (samples + 1, 2)), where each sample begins in the document index; shuffle index
-(u32), the order of the samples.
+With the style "neox" they equal `doc_idx`, `sample_idx` and `shuffle_idx` of GPT-NeoX
+(https://github.com/EleutherAI/gpt-neox, megatron/data/gpt2_dataset.py) for the same data, split,
+seq_length, seed and number of samples, in values and types, so that a GPT-NeoX run can be resumed.
 
-With the style "neox" they are GPT-NeoX's (https://github.com/EleutherAI/gpt-neox,
-megatron/data/gpt2_dataset.py), so that a run of it can be continued: `doc_idx`, `sample_idx` and
-`shuffle_idx` of the same data, split, seq_length, seed and number of samples, value by value and
-type by type. What is the same in both: the seed of each data set's and each split's shuffles and
-their order, the least number of epochs, samples that overlap by one token. What differs in
-GPT-NeoX: all epochs are always shuffled as one; the boundaries of splits (see `split_ranges`); the
-sample index becomes i64 from 2^30 samples on; a blend rounds otherwise (see `member_sizes`) and
-numbers its data sets in u8, which are i16 here. GPT-NeoX never uses the last entry of a shuffle
-index and starts over where it ends; here it counts as a sample.
+Both styles have in common: the seed and order of the shuffles of each data set and split, the least
+number of epochs, samples that overlap by one token. GPT-NeoX differs as follows: all epochs are
+always shuffled together; splits have other boundaries (see `split_ranges`); the sample index is i64
+from 2^30 samples on; a blend rounds differently (see `member_sizes`) and numbers its data sets with
+u8, for which i16 is used here. GPT-NeoX never uses the last entry of a shuffle index and then
+starts over; here that entry counts as a sample.
 """
 
 from collections.abc import Sequence
@@ -83,20 +82,20 @@ __all__ = [
 ]
 
 VERSION = 2
-"""Of the index stage; raised when it produces something else."""
+"""Version of the index stage, increased whenever its output changes."""
 _UINT32_MAX = 2**32 - 1
 
 
 def index_plan(
     mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
 ) -> dict[str, Any]:
-    """What decides the maps beside data, weights and options.
+    """Return what determines the maps in addition to data, weights and options.
 
-    Of each split: epochs, and the final one's shuffle.
+    For each split, these are the epochs and the shuffling of the final epoch.
 
-    It stands in the index stage's key for the wanted numbers of samples (train, valid, test; None:
-    one epoch), so that asking for more samples of the same epochs changes nothing; a blend is as
-    long as it was asked to be. Raises ConfigError, DataFormatError.
+    The plan replaces the requested numbers of samples (train, valid, test; None: one epoch) in the
+    index stage's key, so that requesting more samples within the same epochs keeps the key. A blend
+    has its size in the plan. Raises ConfigError, DataFormatError.
     """
     plans = plan_splits(_open(mixture), mixture, options, samples)
     return {name: _plan_values(plan, mixture) for name, plan in plans.items()}
@@ -105,12 +104,12 @@ def index_plan(
 def build_index_maps(
     mixture: Mixture, directory: str | Path, options: IndexOptions, samples: Sequence[int | None]
 ) -> dict[str, Any]:
-    """Write the maps of each split and `index.json` into `directory`; returns counts per split.
+    """Write the maps of each split and `index.json` into `directory`; return counts per split.
 
-    `samples` are the wanted numbers for train, valid and test. The maps of a data set cover whole
-    epochs, so a split has at least that many; a blend with weights has as many, or a few more. None
-    means one epoch, and in a blend each sample of each member once, whatever its weight. Raises
-    ConfigError, DataFormatError, WorkspaceError.
+    `samples` are the requested numbers for train, valid and test. The maps of a data set cover
+    whole epochs, so a split has at least that many samples; a blend with weights has as many, or a
+    few more. None means one epoch, and in a blend each sample of each member once, regardless of
+    its weight. Raises ConfigError, DataFormatError, WorkspaceError.
     """
     datasets = _open(mixture)
     plans = plan_splits(datasets, mixture, options, samples)
@@ -119,11 +118,11 @@ def build_index_maps(
         for number, prefix in enumerate(mixture.prefixes)
     }
     built: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
-    # Data set by data set, so that the lengths of one are in memory at a time.
+    # Loop over data sets first, so that only the lengths of one are in memory at a time.
     for number, (prefix, folder) in enumerate(folders.items()):
         with workspace_errors(folder):
             folder.mkdir(exist_ok=True)
-        # the file's own array is not aligned
+        # The array in the file is not aligned.
         lengths = np.require(datasets[prefix].lengths, np.int32, ["C", "A"])
         for name, plan in plans.items():
             for member in plan.members:
@@ -156,9 +155,9 @@ def build_split(
     packing: Packing = "packed",
     style: IndexStyle = "megatron",
 ) -> IndexMaps:
-    """The maps of the split that holds the sequences first … last-1.
+    """Build the maps of the split with the sequences first … last-1.
 
-    One random state draws them in order.
+    One random state is used for all of them, in order.
     """
     random_state = helpers.RandomState(seed)
     document_index = build_document_index(
@@ -185,17 +184,17 @@ def build_document_index(
     separate_final_epoch: bool,
     random_state: helpers.RandomState,
 ) -> npt.NDArray[np.int32]:
-    """The sequences first … last-1, once per epoch, shuffled.
+    """Return the sequences first … last-1, once per epoch, shuffled.
 
-    The final epoch is shuffled by itself if separate.
+    With `separate_final_epoch` the final epoch is shuffled separately.
     """
     index: npt.NDArray[np.int32] = np.empty((epochs, last - first), np.int32)
     index[:] = np.arange(first, last, dtype=np.int32)
     index = index.reshape(-1)
-    whole = len(index) - (last - first if separate_final_epoch else 0)
-    random_state.shuffle(index[:whole])
+    before_final = len(index) - (last - first if separate_final_epoch else 0)
+    random_state.shuffle(index[:before_final])
     if separate_final_epoch:
-        random_state.shuffle(index[whole:])
+        random_state.shuffle(index[before_final:])
     return index
 
 
@@ -208,9 +207,9 @@ def build_sample_index(
     extra: int = EXTRA_TOKENS,
     style: IndexStyle = "megatron",
 ) -> npt.NDArray[Any]:
-    """Where each sample begins, shape (samples + 1, 2); i64 once a position no longer fits i32.
+    """Return the start of each sample, shape (samples + 1, 2); i64 if a position exceeds i32.
 
-    GPT-NeoX's is i64, too, once its number of entries does not fit.
+    In GPT-NeoX's style it is also i64 if the number of entries exceeds i32.
     """
     wide = len(document_index) > INT32_MAX or (
         style == "neox" and 2 * (plan.samples + 1) >= INT32_MAX
@@ -222,7 +221,10 @@ def build_sample_index(
 def build_shuffle_index(
     samples: int, samples_before_final_epoch: int, random_state: helpers.RandomState
 ) -> npt.NDArray[Any]:
-    """The order of the samples: those before the final epoch shuffled, then the rest."""
+    """Return the order of the samples: first those before the final epoch, then the rest.
+
+    Both groups are shuffled separately.
+    """
     index: npt.NDArray[Any] = np.arange(
         samples, dtype=np.int64 if samples >= _UINT32_MAX - 1 else np.uint32
     )

@@ -1,7 +1,7 @@
-"""The options that decide the index maps.
+"""Options that determine the index maps.
 
-How samples are cut and ordered, which sequences belong to the train, validation and test split, and
-which token files each split draws from.
+They define the division and order of samples, the train, validation and test splits, and the token
+files that each split draws from.
 """
 
 import math
@@ -16,16 +16,19 @@ import numpy as np
 from megacore.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
-"""In the order of the weights."""
+"""Names of the splits in the order of the weights."""
 IndexStyle = Literal["megatron", "neox"]
 Packing = Literal["packed", "pack_until_overflow", "unpacked"]
 SentenceModel = Literal["bert", "t5"]
 MAX_MEMBERS = 2**15 - 1
-"""Data sets that the i16 numbers of a blend can tell apart."""
+"""Maximum number of data sets of a blend, which numbers them with an i16."""
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """The normalised weights in "949,50,1"; missing ones are 0. Raises ConfigError."""
+    """Parse weights such as "949,50,1" and normalise them; missing ones are 0.
+
+    Raises ConfigError.
+    """
     try:
         weights = [float(part) for part in split.split(",")]
     except ValueError as error:
@@ -48,11 +51,11 @@ def parse_split(split: str) -> tuple[float, float, float]:
 def split_ranges(
     split: str, count: int, style: Literal["megatron", "neox"] = "megatron"
 ) -> Mapping[str, tuple[int, int]]:
-    """First and end element of each split when `count` elements are divided.
+    """Return the first and end element of each split when `count` elements are divided.
 
     The boundaries are the cumulative fractions times `count`, rounded half to even, as in Megatron
-    core. With "neox" they are GPT-NeoX's: each fraction times `count` is rounded by itself, and
-    what the sum is off by is taken from the train split. Raises ConfigError.
+    core. With "neox" they are GPT-NeoX's: each fraction times `count` is rounded separately, and
+    the excess of the sum is subtracted from the train split. Raises ConfigError.
     """
     fractions = parse_split(split)
     if style == "neox":
@@ -70,14 +73,15 @@ def split_ranges(
 
 @dataclass(frozen=True)
 class SentenceOptions:
-    """How samples of whole sentences are made. Raises ConfigError for values that cannot work."""
+    """Options of samples of whole sentences. Raises ConfigError for invalid values."""
 
     kind: SentenceModel
-    """Whose samples: they differ in how many special tokens they have."""
+    """Model family, which determines the number of special tokens."""
     minimum_sentences: int = 1
-    """Of a sample: 2 where it is predicted how its two parts belong together."""
+    """Minimum number of sentences of a sample: 2 if the relation of its two segments is
+    predicted."""
     short_seq_prob: float = 0.1
-    """Share of samples with a shorter target length."""
+    """Fraction of samples with a shorter target length."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("bert", "t5") or self.minimum_sentences not in (1, 2):
@@ -90,42 +94,42 @@ class SentenceOptions:
 
     @property
     def special_tokens(self) -> int:
-        """Tokens that a sample has besides its sentences: [CLS] and two [SEP].
+        """Number of special tokens of a sample.
 
-        Of T5 a begin and an end.
+        BERT has [CLS] and two [SEP], T5 a start and an end.
         """
         return 3 if self.kind == "bert" else 2
 
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """How the samples of a data set are cut and ordered, beside which tokens and how many samples.
+    """Options for dividing a data set into samples and ordering them.
 
-    Raises ConfigError for values that cannot work, alone or together.
+    Raises ConfigError for invalid values and combinations.
     """
 
     split: str | None
-    """Weights of the train, validation and test split; None where each data set belongs to one
-    split whole."""
+    """Weights of the train, validation and test split; None if each data set belongs to a single
+    split."""
     seq_length: int
-    """Tokens per sample (s)."""
+    """Number of tokens per sample (s)."""
     seed: int
-    """Of the shuffles, 0 … 2**32 - 1; each split of each data set starts from it."""
+    """Seed of the shuffles, 0 … 2**32 - 1; each split of each data set starts from it."""
     style: IndexStyle = "megatron"
-    """Megatron core's order, or GPT-NeoX's, which has no separate final epoch and rounds splits
-    otherwise."""
+    """Order of Megatron core, or of GPT-NeoX, which has no separate final epoch and rounds splits
+    differently."""
     packing: Packing = "packed"
-    """Samples cut from documents end to end, or of whole documents (see
+    """Samples cut from concatenated documents, or samples of whole documents (see
     `megacore.data.index_plans`)."""
     add_extra_token: bool = True
-    """Whether a sample reads one token beyond seq_length as its last label."""
+    """True if a sample reads one token beyond seq_length as its last label."""
     drop_last_partial: bool = True
-    """Whether the validation split loses its last sample when that is shorter than the others.
+    """True to drop the last sample of the validation split if it is shorter than the others.
 
-    As in Megatron core, the train and the test split always lose theirs.
+    As in Megatron core, the train and the test split always drop it.
     """
     sentences: SentenceOptions | None = None
-    """Of samples that are made of whole sentences; None: they are made of tokens."""
+    """Options of samples of whole sentences; None for samples of tokens."""
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:
@@ -143,27 +147,27 @@ class IndexOptions:
 
     @property
     def kind(self) -> str:
-        """Family of the models that these samples are for."""
+        """Model family for which the samples are built."""
         return "gpt" if self.sentences is None else self.sentences.kind
 
     @property
     def extra(self) -> int:
-        """Tokens that a sample reads beyond seq_length."""
+        """Number of tokens that a sample reads beyond seq_length, 0 or 1."""
         return int(self.add_extra_token)
 
     def keeps_partial(self, split_name: str) -> bool:
-        """Whether a last shorter sample of the split counts."""
+        """Return True if the split keeps a last, shorter sample."""
         return split_name == "valid" and not self.drop_last_partial and self.packing == "packed"
 
     def _check_neox(self) -> None:
-        """GPT-NeoX orders packed samples otherwise, and lacks the other two options."""
+        """Raise ConfigError for options that GPT-NeoX's order of samples does not support."""
         wrong = {
             f"data.packing {self.packing}": self.packing != "packed",
             "data.add_extra_token false": not self.add_extra_token,
             "data.drop_last_partial false": not self.drop_last_partial,
         }
-        for name, given in wrong.items():
-            if given:
+        for name, is_set in wrong.items():
+            if is_set:
                 raise ConfigError(
                     f"data.index_style neox reproduces GPT-NeoX's order of samples, which {name} "
                     "does not have: leave that at its default, or set data.index_style to megatron"
@@ -174,8 +178,8 @@ class IndexOptions:
         if replace(self, sentences=None) != plain:
             raise ConfigError(
                 "data.index_style, data.packing, data.add_extra_token and data.drop_last_partial "
-                f"are of samples of tokens, which those of {sentences.kind} are not: leave them at "
-                "their defaults"
+                f"are for samples of tokens, which those of {sentences.kind} are not: leave them "
+                "at their defaults"
             )
         if self.seq_length < sentences.special_tokens + 2:
             raise ConfigError(
@@ -186,30 +190,30 @@ class IndexOptions:
 
 @dataclass(frozen=True)
 class Member:
-    """Token files that a split draws from."""
+    """Token files that a split draws from, with their weight."""
 
     prefix: str
     """Path of the pair of token files without .bin/.idx."""
     weight: float | None = None
-    """Share of the samples; None in all members of a split means: each of their samples once."""
+    """Share of the samples; None (for all members of a split) to use each of their samples once."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which token files each split draws from.
+    """Token files that each split draws from.
 
-    Raises ConfigError for weights and members that cannot work.
+    Raises ConfigError for invalid weights and members.
     """
 
     train: tuple[Member, ...]
-    """What training draws from."""
+    """Members of the train split."""
     valid: tuple[Member, ...]
-    """What validation draws from."""
+    """Members of the validation split."""
     test: tuple[Member, ...]
-    """What the test draws from."""
+    """Members of the test split."""
     whole: bool
-    """Whether each split has members of its own, taken whole; else all have the same, divided by
-    the split weights."""
+    """True if each split has separate members, used completely; False if all splits have the same
+    members, divided by the split weights."""
 
     def __post_init__(self) -> None:
         if not self.whole and not self.train == self.valid == self.test:
@@ -223,34 +227,34 @@ class Mixture:
 
     @classmethod
     def single(cls, prefix: str) -> Self:
-        """One data set, divided by the split weights."""
+        """Return a mixture of one data set, divided by the split weights."""
         return cls.blend((Member(prefix),))
 
     @classmethod
     def blend(cls, members: Sequence[Member]) -> Self:
-        """Several data sets, each divided by the split weights."""
+        """Return a mixture of several data sets, each divided by the split weights."""
         return cls(tuple(members), tuple(members), tuple(members), whole=False)
 
     @classmethod
     def per_split(
         cls, train: Sequence[Member], valid: Sequence[Member], test: Sequence[Member]
     ) -> Self:
-        """Data sets that belong to one split each; a split may have none."""
+        """Return a mixture of data sets that belong to one split each; a split may have none."""
         return cls(tuple(train), tuple(valid), tuple(test), whole=True)
 
     def of(self, split_name: str) -> tuple[Member, ...]:
-        """What a split draws from, in the order that its blend numbers them."""
+        """Return the members of a split, in the order in which its blend numbers them."""
         members: tuple[Member, ...] = getattr(self, split_name)
         return members
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one data set for all splits and nothing to blend."""
+        """True if there is one data set for all splits and nothing to blend."""
         return not self.whole and len(self.train) == 1 and self.train[0].weight is None
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Every pair of token files once, in the order in which it is first named."""
+        """Prefixes of all token files, without repetition, in order of first occurrence."""
         return tuple(
             dict.fromkeys(member.prefix for name in SPLIT_NAMES for member in self.of(name))
         )
@@ -259,9 +263,9 @@ class Mixture:
 def _check_members(members: Sequence[Member], where: str) -> None:
     weights = [member.weight for member in members if member.weight is not None]
     if 0 < len(weights) < len(members):
-        bare = next(member.prefix for member in members if member.weight is None)
+        first = next(member.prefix for member in members if member.weight is None)
         raise ConfigError(
-            f"the {where} blend gives {bare} no weight but others one: weight all of them or none"
+            f"the {where} blend gives {first} no weight but others one: weight all of them or none"
         )
     for member in members:
         if member.weight is not None and not 0 < member.weight < math.inf:
@@ -285,12 +289,12 @@ def _check_members(members: Sequence[Member], where: str) -> None:
 
 
 def parse_members(values: Sequence[str], option: str) -> tuple[Member, ...]:
-    """The members that a command line names.
+    """Parse the members on a command line.
 
     Forms: PREFIX, or PREFIX PREFIX …, or WEIGHT PREFIX WEIGHT PREFIX ….
 
-    Raises ConfigError for weights and prefixes that do not take turns; `option` names where they
-    stand.
+    `option` is the name of the option in error messages. Raises ConfigError if weights and prefixes
+    do not alternate.
     """
     numbers = [_number(value) for value in values]
     if all(number is None for number in numbers):

@@ -1,8 +1,8 @@
 """Plans of the index maps: samples and epochs of each data set, whole documents, and blends.
 
-Blends follow Megatron core (https://github.com/NVIDIA/Megatron-LM, core/datasets), bit for bit:
-sample i comes from the data set d with the largest weight_d x max(i, 1) - taken_d, in double
-precision, the first of equals.
+Blends equal those of Megatron core (https://github.com/NVIDIA/Megatron-LM, core/datasets) bit for
+bit: sample i comes from the data set d with the largest weight_d x max(i, 1) - taken_d in double
+precision; of equals, the first.
 """
 
 import math
@@ -30,72 +30,71 @@ from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 EXTRA_TOKENS = 1
-"""Tokens that a sample has beyond seq_length: the last label."""
+"""Number of tokens of a sample beyond seq_length: the last label."""
 _FINAL_EPOCH_USE = 0.8
-"""Share of the final epoch below which it is shuffled by itself."""
+"""Used fraction of the final epoch below which it is shuffled separately."""
 SURPLUS = 0.005
-"""Share of samples by which a member has more than its weight asks for: its order is no multiple of
-the weights."""
+"""Fraction of extra samples of a member, because a blend does not draw exactly by the weights."""
 INT32_MAX = 2**31 - 1
 _SUMMED = ("documents", "sequences", "tokens")
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often a split is gone through, which with its sequences decides its maps."""
+    """Number of epochs and samples of a split, which with its sequences determine its maps."""
 
     epochs: int
-    """Passes over the split; 0 when it has no sample and none is wanted."""
+    """Number of epochs; 0 if the split has no samples and none are requested."""
     separate_final_epoch: bool
-    """Whether the last pass is shuffled by itself, because only a small part of it is needed."""
+    """True if the final epoch is shuffled separately, because only a small part of it is used."""
     samples: int
-    """Samples in all passes; for whole documents (packing) their least number."""
+    """Number of samples in all epochs; for whole documents (packing) its minimum."""
     samples_before_final_epoch: int
-    """Samples shuffled among themselves: those before a separate last pass, else all."""
+    """Number of samples shuffled together: those before a separate final epoch, else all."""
     partial_sample: bool = False
-    """Whether the last sample is shorter than the others."""
+    """True if the last sample is shorter than the others."""
 
 
 NO_EPOCH = EpochPlan(0, False, 0, 0)
-"""Of a split without a sample of which none is wanted."""
+"""Plan of a split that has no samples and of which none are requested."""
 
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """The part of one data set in one split."""
+    """Part of one data set in one split."""
 
     number: int
-    """Among all data sets of the mixture."""
+    """Number of the data set in the mixture."""
     first: int
     """First sequence of the part."""
     last: int
-    """Sequence after the part's last."""
+    """Sequence after the last of the part."""
     tokens: int
-    """In one epoch."""
+    """Number of tokens in one epoch."""
     epochs: EpochPlan
 
 
 @dataclass(frozen=True)
 class Division:
-    """How the wanted samples of a split are divided over its members."""
+    """Division of the requested samples of a split among its members."""
 
     asked: tuple[int | None, ...]
-    """Of each member; None: one epoch."""
+    """Requested number of samples of each member; None for one epoch."""
     weights: tuple[float, ...] | None
-    """Shares of the members, which add up to 1; None: in proportion to their sizes."""
+    """Shares of the members, which add up to 1; None for shares proportional to their sizes."""
     size: int | None
-    """Samples of the blend; None: every sample of every member once."""
+    """Number of samples of the blend; None to use every sample of every member once."""
 
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """One split of a mixture."""
+    """Plan of one split of a mixture."""
 
     name: str
     members: tuple[MemberPlan, ...]
-    """In the order that the blend numbers them."""
+    """Members in the order in which the blend numbers them."""
     division: Division
-    """How they are blended."""
+    """Numbers of samples and weights of the blend."""
 
 
 def plan_splits(
@@ -104,17 +103,17 @@ def plan_splits(
     options: IndexOptions,
     samples: Sequence[int | None],
 ) -> dict[str, SplitPlan]:
-    """The plan of each split that draws from something. Raises ConfigError, DataFormatError."""
+    """Plan each split that has members. Raises ConfigError, DataFormatError."""
     check_agreement(mixture, options)
     plans = {}
-    for name, wanted in zip(SPLIT_NAMES, samples, strict=True):
-        if check_wanted(mixture, name, wanted):
-            plans[name] = _plan_split(datasets, mixture, options, name, wanted)
+    for name, requested in zip(SPLIT_NAMES, samples, strict=True):
+        if check_requested(mixture, name, requested):
+            plans[name] = _plan_split(datasets, mixture, options, name, requested)
     return plans
 
 
 def check_agreement(mixture: Mixture, options: IndexOptions) -> None:
-    """Raises ConfigError for a split that cannot be, and for the lack of one."""
+    """Raise ConfigError if split weights are given for whole data sets, or are missing."""
     if mixture.whole and options.split is not None:
         raise ConfigError(
             f"data.split is {options.split}, but each data set belongs to one split whole: leave "
@@ -124,32 +123,34 @@ def check_agreement(mixture: Mixture, options: IndexOptions) -> None:
         raise ConfigError("data.split is missing: say how the data is divided, as in 949,50,1")
 
 
-def divide(mixture: Mixture, style: IndexStyle, name: str, wanted: int | None) -> Division:
-    """What is asked of each member of a split, and how these are blended."""
+def divide(mixture: Mixture, style: IndexStyle, name: str, requested: int | None) -> Division:
+    """Divide the requested samples of a split among its members."""
     members = mixture.of(name)
-    given = [member.weight for member in members if member.weight is not None]
-    # Megatron core does not blend the only data set of a split; GPT-NeoX does as soon as it has a
-    # weight.
-    alone = mixture.whole and len(members) == 1 and not (style == "neox" and given)
-    if mixture.is_single or alone:  # as many samples as whole epochs have
-        return Division((wanted,) * len(members), None, None)
-    if wanted is None or not given:
-        return Division((None,) * len(members), None, wanted)
-    weights = tuple(shares(given, style))
-    sizes, size = member_sizes(weights, wanted, style)
+    member_weights = [member.weight for member in members if member.weight is not None]
+    # Megatron core does not blend the only data set of a split; GPT-NeoX does if it has a weight.
+    unblended = mixture.whole and len(members) == 1 and not (style == "neox" and member_weights)
+    if mixture.is_single or unblended:  # whole epochs, without a blend
+        return Division((requested,) * len(members), None, None)
+    if requested is None or not member_weights:
+        return Division((None,) * len(members), None, requested)
+    weights = tuple(shares(member_weights, style))
+    sizes, size = member_sizes(weights, requested, style)
     return Division(tuple(sizes), weights, size)
 
 
-def check_wanted(mixture: Mixture, name: str, wanted: int | None) -> bool:
-    """Whether a split draws from something.
+def check_requested(mixture: Mixture, name: str, requested: int | None) -> bool:
+    """Return True if a split has members.
 
-    Raises ConfigError for numbers of samples that it cannot have.
+    Raises ConfigError if the number of samples is negative, or positive without members.
     """
-    if wanted is not None and wanted < 0:
-        raise ConfigError(f"{wanted} samples are wanted of the {name} split: give 0 or more")
-    if wanted and not mixture.of(name):
+    if requested is not None and requested < 0:
         raise ConfigError(
-            f"{wanted} samples are wanted of the {name} split, which has no data set: name one"
+            f"{requested} samples are requested from the {name} split: give 0 or more"
+        )
+    if requested and not mixture.of(name):
+        raise ConfigError(
+            f"{requested} samples are requested from the {name} split, which has no data set: name "
+            "one"
         )
     return bool(mixture.of(name))
 
@@ -159,13 +160,13 @@ def _plan_split(
     mixture: Mixture,
     options: IndexOptions,
     name: str,
-    wanted: int | None,
+    requested: int | None,
 ) -> SplitPlan:
-    division = divide(mixture, options.style, name, wanted)
+    division = divide(mixture, options.style, name, requested)
     plans = []
     for member, count in zip(mixture.of(name), division.asked, strict=True):
         number = mixture.prefixes.index(member.prefix)
-        none_needed = wanted == 0
+        none_needed = requested == 0
         plans.append(
             _plan_member(datasets[member.prefix], number, options, name, count, none_needed)
         )
@@ -177,7 +178,7 @@ def _plan_member(
     number: int,
     options: IndexOptions,
     name: str,
-    wanted: int | None,
+    requested: int | None,
     none_needed: bool,
 ) -> MemberPlan:
     if len(dataset) > INT32_MAX:
@@ -189,16 +190,16 @@ def _plan_member(
         first, last = split_ranges(options.split, len(dataset), options.style)[name]
     tokens = dataset.count_tokens(first, last)
     if tokens >= (1 if none_needed else _least_tokens(options, name)):
-        epochs = _plan_epochs(dataset, first, last, options, name, wanted)
+        epochs = _plan_epochs(dataset, first, last, options, name, requested)
     elif none_needed:
         epochs = NO_EPOCH
     else:
-        raise DataFormatError(_too_small(dataset, options, name, last - first, tokens, wanted))
+        raise DataFormatError(_too_small(dataset, options, name, last - first, tokens, requested))
     return MemberPlan(number, first, last, tokens, epochs)
 
 
 def _least_tokens(options: IndexOptions, name: str) -> int:
-    """Tokens of the smallest data set that has a sample."""
+    """Return the minimum number of tokens for one sample."""
     if options.packing != "packed":
         return 1
     return options.extra + (1 if options.keeps_partial(name) else options.seq_length)
@@ -210,14 +211,14 @@ def _plan_epochs(
     last: int,
     options: IndexOptions,
     name: str,
-    wanted: int | None,
+    requested: int | None,
 ) -> EpochPlan:
     tokens = dataset.count_tokens(first, last)
     if options.packing == "packed":
         return plan_epochs(
             tokens,
             options.seq_length,
-            wanted,
+            requested,
             extra=options.extra,
             keep_partial=options.keeps_partial(name),
             style=options.style,
@@ -230,7 +231,7 @@ def _plan_epochs(
             epochs * tokens, epochs * sequences, options.seq_length, options.packing, options.extra
         )
 
-    return plan_whole_documents(least, wanted, options.seq_length + options.extra)
+    return plan_whole_documents(least, requested, options.seq_length + options.extra)
 
 
 def _too_small(
@@ -239,9 +240,9 @@ def _too_small(
     name: str,
     sequences: int,
     tokens: int,
-    wanted: int | None,
+    requested: int | None,
 ) -> str:
-    samples = "as many as there are" if wanted is None else str(wanted)
+    samples = "as many as there are" if requested is None else str(requested)
     more = (
         f"give it more of data.split (now {options.split})"
         if options.split
@@ -254,8 +255,8 @@ def _too_small(
     )
     return (
         f"the {name} split of {dataset.prefix} has {sequences} of {len(dataset)} sequences with "
-        f"{tokens} tokens, but one sample takes {least} (samples wanted: {samples}): {more}, lower "
-        "data.seq_length, or use more text"
+        f"{tokens} tokens, but one sample takes {least} (samples requested: {samples}): {more}, "
+        "lower data.seq_length, or use more text"
     )
 
 
@@ -266,18 +267,18 @@ def write_blend(
     division: Division,
     members: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Write how a split's members are blended; returns its counts.
+    """Write the blend of a split's members and return its counts.
 
-    `members` are the counts of each, in the order that the blend numbers them. Raises
-    DataFormatError when one has too few samples, WorkspaceError.
+    `members` are the counts of each member, in the order in which the blend numbers them. Raises
+    DataFormatError if a member has too few samples, WorkspaceError.
     """
     sizes = [member["samples"] for member in members]
     if division.size is None:
         dataset_index, sample_index = build_exhaustive_blend(sizes)
     elif division.weights is None and division.size > sum(sizes):
         raise DataFormatError(
-            f"{division.size} samples are wanted of the {split_name} split, but one pass over its "
-            f"data sets has {sum(sizes)}: give them weights, so that they are gone through as "
+            f"{division.size} samples are requested from the {split_name} split, but one pass over "
+            f"its data sets has {sum(sizes)}: give them weights, so that they are repeated as "
             "often as needed, or ask for fewer"
         )
     else:
@@ -309,12 +310,12 @@ def plan_epochs(
     keep_partial: bool = False,
     style: Literal["megatron", "neox"] = "megatron",
 ) -> EpochPlan:
-    """The least number of epochs that yields `samples` samples (None: one epoch).
+    """Plan the least number of epochs that yields `samples` samples (None: one epoch).
 
-    The final epoch is separate when less than 80 % of it would be used; GPT-NeoX's ("neox") never
-    is. With `keep_partial`, what remains after the last whole sample is one more. All counts are in
-    64-bit integers; Megatron core counts with 32-bit floats when it keeps a partial sample, which
-    goes wrong past 2^24 tokens.
+    The final epoch is separate if less than 80 % of it would be used; with GPT-NeoX's style
+    ("neox") it never is. With `keep_partial`, the tokens after the last full sample form one more.
+    Counts are exact integers; Megatron core uses 32-bit floats when it keeps a partial sample,
+    which is wrong beyond 2^24 tokens.
     """
     epochs = 1
     if samples is not None:
@@ -333,14 +334,14 @@ def plan_epochs(
 def plan_whole_documents(
     least_samples: Callable[[int], int], samples: int | None, capacity: int
 ) -> EpochPlan:
-    """The least number of epochs that yields `samples` samples of whole documents.
+    """Plan the least number of epochs that yields `samples` samples of whole documents.
 
-    The documents may be in any order. None means one epoch.
+    The result is valid for any order of the documents. If `samples` is None, plan one epoch.
 
-    `least_samples` gives the samples that a number of epochs makes at least, `capacity` the tokens
-    of one.
+    `least_samples` returns the minimum number of samples in a number of epochs; `capacity` is the
+    number of tokens of a sample.
     """
-    # An epoch has at least one token, so that many epochs are enough.
+    # An epoch has at least one token, so samples x capacity epochs are always enough.
     enough = range(1, (samples or 0) * capacity + 1)
     epochs = 1 + bisect_left(enough, samples or 0, key=least_samples)
     total = least_samples(epochs)
@@ -354,30 +355,30 @@ def pack_sample_index(
     packing: Packing,
     extra: int,
 ) -> npt.NDArray[Any]:
-    """Where each sample of whole documents begins, and the last ends: (samples + 1, 2).
+    """Return the start of each sample of whole documents, and the end: (samples + 1, 2).
 
     Integers are i32 or i64. A row is (position in the document index, token offset there) of a
-    sample's first token. The sample ends before the next row's document, or, where the next row is
-    within the same document, `extra` tokens after its offset; what exceeds seq_length + extra is
-    cut, and a short sample is padded at its end.
+    sample's first token. The sample ends before the next row's document, or, if the next row is in
+    the same document, `extra` tokens after its offset; it is cut to seq_length + extra tokens, and
+    a short sample is padded at its end.
 
-    The names are GPT-NeoX's (https://github.com/EleutherAI/gpt-neox, `pack_impl`): as there,
+    The names are GPT-NeoX's (https://github.com/EleutherAI/gpt-neox, `pack_impl`): as in GPT-NeoX,
     "pack_until_overflow" puts whole documents into a sample as long as they fit, and "unpacked"
-    puts one into each. Otherwise than there:
+    puts one into each. Differences from GPT-NeoX:
 
-    * with "pack_until_overflow" a document longer than a sample is divided into consecutive ones,
-      which share their ends as those of "packed" do, so that each of its tokens is learnt; NeoX
-      keeps its first tokens alone. The rest of such a document is filled up like any other. With
+    * with "pack_until_overflow" a document longer than a sample is divided into consecutive
+      samples, which overlap as with "packed", so that all of its tokens are learnt; NeoX keeps only
+      its first tokens. The last of these samples is filled up with further documents. With
       "unpacked" both keep the first tokens;
     * padding is -1, which counts in no loss; NeoX pads with token 0, which it learns;
     * the documents are those of the document index, in its order, to the end of its last epoch.
 
     Args:
-        lengths: tokens of each sequence; empty ones are passed over.
-        document_index: the sequences in the order in which they are read, once per epoch.
-        seq_length: tokens of a sample, s.
+        lengths: number of tokens of each sequence; empty sequences are skipped.
+        document_index: sequences in reading order, once per epoch.
+        seq_length: number of tokens of a sample, s.
         packing: "pack_until_overflow" or "unpacked".
-        extra: 1 when a sample reads one token beyond seq_length as its last label, else 0.
+        extra: 1 if a sample reads one token beyond seq_length as its last label, else 0.
     """
     assert packing != "packed"
     wide = len(document_index) > INT32_MAX
@@ -394,18 +395,18 @@ def pack_sample_index(
 def least_samples(
     tokens: int, sequences: int, seq_length: int, packing: Packing, extra: int
 ) -> int:
-    """How many samples `pack_sample_index` makes at least, whatever the order of the documents.
+    """Return the minimum number of samples of `pack_sample_index`, for any order of documents.
 
-    Of `tokens` tokens in `sequences` sequences that are not empty; for all epochs together. With
-    "unpacked" it is their number.
+    `tokens` and `sequences` are the numbers of tokens and of non-empty sequences in all epochs.
+    With "unpacked" the number of samples is exactly `sequences`.
     """
     return sequences if packing == "unpacked" else -(-tokens // (seq_length + extra))
 
 
 def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[float]:
-    """Weights that add up to 1.
+    """Normalise weights so that they add up to 1.
 
-    As NumPy sums them, or, as GPT-NeoX does, Python (the last bits differ).
+    The sum is NumPy's, or with "neox" Python's as in GPT-NeoX (the last bits differ).
     """
     if style == "neox":
         total = sum(weights)
@@ -418,26 +419,25 @@ def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[flo
 def member_sizes(
     weights: Sequence[float], samples: int, style: IndexStyle
 ) -> tuple[list[int], int]:
-    """Samples to ask of each member for a blend of `samples`, and the size of the blend.
+    """Return the number of samples to request of each member, and the size of the blend.
 
-    The weights add up to 1.
+    The weights add up to 1; `samples` is the requested size of the blend.
 
     Megatron core rounds each member's share up and blends the sum. GPT-NeoX rounds once, and blends
-    more than it uses, of which the first `samples` are taken here.
+    more than it uses; here the first `samples` of these are used.
     """
     if style == "neox":
         return [math.ceil(samples * weight * (1 + SURPLUS)) for weight in weights], samples
-    wanted = [math.ceil(samples * weight) for weight in weights]
-    return [math.ceil(count * (1 + SURPLUS)) for count in wanted], sum(wanted)
+    drawn = [math.ceil(samples * weight) for weight in weights]
+    return [math.ceil(count * (1 + SURPLUS)) for count in drawn], sum(drawn)
 
 
 def build_blend(
     weights: Sequence[float], size: int
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index) of `size` samples.
+    """Return (dataset index, dataset sample index) of `size` samples.
 
-    The weights are normalised (once more, if they already were), as Megatron core does at this
-    place.
+    The weights are normalised, again if they already were, because Megatron core does so here.
     """
     if size == 0:
         return np.empty(0, np.int16), np.empty(0, np.int64)
@@ -447,8 +447,8 @@ def build_blend(
 def build_exhaustive_blend(
     sizes: Sequence[int],
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index) of every sample of every data set once.
+    """Return (dataset index, dataset sample index) of every sample of every data set once.
 
-    They come in proportion to the data sets' sizes.
+    Samples are drawn in proportion to the sizes of the data sets.
     """
     return _compiled.build_exhaustive_blend(np.asarray(sizes, np.int64))

@@ -1,4 +1,4 @@
-"""One pass over a split, whatever the maps of the run are: what perplexities are measured on."""
+"""Single pass over a split, independent of the maps of the run, for measuring perplexities."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from megacore.data.sentence_maps import SentencePart, build_sentence_map, docume
 from megacore.token_files.indexed_dataset import IndexedDataset
 
 _SAMPLES = 1 << 16
-"""Of T5's training split whose labels are counted."""
+"""Maximum number of samples of T5's training split whose labels are returned."""
 _BATCH = 1 << 10
 
 
@@ -38,22 +38,23 @@ def one_epoch(
     *,
     tokenizer_directory: str | Path,
 ) -> Dataset:
-    """Each sample of each member of a split once.
+    """Return a data set with each sample of each member of a split exactly once.
 
-    Several members follow one another, without weights.
+    The members are concatenated, without weights.
 
     Args:
         token_prefixes: token files without .bin/.idx, in the order of the index directory's
             members.
-        index_directory: where the run's maps are.
+        index_directory: directory of the run's maps.
         split_name: "train", "valid" or "test".
-        config: of the run.
-        scratch: existing directory for maps, which have no names left when this returns.
-        tokenizer_directory: of the tokenizer that the tokens were made with.
+        config: configuration of the run.
+        scratch: existing directory for temporary maps, whose files are deleted before the return
+            (they stay open as memory maps).
+        tokenizer_directory: directory of the tokenizer that produced the tokens.
 
     Raises:
-        ConfigError: the vocabulary lacks special tokens that the samples have.
-        DataFormatError: tokens or maps are missing or damaged, or a member is too small for one
+        ConfigError: if the vocabulary lacks special tokens of the samples.
+        DataFormatError: if tokens or maps are missing or damaged, or a member is too small for one
             sample.
     """
     opener = MemberOpener.of(token_prefixes, index_directory, config, tokenizer_directory)
@@ -64,7 +65,7 @@ def one_epoch(
             folder = Path(directory, str(number))
             folder.mkdir()
             _build(token_prefixes[number], folder, split_name, description)
-            # its maps outlive the folder once they are open
+            # Open memory maps stay valid after the folder is deleted.
             members.append(opener.member(number, folder, split_name))
         return members[0] if len(members) == 1 else opener.joined(members)
 
@@ -76,9 +77,9 @@ def train_tokens(
     *,
     tokenizer_directory: str | Path,
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """The tokens of the train split: of each of its members the prefix, and the tokens as one view.
+    """Yield (prefix, view of the tokens) for each member of the train split.
 
-    Of T5, whose labels have sentinels and ends, it is the labels of the first samples instead.
+    For T5, whose labels contain sentinels and ends, yield labels of the first samples instead.
     Raises ConfigError, DataFormatError.
     """
     if config.family == "t5":
@@ -92,7 +93,7 @@ def train_tokens(
 
 
 def _sequences(tokens: IndexedDataset, description: IndexDescription) -> tuple[int, int]:
-    """(first sequence, sequence after the last) of the train split."""
+    """Return (first sequence, sequence after the last) of the train split."""
     options = description.options
     if options.sentences is not None:
         first, last = document_range(tokens, options, "train")
@@ -128,7 +129,7 @@ def _build(prefix: str, folder: Path, split_name: str, description: IndexDescrip
         return
     plan = _plan(tokens, split_name, description)
     maps = build_split(
-        np.require(tokens.lengths, np.int32, ["C", "A"]),  # the file's own array is not aligned
+        np.require(tokens.lengths, np.int32, ["C", "A"]),  # the array in the file is not aligned
         plan.first,
         plan.last,
         plan.epochs,

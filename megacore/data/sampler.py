@@ -1,6 +1,6 @@
-"""Which samples a rank reads, and reading them ahead of time.
+"""Assignment of samples to ranks and micro batches, and prefetching of batches.
 
-They are a pure function of the samples consumed so far.
+The assignment is a pure function of the number of samples consumed so far.
 """
 
 import threading
@@ -18,11 +18,11 @@ from megacore.data.samples import Batch, Indices
 def micro_batch_indices(
     consumed_samples: int, micro_step: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """The samples of one rank's micro batch in the global batch at `consumed_samples`.
+    """Return the samples of one rank's micro batch in the global batch at `consumed_samples`.
 
-    Megatron's order: micro batches go round the data-parallel ranks, so the samples of a global
-    batch do not depend on how many ranks share it. Nothing wraps: the maps hold as many samples as
-    the run was planned for.
+    As in Megatron, micro batches are assigned to the data-parallel ranks in turn, so the samples of
+    a global batch do not depend on the number of ranks. The indices do not wrap around: the maps
+    contain enough samples for the run.
     """
     first = consumed_samples + (micro_step * dp_size + dp_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
@@ -38,16 +38,13 @@ def micro_batches(
     steps: int,
     skipped: Sequence[range] = (),
 ) -> Iterator[range]:
-    """One rank's micro batches of `steps` global batches, in the order they are read.
+    """Yield one rank's micro batches of `steps` global batches from `consumed_samples` on.
 
-    They begin at `consumed_samples`.
-
-    Global batches that are passed over for one of the `skipped` samples are among the steps and are
-    not read.
+    Global batches that contain one of the `skipped` samples count as steps but are not read.
     """
     for _ in range(steps):
         size = schedule.at(consumed_samples)
-        if not is_passed_over(range(consumed_samples, consumed_samples + size), skipped):
+        if not is_skipped(range(consumed_samples, consumed_samples + size), skipped):
             for micro_step in range(size // (micro_batch_size * dp_size)):
                 yield micro_batch_indices(
                     consumed_samples, micro_step, micro_batch_size, dp_rank, dp_size
@@ -55,8 +52,8 @@ def micro_batches(
         consumed_samples += size
 
 
-def is_passed_over(global_batch: range, skipped: Sequence[range]) -> bool:
-    """Whether a global batch holds one of the samples that are to be skipped."""
+def is_skipped(global_batch: range, skipped: Sequence[range]) -> bool:
+    """Return True if a global batch contains one of the samples to skip."""
     return any(
         samples.start < global_batch.stop and global_batch.start < samples.stop
         for samples in skipped
@@ -64,18 +61,19 @@ def is_passed_over(global_batch: range, skipped: Sequence[range]) -> bool:
 
 
 class PrefetchingIterator(Iterator[Batch]):
-    """Batches [b, s + 1] in the order of `batches`, gathered ahead by one background thread.
+    """Iterator over batches [b, s + 1], which one background thread reads ahead.
 
-    At most `depth` batches wait. An error of the thread is raised where its batch would have come.
-    Use it as a context manager, or close it: the thread ends with the last batch otherwise.
+    At most `depth` batches are queued. An error of the thread is raised in place of its batch. Use
+    the iterator as a context manager or call `close`; otherwise the thread ends only after the last
+    batch.
     """
 
     def __init__(
         self, gather: Callable[[Indices], Batch], batches: Iterable[Indices], *, depth: int = 4
     ) -> None:
-        """Start reading.
+        """Start the thread.
 
-        `gather` is a data set's method, `batches` the sample indices of each batch.
+        `gather` is the method of a data set, `batches` are the sample indices of each batch.
         """
         self._queue: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
         self._free = threading.Semaphore(depth)
@@ -93,7 +91,7 @@ class PrefetchingIterator(Iterator[Batch]):
                 if self._stopped.is_set():
                     return
                 self._queue.put(gather(indices))
-        except BaseException as error:  # it is the consumer's to see, whatever it is
+        except BaseException as error:  # raised again in the consumer
             self._queue.put(error)
         else:
             self._queue.put(None)
@@ -112,7 +110,7 @@ class PrefetchingIterator(Iterator[Batch]):
         raise item
 
     def close(self) -> None:
-        """End the thread and drop what it read. Safe to call twice."""
+        """End the thread and discard its batches. Safe to call twice."""
         self._finished = True
         self._stopped.set()
         self._free.release()

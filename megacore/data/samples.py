@@ -1,7 +1,6 @@
-"""Data sets of samples: one pair of token files read through a map, and several read as one.
+"""Data sets of samples: one pair of token files read through a map, blends, and concatenations.
 
-Several are blended by the maps of a blend, or stand one after the other. Samples are read into
-arrays, by compiled parts.
+Compiled code reads the samples into arrays.
 """
 
 from abc import ABC, abstractmethod
@@ -26,29 +25,29 @@ from megacore.token_files.indexed_dataset import IndexedDataset
 Batch = npt.NDArray[np.int64]
 """Rows of ids [b, width]; -1 is padding, which counts in no loss.
 
-GPT: s + 1 ids, inputs and their labels, shifted by one. BERT: 3 s + 1, tokens, labels (-1 where
-nothing is predicted), segments, and whether the second segment is not the first one's continuation.
-T5: s + s_d, what the encoder reads and what the decoder writes. `megacore.models.inputs` takes them
-apart.
+GPT: s + 1 ids, inputs and their labels shifted by one. BERT: 3 s + 1 ids, tokens, labels (-1 where
+nothing is predicted), segments, and the sentence label, 1 if the second segment does not continue
+the first. T5: s + s_d ids, encoder tokens and decoder labels. `megacore.models.inputs` splits the
+rows.
 """
 Indices = Sequence[int] | npt.NDArray[np.integer[Any]]
 Rows = npt.NDArray[np.int64]
 
 
 class Dataset(Protocol):
-    """Samples in the order in which they are read."""
+    """Data set of samples in the order in which they are read."""
 
     seq_length: int
-    """Tokens of a sample, s."""
+    """Number of tokens of a sample, s."""
     width: int
-    """Ids of a row."""
+    """Number of ids of a row."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, width], in `out` if it is given.
+        """Read samples into a batch [b, width]; into `out` if it is not None.
 
         Raises IndexError, DataFormatError.
         """
@@ -56,37 +55,37 @@ class Dataset(Protocol):
 
 
 class MemberDataset(Dataset, Protocol):
-    """A data set of one pair of token files, which others can be made of."""
+    """Data set of one pair of token files, which may be a member of other data sets."""
 
     def gather(self, indices: Indices, out: Batch | None = None, rows: Rows | None = None) -> Batch:
-        """Samples as one batch [b, width].
+        """Read samples into a batch [b, width].
 
         Args:
-            indices: of the samples, in shuffled order.
-            out: filled and returned instead of a new array; C-contiguous.
-            rows: of `out`, for each index; None means the first ones.
+            indices: indices of the samples in shuffled order.
+            out: C-contiguous array to fill and return instead of a new one.
+            rows: row of `out` for each index; None for the first rows.
 
         Raises:
-            IndexError: the split has no such sample.
-            DataFormatError: the maps do not belong to the tokens.
+            IndexError: if the split has no such sample.
+            DataFormatError: if the maps do not belong to the tokens.
         """
         ...
 
 
 def as_array(indices: Indices) -> npt.NDArray[np.int64]:
-    """Indices as the compiled parts take them."""
+    """Return indices as an array for the compiled functions."""
     if isinstance(indices, range):
         return np.arange(indices.start, indices.stop, indices.step, dtype=np.int64)
     return np.ascontiguousarray(indices, dtype=np.int64)
 
 
 def empty_batch(samples: int, width: int) -> Batch:
-    """A batch to be filled."""
+    """Return an uninitialised batch."""
     return np.empty((samples, width), np.int64)
 
 
 class Sampler(Protocol):
-    """A sampler of `megacore.data._compiled`."""
+    """Sampler of `megacore.data._compiled`."""
 
     def gather(
         self,
@@ -94,7 +93,7 @@ class Sampler(Protocol):
         out: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64] | None = None,
     ) -> int:
-        """Fill rows of `out`; returns -1, or the number of a sample that cannot be read.
+        """Fill rows of `out`; return -1, or the number of a sample that cannot be read.
 
         Raises IndexError.
         """
@@ -102,7 +101,7 @@ class Sampler(Protocol):
 
 
 class MappedDataset(ABC):
-    """One split as an array of samples; what these are, subclasses say."""
+    """Base class of data sets that read the samples of one split through a map."""
 
     _sampler: Sampler
 
@@ -111,9 +110,9 @@ class MappedDataset(ABC):
 
         Args:
             prefix: path of the token files without .bin/.idx.
-            path: of the map with an entry for each sample.
+            path: path of the map with an entry for each sample.
             seq_length: s, in tokens.
-            width: ids of a row.
+            width: number of ids of a row.
         """
         self.seq_length = seq_length
         self.width = width
@@ -122,20 +121,20 @@ class MappedDataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Sample `index` in shuffled order, shape [width]. Raises IndexError."""
+        """Return sample `index` in shuffled order, shape [width]. Raises IndexError."""
         sample: npt.NDArray[np.int64] = self.gather((index,))[0]
         return sample
 
     def gather(self, indices: Indices, out: Batch | None = None, rows: Rows | None = None) -> Batch:
-        """Samples as one batch [b, width]; see `MemberDataset`."""
-        wanted = as_array(indices)
+        """Read samples into a batch [b, width]; see `MemberDataset`."""
+        positions = as_array(indices)
         if out is None:
-            out = empty_batch(len(wanted), self.width)
+            out = empty_batch(len(positions), self.width)
         try:
-            wrong = self._sampler.gather(wanted, out, rows)
+            wrong = self._sampler.gather(positions, out, rows)
         except IndexError as error:
             raise IndexError(f"{self._path} has no sample {error}: it has {len(self)}") from None
         if wrong >= 0:
@@ -144,15 +143,15 @@ class MappedDataset(ABC):
 
     @abstractmethod
     def _unreadable(self, sample: int) -> str:
-        """Why a sample cannot be read, and what to do."""
+        """Return the message for a sample that cannot be read."""
 
 
 class BlendedDataset:
-    """One split of a blend.
+    """Samples of one split of a blend.
 
-    For each sample the maps say which member it comes from and which of its samples it is.
+    The maps of the blend give the member of each sample and its number in that member.
 
-    Raises DataFormatError for maps that are missing or damaged, or name members that are not there.
+    Raises DataFormatError for maps that are missing, damaged, or refer to missing members.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class BlendedDataset:
     ) -> None:
         """Open the split's blend in `index_directory`.
 
-        There is at least one of `members`, in the order of its numbers.
+        `members` are in the order in which the blend numbers them; there is at least one.
         """
         self.seq_length = members[0].seq_length
         self.width = members[0].width
@@ -185,15 +184,15 @@ class BlendedDataset:
         return len(self._dataset_index)
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, width], in `out` if it is given.
+        """Read samples into a batch [b, width]; into `out` if it is not None.
 
         Raises IndexError, DataFormatError.
         """
-        wanted = check_indices(indices, len(self), self._paths[0])
-        out = empty_batch(len(wanted), self.width) if out is None else out
+        positions = check_indices(indices, len(self), self._paths[0])
+        out = empty_batch(len(positions), self.width) if out is None else out
         try:
             gather_members(
-                self._members, self._dataset_index[wanted], self._sample_index[wanted], out
+                self._members, self._dataset_index[positions], self._sample_index[positions], out
             )
         except IndexError as error:
             raise DataFormatError(
@@ -203,10 +202,10 @@ class BlendedDataset:
 
 
 class ConcatDataset:
-    """Data sets one after the other, each sample once; of nothing it is empty."""
+    """Concatenation of data sets; it is empty without members."""
 
     def __init__(self, members: Sequence[MemberDataset], seq_length: int, width: int) -> None:
-        """`members` in order."""
+        """Concatenate `members` in order."""
         self.seq_length = seq_length
         self.width = width
         self._members = list(members)
@@ -218,24 +217,24 @@ class ConcatDataset:
         return int(self._starts[-1])
 
     def gather(self, indices: Indices, out: Batch | None = None) -> Batch:
-        """Samples as one batch [b, width], in `out` if it is given.
+        """Read samples into a batch [b, width]; into `out` if it is not None.
 
         Raises IndexError, DataFormatError.
         """
-        wanted = check_indices(indices, len(self), "this split")
-        out = empty_batch(len(wanted), self.width) if out is None else out
-        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        gather_members(self._members, numbers, wanted - self._starts[numbers], out)
+        positions = check_indices(indices, len(self), "this split")
+        out = empty_batch(len(positions), self.width) if out is None else out
+        numbers = np.searchsorted(self._starts, positions, side="right") - 1
+        gather_members(self._members, numbers, positions - self._starts[numbers], out)
         return out
 
 
 def check_indices(indices: Indices, limit: int, owner: str | Path) -> npt.NDArray[np.int64]:
-    """Indices as an array. Raises IndexError for one that is not in 0 … limit-1."""
-    wanted = as_array(indices)
-    wrong = wanted[(wanted < 0) | (wanted >= limit)]
+    """Return indices as an array. Raises IndexError for an index outside 0 … limit-1."""
+    positions = as_array(indices)
+    wrong = positions[(positions < 0) | (positions >= limit)]
     if wrong.size:
         raise IndexError(f"{owner} has no sample {wrong[0]}: it has {limit}")
-    return wanted
+    return positions
 
 
 def gather_members(
@@ -246,7 +245,7 @@ def gather_members(
 ) -> None:
     """Read sample `samples[i]` of member `numbers[i]` into row i of `out`.
 
-    One call for each member that has any.
+    Each member that has any of the samples is called once.
     """
     for number in np.unique(numbers):
         rows = np.flatnonzero(numbers == number)

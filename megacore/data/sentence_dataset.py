@@ -1,7 +1,6 @@
-"""Data sets of whole sentences: BERT's and T5's, by a map of the sentences of each sample.
+"""Data sets of whole sentences for BERT and T5, read through sentence maps.
 
-A sample is a function of the seed and its number alone: reading order, ranks and resumption change
-nothing.
+A sample depends only on the seed and its number; reading order, ranks and resuming change nothing.
 """
 
 from pathlib import Path
@@ -18,20 +17,20 @@ from megacore.errors import DataFormatError
 from megacore.tokenizer.vocabulary import Vocabulary
 
 MASKED_LM_SPECIAL_TOKENS = 3
-"""[CLS] and two [SEP]."""
+"""Number of special tokens of a BERT sample: [CLS] and two [SEP]."""
 T5_SPECIAL_TOKENS = 2
-"""For which Megatron core leaves room."""
+"""Number of special tokens for which Megatron core reserves room in a T5 sample."""
 _MOST_WORDS = 10
 _PROBABILITY = 0.2
-"""Of a span to end after a word (Joshi et al. 2019)."""
+"""Probability that a span ends after a word (Joshi et al. 2019)."""
 _NONE = -1
 
 
 class SentenceDataset(MappedDataset):
-    """One split as an array of samples; what these are, subclasses say.
+    """Base class of data sets of samples of whole sentences of one split.
 
-    Everything is memory-mapped and checked when it is opened. Raises DataFormatError for maps that
-    are missing, damaged, or made for other sentences or another seq_length.
+    All files are memory-mapped and checked on opening. Raises DataFormatError for maps that are
+    missing, damaged, or built for other sentences or another seq_length.
     """
 
     def __init__(
@@ -48,11 +47,11 @@ class SentenceDataset(MappedDataset):
 
         Args:
             prefix: path of the token files without .bin/.idx, a sequence per sentence.
-            index_directory: where the map is.
+            index_directory: directory of the map.
             split_name: "train", "valid" or "test".
             seq_length: s, in tokens.
-            width: ids of a row.
-            special_tokens: how many of these a sample has besides its sentences.
+            width: number of ids of a row.
+            special_tokens: number of special tokens of a sample.
         """
         path = map_path(index_directory, split_name, SENTENCE_MAP_NAME)
         super().__init__(prefix, path, seq_length=seq_length, width=width)
@@ -72,21 +71,21 @@ class SentenceDataset(MappedDataset):
 
 
 class MaskedLmDataset(SentenceDataset):
-    """One split as rows of 3 s + 1 ids.
+    """Samples of one split for BERT, in rows of 3 s + 1 ids.
 
     A row has tokens [s], labels [s] (-1: not predicted), segments [s], sentence label.
 
-    `[CLS] A [SEP] B [SEP]`; the segment is 0 up to the first [SEP] and then 1. Of the predicted
-    tokens 80 % are [MASK], 10 % a random token, and 10 % what they were. The sentence label is 1
-    where B does not follow A. -1 is padding.
+    The tokens are `[CLS] A [SEP] B [SEP]`; the segment is 0 up to the first [SEP] and then 1. Of
+    the predicted tokens, 80 % are replaced by [MASK], 10 % by a random token, and 10 % are
+    unchanged. The sentence label is 1 if B does not follow A. -1 is padding.
 
-    Samples are BERT's (Devlin et al. 2018) as Megatron core makes them, token by token
+    Samples are those of BERT (Devlin et al. 2018) and equal Megatron core's token by token
     (https://github.com/NVIDIA/Megatron-LM, core/datasets/bert_dataset.py, masked_dataset.py): the
-    sentences of a sample are cut in two at random, the halves change places with probability 1/2,
-    tokens are taken from either end of the longer one until both fit, and words are drawn until
-    `masked_lm_prob` of the tokens are reached; a draw takes up to `max_ngram` words. Otherwise than
-    there, the sentence task may be the paper's own, whose second segment is, with probability 1/2,
-    a random sample of another document.
+    sentences of a sample are divided in two at random, the halves are swapped with probability 1/2,
+    tokens are removed from either end of the longer one until both fit, and words are drawn until
+    the fraction `masked_lm_prob` of the tokens is reached; a draw takes up to `max_ngram` words. In
+    contrast to Megatron core, the sentence task may also be that of the paper, in which the second
+    segment is, with probability 1/2, a random sample of another document.
     """
 
     def __init__(
@@ -105,13 +104,13 @@ class MaskedLmDataset(SentenceDataset):
 
         Args:
             prefix: path of the token files without .bin/.idx, a sequence per sentence.
-            index_directory: where the map is.
+            index_directory: directory of the map.
             split_name: "train", "valid" or "test".
             seq_length: s, in tokens.
-            vocabulary: that the sentences were tokenized with.
-            config: how tokens are drawn.
-            seed: of the run; sample i draws from RandomState(seed + i).
-            binary_head: whether there are two segments, the relation of which is predicted.
+            vocabulary: vocabulary of the tokens.
+            config: options of masking.
+            seed: seed of the run; sample i draws from RandomState(seed + i).
+            binary_head: True for two segments whose relation is predicted.
         """
         super().__init__(
             prefix,
@@ -145,22 +144,22 @@ class MaskedLmDataset(SentenceDataset):
         )
 
     def _check_documents(self) -> None:
-        """Raise DataFormatError unless there is another document for every sample."""
+        """Raise DataFormatError if all samples are of the same document."""
         if len(self) == 0:
             return
         ends = self._rows[:, 0].min(), self._rows[:, 0].max()
         first, last = np.searchsorted(self.tokens.document_indices, ends, side="right")
         if first == last:
             raise DataFormatError(
-                f"{self._path} has samples of one document alone, and data.masked_lm.sentence_task "
+                f"{self._path} has samples of only one document, and data.masked_lm.sentence_task "
                 "nsp takes sentences of another: use more text, or set it to sop"
             )
 
 
 def masking_rules(config: MaskedLmConfig) -> MaskingRules:
-    """How the compiled part draws words.
+    """Return the rules by which the compiled code draws words.
 
-    The distribution of their number is what NumPy's `choice` makes of it.
+    The cumulative distribution of the number of words is computed as in NumPy's `choice`.
     """
     share = 1.0 / np.arange(1, config.max_ngram + 1)
     share = share / share.sum()
@@ -173,20 +172,20 @@ def masking_rules(config: MaskedLmConfig) -> MaskingRules:
 
 
 class T5Dataset(SentenceDataset):
-    """One split as rows of s + s_d ids: the encoder's tokens [s] and the decoder's labels [s_d].
+    """Samples of one split for T5, in rows of encoder tokens [s] and decoder labels [s_d].
 
     -1 is padding.
 
     The n-th span of the text is replaced by the sentinel <extra_id_n>; the labels are each sentinel
-    with the tokens that it stands for, and the end of the sequence.
+    followed by the tokens of its span, and the end of the sequence.
 
-    Spans are T5's own (Raffel et al. 2019), of random lengths with a mean
+    Spans are those of T5 (Raffel et al. 2019), of random lengths with a given mean
     (`random_spans_noise_mask` in
-    https://github.com/google-research/text-to-text-transfer-transformer), or Megatron core's, token
-    by token (https://github.com/NVIDIA/Megatron-LM, core/datasets/t5_dataset.py and
-    masked_dataset.py): 1 to 10 whole words by a geometric distribution, until the share of tokens
-    is reached. Where the decoder has no room for all spans, over which Megatron core stops, those
-    at the end of the text stay as they are.
+    https://github.com/google-research/text-to-text-transfer-transformer), or equal Megatron core's
+    token by token (https://github.com/NVIDIA/Megatron-LM, core/datasets/t5_dataset.py and
+    masked_dataset.py): 1 to 10 whole words by a geometric distribution, until the configured
+    fraction of tokens is reached. If the decoder has no room for all spans, the spans at the end of
+    the text are not replaced; Megatron core stops with an error there.
     """
 
     def __init__(
@@ -204,12 +203,12 @@ class T5Dataset(SentenceDataset):
 
         Args:
             prefix: path of the token files without .bin/.idx, a sequence per sentence.
-            index_directory: where the map is.
+            index_directory: directory of the map.
             split_name: "train", "valid" or "test".
-            seq_length: s, of the encoder, in tokens.
-            vocabulary: that the sentences were tokenized with.
-            config: how spans are drawn, and s_d.
-            seed: of the run; sample i draws from RandomState(seed + i).
+            seq_length: s, the sequence length of the encoder in tokens.
+            vocabulary: vocabulary of the tokens.
+            config: options of spans, and s_d.
+            seed: seed of the run; sample i draws from RandomState(seed + i).
         """
         super().__init__(
             prefix,

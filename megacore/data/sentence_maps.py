@@ -1,9 +1,9 @@
-"""Sample maps for models that read whole sentences (BERT, T5): which sentences make up each sample.
+"""Sentence maps, which list the sentences of each sample of BERT and T5.
 
-They are Megatron core's (https://github.com/NVIDIA/Megatron-LM, `build_mapping` in
-core/datasets/helpers.cpp), bit for bit. A map has a row per sample: first sentence, sentence after
-the last, target length in tokens. Its token files hold a sequence per sentence
-(`PREFIX_text_sentence`), and splits are of documents.
+They equal Megatron core's (https://github.com/NVIDIA/Megatron-LM, `build_mapping` in
+core/datasets/helpers.cpp) bit for bit. A map has a row per sample: first sentence, sentence after
+the last, target length in tokens. Its token files contain a sequence per sentence
+(`PREFIX_text_sentence`), and splits are ranges of documents.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,13 @@ from megacore.data.index_options import (
     SentenceOptions,
     split_ranges,
 )
-from megacore.data.index_plans import Division, check_agreement, check_wanted, divide, write_blend
+from megacore.data.index_plans import (
+    Division,
+    check_agreement,
+    check_requested,
+    divide,
+    write_blend,
+)
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 
@@ -43,37 +49,39 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class SentencePart:
-    """The documents of one data set in one split, and how many samples they are to give."""
+    """Documents of one data set in one split, with the requested number of samples."""
 
     dataset: IndexedDataset
-    """Sentences, grouped by document."""
+    """Token files with a sequence per sentence."""
     first: int
     """First document."""
     last: int
     """Document after the last."""
     wanted: int | None
-    """Epochs are gone through until there are that many samples, or a few more (whole epochs);
-    None: one."""
+    """Minimum number of samples, for which as many whole epochs as necessary are used; None for
+    one epoch."""
 
 
 @dataclass(frozen=True)
 class _Split:
     parts: dict[str, SentencePart]
-    """By prefix, in the order that a blend numbers them."""
+    """Parts by prefix, in the order in which a blend numbers them."""
     division: Division
 
 
 def build_sentence_map(part: SentencePart, options: IndexOptions) -> npt.NDArray[Any]:
-    """The samples of a part, shuffled, shape (samples, 3); u64 from 2^32 sentences on, else u32.
+    """Build the shuffled samples of a part, shape (samples, 3).
 
-    A sample takes whole sentences until it has its target length, at least `minimum_sentences`, and
-    leaves two or more to the next; or to the end of its document. Documents with less than
-    `minimum_sentences`, and those of several sentences of which one is longer than 512 tokens, are
-    left out. Targets are drawn with the seed (std::mt19937), the order with the seed plus 1
-    (std::mt19937_64).
+    The type is u64 from 2^32 sentences on, else u32.
+
+    A sample takes whole sentences until it has its target length and at least `minimum_sentences`,
+    provided that two or more sentences remain; otherwise it extends to the end of its document.
+    Documents with fewer than `minimum_sentences` are excluded, and so are documents of several
+    sentences one of which is longer than 512 tokens. Target lengths are drawn with the seed
+    (std::mt19937), the order with the seed plus 1 (std::mt19937_64).
 
     Raises:
-        DataFormatError: there is no sample, but some are wanted.
+        DataFormatError: if samples are requested but there are none.
     """
     wide = len(part.dataset) > _UINT32_MAX
     build = helpers.build_sentence_map_uint64 if wide else helpers.build_sentence_map_uint32
@@ -83,9 +91,9 @@ def build_sentence_map(part: SentencePart, options: IndexOptions) -> npt.NDArray
 
 
 def count_samples(part: SentencePart, options: IndexOptions) -> tuple[int, int]:
-    """(epochs, samples) of the map that `build_sentence_map` makes.
+    """Return (epochs, samples) of the map that `build_sentence_map` builds.
 
-    Raises DataFormatError as that does.
+    Raises the same DataFormatError.
     """
     epochs, samples = helpers.count_sentence_map(*_arguments(part, options))
     _check_count(part, options, samples)
@@ -95,12 +103,12 @@ def count_samples(part: SentencePart, options: IndexOptions) -> tuple[int, int]:
 def sentence_plan(
     mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
 ) -> dict[str, Any]:
-    """What decides the maps beside data, weights and options.
+    """Return what determines the maps in addition to data, weights and options.
 
     These are the epochs of each split, and the size of a blend.
 
-    As `megacore.data.index_maps.index_plan`: it stands in the index stage's key for the wanted
-    numbers of samples. Raises ConfigError, DataFormatError.
+    As with `megacore.data.index_maps.index_plan`, the plan replaces the requested numbers of
+    samples in the index stage's key. Raises ConfigError, DataFormatError.
     """
     plans: dict[str, Any] = {}
     for name, split in _plan_splits(mixture, options, samples).items():
@@ -116,10 +124,8 @@ def build_sentence_maps(
 ) -> dict[str, Any]:
     """Write the sentence maps of each split and `index.json` into `directory`.
 
-    Returns counts per split.
-
-    `samples` and blends are as those of `megacore.data.index_maps.build_index_maps`. Raises
-    ConfigError, DataFormatError, WorkspaceError.
+    `samples` and blends have the same meaning as in `megacore.data.index_maps.build_index_maps`.
+    Returns counts per split. Raises ConfigError, DataFormatError, WorkspaceError.
     """
     splits = _plan_splits(mixture, options, samples)
     counts: dict[str, Any] = {}
@@ -142,9 +148,10 @@ def build_sentence_maps(
 def load_sentence_map(
     directory: str | Path, split_name: str, dataset: IndexedDataset, longest: int | None = None
 ) -> npt.NDArray[Any]:
-    """A split's map, memory-mapped and checked against its sentences, targets against `longest`.
+    """Open a split's map as a memory map and check it.
 
-    Raises DataFormatError.
+    Its rows must refer to existing sentences, and its target lengths must be 2 … `longest` (None:
+    not checked). Raises DataFormatError.
     """
     if split_name not in SPLIT_NAMES:
         raise DataFormatError(
@@ -176,17 +183,14 @@ def load_sentence_map(
 def document_range(
     dataset: IndexedDataset, options: IndexOptions, split_name: str
 ) -> tuple[int, int]:
-    """(first document, document after the last) of a split."""
+    """Return (first document, document after the last) of a split."""
     if options.split is None:
         return 0, dataset.documents
     return split_ranges(options.split, dataset.documents)[split_name]
 
 
 def sentences_of(options: IndexOptions) -> SentenceOptions:
-    """The part of the options that maps of sentences have.
-
-    Raises ConfigError when there is none.
-    """
+    """Return the sentence options. Raises ConfigError if there are none."""
     if options.sentences is None:
         raise ConfigError("maps of sentences are built for bert or t5: say for which")
     return options.sentences
@@ -199,21 +203,23 @@ def _plan_splits(
     check_agreement(mixture, options)
     datasets = {prefix: IndexedDataset(prefix) for prefix in mixture.prefixes}
     splits = {}
-    for name, wanted in zip(SPLIT_NAMES, samples, strict=True):
-        if not check_wanted(mixture, name, wanted):
+    for name, requested in zip(SPLIT_NAMES, samples, strict=True):
+        if not check_requested(mixture, name, requested):
             continue
-        division = divide(mixture, options.style, name, wanted)
+        division = divide(mixture, options.style, name, requested)
         parts = {}
-        for member, asked in zip(mixture.of(name), division.asked, strict=True):
+        for member, member_samples in zip(mixture.of(name), division.asked, strict=True):
             dataset = datasets[member.prefix]
             first, last = document_range(dataset, options, name)
-            parts[member.prefix] = SentencePart(dataset, first, last, 0 if wanted == 0 else asked)
+            parts[member.prefix] = SentencePart(
+                dataset, first, last, 0 if requested == 0 else member_samples
+            )
         splits[name] = _Split(parts, division)
     return splits
 
 
 def _arguments(part: SentencePart, options: IndexOptions) -> tuple[Any, ...]:
-    """What the compiled parts take."""
+    """Return the arguments of the compiled functions."""
     sentences, dataset = sentences_of(options), part.dataset
     return (
         np.require(dataset.document_indices[part.first : part.last + 1], np.int64, ["C", "A"]),
@@ -228,7 +234,7 @@ def _arguments(part: SentencePart, options: IndexOptions) -> tuple[Any, ...]:
 
 
 def _check_count(part: SentencePart, options: IndexOptions, samples: int) -> None:
-    """Raise DataFormatError where samples are wanted and there is none."""
+    """Raise DataFormatError if samples are requested but there are none."""
     if samples or part.wanted == 0:
         return
     if part.last <= part.first:

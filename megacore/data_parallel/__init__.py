@@ -1,1 +1,1 @@
-"""What data-parallel ranks exchange."""
+"""Communication of gradients and weights among data-parallel ranks."""

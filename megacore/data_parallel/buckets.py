@@ -1,6 +1,6 @@
-"""Flat buffers in which parameters travel as one, and collectives over them, in place.
+"""Flat buffers that combine several parameters, and in-place collectives over them.
 
-A distributed optimizer needs an all-reduce in two halves: reduce-scatter and all-gather.
+A distributed optimizer splits the all-reduce into a reduce-scatter and an all-gather.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,15 +15,15 @@ from megacore.parallel.collectives import Pending
 from megacore.parallel.mesh import ParallelGroup
 
 ALIGNMENT = 16
-"""Elements to whose multiples parameters and shards are aligned: 64 bytes of fp32, which the vector
-loops of torch's fused AdamW divide, so that a parameter is updated with the same bits whole or in
+"""Alignment of parameters and shards in elements: 64 bytes of fp32, a multiple of the vector width
+of torch's fused AdamW, so that a parameter is updated with the same bits as a whole or in
 pieces."""
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of one parameter's elements within a flat buffer."""
+    """Contiguous elements of one parameter within a flat buffer."""
 
     name: str
     """Global name of the parameter."""
@@ -32,39 +32,39 @@ class Piece:
     offset: int
     """First element, counted within the buffer."""
     length: int
-    """Elements."""
+    """Number of elements."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """The piece of a flat buffer, as a view."""
+        """Return the piece of a flat buffer, as a view."""
         return flat[self.offset : self.offset + self.length]
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Which parameters share a flat buffer."""
+    """Parameters that share a flat buffer."""
 
     sizes: Mapping[str, int]
-    """Elements of each parameter, in the order in which they lie there."""
+    """Number of elements of each parameter, in the order of the buffer."""
     shards: int = 1
-    """Equal parts that the buffer can be divided into."""
+    """Number of equal parts that the buffer can be divided into."""
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The whole parameters; between them is padding, which stays zero."""
-        found, offset = [], 0
+        """Complete parameters; the padding between them stays zero."""
+        pieces, offset = [], 0
         for name, size in self.sizes.items():
-            found.append(Piece(name, 0, offset, size))
+            pieces.append(Piece(name, 0, offset, size))
             offset = _rounded_up(offset + size, ALIGNMENT)
-        return tuple(found)
+        return tuple(pieces)
 
     @property
     def length(self) -> int:
-        """Elements of the buffer."""
+        """Number of elements of the buffer."""
         last = self.pieces[-1]
         return _rounded_up(last.offset + last.length, ALIGNMENT * self.shards)
 
     def within(self, shard: range) -> Iterator[Piece]:
-        """What lies in a part of the buffer; offsets are counted from the part's first element."""
+        """Yield the pieces in a part of the buffer, with offsets relative to the part's start."""
         for piece in self.pieces:
             first = max(piece.offset, shard.start)
             last = min(piece.offset + piece.length, shard.stop)
@@ -72,7 +72,7 @@ class BucketLayout:
                 yield Piece(piece.name, first - piece.offset, first - shard.start, last - first)
 
     def runs(self, shard: range, names: Collection[str]) -> Iterator[slice]:
-        """The fewest slices of the buffer's part with all elements of `names` and no others."""
+        """Yield the fewest slices of the buffer's part that cover exactly the given parameters."""
         start = stop = 0
         for piece in self.within(shard):
             if piece.name not in names:
@@ -90,9 +90,8 @@ def plan_buckets(sizes: Mapping[str, int], bucket_mb: float) -> list[dict[str, i
     """Divide parameters, in reverse order, into buckets of at most `bucket_mb` MiB of fp32.
 
     Args:
-        sizes: elements of each parameter, by name, in the model's order.
-        bucket_mb: limit of a bucket, padding not counted; a parameter beyond it is a bucket of its
-            own.
+        sizes: number of elements of each parameter, by name, in the model's order.
+        bucket_mb: limit of a bucket, without padding; a larger parameter gets a separate bucket.
     """
     limit = bucket_mb * _MIB / 4
     buckets: list[dict[str, int]] = []
@@ -111,52 +110,50 @@ def _rounded_up(length: int, multiple: int) -> int:
 
 
 def shard_of(length: int, group: ParallelGroup) -> range:
-    """The part of a flat buffer that this rank of the group is responsible for."""
+    """Return the part of a flat buffer that belongs to this rank of the group."""
     part = length // group.size
     return range(group.rank * part, (group.rank + 1) * part)
 
 
 def start_reduce_scatter_(buffer: Tensor, group: ParallelGroup) -> Pending:
-    """Sum this rank's part of a flat buffer over the ranks.
+    """Start summing this rank's part of a flat buffer over the ranks.
 
-    The other parts are undefined from now on.
-
-    Gloo has no reduce-scatter (torch makes an all-reduce of it), so there each rank sends the
-    others their parts: half the traffic of an all-reduce.
+    The other parts become undefined. gloo has no reduce-scatter (torch uses an all-reduce instead),
+    so there each rank sends the others their parts, with half the traffic of an all-reduce.
     """
     parts = buffer.chunk(group.size)
-    own = parts[group.rank]
+    local_part = parts[group.rank]
     if buffer.is_cuda:
-        work = dist.reduce_scatter_tensor(own, buffer, group=group.group, async_op=True)
-        return Pending(group, [work], lambda: own)
-    received = {peer: torch.empty_like(own) for peer in _others(group)}
+        work = dist.reduce_scatter_tensor(local_part, buffer, group=group.group, async_op=True)
+        return Pending(group, [work], lambda: local_part)
+    received = {peer: torch.empty_like(local_part) for peer in _others(group)}
     works = [dist.irecv(part, group=group.group, group_src=peer) for peer, part in received.items()]
     works += [dist.isend(parts[peer], group=group.group, group_dst=peer) for peer in _others(group)]
 
     def add() -> Tensor:
         for part in received.values():
-            own.add_(part)
-        return own
+            local_part.add_(part)
+        return local_part
 
     return Pending(group, works, add)
 
 
 def start_all_gather_(buffer: Tensor, group: ParallelGroup) -> Pending:
-    """Fill a flat buffer with the part of it that each rank is responsible for."""
+    """Start filling a flat buffer with each rank's part of it."""
     parts = buffer.chunk(group.size)
-    own = parts[group.rank]
+    local_part = parts[group.rank]
     if buffer.is_cuda:
-        work = dist.all_gather_into_tensor(buffer, own, group=group.group, async_op=True)
+        work = dist.all_gather_into_tensor(buffer, local_part, group=group.group, async_op=True)
         return Pending(group, [work], lambda: buffer)
     works = [dist.irecv(parts[peer], group=group.group, group_src=peer) for peer in _others(group)]
-    works += [dist.isend(own, group=group.group, group_dst=peer) for peer in _others(group)]
+    works += [dist.isend(local_part, group=group.group, group_dst=peer) for peer in _others(group)]
     return Pending(group, works, lambda: buffer)
 
 
 def sum_of_ranks(value: Tensor, group: ParallelGroup) -> Tensor:
-    """The sum of the ranks' scalars.
+    """Return the sum of the ranks' scalars.
 
-    They are added in one order, so it has the same bits on every rank.
+    They are added in the same order and give the same bits on every rank.
     """
     if group.size == 1:
         return value

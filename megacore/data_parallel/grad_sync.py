@@ -1,4 +1,4 @@
-"""Summing gradients over data-parallel ranks while backward runs (Li et al. 2020)."""
+"""Gradient summation over data-parallel ranks during the backward pass (Li et al. 2020)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,32 +24,32 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class Bucket:
-    """Main gradients that travel together."""
+    """Main gradients that are communicated together."""
 
     layout: BucketLayout
-    """Which parameters."""
+    """Layout of the parameters in the buffer."""
     buffer: Tensor
-    """Their gradients, flat, fp32."""
+    """Flat fp32 buffer of the gradients."""
     shard: range
-    """The part of the buffer that holds the sum over the replicas in the end: all of it, or this
+    """Part of the buffer that contains the sum over the replicas in the end: all of it, or this
     rank's shard."""
     extra: tuple[ParallelGroup, ...]
-    """Groups over which that part is summed as well."""
+    """Additional groups over which that part is summed."""
     expected: int | None = None
-    """Contributions of one backward pass; None before the first has been seen."""
+    """Number of contributions of one backward pass; None before the first pass has ended."""
     arrived: int = 0
-    """Contributions of the last backward pass of this iteration so far."""
+    """Number of contributions so far in the iteration's last backward pass."""
     pending: Pending | None = None
-    """The sum under way."""
+    """Sum in progress."""
 
     @property
     def reduced(self) -> Tensor:
-        """The part of the buffer that holds the sum over the replicas in the end."""
+        """Part of the buffer that contains the sum over the replicas in the end."""
         return self.buffer[self.shard.start : self.shard.stop]
 
 
 class _Sink:
-    """Implements `megacore.tensor_parallel.linear.GradSink`."""
+    """Implementation of `megacore.tensor_parallel.linear.GradSink`."""
 
     def __init__(
         self, main_grad: Tensor, add_product: WeightGradient, contributed: Callable[[], None]
@@ -62,15 +62,15 @@ class _Sink:
 class GradSync:
     """Main gradients in fp32, summed over replicas by bucket while backward fills them.
 
-    Gradients get there in two ways. A layer that knows `grad_sink` adds to the main gradient by
-    itself. All other gradients come from autograd: where a parameter is fp32 its `.grad` is a view
-    of the bucket, and autograd accumulates into it without a copy; a gradient of lower precision is
+    There are two sources of gradients. A layer that supports `grad_sink` adds to the main gradient
+    directly. All other gradients are from autograd: the `.grad` of an fp32 parameter is a view of
+    the bucket, into which autograd accumulates without a copy; a gradient of lower precision is
     added to its view and dropped.
 
-    A bucket is full when it got as many contributions as in the first iteration, whose buckets all
-    travel at its end; the order in which it filled them is the order in which they travel, on every
-    rank the first replica's. So parameters that are used twice (tied weights) or not at all hold up
-    nothing, and no rank waits for another's order.
+    A bucket is full when it has as many contributions as in the first iteration, at whose end all
+    buckets are sent. Buckets are sent in the order in which that iteration filled them, on every
+    rank in the order of the first replica. So parameters that are used twice (tied weights) or not
+    at all cause no delay, and no rank waits for another's order.
     """
 
     def __init__(
@@ -83,42 +83,42 @@ class GradSync:
         shared: Mapping[str, ParallelGroup] | None = None,
         add_product: WeightGradient = reference,
     ) -> None:
-        """Allocate the buckets and hook into autograd.
+        """Allocate the buckets and register hooks in autograd.
 
         Args:
-            parameters: of one model chunk by global name, each tied parameter once; all on one
-                device.
-            mesh: this process's groups; over a group of one nothing is communicated.
-            config: size and type of what travels, and whether each replica keeps only its shard of
-                the sum.
-            partial: parameters whose gradient is a part on each tensor-parallel rank (sequence
+            parameters: parameters of one model chunk by global name, each tied parameter once; all
+                on one device.
+            mesh: this process's groups; a group of one rank communicates nothing.
+            config: size and type of the communicated buckets, and the choice of a distributed
+                optimizer, with which each replica keeps only its shard of the sum.
+            partial: parameters whose gradient is partial on each tensor-parallel rank (sequence
                 parallelism).
-            shared: of parameters that other pipeline stages hold too (tied embeddings), the group
-                of `mesh.copies` over which their gradients are summed.
-            add_product: adds the weight gradients of linear layers to main gradients.
+            shared: for parameters shared with other pipeline stages (tied embeddings), the group of
+                `mesh.copies` over which their gradients are summed.
+            add_product: function that adds the weight gradients of linear layers to main gradients.
         """
         self.parameters = dict(parameters)
         self.mesh = mesh
         self.shared = shared or {}
         self.replicas = mesh.data_parallel.size
-        """Ranks over which `finish` sums: the mean is left to the optimizer, which scales gradients
-        anyway."""
+        """Number of ranks over which `finish` sums. The optimizer, which scales gradients anyway,
+        computes the mean."""
         self.sharded = config.use_distributed_optimizer and self.replicas > 1
-        """Whether each replica keeps only its shard of the sum (ZeRO-1)."""
+        """True if each replica keeps only its shard of the sum (ZeRO-1)."""
         self._dtype = _DTYPES[config.grad_reduce_dtype]
         self._add_product = add_product
         self._last_micro_step = False
         self._order: list[Bucket] | None = None
         self._filled: list[int] = []
         self.launched = 0
-        """Buckets that began to travel in this iteration."""
+        """Number of buckets whose communication has started in this iteration."""
         self.buckets = self._plan(config.grad_reduce_bucket_mb, partial)
         self.gradients = {
             piece.name: piece.of(bucket.buffer).view(self.parameters[piece.name].shape)
             for bucket in self.buckets
             for piece in bucket.layout.pieces
         }
-        """Main gradients by name: fp32 views shaped like the parameters."""
+        """Main gradients by name: fp32 views in the shapes of the parameters."""
         for number, bucket in enumerate(self.buckets):
             for name in bucket.layout.sizes:
                 self._hook(name, number)
@@ -134,7 +134,7 @@ class GradSync:
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Around one backward pass: only the last of an iteration lets full buckets travel."""
+        """Surround one backward pass; only the last one of an iteration sends full buckets."""
         self._last_micro_step = last
         try:
             yield
@@ -144,9 +144,8 @@ class GradSync:
     def finish(self) -> None:
         """Wait until every main gradient is the sum over the replicas.
 
-        Parameters without a gradient count as zero.
-
-        With a distributed optimizer it is, in each bucket, in this rank's shard alone.
+        Parameters without a gradient count as zero. With a distributed optimizer, only this rank's
+        shard of each bucket has the sum.
         """
         if self.replicas > 1:
             if self._filled:
@@ -159,7 +158,7 @@ class GradSync:
         self._sum_extra()
 
     def _plan(self, bucket_mb: float, partial: frozenset[str]) -> list[Bucket]:
-        """Buckets of parameters that are summed over the same groups."""
+        """Return buckets of parameters that are summed over the same groups."""
         kinds: dict[tuple[ParallelGroup, ...], dict[str, int]] = {}
         for name, parameter in self.parameters.items():
             groups = [self.mesh.tensor_parallel] if name in partial else []
@@ -185,7 +184,7 @@ class GradSync:
         return Bucket(layout, buffer, shard, extra)
 
     def _hook(self, name: str, number: int) -> None:
-        """Let autograd's gradients and those of layers with a sink find their place."""
+        """Register hooks for gradients from autograd and from layers with a sink."""
         parameter, view = self.parameters[name], self.gradients[name]
 
         def accumulated(parameter: Tensor) -> None:
@@ -198,7 +197,7 @@ class GradSync:
         parameter.grad_sink = _Sink(view, self._add_product, lambda: self._contributed(number))  # type: ignore[attr-defined]
 
     def _contributed(self, number: int) -> None:
-        """Count a contribution of the last backward pass, and let travel what it completed."""
+        """Count a contribution of the last backward pass and send the buckets that it completes."""
         if not self._last_micro_step or self.replicas == 1:
             return
         bucket = self.buckets[number]
@@ -215,9 +214,9 @@ class GradSync:
         self._launch(self._order[self.launched : full])
 
     def _learn(self) -> list[Bucket]:
-        """Count what a backward pass contributes to each bucket.
+        """Store the number of contributions to each bucket and return the order of the buckets.
 
-        The order in which buckets were full first.
+        The order is that in which the first replica's buckets became full.
         """
         completed = {number: moment for moment, number in enumerate(self._filled)}
         self._filled.clear()
@@ -235,18 +234,18 @@ class GradSync:
         self.launched += len(buckets)
 
     def _reduce(self, bucket: Bucket) -> Pending:
-        """Begin to sum a bucket over the replicas, in the type in which gradients travel."""
+        """Start summing a bucket over the replicas, in the configured communication type."""
         start = start_reduce_scatter_ if self.sharded else start_all_reduce
         if self._dtype == bucket.buffer.dtype:
             return start(bucket.buffer, self.mesh.data_parallel)
-        travelling = bucket.buffer.to(self._dtype)
-        total = start(travelling, self.mesh.data_parallel)
+        converted = bucket.buffer.to(self._dtype)
+        total = start(converted, self.mesh.data_parallel)
         return Pending(self.mesh.data_parallel, (), lambda: bucket.reduced.copy_(total.wait()))
 
     def _sum_extra(self) -> None:
-        """Sum over tensor-parallel ranks what is a part on each, then over stages what they share.
+        """Sum partial gradients over tensor-parallel ranks, then shared gradients over stages.
 
-        All ranks take the groups in the mesh's order, so that none of them waits for another's.
+        All ranks take the groups in the mesh's order, so that no rank waits for another's order.
         """
         for groups in ((self.mesh.tensor_parallel,), tuple(self.mesh.copies.values())):
             pending = [

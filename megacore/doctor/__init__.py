@@ -1,1 +1,1 @@
-"""The doctor: a look at every machine of a job before it starts, and what to do about faults."""
+"""Doctor: an examination of a job's hosts before it starts, with advice for each problem."""

@@ -1,6 +1,6 @@
-"""What the hosts try with each other: reaching their ports, and exchanging data in pairs.
+"""Schedule of the tests between hosts: connecting to ports, and exchanging data in pairs.
 
-This module says who tries what with whom; `megacore.doctor.peers` does it on each host.
+`megacore.doctor.peers` performs the tests on each host.
 """
 
 import json
@@ -15,30 +15,33 @@ from megacore.doctor.facts import Facts, PairMeasurement
 from megacore.doctor.protocol import NOT_BEGUN, lines_of
 
 ALL_PAIRS = 16
-"""Hosts up to which all pairs are measured; of more hosts a ring and random pairs are."""
+"""Number of hosts up to which all pairs are measured; beyond it, only a ring and random pairs."""
 RANDOM_ROUNDS = 3
-"""Random pairs of each host then."""
+"""Number of random pairs of each host beyond `ALL_PAIRS` hosts."""
 _SEED = 20
 _PORT_SECONDS = 9.0
 _PAIR_SECONDS = 34.0
 _GRACE = 4.0
-"""Seconds that a command takes to start and end, beside its work."""
+"""Seconds that a command takes to start and end, in addition to its work."""
 _LEAST_PORT_SECONDS = 3.0
 _LEAST_PAIR_SECONDS = 6.0
-"""Seconds below which a step does not begin."""
+"""Remaining seconds below which a step does not start."""
 
 Round = list[tuple[str, str]]
 
 
 def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
-    """Let every host listen at a port, and the others connect to it; of many hosts only some do.
+    """Let every host listen at a port and connect to others; with many hosts to a few only.
 
-    Without enough time every host gets that as its problem.
+    If there is not enough time, this is recorded as the problem of every host.
 
     Args:
-        facts: what is known so far.
-        ssh: how hosts are reached.
+        facts: facts known so far.
+        ssh: connection to the hosts.
         ends: monotonic time at which the examination ends.
+
+    Returns:
+        The facts with `reach` and `master`.
     """
     ready = [
         host for host, value in facts.answered("network") if value["address"] and value["ports"]
@@ -70,7 +73,7 @@ def try_ports(facts: Facts, ssh: Ssh, ends: float) -> Facts:
 
 
 def _targets(host: str, hosts: Sequence[str]) -> list[str]:
-    """Return the hosts that a host connects to: all, or of many the first and the next one."""
+    """Return the hosts to connect to: all others, or with many hosts the first and the next."""
     if len(hosts) <= ALL_PAIRS:
         return [other for other in hosts if other != host]
     following = hosts[(hosts.index(host) + 1) % len(hosts)]
@@ -78,7 +81,7 @@ def _targets(host: str, hosts: Sequence[str]) -> list[str]:
 
 
 def endpoint_of(endpoint: str | None) -> tuple[str | None, int | None]:
-    """Return address and port of `host:port` or `host`; None for what is missing."""
+    """Return address and port of `host:port` or `host`; None for a missing part."""
     if endpoint is None:
         return None, None
     host, sign, port = endpoint.rpartition(":")
@@ -86,32 +89,38 @@ def endpoint_of(endpoint: str | None) -> tuple[str | None, int | None]:
 
 
 def measure_pairs(facts: Facts, ssh: Ssh, ends: float, environment: Mapping[str, str]) -> Facts:
-    """Measure bandwidth and latency of pairs of hosts, and of two ranks of each host with several.
+    """Measure bandwidth and latency between pairs of hosts, and between two ranks of one host.
 
     Args:
-        facts: what is known so far, with the ports.
-        ssh: how hosts are reached.
+        facts: facts known so far, including the ports.
+        ssh: connection to the hosts.
         ends: monotonic time at which the examination ends.
-        environment: variables that the ranks will get.
+        environment: environment variables of the ranks.
+
+    Returns:
+        The facts with `pairs` and `left_out`.
     """
     ready = _able(facts)
     rounds = rounds_of(ready)
-    within = [host for host in facts.probes if _several_ranks(facts, host)]
-    pairs = [*((host, host) for host in within), *(pair for each in rounds for pair in each)]
-    left = ends - time.monotonic() - _GRACE
+    local_hosts = [host for host in facts.probes if _several_ranks(facts, host)]
+    pairs = [
+        *((host, host) for host in local_hosts),
+        *(pair for round_pairs in rounds for pair in round_pairs),
+    ]
+    remaining = ends - time.monotonic() - _GRACE
     if not pairs:
         return facts
-    if left < _LEAST_PAIR_SECONDS:
-        late = [
+    if remaining < _LEAST_PAIR_SECONDS:
+        unmeasured = [
             PairMeasurement(first, second, _backend(facts, first, second), problem=NOT_BEGUN)
             for first, second in pairs
         ]
-        return replace(facts, pairs=tuple(late))
-    seconds = min(_PAIR_SECONDS, left)
+        return replace(facts, pairs=tuple(unmeasured))
+    seconds = min(_PAIR_SECONDS, remaining)
     parts = {
-        host: _part(facts, host, rounds, host in within, seconds, environment)
+        host: _part(facts, host, rounds, host in local_hosts, seconds, environment)
         for host in facts.hosts
-        if host in ready or host in within
+        if host in ready or host in local_hosts
     }
     results = {result.host: result for result in _run(ssh, "pairs", parts, seconds + _GRACE)}
     left_out = len(ready) * (len(ready) - 1) // 2 - sum(map(len, rounds))
@@ -119,10 +128,10 @@ def measure_pairs(facts: Facts, ssh: Ssh, ends: float, environment: Mapping[str,
 
 
 def rounds_of(hosts: Sequence[str]) -> list[Round]:
-    """Return rounds of disjoint pairs, so that no host is in two pairs at the same time.
+    """Return rounds of disjoint pairs, so that each host is in at most one pair at a time.
 
-    Of a few hosts they are all pairs, of many a ring and random ones, each pair at most once. The
-    host that comes first in `hosts` is the first of its pair.
+    With few hosts these are all pairs, with many hosts a ring and random pairs, each pair at most
+    once. The first host of a pair is the one that is earlier in `hosts`.
     """
     if len(hosts) < 2:
         return []
@@ -132,7 +141,7 @@ def rounds_of(hosts: Sequence[str]) -> list[Round]:
 
 
 def _all_pairs(hosts: Sequence[str]) -> list[Round]:
-    """Return all pairs by the circle method: one host stays, the others move on by one place."""
+    """Return all pairs by the circle method: one host stays, the others rotate by one place."""
     circle: list[str | None] = [*hosts, None] if len(hosts) % 2 else [*hosts]
     count = len(circle)
     rounds = []
@@ -164,7 +173,7 @@ def _ring_and_random(hosts: Sequence[str]) -> list[Round]:
 
 
 def _able(facts: Facts) -> list[str]:
-    """Return the hosts that can be measured: torch runs there, and their ports were tried."""
+    """Return the hosts that can be measured: torch works there, and their ports were tried."""
     return [
         host
         for host, answer in facts.reach.items()
@@ -173,7 +182,7 @@ def _able(facts: Facts) -> list[str]:
 
 
 def _several_ranks(facts: Facts, host: str) -> bool:
-    """Return True if a host can be measured and may have two ranks; on GPUs that takes two."""
+    """Return True if a host can be measured and may have two ranks, with GPUs one on each."""
     probe = facts.probes[host]
     gpus = len(probe.get("gpus", "visible") or [])
     return bool(probe.get("torch")) and facts.hosts[host] != 1 and gpus != 1
@@ -187,7 +196,7 @@ def _part(
     seconds: float,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the part of `megacore.doctor.peers pairs` on a host."""
+    """Return the input of `megacore.doctor.peers pairs` on a host."""
     network = facts.probes[host].get("network") or {}
     schedule: list[dict[str, Any] | None] = []
     for pairs in rounds:
@@ -209,7 +218,7 @@ def _part(
     return {
         "host": host,
         "interface": network.get("interface"),
-        # A single machine takes any free port.
+        # A single host uses any free port.
         "port": network["ports"][1] if network else 0,
         "backend": _backend(facts, host, host),
         "local": local,
@@ -220,7 +229,7 @@ def _part(
 
 
 def _backend(facts: Facts, first: str, second: str) -> str:
-    """Return the back end of a pair: NCCL if CUDA works on both hosts."""
+    """Return the backend of a pair: NCCL if CUDA works on both hosts, otherwise gloo."""
     cuda = [facts.probes[host].get("torch", "cuda_works") for host in (first, second)]
     return "nccl" if all(cuda) else "gloo"
 
@@ -228,7 +237,7 @@ def _backend(facts: Facts, first: str, second: str) -> str:
 def pairs_of(
     results: Mapping[str, HostResult], pairs: Sequence[tuple[str, str]], facts: Facts
 ) -> tuple[PairMeasurement, ...]:
-    """Return the measurements as the first host of each pair wrote them, or why there is none."""
+    """Return the measurement of each pair from its first host, or the reason why there is none."""
     lines = {host: lines_of(result.output) for host, result in results.items()}
     measurements = []
     for first, second in pairs:
@@ -242,7 +251,9 @@ def pairs_of(
             continue
         problems = [line["problem"] for line in answers if "problem" in line]
         general = [line["problem"] for line in lines[first] if line.get("check") == "store"]
-        reason = (problems or general or [results[first].problem or "it ended without a word"])[0]
+        reason = (problems or general or [results[first].problem or "it ended without a message"])[
+            0
+        ]
         problem = " ".join(str(reason).split())[:300]
         measurements.append(PairMeasurement(first, second, backend, problem=problem))
     return tuple(measurements)
@@ -258,4 +269,4 @@ def _run(
 
 def _only_line(result: HostResult) -> dict[str, Any]:
     lines = lines_of(result.output)
-    return lines[0] if lines else {"problem": result.problem or "it said nothing"}
+    return lines[0] if lines else {"problem": result.problem or "it gave no answer"}

@@ -1,7 +1,7 @@
-"""All findings of an examination, from what the hosts have answered.
+"""Comparison of the hosts' answers: all findings of an examination.
 
-The functions for what each machine has are here: reached at all, clock, packages, memory, limits,
-GPUs, kernels and speed. `network` and `storage` judge the rest.
+This module contains the checks of each host: ssh, clock, packages, memory, limits, GPUs, kernels
+and speed. `network` and `storage` contain the others.
 """
 
 import statistics
@@ -15,21 +15,21 @@ from megacore.doctor.network import bandwidth, interfaces, names, ports
 from megacore.doctor.storage import disks, index_maps, tokens, workspaces
 
 CLOCK_LIMIT = 1.0
-"""Seconds by which clocks may differ."""
+"""Largest allowed difference of clocks in seconds."""
 SLOW = 0.7
-"""A machine is slow if it multiplies at less than this part of the usual rate …"""
+"""Fraction of the usual rate of a matrix product below which a host is slow."""
 SLOW_COPY = 0.5
-"""… or copies memory at less than this part; copies vary more."""
+"""Fraction of the usual rate of a memory copy below which a host is slow; copies vary more."""
 _SHOWN_KERNELS = ("attention", "optimizer")
-"""Operations whose kernels the table names; all are in the JSON."""
+"""Operations whose kernels the table names; the JSON contains all."""
 _FREE = 0.9
-"""Part of a GPU's memory that should be free."""
+"""Fraction of a GPU's memory that should be free."""
 _MIB = 2**20
 _GIB = 2**30
 LEAST_SHARED = _GIB
-"""Bytes of /dev/shm below which several ranks of a host may run out of it."""
+"""Bytes of /dev/shm below which several ranks of a host may exhaust it."""
 SHARED_PER_RANK = 32 * _MIB
-"""Bytes of /dev/shm that NCCL takes for a rank, about."""
+"""Approximate bytes of /dev/shm that NCCL uses per rank."""
 LEAST_FILES = 1024
 FILES_PER_RANK = 8
 LEAST_PROCESSES = 4096
@@ -63,136 +63,139 @@ def compare(facts: Facts) -> tuple[Finding, ...]:
 
 def connections(facts: Facts) -> Finding | None:
     """Check that every host is reached, and that the probe runs there."""
-    judged = Judgement("ssh")
+    judgement = Judgement("ssh")
     answering = sum(
         host in facts.probes and facts.probes[host].failed is None for host in facts.hosts
     )
     nodes = facts.launch.node_range
-    # An elastic run does without some of its hosts.
+    # An elastic run can start without some of its hosts.
     enough = facts.launch.elastic and nodes is not None and answering >= nodes[0]
-    add = judged.warn if enough else judged.error
+    add = judgement.warn if enough else judgement.error
     for host in facts.hosts:
         contact, probe = facts.contacts.get(host), facts.probes.get(host)
         if contact is not None and contact.problem is not None:
-            judged.note(host, contact.problem)
+            judgement.note(host, contact.problem)
             add(
                 host,
                 f"{host} is not reached ({contact.problem}): see that `ssh {host} true` works "
                 "without a password, or take it out of the hostfile",
             )
         elif probe is None or probe.failed is not None:
-            reason = "nothing was said" if probe is None else str(probe.failed)
-            judged.note(host, reason)
+            reason = "no message" if probe is None else str(probe.failed)
+            judgement.note(host, reason)
             add(
                 host,
-                f"megacore does not run on {host} ({reason}): have the repository and its "
+                f"megacore does not run on {host} ({reason}): install the repository and its "
                 "environment there at the same paths as here",
             )
         elif contact is not None:
-            judged.note(
+            judgement.note(
                 host, "this machine" if contact.here else f"connected in {contact.seconds:.2f} s"
             )
-    return judged.finding()
+    return judgement.finding()
 
 
 def clocks(facts: Facts) -> Finding | None:
-    """Check that the hosts' clocks agree with this machine's."""
-    judged = Judgement("clocks")
+    """Check that the hosts' clocks agree with the clock of this host."""
+    judgement = Judgement("clocks")
     for host, contact in facts.contacts.items():
         if contact.offset is None or contact.here:
             continue
-        judged.note(host, f"{contact.offset:+.2f} s ± {contact.uncertainty:.2f}")
+        judgement.note(host, f"{contact.offset:+.2f} s ± {contact.uncertainty:.2f}")
         if abs(contact.offset) - contact.uncertainty > CLOCK_LIMIT:
             direction = "ahead of" if contact.offset > 0 else "behind"
-            judged.warn(
+            judgement.warn(
                 host,
                 f"the clock of {host} is {abs(contact.offset):.1f} s {direction} this machine's: "
                 "synchronise it (chrony, ntp)",
             )
-    return judged.finding()
+    return judgement.finding()
 
 
 def packages(facts: Facts) -> Finding | None:
-    """Check that the versions of Python and of what ranks import are the same on all hosts."""
-    judged = Judgement("packages")
+    """Check that the versions of Python and of the ranks' packages are the same on all hosts."""
+    judgement = Judgement("packages")
     answered = facts.answered("packages")
     for host, value in answered:
         versions = value["versions"]
         commit = f" at {value['commit']}" if value.get("commit") else ""
         nccl = facts.probes[host].get("torch", "nccl")
-        judged.note(
+        judgement.note(
             host,
             f"Python {versions.get('python')}, megacore {versions.get('megacore')}{commit}, torch "
             f"{versions.get('torch')}" + (f", NCCL {nccl}" if nccl else ""),
         )
         if versions.get("torch") is None:
-            judged.error(host, f"{host} has no torch: install the same environment as here")
-    judged.unanswered(facts, "packages", "error", "its disk may not answer", late="warning")
+            judgement.error(host, f"{host} has no torch: install the same environment as here")
+    judgement.unanswered(facts, "packages", "error", "its disk may not answer", late="warning")
     needed = (
         (*REQUIRED, "deepspeed") if facts.needs is not None and facts.needs.deepspeed else REQUIRED
     )
     for name in dict.fromkeys(name for _, value in answered for name in value["versions"]):
         _same(
-            judged,
+            judgement,
             [(host, value["versions"].get(name)) for host, value in answered],
             name,
             "install the same on all hosts",
             error=name in needed,
         )
     _same(
-        judged,
+        judgement,
         [(host, value.get("machine")) for host, value in answered],
         "the processor",
         "take hosts of one kind",
     )
     for key, name in (("cuda_build", "torch's CUDA"), ("nccl", "NCCL")):
         built = [(host, value.get(key)) for host, value in facts.answered("torch")]
-        _same(judged, built, name, "install the same torch on all hosts")
-    return judged.finding()
+        _same(judgement, built, name, "install the same torch on all hosts")
+    return judgement.finding()
 
 
 def memories(facts: Facts) -> Finding | None:
-    """Check that each host has the memory that its ranks need."""
-    judged = Judgement("memory")
+    """Check that each host has enough memory for its ranks."""
+    judgement = Judgement("memory")
     for host, value in facts.answered("memory"):
         usable = min(value["total"], value["limit"] or value["total"])
         limited = (
             " (the container's limit)" if value["limit"] and value["limit"] < value["total"] else ""
         )
-        judged.note(
+        judgement.note(
             host,
             f"{usable / _GIB:.1f} GiB{limited}, {value['available'] / _GIB:.1f} available, "
             f"{value['cores']} cores, load {value['load']:g}",
         )
         if facts.needs is not None:
-            _enough_memory(judged, facts, host, usable, min(usable, value["available"]))
-    judged.unanswered(facts, "memory", "warning", "")
-    return judged.finding()
+            _enough_memory(judgement, facts, host, usable, min(usable, value["available"]))
+    judgement.unanswered(facts, "memory", "warning", "")
+    return judgement.finding()
 
 
-def _enough_memory(judged: Judgement, facts: Facts, host: str, usable: int, available: int) -> None:
+def _enough_memory(
+    judgement: Judgement, facts: Facts, host: str, usable: int, available: int
+) -> None:
     needs, ranks = facts.needs, max(1, facts.hosts[host])
     assert needs is not None
     devices = facts.probes[host].get("gpus", "visible") or []
     per_host = ranks * (needs.host if devices else needs.device)
-    what = (
+    requirement = (
         f"{ranks} rank{'s' if ranks > 1 else ''} of {needs.name} need about {per_host / _GIB:.1f} "
-        "GiB of main memory"
+        "GiB of host memory"
     )
     if per_host > usable:
-        judged.error(
+        judgement.error(
             host,
-            f"{what} and {host} has {usable / _GIB:.1f}: lower train.micro_batch_size or the slots "
-            f"of {host}, or take a larger machine",
+            f"{requirement} and {host} has {usable / _GIB:.1f}: lower train.micro_batch_size or "
+            f"the slots of {host}, or take a larger machine",
         )
     elif per_host > available:
-        judged.warn(
+        judgement.warn(
             host,
-            f"{what} and {available / _GIB:.1f} are available on {host}: end what else runs there",
+            f"{requirement} and {available / _GIB:.1f} are available on {host}: end other programs "
+            "there",
         )
     smallest = min((device["memory"] for device in devices), default=None)
     if smallest is not None and needs.device > smallest:
-        judged.error(
+        judgement.error(
             host,
             f"a rank of {needs.name} needs about {needs.device / _GIB:.1f} GiB of GPU memory and "
             f"{host} has {smallest / _GIB:.1f}: lower train.micro_batch_size, or divide the model "
@@ -201,17 +204,17 @@ def _enough_memory(judged: Judgement, facts: Facts, host: str, usable: int, avai
 
 
 def shared_memory(facts: Facts) -> Finding | None:
-    """Check that /dev/shm has room for the ranks of each host."""
-    judged = Judgement("shared memory")
+    """Check that /dev/shm has enough space for the ranks of each host."""
+    judgement = Judgement("shared memory")
     for host, value in facts.answered("memory"):
         total, free, slots = value["shared_total"], value["shared_free"], facts.hosts[host]
         if total is None:
-            judged.note(host, "no /dev/shm")
-            judged.warn(
+            judgement.note(host, "no /dev/shm")
+            judgement.warn(
                 host, f"{host} has no /dev/shm, through which NCCL's ranks exchange data: mount one"
             )
             continue
-        judged.note(host, f"{free / _GIB:.2f} of {total / _GIB:.2f} GiB free")
+        judgement.note(host, f"{free / _GIB:.2f} of {total / _GIB:.2f} GiB free")
         needed = SHARED_PER_RANK * slots
         advice = (
             "start the container with --shm-size=16g, or remount it (mount -o remount,size=16G "
@@ -219,23 +222,23 @@ def shared_memory(facts: Facts) -> Finding | None:
         )
         on_gpus = bool(facts.probes[host].get("gpus", "visible"))
         if slots > 1 and free < needed and on_gpus:
-            judged.error(
+            judgement.error(
                 host,
                 f"/dev/shm of {host} has {free / _MIB:.0f} MiB free, and {slots} ranks need about "
                 f"{needed / _MIB:.0f}: {advice}",
             )
         elif slots != 1 and total < LEAST_SHARED:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"/dev/shm of {host} has {total / _MIB:.0f} MiB, which several ranks may use up: "
                 f"{advice}",
             )
-    return judged.finding()
+    return judgement.finding()
 
 
 def limits(facts: Facts) -> Finding | None:
-    """Check what a process may open, lock and start."""
-    judged = Judgement("limits")
+    """Check the limits of open files, locked memory and processes."""
+    judgement = Judgement("limits")
     ranks = sum(facts.hosts.values())
     files = max(LEAST_FILES, 256 + FILES_PER_RANK * ranks)
     for host, value in facts.answered("limits"):
@@ -244,81 +247,81 @@ def limits(facts: Facts) -> Finding | None:
             for name in ("nofile", "nproc")
         }
         locked = "unlimited" if value["memlock"] is None else f"{value['memlock'] / _MIB:,.0f} MiB"
-        judged.note(
+        judgement.note(
             host, f"files {shown['nofile']}, processes {shown['nproc']}, locked memory {locked}"
         )
         if value["nofile"] is not None and value["nofile"] < files:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"processes of {host} may open {value['nofile']:,} files and {max(1, ranks)} ranks "
                 f"may need {files:,}: raise nofile in /etc/security/limits.conf, or in the "
                 "container's ulimits",
             )
         if value["nproc"] is not None and value["nproc"] < LEAST_PROCESSES:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"{host} allows {value['nproc']:,} processes and threads: raise nproc to "
                 f"{LEAST_PROCESSES:,} in /etc/security/limits.conf, or in the container's ulimits",
             )
         if value["rdma"] and value["memlock"] is not None:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"{host} has RDMA ({', '.join(value['rdma'][:2])}) and may lock {locked} of "
                 "memory: set memlock to unlimited in /etc/security/limits.conf, or in the "
                 "container's ulimits",
             )
         if value["overcommit"] == _NEVER_OVERCOMMIT:
-            judged.warn(
+            judgement.warn(
                 host,
-                f"the kernel of {host} never overcommits memory (vm.overcommit_memory=2), by which "
+                f"the kernel of {host} never overcommits memory (vm.overcommit_memory=2), so that "
                 "large mappings fail early: set it to 0",
             )
-    judged.unanswered(facts, "limits", "warning", "")
-    return judged.finding()
+    judgement.unanswered(facts, "limits", "warning", "")
+    return judgement.finding()
 
 
 def gpus(facts: Facts) -> Finding | None:
-    """Check that there are GPUs for all slots, alike and free, and that CUDA works."""
-    judged = Judgement("gpus")
+    """Check that all slots have free GPUs of one kind, and that CUDA works."""
+    judgement = Judgement("gpus")
     answered = facts.answered("gpus")
     counted = max((len(value["visible"]) for _, value in answered), default=0)
     for host, value in answered:
         visible, slots = value["visible"], facts.hosts[host]
         names = ", ".join(sorted({gpu["name"] for gpu in visible}))
-        judged.note(
+        judgement.note(
             host, f"{len(visible)} x {names}" if visible else "none: ranks compute on the CPU"
         )
         if counted and slots > len(visible):
-            judged.error(
+            judgement.error(
                 host,
                 f"{host} has {slots} slots and {len(visible)} visible GPUs: correct its slots in "
                 "the hostfile, or CUDA_VISIBLE_DEVICES",
             )
         if value.get("problem"):
-            judged.error(host, f"{value['problem']}: look at the driver of {host}")
-        _gpu_state(judged, host, value.get("smi") or [])
+            judgement.error(host, f"{value['problem']}: look at the driver of {host}")
+        _gpu_state(judgement, host, value.get("smi") or [])
         if visible and facts.probes[host].get("torch", "cuda_works") is False:
-            judged.error(
+            judgement.error(
                 host,
                 f"{host} has GPUs and its torch does not run on them: install a torch for CUDA and "
                 "its driver",
             )
-    judged.unanswered(facts, "gpus", "error", "the driver may hang; look at dmesg")
+    judgement.unanswered(facts, "gpus", "error", "the driver may hang; look at dmesg")
     kinds = [(host, sorted({gpu["name"] for gpu in value["visible"]})) for host, value in answered]
-    _same(judged, kinds, "the GPU", "take hosts of one kind: the slowest one decides")
+    _same(judgement, kinds, "the GPU", "take hosts of one kind: the slowest one decides")
     drivers = [(host, value["smi"][0]["driver"]) for host, value in answered if value.get("smi")]
-    _same(judged, drivers, "the GPU driver", "install the same driver on all hosts")
-    return judged.finding()
+    _same(judgement, drivers, "the GPU driver", "install the same driver on all hosts")
+    return judgement.finding()
 
 
-def _gpu_state(judged: Judgement, host: str, devices: Sequence[dict[str, Any]]) -> None:
-    """Check what nvidia-smi tells of each GPU of a host."""
+def _gpu_state(judgement: Judgement, host: str, devices: Sequence[dict[str, Any]]) -> None:
+    """Check nvidia-smi's report on each GPU of a host."""
     if devices:
-        judged.note(host, f"driver {devices[0]['driver']}")
+        judgement.note(host, f"driver {devices[0]['driver']}")
     for gpu in devices:
         number, total, free = gpu["index"], gpu["total"], gpu["free"]
         if gpu["uncorrected"]:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"GPU {number} of {host} has {gpu['uncorrected']} uncorrected memory errors since "
                 "its last reset: reset it (nvidia-smi --gpu-reset), and replace it if they come "
@@ -326,10 +329,10 @@ def _gpu_state(judged: Judgement, host: str, devices: Sequence[dict[str, Any]]) 
             )
         if total and free is not None and free < _FREE * total:
             users = (
-                ", ".join(f"{each['name']} ({each['pid']})" for each in gpu["processes"])
+                ", ".join(f"{process['name']} ({process['pid']})" for process in gpu["processes"])
                 or "an unknown process"
             )
-            judged.warn(
+            judgement.warn(
                 host,
                 f"GPU {number} of {host} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, the "
                 f"rest is held by {users}: end it, or choose other GPUs",
@@ -337,17 +340,17 @@ def _gpu_state(judged: Judgement, host: str, devices: Sequence[dict[str, Any]]) 
 
 
 def kernels(facts: Facts) -> Finding | None:
-    """Check that all hosts would compute in one precision, with the same kernels."""
-    judged = Judgement("kernels")
+    """Check that all hosts would use the same precision and the same kernels."""
+    judgement = Judgement("kernels")
     answered = facts.answered("torch")
     for host, value in answered:
         shown = "; ".join(f"{name} {value['kernels'].get(name)}" for name in _SHOWN_KERNELS)
-        judged.note(host, f"{value['precision']} on {value['device']}: {shown}")
-    judged.unanswered(
+        judgement.note(host, f"{value['precision']} on {value['device']}: {shown}")
+    judgement.unanswered(
         facts, "torch", "error", "see that torch can be imported there", late="warning"
     )
     _same(
-        judged,
+        judgement,
         [(host, value["precision"]) for host, value in answered],
         "the precision",
         "set train.precision instead of auto, or take hosts of one kind",
@@ -361,25 +364,25 @@ def kernels(facts: Facts) -> Finding | None:
             if value["kernels"].get(operation) != usual:
                 differing.setdefault(host, []).append(operation)
     for host, others in differing.items():
-        judged.warn(
+        judgement.warn(
             host,
             f"{host} has other kernels than most hosts for {', '.join(others[:3])}"
             f"{' and more' if len(others) > 3 else ''}: replicas round differently, and the "
             "slowest decides; set train.kernels to plain, or take hosts of one kind",
         )
-    return judged.finding()
+    return judgement.finding()
 
 
 def speeds(facts: Facts) -> Finding | None:
     """Check that no host and no GPU computes clearly slower than the others."""
-    judged = Judgement("speed")
+    judgement = Judgement("speed")
     rates: dict[str, float] = {}
     copies: dict[str, float] = {}
     for host, value in facts.answered("speed"):
         measured = [device for device in value["devices"] if "gflops" in device]
         broken = [device["problem"] for device in value["devices"] if "problem" in device]
         if broken:
-            judged.error(
+            judgement.error(
                 host, f"a GPU of {host} does not compute ({broken[0]}): reset it, or take it out"
             )
         if not measured:
@@ -388,11 +391,11 @@ def speeds(facts: Facts) -> Finding | None:
             choose(device["gflops"] for device in measured) for choose in (min, max)
         )
         rates[host], copies[host] = slowest, min(device["copy_gb_s"] for device in measured)
-        judged.note(
+        judgement.note(
             host, f"matmul {slowest:,.0f} GFLOP/s, copy {copies[host]:.1f} GB/s ({value['device']})"
         )
         if slowest < SLOW * fastest:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"the slowest GPU of {host} reaches {slowest:,.0f} GFLOP/s, its fastest "
                 f"{fastest:,.0f}: look at its clocks and temperature "
@@ -400,20 +403,21 @@ def speeds(facts: Facts) -> Finding | None:
             )
     for measure, by_host, limit in (("matmul", rates, SLOW), ("memory copy", copies, SLOW_COPY)):
         for host, part in slow_hosts(by_host, limit).items():
-            than = "the other host's" if len(by_host) == 2 else "the median"
-            judged.warn(
+            reference = "the other host's" if len(by_host) == 2 else "the median"
+            judgement.warn(
                 host,
-                f"{host} is slow: its {measure} has {part:.0%} of {than} rate: look for other "
+                f"{host} is slow: its {measure} has {part:.0%} of {reference} rate: look for other "
                 "processes, throttled clocks or a power limit there",
             )
-    judged.unanswered(facts, "speed", "warning", "it may be overloaded")
-    return judged.finding()
+    judgement.unanswered(facts, "speed", "warning", "it may be overloaded")
+    return judgement.finding()
 
 
 def slow_hosts(rates: Mapping[str, float], limit: float) -> dict[str, float]:
-    """Return the slow hosts with the part of the usual rate that they reach.
+    """Return the slow hosts with the fraction of the usual rate that they reach.
 
-    A host is slow below `limit` times the median of all, of two hosts the rate of the other one.
+    A host is slow below `limit` times the median of all hosts, or with two hosts the rate of the
+    other.
     """
     if len(rates) < 2:
         return {}
@@ -422,14 +426,14 @@ def slow_hosts(rates: Mapping[str, float], limit: float) -> dict[str, float]:
 
 
 def _same(
-    judged: Judgement,
+    judgement: Judgement,
     values: Sequence[tuple[str, Any]],
     name: str,
     advice: str,
     *,
     error: bool = False,
 ) -> None:
-    """Add the hosts that have another value than most."""
+    """Add a problem for each host whose value differs from the most common one."""
     if len(values) < 2:
         return
     usual = most_common(value for _, value in values)
@@ -439,7 +443,7 @@ def _same(
             sentence = (
                 f"{name} is {_shown(value)} on {host} and {_shown(usual)} on {first}: {advice}"
             )
-            (judged.error if error else judged.warn)(host, sentence)
+            (judgement.error if error else judgement.warn)(host, sentence)
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,9 @@
-"""The examination: ask all hosts, let them talk to each other, and compare what was found.
+"""Examination: query all hosts, test the connections between them, and compare the results.
 
 It has four steps, each on all hosts in parallel: a first command through ssh, the probe, the ports,
 and, in mode full, the bandwidths. A host that does not answer a step is left out of the next ones.
-The whole takes less than a minute: what is not done by then is reported as such.
+An examination takes less than a minute; checks that are not finished by then are reported as
+unfinished.
 """
 
 import fnmatch
@@ -29,13 +30,13 @@ from megacore.doctor.subject import Subject, needs_of
 from megacore.errors import LaunchError
 
 WHOLE_SECONDS = 58.0
-"""Time limit of an examination."""
+"""Time limit of an examination in seconds."""
 _CONTACT_SECONDS = 15.0
 _PROBE_SECONDS = 30.0
 _PROGRAMS = 16
-"""Programs that this machine starts at the same time."""
+"""Number of programs that this host starts in parallel."""
 _GRACE = 4.0
-"""Seconds that a probe takes to start and end, beside its checks."""
+"""Seconds that a probe takes to start and end, in addition to its checks."""
 
 
 def examine(subject: Subject, *, full: bool) -> Examination:
@@ -43,16 +44,16 @@ def examine(subject: Subject, *, full: bool) -> Examination:
 
     Args:
         subject: hosts and run.
-        full: whether to measure bandwidth and latency between the hosts too.
+        full: True to also measure bandwidth and latency between the hosts.
 
     Raises:
         ConfigError: the configuration does not fit the hosts.
         LaunchError: ssh is not installed.
-        WorkspaceError: the workspace of this machine cannot be written.
+        WorkspaceError: the workspace of this host cannot be written.
     """
     started, ends = time.time(), time.monotonic() + WHOLE_SECONDS
     check_ssh(subject.hosts)
-    # A configuration that does not fit is refused before any host is asked.
+    # Refuse a configuration that does not fit before contacting any host.
     needs_of(subject, "cpu", "fp32")
     launch = subject.launch
     ssh = Ssh(Path(launch.ssh_config).absolute() if launch.ssh_config else None)
@@ -63,8 +64,8 @@ def examine(subject: Subject, *, full: bool) -> Examination:
         token = str(proof.directory) if proof is not None else None
         requests = _requests(subject, answering, token, addresses_of(answering, ssh), environment)
         probes = _probe(ssh, requests, ends)
-        wrote = [host for host in answering if probes[host].get("workspace", "writes")]
-        seen = proof.seen(wrote) if proof is not None else {}
+        writers = [host for host in answering if probes[host].get("workspace", "writes")]
+        seen = proof.seen(writers) if proof is not None else {}
     for host, contact in contacts.items():
         if contact.problem is not None:
             probes[host] = HostProbe(host, unreachable=contact.problem, failed=contact.problem)
@@ -93,7 +94,7 @@ def examine(subject: Subject, *, full: bool) -> Examination:
 
 
 def reach_hosts(ssh: Ssh, subject: Subject) -> dict[str, Contact]:
-    """Try a first command on each host: does it answer, how fast, and what is its clock."""
+    """Run a first command on each host; return its reachability, response time and clock."""
     with ThreadPoolExecutor(max(1, len(subject.hosts))) as pool:
         contacts = pool.map(lambda host: _reach(ssh, host), subject.hosts)
         return dict(zip(subject.hosts, contacts, strict=True))
@@ -111,25 +112,27 @@ def _reach(ssh: Ssh, host: str) -> Contact:
 
 
 def contact_of(result: HostResult, clock: float, seconds: float) -> Contact:
-    """Read a host's clock from `date +%s.%N`.
+    """Compute a host's clock offset from the output of `date +%s.%N`.
 
     Args:
-        result: the command's result.
-        clock: this machine's time at its start.
-        seconds: its duration. The host read its clock at some moment in between: the middle is
-            taken, which may be wrong by half of the duration.
+        result: result of the command.
+        clock: time on this host at the start of the command.
+        seconds: duration of the command. The host read its clock at an unknown moment in between;
+            the middle is assumed, with an error of at most half of the duration.
     """
     if result.problem is not None:
         return Contact(problem=result.problem, seconds=seconds)
     try:
-        theirs = float(result.output.decode().strip())
+        host_clock = float(result.output.decode().strip())
     except ValueError:
-        return Contact(seconds=seconds)  # a date without nanoseconds
-    return Contact(seconds=seconds, offset=theirs - (clock + seconds / 2), uncertainty=seconds / 2)
+        return Contact(seconds=seconds)  # `date` does not support nanoseconds
+    return Contact(
+        seconds=seconds, offset=host_clock - (clock + seconds / 2), uncertainty=seconds / 2
+    )
 
 
 def addresses_of(hosts: list[str], ssh: Ssh) -> dict[str, str]:
-    """Return the hosts' addresses: those that ssh uses, and this machine's towards the others."""
+    """Return the hosts' addresses: those that ssh uses, and this host's own towards the others."""
 
     def address(host: str) -> str:
         try:
@@ -137,9 +140,9 @@ def addresses_of(hosts: list[str], ssh: Ssh) -> dict[str, str]:
         except LaunchError:
             return host
 
-    elsewhere = [host for host in hosts if not is_this_machine(host)]
-    with ThreadPoolExecutor(max(1, min(len(elsewhere), _PROGRAMS))) as pool:
-        addresses = dict(zip(elsewhere, pool.map(address, elsewhere), strict=True))
+    remote_hosts = [host for host in hosts if not is_this_machine(host)]
+    with ThreadPoolExecutor(max(1, min(len(remote_hosts), _PROGRAMS))) as pool:
+        addresses = dict(zip(remote_hosts, pool.map(address, remote_hosts), strict=True))
     others = list(addresses.values())
     for host in hosts:
         if is_this_machine(host) and others:
@@ -151,7 +154,7 @@ def addresses_of(hosts: list[str], ssh: Ssh) -> dict[str, str]:
 
 
 def environment_of(subject: Subject) -> dict[str, str]:
-    """Return the variables that the ranks of other machines get. Raises ConfigError."""
+    """Return the variables passed to the ranks on other hosts. Raises ConfigError."""
     patterns = subject.launch.forward_env
     passed = {
         name: value
@@ -169,9 +172,9 @@ def _requests(
     addresses: Mapping[str, str],
     environment: dict[str, str],
 ) -> dict[str, Request]:
-    """Return the request to each of the hosts, which all answer."""
+    """Return the requests to `hosts`, all of which were reached."""
     config, data = subject.config, subject.data
-    # Hosts with their own workspace get the data from here when a run starts.
+    # Hosts with their own workspace receive the data from this host when a run starts.
     node_local = subject.launch.data_placement == "node_local"
     readers = [host for host in hosts if is_this_machine(host)] if node_local else hosts
     network = ["network"] if len(subject.hosts) > 1 else []
@@ -199,14 +202,14 @@ def _requests(
             host=host,
             peers={peer: address for peer, address in addresses.items() if peer != host},
             share=(readers.index(host), len(readers)) if host in readers else (0, 1),
-            # What takes long comes last: if there is no time for it, the rest is known.
+            # Slow checks come last, so that a lack of time loses only their answers.
             checks=(*QUICK, "workspace", *network, *index, *SLOW, *tokens),
         )
     return requests
 
 
 def _probe(ssh: Ssh, requests: Mapping[str, Request], ends: float) -> dict[str, HostProbe]:
-    """Run the probe on every host that answers."""
+    """Run the probe on every host with a request."""
     limit = min(_PROBE_SECONDS + _GRACE, ends - time.monotonic())
     stdin = {host: request.to_json() for host, request in requests.items()}
     words = python("megacore.doctor.probe")
@@ -220,7 +223,7 @@ def _probe(ssh: Ssh, requests: Mapping[str, Request], ends: float) -> dict[str, 
 
 
 def _needs(subject: Subject, probes: Mapping[str, HostProbe]) -> Needs | None:
-    """Return what the run needs on the device and in the precision of the first host with torch."""
+    """Return the run's needs with the device and precision of the first host with torch."""
     answers = (probe.get("torch") for probe in probes.values())
     first = next(filter(None, answers), {"device": "cpu", "precision": "fp32"})
     return needs_of(subject, first["device"], first["precision"])

@@ -1,4 +1,4 @@
-"""What is known of the hosts when they are compared; nothing here asks a host."""
+"""Facts of the hosts that are compared; this module does not contact any host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,43 +10,43 @@ from megacore.doctor.protocol import HostProbe
 
 @dataclass(frozen=True)
 class Contact:
-    """The outcome of the first command on a host."""
+    """Result of the first command on a host."""
 
     problem: str | None = None
-    """Why ssh did not reach it."""
+    """Reason why ssh did not reach the host."""
     seconds: float = 0.0
-    """Duration of the command, with the start of ssh."""
+    """Duration of the command, including the start of ssh."""
     offset: float | None = None
-    """Seconds by which its clock is ahead of this machine's."""
+    """Seconds by which the host's clock is ahead of the head's."""
     uncertainty: float = 0.0
-    """By how much the offset may be wrong: half of the round trip."""
+    """Largest error of the offset: half of the round trip."""
     here: bool = False
-    """Whether it is this machine, which needs no ssh."""
+    """True if this is the host that runs the doctor, which needs no ssh."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run will need, as the planner estimates it, in bytes."""
+    """Planner's estimate of the needs of a run, in bytes."""
 
     name: str
-    """The configuration's name."""
+    """Name of the configuration."""
     device: int
-    """Memory of a rank's device: its GPU, or its share of main memory."""
+    """Memory of a rank's device: its GPU, or its share of host memory."""
     host: int
-    """Main memory of a rank beside its GPU."""
+    """Host memory of a rank, in addition to its GPU memory."""
     checkpoint: int
-    """One checkpoint."""
+    """Size of one checkpoint."""
     checkpoints: int
-    """The checkpoints that are kept, and the one that is being written."""
+    """Size of all kept checkpoints and of the one being written."""
     gradients: int
-    """Gradients that the replicas of a model exchange in a step."""
+    """Size of the gradients that the replicas of a model exchange in a step."""
     deepspeed: bool = False
-    """Whether the engine is DeepSpeed."""
+    """True if the engine is DeepSpeed."""
 
 
 @dataclass(frozen=True)
 class PairMeasurement:
-    """A measurement between two hosts, or, if both are the same, between two ranks of one host."""
+    """Measurement between two hosts, or between two ranks of one host if both are the same."""
 
     first: str
     second: str
@@ -61,11 +61,14 @@ class PairMeasurement:
 
     @property
     def local(self) -> bool:
-        """Whether both ranks are on one host."""
+        """True if both ranks are on one host."""
         return self.first == self.second
 
     def bandwidth(self, size: str = "mb_64") -> float | None:
-        """Return the all-reduce's GB/s of data: of two ranks, each sends and receives so much."""
+        """Return the bandwidth of an all-reduce in GB/s.
+
+        The data is counted once, since each of the two ranks sends and receives it once.
+        """
         seconds = getattr(self, size)
         return None if not seconds else {"mb_1": 1e6, "mb_64": 64e6}[size] / seconds / 1e9
 
@@ -85,7 +88,7 @@ class PairMeasurement:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of the hosts."""
+    """Known facts of the hosts."""
 
     hosts: Mapping[str, int]
     """Ranks of each host; 0 if their number is unknown."""
@@ -94,18 +97,18 @@ class Facts:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     workspace: str = ""
     seen: Mapping[str, bool] = field(default_factory=dict)
-    """Whether the head sees what each host wrote to the workspace."""
+    """By host, True if the head sees the file that the host wrote to the workspace."""
     reach: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The answer of `megacore.doctor.peers ports` on each host."""
+    """Answer of `megacore.doctor.peers ports` on each host."""
     master: str = ""
-    """The host at which the ranks meet, if there are several hosts."""
+    """Host of the ranks' rendezvous, if there are several hosts."""
     pairs: tuple[PairMeasurement, ...] = ()
     left_out: int = 0
-    """Pairs of hosts that were not measured since there are too many."""
+    """Number of pairs of hosts that were not measured because there are too many."""
     needs: Needs | None = None
 
     def answered(self, check: str) -> list[tuple[str, Any]]:
-        """Return the hosts that answered a check with their answers, in the hosts' order."""
+        """Return the hosts that answered a check with their answers, in the order of `hosts`."""
         answers = (
             (host, self.probes[host].get(check)) for host in self.hosts if host in self.probes
         )
@@ -113,5 +116,5 @@ class Facts:
 
     @property
     def several(self) -> bool:
-        """Whether there are several hosts."""
+        """True if there are several hosts."""
         return len(self.hosts) > 1

@@ -1,4 +1,4 @@
-"""What the doctor finds: a verdict and an advice for each check, as a table and as JSON."""
+"""Findings of the doctor: a verdict and advice for each check, as a table and as JSON."""
 
 import json
 import time
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 REPORT_VERSION = 1
 """Version of the JSON; raised when a key changes its meaning."""
 _SENTENCES = 3
-"""Problems of one check that its advice names."""
+"""Number of problems of one check that its advice names."""
 _MOST_HOSTS = 8
-"""Hosts that a line of the table names."""
+"""Number of hosts that a line of the table names."""
 _PAIRS = 24
-"""Pairs that the table shows, the slowest ones first."""
+"""Number of pairs that the table shows, the slowest ones first."""
 
 Verdict = Literal["ok", "warning", "error"]
 _ORDER: dict[Verdict, int] = {"error": 0, "warning": 1, "ok": 2}
@@ -30,17 +30,17 @@ _STYLES: dict[Verdict, str] = {"error": "bold red", "warning": "yellow", "ok": "
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check on all hosts."""
+    """Result of one check on all hosts."""
 
     check: str
-    """Its name, as in docs/doctor.md."""
+    """Name of the check, as in docs/doctor.md."""
     verdict: Verdict
     found: Mapping[str, str]
-    """What was found, by host; the entry with an empty name is for all of them together."""
+    """Observations by host; the entry with an empty name is for all hosts together."""
     advice: str = ""
-    """What is wrong and what to do, in one sentence; empty if all is well."""
+    """Problem and remedy, in one sentence; empty if there is no problem."""
     hosts: tuple[str, ...] = ()
-    """Hosts at fault."""
+    """Hosts that cause the problem."""
 
     def sentence(self) -> str:
         """Return the problem with its hosts, for a message."""
@@ -49,7 +49,7 @@ class Finding:
 
 
 class Judgement:
-    """A finding under construction: what there is on each host, and what is wrong."""
+    """Finding under construction: observations and problems of each host."""
 
     def __init__(self, check: str) -> None:
         self.check = check
@@ -57,15 +57,15 @@ class Judgement:
         self._troubles: list[tuple[Verdict, str, str]] = []
 
     def note(self, host: str, text: str) -> None:
-        """Note what there is on a host, after what was noted of it before."""
+        """Add an observation of a host, after its earlier observations."""
         self._found[host] = f"{self._found[host]}; {text}" if host in self._found else text
 
     def warn(self, host: str, advice: str) -> None:
-        """Add a problem with which a run may start."""
+        """Add a problem that does not prevent a run."""
         self._troubles.append(("warning", host, advice))
 
     def error(self, host: str, advice: str) -> None:
-        """Add a problem by which a run cannot start, or would be wrong."""
+        """Add a problem that prevents a run, or would make it wrong."""
         self._troubles.append(("error", host, advice))
 
     def unanswered(
@@ -77,14 +77,14 @@ class Judgement:
         *,
         late: Verdict | None = None,
     ) -> None:
-        """Add the hosts whose probe could not make a check.
+        """Add the hosts whose probe could not perform a check.
 
         Args:
-            facts: what is known of the hosts.
-            probe_check: the probe's name of the check.
-            verdict: of a host without an answer.
-            advice: what to do about it; may be empty.
-            late: verdict of a host that only lacked the time; None takes `verdict`.
+            facts: facts of the hosts.
+            probe_check: name of the check in the probe.
+            verdict: verdict of a host without an answer.
+            advice: remedy; may be empty.
+            late: verdict of a host that only ran out of time; None means `verdict`.
         """
         for host, probe in facts.probes.items():
             if probe_check in probe.problems:
@@ -99,14 +99,16 @@ class Judgement:
         """Return the finding; None if no host answered."""
         if not self._found and not self._troubles:
             return None
-        verdict = worst(each[0] for each in self._troubles)
-        ordered = sorted(self._troubles, key=lambda each: each[0] != "error")
-        sentences = list(dict.fromkeys(each[2] for each in ordered))
+        verdict = worst(trouble[0] for trouble in self._troubles)
+        ordered = sorted(self._troubles, key=lambda trouble: trouble[0] != "error")
+        sentences = list(dict.fromkeys(trouble[2] for trouble in ordered))
         advice = "; ".join(sentences[:_SENTENCES])
         if len(sentences) > _SENTENCES:
             advice += f"; and {len(sentences) - _SENTENCES} more"
         hosts = tuple(
-            dict.fromkeys(each[1] for each in self._troubles if each[0] == verdict and each[1])
+            dict.fromkeys(
+                trouble[1] for trouble in self._troubles if trouble[0] == verdict and trouble[1]
+            )
         )
         return Finding(self.check, verdict, dict(self._found), advice, hosts)
 
@@ -117,14 +119,14 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def most_common(values: Iterable[Any]) -> Any:
-    """Return the value that most hosts have; of several the first one."""
+    """Return the most frequent value; of equally frequent ones, the first."""
     listed = list(values)
     return max(listed, key=listed.count)
 
 
 @dataclass(frozen=True)
 class Examination:
-    """The outcome of one examination: all findings, and the measurements behind them."""
+    """Result of an examination: all findings, and the measurements behind them."""
 
     hosts: Mapping[str, int]
     """Ranks of each host, in the hostfile's order; 0 if their number is unknown."""
@@ -134,27 +136,27 @@ class Examination:
     pairs: tuple[Mapping[str, Any], ...] = ()
     """Measurements between two hosts, or between two ranks of one."""
     probes: Mapping[str, Any] = field(default_factory=dict)
-    """The answers of each host."""
+    """Answers of each host."""
     started: float = field(default_factory=time.time)
-    """Start in Unix seconds."""
+    """Start time in Unix seconds."""
     seconds: float = 0.0
-    """Duration."""
+    """Duration in seconds."""
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the worst finding."""
+        """Verdict of the worst finding."""
         return worst(finding.verdict for finding in self.findings)
 
     def sorted_findings(self) -> list[Finding]:
-        """Return the problems first, else in the order of the checks."""
+        """Return the findings, problems first, otherwise in the order of the checks."""
         return sorted(self.findings, key=lambda finding: _ORDER[finding.verdict])
 
     def first_error(self) -> Finding | None:
-        """Return the first finding by which a run cannot start."""
+        """Return the first finding that prevents a run, or None."""
         return next((finding for finding in self.findings if finding.verdict == "error"), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the examination for programs; docs/doctor.md describes the keys."""
+        """Return the examination as a JSON object; docs/doctor.md describes the keys."""
         return {
             "version": REPORT_VERSION,
             "mode": self.mode,
@@ -177,13 +179,13 @@ class Examination:
 
 def show(examination: Examination, console: "Console") -> None:
     """Print the verdicts, then the pairs of hosts."""
-    troubles = [finding for finding in examination.sorted_findings() if finding.verdict != "ok"]
+    problems = [finding for finding in examination.sorted_findings() if finding.verdict != "ok"]
     console.print(_verdicts(examination))
     if len(_between(examination)) > 1:
         console.print(_pairs(examination))
     hosts, checks = len(examination.hosts), len(examination.findings)
     style = _STYLES[examination.verdict]
-    outcome = "all is well" if not troubles else _count(troubles)
+    outcome = "all is well" if not problems else _count(problems)
     console.print(
         f"{hosts} host{'s' if hosts > 1 else ''}, {checks} checks in {examination.seconds:.1f} s: "
         f"[{style}]{outcome}[/]",
@@ -192,9 +194,9 @@ def show(examination: Examination, console: "Console") -> None:
     )
 
 
-def _count(troubles: list[Finding]) -> str:
-    errors = sum(finding.verdict == "error" for finding in troubles)
-    warnings = len(troubles) - errors
+def _count(problems: list[Finding]) -> str:
+    errors = sum(finding.verdict == "error" for finding in problems)
+    warnings = len(problems) - errors
     parts = [
         f"{number} {name}{'s' if number > 1 else ''}"
         for number, name in ((errors, "error"), (warnings, "warning"))
@@ -221,15 +223,15 @@ def _verdicts(examination: Examination) -> "Table":
 
 
 def _lines(examination: Examination, finding: Finding) -> list[str]:
-    """Return a line for each thing that was found, with the hosts where it was."""
+    """Return a line for each observation, with the hosts it applies to."""
     if len(examination.hosts) == 1:
         return list(finding.found.values())
     by_text: dict[str, list[str]] = {}
     for host, text in finding.found.items():
         by_text.setdefault(text, []).append(host)
-    everybody = list(examination.hosts)
+    all_hosts = list(examination.hosts)
     return [
-        text if hosts == [""] else f"{'all' if hosts == everybody else _some(hosts)}: {text}"
+        text if hosts == [""] else f"{'all' if hosts == all_hosts else _some(hosts)}: {text}"
         for text, hosts in by_text.items()
     ]
 
@@ -257,6 +259,6 @@ def _pairs(examination: Examination) -> "Table":
 
 
 def _between(examination: Examination) -> list[Mapping[str, Any]]:
-    """Return the measurements between two hosts: failed ones first, then by their bandwidth."""
+    """Return the measurements between two hosts: failed ones first, then by bandwidth."""
     between = [pair for pair in examination.pairs if pair["hosts"][0] != pair["hosts"][1]]
     return sorted(between, key=lambda pair: (pair["problem"] is None, pair["mb_64_gb_s"] or 0.0))

@@ -1,4 +1,4 @@
-"""What a machine has: packages, limits, memory, GPUs, kernels, and how fast it computes.
+"""Inspection of a host: packages, limits, memory, GPUs, kernels and speed.
 
 torch is imported only by the functions that need it.
 """
@@ -32,9 +32,10 @@ PACKAGES = (
     "pydantic",
     "triton",
 )
-"""Packages, beside megacore and Python, that decide what a run computes and what ranks exchange."""
+"""Packages, besides megacore and Python, that affect the results of a run and the communication
+of its ranks."""
 REQUIRED = ("python", "megacore", "torch", "numpy")
-"""Packages of which every host must have the same version."""
+"""Packages that must have the same version on every host."""
 _GIT_SECONDS = 5.0
 """Time limit of git."""
 _LIMITS = {
@@ -65,16 +66,16 @@ _CPU_SIZE = 1024
 _GPU_SIZE = 4096
 _COPY_BYTES = 2**26
 _RATE_SECONDS = 0.5
-"""Duration of a measurement of speed, which repeats …"""
+"""Duration of a speed measurement, within the limits of repetitions below."""
 _LEAST, _MOST = 3, 50
-"""… at least and at most so many times."""
+"""Minimum and maximum number of repetitions of a speed measurement."""
 _GIGA = 1e9
 
 
 def look_at_packages() -> dict[str, Any]:
-    """Return the versions by package, None if it is missing; no package is imported.
+    """Return the version of each package, None if it is missing; no package is imported.
 
-    megacore's version has a digest of its sources.
+    megacore's version includes a digest of its sources.
     """
     root = Path(megacore.__file__).parent
     versions: dict[str, str | None] = {
@@ -96,7 +97,7 @@ def look_at_packages() -> dict[str, Any]:
 
 
 def sources_digest(root: Path) -> str:
-    """Return the first digits of a hash over names and contents of a package's Python files."""
+    """Return the first digits of a hash of names and contents of a package's Python files."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
@@ -105,19 +106,19 @@ def sources_digest(root: Path) -> str:
 
 
 def git_commit(root: Path) -> str | None:
-    """Return the commit of the work tree that holds `root`; None outside of git."""
+    """Return the commit of the git work tree that contains `root`; None outside of git."""
     command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return result.stdout.strip() or None if result.returncode == 0 else None
 
 
 def look_at_limits() -> dict[str, Any]:
-    """Return the soft limits (None: unlimited), the kernel's overcommit rule and RDMA devices."""
+    """Return soft limits (None: unlimited), the kernel's overcommit mode and RDMA devices."""
     limits: dict[str, Any] = {}
     for name, number in _LIMITS.items():
         soft, _ = resource.getrlimit(number)
@@ -132,7 +133,7 @@ def look_at_limits() -> dict[str, Any]:
 
 
 def look_at_memory() -> dict[str, Any]:
-    """Return main memory and its limit and shared memory in bytes, cores and load."""
+    """Return host memory, its limit and shared memory in bytes, the cores and the load."""
     info = memory_info()
     shared = Path("/dev/shm")
     usage = shutil.disk_usage(shared) if shared.is_dir() else None
@@ -148,7 +149,7 @@ def look_at_memory() -> dict[str, Any]:
 
 
 def look_at_gpus() -> dict[str, Any]:
-    """Return the GPUs that this process sees, and what nvidia-smi tells; no context is opened."""
+    """Return visible GPUs and nvidia-smi's report; no CUDA context is created."""
     gpus: dict[str, Any] = {
         "visible": [{"name": gpu.name, "memory": gpu.memory} for gpu in Hardware.detect().gpus],
         "restricted": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -159,7 +160,7 @@ def look_at_gpus() -> dict[str, Any]:
     if program is None:
         return gpus
     try:
-        # At the same time: without persistence mode the driver starts all GPUs for each single
+        # In parallel, because without persistence mode the driver initializes all GPUs for each
         # query.
         with ThreadPoolExecutor(2) as pool:
             listed, running = pool.map(lambda query: _ask(program, *query), _QUERIES.items())
@@ -183,7 +184,7 @@ def _output_of(error: Exception) -> str:
 
 
 def parse_smi(listed: str, running: str) -> list[dict[str, Any]]:
-    """Read nvidia-smi's CSV as a mapping for each GPU: memory in bytes, None if unknown."""
+    """Parse nvidia-smi's CSV into a dict for each GPU: memory in bytes, None if unknown."""
     gpus: dict[str, dict[str, Any]] = {}
     for row in _rows(listed):
         values = dict(zip(_FIELDS, row, strict=False))
@@ -220,12 +221,12 @@ def _bytes(text: str | None) -> int | None:
 
 
 def look_at_torch(precision: str, kernels: str, compile_layers: str) -> dict[str, Any]:
-    """Return torch's build, and the precision and the kernels (by operation) that a run would have.
+    """Return torch's build, and the precision and the kernels (by operation) of a run here.
 
     Args:
         precision: `train.precision`.
         kernels: `train.kernels`.
-        compile_layers: `train.compile`; whether compilation works shows when a run begins.
+        compile_layers: `train.compile`; compilation itself is only tested when a run starts.
     """
     import torch
 
@@ -254,7 +255,7 @@ def look_at_torch(precision: str, kernels: str, compile_layers: str) -> dict[str
 
 
 def measure_speed() -> dict[str, Any]:
-    """Measure a matrix product (GFLOP/s) and a copy in memory (GB/s) on the CPU, or on each GPU."""
+    """Measure a matrix product (GFLOP/s) and a memory copy (GB/s) on the CPU, or on each GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -265,7 +266,7 @@ def measure_speed() -> dict[str, Any]:
         try:
             dtype = torch.bfloat16 if bf16 else torch.float16
             devices.append(_rates(torch.device("cuda", number), dtype, _GPU_SIZE))
-        except RuntimeError as error:  # a GPU that does not run must not hide the others
+        except RuntimeError as error:  # a broken GPU must not hide the others
             devices.append({"problem": " ".join(str(error).split())[:300]})
     return {"device": "cuda", "devices": devices, "expected": len(Hardware.detect().gpus)}
 
@@ -291,7 +292,7 @@ def _rates(device: Any, dtype: Any, size: int) -> dict[str, float]:
 
 
 def _median_seconds(work: Callable[[], object], wait: Callable[[], None]) -> float:
-    """Return the median time of `work`, after one call that warms up."""
+    """Return the median time of `work`, after one warm-up call."""
     work()
     wait()
     times: list[float] = []

@@ -1,7 +1,7 @@
-"""What lies between the hosts: names, interfaces, ports, bandwidth and latency.
+"""Network between the hosts: names, interfaces, ports, bandwidth and latency.
 
-`look_at_network` looks at a machine. The functions that return a `Finding` judge what the hosts
-have answered.
+`look_at_network` inspects the host it runs on. The functions that return a `Finding` evaluate the
+hosts' answers.
 """
 
 import fcntl
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 _SIOCGIFADDR = 0x8915
 _INTERFACES = Path("/sys/class/net")
 SLOW_LINK = 0.7
-"""A host's link is slow if the median of its pairs is below this part of the median of all hosts.
+"""A host's link is slow if the median bandwidth of its pairs is below this fraction of the
+median of all hosts.
 
-Of two hosts nobody can say whose link it is."""
+With two hosts it is unknown which link is slow."""
 LATE_LINK = 3.0
-"""A host's link is late if the median latency of its pairs is so many times that of all …"""
+"""A host's link is late if the median latency of its pairs exceeds this multiple of the median
+of all hosts, and `LATE_AT_LEAST`."""
 LATE_AT_LEAST = 1e-3
-"""… and more than this many seconds."""
+"""Latency in seconds up to which no link is late."""
 GIGABIT = 0.1
-"""GB/s that gigabit Ethernet reaches."""
+"""Bandwidth in GB/s that gigabit Ethernet reaches."""
 _GIGABIT_SPEED = 1000
-"""Its speed in Mbit/s."""
+"""Speed of gigabit Ethernet in Mbit/s."""
 
 
 def look_at_network(peers: Mapping[str, str], interface: str) -> dict[str, Any]:
-    """Return how this machine resolves the hosts' names, its interface to them, and two free ports.
+    """Return this host's resolution of peer names, its interface to them, and two free ports.
 
     Args:
         peers: addresses of the other hosts, by name.
@@ -45,13 +47,17 @@ def look_at_network(peers: Mapping[str, str], interface: str) -> dict[str, Any]:
     """
     name = socket.gethostname()
     resolved = {peer: resolve(address) for peer, address in peers.items()}
-    usable = [found[0] for found in resolved.values() if found and not is_loopback(found[0])]
+    usable = [
+        addresses[0]
+        for addresses in resolved.values()
+        if addresses and not is_loopback(addresses[0])
+    ]
     device = interface_to(usable[0]) if usable and interface == "auto" else None
     address = _route_from(usable[0]) if device is not None else None
     if peers and interface != "auto":
         device = interface.partition(",")[0]
         address = interface_address(device)
-    there = _INTERFACES.iterdir() if _INTERFACES.is_dir() else ()
+    interface_paths = _INTERFACES.iterdir() if _INTERFACES.is_dir() else ()
     return {
         "hostname": name,
         "own_addresses": resolve(name) if peers else [],
@@ -59,13 +65,13 @@ def look_at_network(peers: Mapping[str, str], interface: str) -> dict[str, Any]:
         "interface": device,
         "address": address,
         **(describe_interface(device) if device else {"exists": False}),
-        "interfaces": sorted(path.name for path in there),
+        "interfaces": sorted(path.name for path in interface_paths),
         "ports": free_ports(2),
     }
 
 
 def resolve(name: str) -> list[str]:
-    """Return the IPv4 addresses of a name by this machine's resolver; [] if it knows none."""
+    """Return the IPv4 addresses of a name by this host's resolver; empty if it is unknown."""
     try:
         answers = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
@@ -74,7 +80,7 @@ def resolve(name: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if an address leads back to the machine that uses it."""
+    """Return True if an address is a loopback address."""
     return ipaddress.ip_address(address).is_loopback
 
 
@@ -96,7 +102,7 @@ def interface_address(name: str) -> str | None:
 
 
 def describe_interface(name: str) -> dict[str, Any]:
-    """Return speed (in Mbit/s, None if the driver does not tell), MTU and state of an interface."""
+    """Return speed (Mbit/s, None if not reported), MTU and state of an interface."""
     folder = _INTERFACES / name
     speed = _number(folder / "speed")
     return {
@@ -110,7 +116,7 @@ def describe_interface(name: str) -> dict[str, Any]:
 def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):  # an interface that is down has no speed
+    except (OSError, ValueError):  # reading the speed fails if the interface is down
         return None
 
 
@@ -120,37 +126,37 @@ def _number(path: Path) -> int | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports on which nobody listens."""
+    """Return `count` different ports that are not in use."""
     sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
     try:
-        for each in sockets:
-            each.bind(("", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        for listener in sockets:
+            listener.bind(("", 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for listener in sockets:
+            listener.close()
 
 
 def names(facts: "Facts") -> Finding | None:
-    """Check that every host resolves the addresses that ssh uses, and none to itself."""
-    judged = Judgement("names")
+    """Check that hosts resolve the addresses that ssh uses, and none to a loopback address."""
+    judgement = Judgement("names")
     for host, value in facts.answered("network"):
         if not value["peers"]:
             continue
         addresses = value["own_addresses"]
-        judged.note(host, f"{value['hostname']} is {', '.join(addresses) or 'unknown'} there")
+        judgement.note(host, f"{value['hostname']} is {', '.join(addresses) or 'unknown'} there")
         if addresses and is_loopback(addresses[0]):
-            judged.warn(
+            judgement.warn(
                 host,
-                f"the host's own name leads to {addresses[0]}, where nobody else can meet it: "
-                "megacore does without it, but other launchers do not; give the name its real "
+                f"the host's own name leads to {addresses[0]}, where no other host reaches it: "
+                "megacore does not need it, but other launchers do not; give the name its real "
                 "address in /etc/hosts",
             )
         for peer, resolved in value["peers"].items():
             problem = _name_problem(host, peer, resolved)
             if problem:
-                (judged.error if peer == facts.master else judged.warn)(host, problem)
-    return judged.finding()
+                (judgement.error if peer == facts.master else judgement.warn)(host, problem)
+    return judgement.finding()
 
 
 def _name_problem(host: str, peer: str, addresses: list[str]) -> str | None:
@@ -168,167 +174,176 @@ def _name_problem(host: str, peer: str, addresses: list[str]) -> str | None:
 
 
 def interfaces(facts: "Facts") -> Finding | None:
-    """Check that each host has an interface to the others, and that these are alike."""
-    judged = Judgement("interface")
+    """Check that each host has an interface to the others, and that their MTU and speed agree."""
+    judgement = Judgement("interface")
     answered = [(host, value) for host, value in facts.answered("network") if value["peers"]]
     for host, value in answered:
         name = value["interface"]
         if name is None:
-            judged.note(host, "no route")
-            judged.error(
+            judgement.note(host, "no route")
+            judgement.error(
                 host,
                 f"{host} has no route to the other hosts: look at its network, or name the "
                 f"interface in launch.interface ({', '.join(value['interfaces'])})",
             )
             continue
         if not value["exists"] or value["address"] is None:
-            judged.note(host, f"{name} is {'without an address' if value['exists'] else 'missing'}")
-            judged.error(
+            judgement.note(
+                host, f"{name} is {'without an address' if value['exists'] else 'missing'}"
+            )
+            judgement.error(
                 host,
                 f"launch.interface is {name}, which {host} lacks or has no address on: name one of "
                 f"{', '.join(value['interfaces'])}, or set it to auto",
             )
             continue
         speed = "" if value["speed"] is None else f", {value['speed'] / 1000:g} Gbit/s"
-        judged.note(host, f"{name} {value['address']}{speed}, MTU {value['mtu']}")
+        judgement.note(host, f"{name} {value['address']}{speed}, MTU {value['mtu']}")
         if is_loopback(value["address"]):
-            judged.error(
+            judgement.error(
                 host,
                 f"{host} reaches the others through {name}, the loopback interface: name another "
                 "launch.interface",
             )
         if value["speed"] is not None and value["speed"] < _GIGABIT_SPEED:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"{name} of {host} has {value['speed']} Mbit/s: look at its cable and its switch "
                 "port",
             )
-    judged.unanswered(
+    judgement.unanswered(
         facts, "network", "error", "its resolver may hang; look at /etc/resolv.conf there"
     )
-    for key, what in (("mtu", "MTU"), ("speed", "speed in Mbit/s")):
+    for key, label in (("mtu", "MTU"), ("speed", "speed in Mbit/s")):
         known = [(host, value[key]) for host, value in answered if value.get(key) is not None]
         usual = most_common(value for _, value in known) if known else None
         for host, value in known:
             if value != usual:
-                judged.warn(
+                judgement.warn(
                     host,
-                    f"the {what} of the interface is {value} on {host} and {usual} elsewhere: make "
-                    "them equal",
+                    f"the {label} of the interface is {value} on {host} and {usual} elsewhere: "
+                    "make them equal",
                 )
-    return judged.finding()
+    return judgement.finding()
 
 
 def ports(facts: "Facts") -> Finding | None:
-    """Check that the port where ranks meet can be opened, and that hosts reach each other."""
-    judged = Judgement("ports")
+    """Check that the port of the rendezvous can be opened, and that hosts reach each other."""
+    judgement = Judgement("ports")
     for host, answer in facts.reach.items():
         if "problem" in answer:
             problem = str(answer["problem"])
-            judged.note(host, problem)
-            add = judged.warn if problem.startswith(NO_ANSWER) else judged.error
+            judgement.note(host, problem)
+            add = judgement.warn if problem.startswith(NO_ANSWER) else judgement.error
             add(host, f"the ports of {host} were not tried ({problem}): start the doctor again")
             continue
         value = answer["value"]
         if value["listens"] is not None:
-            judged.note(host, f"port {value['port']}: {value['listens']}")
+            judgement.note(host, f"port {value['port']}: {value['listens']}")
             setting = (
                 f" (launch.rdzv_endpoint {facts.launch.rdzv_endpoint})"
                 if host == facts.master
                 else ""
             )
-            judged.error(
+            judgement.error(
                 host,
                 f"port {value['port']} of {host}{setting} cannot be opened: {value['listens']}: "
-                "end who uses it, or take another one",
+                "end the process that uses it, or take another port",
             )
         else:
-            judged.note(host, f"port {value['port']} is free")
-        _reached(judged, facts, host, value["reached"])
-    return judged.finding()
+            judgement.note(host, f"port {value['port']} is free")
+        _reached(judgement, facts, host, value["reached"])
+    return judgement.finding()
 
 
-def _reached(judged: Judgement, facts: "Facts", host: str, reached: dict[str, Any]) -> None:
-    """Note which ports a host reaches; a port that cannot be opened is the other's problem."""
+def _reached(judgement: Judgement, facts: "Facts", host: str, reached: dict[str, Any]) -> None:
+    """Add the ports that a host reaches and those that it does not.
+
+    A port that cannot be opened is the other host's problem.
+    """
     closed = {
         name
         for name, answer in facts.reach.items()
         if "problem" in answer or answer["value"]["listens"] is not None
     }
-    seen = [peer for peer in facts.hosts if peer in reached and reached[peer]["problem"] is None]
+    reachable = [
+        peer for peer in facts.hosts if peer in reached and reached[peer]["problem"] is None
+    ]
     if reached:
-        judged.note(host, f"reaches {', '.join(seen) if seen else 'nobody'}")
+        judgement.note(host, f"reaches {', '.join(reachable) if reachable else 'nobody'}")
     for peer, result in reached.items():
         if result["problem"] is None or peer in closed:
             continue
-        what = (
+        purpose = (
             "where the ranks meet" if peer == facts.master else "as the ranks' own connections need"
         )
-        judged.error(
+        judgement.error(
             host,
-            f"{host} does not reach {peer} at {result['address']}:{result['port']}, {what} "
+            f"{host} does not reach {peer} at {result['address']}:{result['port']}, {purpose} "
             f"({result['problem']}): open all ports between the hosts in the firewall",
         )
 
 
 def bandwidth(facts: "Facts") -> Finding | None:
     """Check that every measured pair exchanges data, and that no host's link is slow."""
-    judged = Judgement("bandwidth")
+    judgement = Judgement("bandwidth")
     unmeasured = [pair for pair in facts.pairs if (pair.problem or "").startswith(NOT_BEGUN)]
     if unmeasured:
         count = f"{len(unmeasured)} of {len(facts.pairs)} pairs"
-        judged.warn(
+        judgement.warn(
             "", f"{count} were not measured in time: examine fewer hosts at a time (launch.include)"
         )
     for pair in facts.pairs:
         if pair.problem is not None and pair not in unmeasured:
-            who = f"two ranks of {pair.first}" if pair.local else f"{pair.first} and {pair.second}"
-            judged.error(
+            ranks = (
+                f"two ranks of {pair.first}" if pair.local else f"{pair.first} and {pair.second}"
+            )
+            judgement.error(
                 pair.first,
-                f"{who} do not exchange data over {pair.backend} ({pair.problem}): open all ports "
-                "between the hosts, and see that launch.interface is right",
+                f"{ranks} do not exchange data over {pair.backend} ({pair.problem}): open all "
+                "ports between the hosts, and see that launch.interface is right",
             )
     between = [pair for pair in facts.pairs if not pair.local and pair.problem is None]
     rates = host_medians(between, lambda pair: pair.bandwidth())
     latencies = host_medians(between, lambda pair: pair.latency)
     for host in facts.hosts:
         local = [
-            each
-            for each in facts.pairs
-            if each.local and each.first == host and each.problem is None
+            pair
+            for pair in facts.pairs
+            if pair.local and pair.first == host and pair.problem is None
         ]
         parts = (
             [_shown(rates[host], latencies[host])] if host in rates and host in latencies else []
         )
-        parts += [f"within {_shown(each.bandwidth(), each.latency)}" for each in local]
+        parts += [f"within {_shown(pair.bandwidth(), pair.latency)}" for pair in local]
         if parts:
-            judged.note(host, ", ".join(parts))
+            judgement.note(host, ", ".join(parts))
     for host in slow_links(rates):
-        judged.warn(
+        judgement.warn(
             host,
             f"the link of {host} is slow: {rates[host]:.2f} GB/s in the median of its pairs, "
             f"{statistics.median(rates.values()):.2f} of all: look at its cable, switch port and "
             "interface",
         )
     for host in late_links(latencies):
-        judged.warn(
+        judgement.warn(
             host,
             f"the link of {host} is late: {latencies[host] * 1e3:.1f} ms in the median of its "
             f"pairs, {statistics.median(latencies.values()) * 1e3:.1f} of all: see that it is in "
             "the same zone and rack",
         )
-    _compared_with_the_model(judged, facts, rates)
+    _compared_with_the_model(judgement, facts, rates)
     if facts.left_out:
-        judged.note(
+        judgement.note(
             "",
             f"measured: {len(between)} pairs, neighbours of a ring and random ones; "
             f"{facts.left_out} were left out",
         )
-    return judged.finding()
+    return judgement.finding()
 
 
-def _compared_with_the_model(judged: Judgement, facts: "Facts", rates: dict[str, float]) -> None:
-    """Note what the median rate means for a step; warn below gigabit Ethernet."""
+def _compared_with_the_model(judgement: Judgement, facts: "Facts", rates: dict[str, float]) -> None:
+    """Add the time that a step's exchange takes; warn below gigabit Ethernet."""
     if not rates:
         return
     median = statistics.median(rates.values())
@@ -340,9 +355,9 @@ def _compared_with_the_model(judged: Judgement, facts: "Facts", rates: dict[str,
             f"{facts.needs.name} exchanges {size:.3g} GB of gradients a step, {duration} at this "
             "rate"
         )
-        judged.note("", exchange)
+        judgement.note("", exchange)
     if median < GIGABIT:
-        judged.warn(
+        judgement.warn(
             "",
             f"the hosts exchange {median:.3f} GB/s, less than gigabit Ethernet"
             f"{f' ({exchange})' if exchange else ''}: name a faster launch.interface, or train on "
@@ -353,7 +368,7 @@ def _compared_with_the_model(judged: Judgement, facts: "Facts", rates: dict[str,
 def host_medians(
     pairs: "list[PairMeasurement]", value: "Callable[[PairMeasurement], float | None]"
 ) -> dict[str, float]:
-    """Return for each host the median of a value over its pairs."""
+    """Return the median of a value over the pairs of each host."""
     by_host: dict[str, list[float]] = {}
     for pair in pairs:
         measured = value(pair)
@@ -364,7 +379,7 @@ def host_medians(
 
 
 def slow_links(rates: dict[str, float]) -> list[str]:
-    """Return the hosts, of three or more, with less than SLOW_LINK times the median rate of all."""
+    """Return the hosts, of three or more, below SLOW_LINK times the median rate of all."""
     if len(rates) < 3:
         return []
     limit = SLOW_LINK * statistics.median(rates.values())

@@ -1,15 +1,15 @@
-"""What a host does with its peers: `python -m megacore.doctor.peers ports`, or `… pairs`.
+"""Tests of a host with its peers: `python -m megacore.doctor.peers ports`, or `… pairs`.
 
-Both commands read the host's part from stdin.
+Both commands read the host's input from stdin.
 
-`ports` listens at one port and connects to the ports of other hosts. A host listens until all hosts
-that have to connect to it have done so, or the time is up. The first host's port is the one at
-which the ranks meet.
+`ports` listens at one port and connects to the ports of other hosts. It listens until all expected
+hosts have connected, or the time is up. The port of the first host is that of the ranks'
+rendezvous.
 
 `pairs` measures bandwidth and latency between two hosts, one round after the other. Each host has a
-store at which it meets the hosts that come after it in the hostfile. Each pair has a process group
-(gloo, or NCCL if both have GPUs), which is destroyed before the next round. Both sides repeat a
-measurement equally often, as the time of the warm-up decides.
+store for the rendezvous with the hosts after it in the hostfile. Each pair has a process group
+(gloo, or NCCL if both have GPUs), which is destroyed before the next round. Both ranks use the same
+number of repetitions, which the duration of the warm-up determines.
 """
 
 import json
@@ -28,18 +28,18 @@ from megacore.doctor.protocol import NOT_BEGUN, answer, leave, say
 from megacore.launch.exit_reason import die_with_parent
 
 CONNECT_SECONDS = 6.0
-"""Time limit for reaching a port; the host at the other end may start a little later."""
+"""Time limit for reaching a port; the other host may start a little later."""
 _TRY_SECONDS = 2.0
 _PAUSE = 0.1
 SIZES = {"mb_1": 10**6, "mb_64": 64 * 10**6}
-"""Bytes of the all-reduces."""
+"""Sizes of the all-reduces in bytes."""
 _SMALL = 8
 """Bytes of the all-reduce that measures the latency."""
 _REPEATS = {"latency": 50, "mb_1": 20, "mb_64": 5}
 _BUDGET = 1.0
 """Seconds for the repetitions of one size, without the warm-up."""
 _MEET_SECONDS = 12.0
-"""Time limit for the other host to come; it may have waited for another one in the last round."""
+"""Time limit for the rendezvous; the other host may have been delayed in the last round."""
 _COLLECTIVE_SECONDS = 10.0
 _PAIR_SECONDS = 30.0
 _LOCAL = "local"
@@ -47,17 +47,18 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def main() -> None:
-    """Run the command that the first argument names, with this host's part from stdin."""
+    """Run the command named by the first argument, with this host's input from stdin."""
     command = {"ports": connect_ports, "pairs": measure_rounds}[sys.argv[1]]
     command(json.loads(sys.stdin.buffer.read()))
     leave()
 
 
 def connect_ports(part: Mapping[str, Any]) -> None:
-    """Listen at a port, connect to those of the targets, and write which were reached.
+    """Listen at a port, connect to the targets' ports, and report which were reached.
 
-    The part: `host`, `port`, `expected` (hosts that will connect), `targets` ({host: [address,
-    port]}) and `seconds`.
+    Args:
+        part: input of this host: `host`, `port`, `expected` (number of hosts that will connect),
+            `targets` ({host: [address, port]}) and `seconds`.
     """
     ends = time.monotonic() + float(part["seconds"])
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -78,7 +79,7 @@ def connect_ports(part: Mapping[str, Any]) -> None:
 
 
 def _serve(server: socket.socket, heard: threading.Semaphore) -> None:
-    """Count the hosts that connect and say their name."""
+    """Accept connections, and count the hosts that send their name."""
     while True:
         connection, _ = server.accept()
         connection.settimeout(_TRY_SECONDS)
@@ -94,7 +95,7 @@ def _serve(server: socket.socket, heard: threading.Semaphore) -> None:
 def connect_to_all(
     host: str, targets: Mapping[str, tuple[str, int]], limit: float
 ) -> dict[str, dict[str, Any]]:
-    """Connect to all targets at the same time; each result has its seconds or a problem."""
+    """Connect to all targets in parallel; return the duration or the problem for each."""
     reached: dict[str, dict[str, Any]] = {}
 
     def run(name: str, address: str, port: int) -> None:
@@ -112,7 +113,7 @@ def connect_to_all(
 
 
 def _connect(host: str, address: str, port: int, limit: float) -> dict[str, Any]:
-    """Try until the port is reached or the time is up; the last failure is the problem."""
+    """Retry until the port is reached or the time is up; the last failure is the problem."""
     ends = time.monotonic() + limit
     problem = ""
     while time.monotonic() < ends:
@@ -123,7 +124,7 @@ def _connect(host: str, address: str, port: int, limit: float) -> dict[str, Any]
                 connection.sendall(f"{host}\n".encode())
             return {"seconds": round(seconds, 6), "address": address, "port": port, "problem": None}
         except TimeoutError:
-            problem = "no answer, as behind a firewall that drops packets"
+            problem = "no answer, such as behind a firewall that drops packets"
         except ConnectionRefusedError:
             problem = "connection refused: nothing listens there, or a firewall rejects it"
         except OSError as error:
@@ -135,10 +136,11 @@ def _connect(host: str, address: str, port: int, limit: float) -> dict[str, Any]
 def measure_rounds(part: Mapping[str, Any]) -> None:
     """Measure this host's pair in each round, and write a line for each.
 
-    The part: `host`, `interface` (null if there is no other host), `port` of its store, `backend`,
-    `seconds`, `environment`, `local` (whether to measure two ranks of this host) and `rounds`. A
-    round is null if the host has no peer in it, else `peer`, `address` and `port` of the store
-    where they meet, `rank` and `backend`.
+    Args:
+        part: input of this host: `host`, `interface` (null if there is no other host), `port` of
+            its store, `backend`, `seconds`, `environment`, `local` (true to measure two ranks of
+            this host) and `rounds`. A round is null if the host has no peer in it, otherwise an
+            object with `peer`, `address` and `port` of the store of the pair, `rank` and `backend`.
     """
     if part.get("rank") == 1:
         die_with_parent()
@@ -153,22 +155,22 @@ def measure_rounds(part: Mapping[str, Any]) -> None:
         leave(1)
     stores: _Stores = store["value"]
     rounds = [_local_round(part, stores.port)] if part["local"] else []
-    for number, against in enumerate([*rounds, *part["rounds"]]):
-        left = ends - time.monotonic()
-        if against is None:
+    for number, meeting in enumerate([*rounds, *part["rounds"]]):
+        remaining = ends - time.monotonic()
+        if meeting is None:
             continue
         line: dict[str, Any] = {"check": str(number), "problem": NOT_BEGUN}
-        if left > 1.0:
-            measure = _measuring(stores, against, part["interface"], user_interfaces)
-            line = answer(str(number), measure, min(left, _PAIR_SECONDS))
+        if remaining > 1.0:
+            measure = _measuring(stores, meeting, part["interface"], user_interfaces)
+            line = answer(str(number), measure, min(remaining, _PAIR_SECONDS))
         say(
-            line | {"peer": against["peer"], "rank": against["rank"], "backend": against["backend"]}
+            line | {"peer": meeting["peer"], "rank": meeting["rank"], "backend": meeting["backend"]}
         )
 
 
 def _local_round(part: Mapping[str, Any], port: int) -> dict[str, Any]:
     """Start a process for the second rank of this host's own pair; return this rank's round."""
-    against = {
+    meeting = {
         "peer": part["host"],
         "address": "127.0.0.1",
         "port": port,
@@ -184,19 +186,19 @@ def _local_round(part: Mapping[str, Any], port: int) -> dict[str, Any]:
         assert process.stdin is not None
         process.stdin.write(json.dumps(other).encode())
         process.stdin.close()
-    return against | {"rank": part.get("rank", 0), _LOCAL: True}
+    return meeting | {"rank": part.get("rank", 0), _LOCAL: True}
 
 
 class _Stores:
-    """This host's store, and the way to those of the others."""
+    """Store of this host, and access to the stores of the others."""
 
     def __init__(self, part: Mapping[str, Any]) -> None:
-        """Import torch and open the port. Raises RuntimeError if it is taken."""
+        """Import torch and open the port. Raises RuntimeError if the port is in use."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         limit = timedelta(seconds=_MEET_SECONDS)
         self.host = str(part["host"])
-        # The second rank of a host has no store of its own.
+        # The second rank of a host uses the store of the first.
         self.own, self.port = None, int(part["port"])
         if part.get("rank") != 1:
             self.own = TCPStore(
@@ -204,25 +206,25 @@ class _Stores:
             )
             self.port = self.own.port
 
-    def meet(self, against: Mapping[str, Any]) -> Any:
-        """Return the store of a pair when both have come. Raises RuntimeError."""
+    def meet(self, meeting: Mapping[str, Any]) -> Any:
+        """Wait for both ranks of a pair, and return its store. Raises RuntimeError."""
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         limit = timedelta(seconds=_MEET_SECONDS)
-        rank = int(against["rank"])
-        first = self.host if rank == 0 else str(against["peer"])
-        second = str(against["peer"]) if rank == 0 else self.host
+        rank = int(meeting["rank"])
+        first = self.host if rank == 0 else str(meeting["peer"])
+        second = str(meeting["peer"]) if rank == 0 else self.host
         if rank == 0 and self.own is not None:
             store = self.own
         else:
             store = TCPStore(
-                str(against["address"]),
-                int(against["port"]),
+                str(meeting["address"]),
+                int(meeting["port"]),
                 is_master=False,
                 wait_for_workers=False,
                 timeout=limit,
             )
-        pair = PrefixStore(f"{first}/{second}/{_LOCAL if against.get(_LOCAL) else ''}", store)
+        pair = PrefixStore(f"{first}/{second}/{_LOCAL if meeting.get(_LOCAL) else ''}", store)
         pair.set(f"here-{rank}", "1")
         pair.wait([f"here-{1 - rank}"], limit)
         return pair
@@ -230,36 +232,36 @@ class _Stores:
 
 def _measuring(
     stores: _Stores,
-    against: Mapping[str, Any],
+    meeting: Mapping[str, Any],
     interface: str | None,
     user_interfaces: Mapping[str, str],
 ) -> Callable[[], dict[str, float]]:
-    """Return what measures a pair, over the interfaces of the user's variables if they are set."""
+    """Return a function that measures a pair over the user's interfaces, or else `interface`."""
 
     def measure() -> dict[str, float]:
-        device = "lo" if against.get(_LOCAL) else interface
+        device = "lo" if meeting.get(_LOCAL) else interface
         for name in _INTERFACE_VARIABLES:
             if device is not None:
                 os.environ[name] = user_interfaces.get(name, device)
-        return _measure(stores, against)
+        return _measure(stores, meeting)
 
     return measure
 
 
-def _measure(stores: _Stores, against: Mapping[str, Any]) -> dict[str, float]:
+def _measure(stores: _Stores, meeting: Mapping[str, Any]) -> dict[str, float]:
     """Measure the seconds of a pair's all-reduces, by size."""
     import torch
     import torch.distributed as dist
 
-    rank, cuda = int(against["rank"]), against["backend"] == "nccl"
+    rank, cuda = int(meeting["rank"]), meeting["backend"] == "nccl"
     device = torch.device("cpu")
     if cuda:
-        device = torch.device("cuda", rank if against.get(_LOCAL) else 0)
+        device = torch.device("cuda", rank if meeting.get(_LOCAL) else 0)
         torch.cuda.set_device(device)
-    store = stores.meet(against)
+    store = stores.meet(meeting)
     limit = timedelta(seconds=_COLLECTIVE_SECONDS)
     dist.init_process_group(
-        str(against["backend"]), store=store, rank=rank, world_size=2, timeout=limit
+        str(meeting["backend"]), store=store, rank=rank, world_size=2, timeout=limit
     )
     try:
         sizes = {"latency": _SMALL, **SIZES}
@@ -283,12 +285,12 @@ def _seconds(size: int, repeats: int, device: Any) -> float:
         return time.perf_counter() - started
 
     def slower() -> float:
-        """Return the time of the slower rank, which both ranks then know."""
+        """Run `once` and return the time of the slower rank, on both ranks."""
         time_of_both = torch.tensor([once()], dtype=torch.float64, device=device)
         dist.all_reduce(time_of_both, dist.ReduceOp.MAX)
         return float(time_of_both)
 
-    # Each all-reduce doubles the values, which fp32 allows a hundred times.
+    # Each all-reduce doubles the values; fp32 overflows only after more than a hundred.
     first = slower()
     expected = first if first > _BUDGET else slower()
     count = max(1, min(repeats, int(_BUDGET / max(expected, 1e-6))))

@@ -1,7 +1,7 @@
-"""The probe of a host: `python -m megacore.doctor.probe` reads a request, writes a line per check.
+"""Probe of a host: `python -m megacore.doctor.probe` reads a request, writes a line per check.
 
-Each check has a time limit, and its line is written when it ends: a check that hangs costs only its
-own answer.
+Each check has a time limit, and its line is written when it ends, so that a check that hangs loses
+only its own answer.
 """
 
 import os
@@ -16,17 +16,17 @@ from megacore.doctor.protocol import NOT_BEGUN, Request, answer, leave, say
 from megacore.errors import LaunchError
 
 QUICK = ("packages", "limits", "memory", "disk")
-"""Checks of any machine that read a few files."""
+"""Checks of every host that read a few files."""
 SLOW = ("gpus", "torch", "speed")
-"""Checks of any machine that take seconds, and longer from a cold file share."""
+"""Checks of every host that take seconds, and longer with a cold file share."""
 QUICK_LIMIT = 8.0
-"""Seconds for a check that reads a few files."""
+"""Time limit in seconds of a check that reads a few files."""
 TORCH_LIMIT = 30.0
-"""Seconds for a check that imports torch and opens a GPU."""
+"""Time limit in seconds of a check that imports torch and opens a GPU."""
 TOKEN_SECONDS = 12.0
 """Seconds for reading token files."""
 TOKEN_RESERVE = 2.0
-"""Seconds that the last block may take beyond that."""
+"""Additional seconds for the last block of token files."""
 _LIMITS = {
     "gpus": 2 * QUICK_LIMIT,
     "torch": TORCH_LIMIT,
@@ -46,19 +46,19 @@ def main() -> None:
     os.environ.update(request.environment)
     deadline = time.monotonic() + request.seconds
     for check in request.checks:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             say({"check": check, "problem": NOT_BEGUN, "seconds": 0.0})
             continue
-        work, limit = work_of(check, request, left)
-        say(answer(check, work, min(limit, left)))
+        work, limit = work_of(check, request, remaining)
+        say(answer(check, work, min(limit, remaining)))
     leave()
 
 
 def work_of(check: str, request: Request, left: float) -> tuple[Callable[[], Any], float]:
-    """Return the function that makes a check in the seconds `left`, and its time limit.
+    """Return the function that performs a check within `left` seconds, and its time limit.
 
-    The function imports what it needs, since an import may hang as well.
+    The function does its own imports, since an import may hang, too.
     """
     if check == "network":
         work: Callable[[], Any] = partial(_look_at_network, request)

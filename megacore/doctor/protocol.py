@@ -1,7 +1,7 @@
-"""How the doctor talks to its programs on the hosts: a JSON object in, a JSON line per check out.
+"""Protocol between the doctor and its programs on the hosts.
 
-On a host each check has a time limit. A check that hangs, for example on a dead file share, is left
-behind and named.
+A program reads a JSON object from stdin and writes a JSON line per check to stdout. Each check has
+a time limit. A check that hangs, for example on a dead file share, is abandoned and reported.
 """
 
 import json
@@ -17,20 +17,20 @@ from typing import Any, NoReturn, Self
 from megacore.errors import LaunchError, MegacoreError
 
 NO_ANSWER = "no answer"
-"""How a problem begins whose cause is a lack of time."""
-NOT_BEGUN = f"{NO_ANSWER}: the time was up before it was begun"
+"""Prefix of problems that are caused by a lack of time."""
+NOT_BEGUN = f"{NO_ANSWER}: the time was up before it began"
 
 
 @dataclass(frozen=True)
 class Request:
-    """The question to the probe of one host."""
+    """Request to the probe of one host."""
 
     host: str
-    """Its name in the hostfile."""
+    """Name of the host in the hostfile."""
     workspace: str
-    """Directory below which everything is written."""
+    """Directory below which all files are written."""
     checks: tuple[str, ...]
-    """Names of the probe's checks, in the order in which they are made."""
+    """Names of the probe's checks, in the order of their execution."""
     seconds: float = 40.0
     """Time after which no further check begins."""
     peers: Mapping[str, str] = field(default_factory=dict)
@@ -38,11 +38,11 @@ class Request:
     interface: str = "auto"
     """`launch.interface`."""
     token: str | None = None
-    """Directory of the proof that all hosts see one workspace; None if each has its own."""
+    """Directory of the proof that all hosts see one workspace; None if each host has its own."""
     prefixes: tuple[str, ...] = ()
-    """Token files without .bin/.idx."""
+    """Paths of the token files without .bin/.idx."""
     vocab_size: int | None = None
-    """Entries of the vocabulary that the tokens are of."""
+    """Number of vocabulary entries, the upper bound of the token ids."""
     share: tuple[int, int] = (0, 1)
     """Part of the tokens that this host reads, as (k, n): every n-th block from the k-th on."""
     index_directory: str | None = None
@@ -54,10 +54,10 @@ class Request:
     compile: str = "auto"
     """`train.compile`."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the ranks will get."""
+    """Environment variables of the ranks."""
 
     def to_json(self) -> bytes:
-        """Return the text for the probe's stdin."""
+        """Return the request as JSON for the probe's stdin."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -76,7 +76,7 @@ class Request:
 
 
 def answer(check: str, work: Callable[[], Any], seconds: float) -> dict[str, Any]:
-    """Return the line of a check: its value, or why there is none."""
+    """Run a check; return its line with the value, or with the problem that prevented it."""
     started = time.monotonic()
     line: dict[str, Any] = {"check": check}
     try:
@@ -85,16 +85,16 @@ def answer(check: str, work: Callable[[], Any], seconds: float) -> dict[str, Any
         line["problem"] = str(error)
     except (MegacoreError, OSError) as error:
         line["problem"] = str(error)
-    except Exception as error:  # one check must not cost the others
+    except Exception as error:  # one check must not prevent the others
         line["problem"] = f"{type(error).__name__}: {error}"
     line["seconds"] = round(time.monotonic() - started, 3)
     return line
 
 
 def limited(work: Callable[[], Any], seconds: float) -> Any:
-    """Run `work` in a thread and return its result, waiting no longer than `seconds`.
+    """Run `work` in a thread and return its result, waiting at most `seconds`.
 
-    Raises what `work` raises, and TimeoutError.
+    Raises the exceptions of `work`, and TimeoutError.
     """
     outcome: list[Any] = []
     failure: list[BaseException] = []
@@ -116,13 +116,13 @@ def limited(work: Callable[[], Any], seconds: float) -> Any:
 
 
 def say(line: Mapping[str, Any]) -> None:
-    """Write a line to stdout at once: what follows may hang."""
+    """Write a line to stdout and flush it, because the next check may hang."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End the process without waiting for a thread that hangs; its output is closed first."""
+    """Close the standard streams and exit without waiting for threads that hang."""
     for descriptor in (0, 1, 2):
         with suppress(OSError):
             os.close(descriptor)
@@ -131,22 +131,22 @@ def leave(code: int = 0) -> NoReturn:
 
 @dataclass(frozen=True)
 class HostProbe:
-    """The answers of one host."""
+    """Answers of one host."""
 
     host: str
     values: Mapping[str, Any] = field(default_factory=dict)
     """Answers by check."""
     problems: Mapping[str, str] = field(default_factory=dict)
-    """Why a check has no answer, by check."""
+    """Reason why a check has no answer, by check."""
     unreachable: str | None = None
-    """Why ssh did not reach it."""
+    """Reason why ssh did not reach the host."""
     failed: str | None = None
-    """Why the probe did not start there."""
+    """Reason why the probe did not start on the host."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """How long each check took."""
+    """Duration of each check."""
 
     def get(self, check: str, *keys: str) -> Any:
-        """Return the answer to a check, or what `keys` lead to in it; None if there is none."""
+        """Return the answer to a check, or its nested value at `keys`; None if it is missing."""
         value: Any = self.values.get(check)
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -158,7 +158,7 @@ class HostProbe:
 
 
 def lines_of(output: bytes) -> list[dict[str, Any]]:
-    """Read the lines of a program; other output and a line that was cut off are skipped."""
+    """Return the JSON lines of a program; other output and incomplete lines are skipped."""
     lines = []
     for text in output.splitlines():
         try:
@@ -171,13 +171,15 @@ def lines_of(output: bytes) -> list[dict[str, Any]]:
 
 
 def read_answers(host: str, output: bytes, asked: Iterable[str], failed: str | None) -> HostProbe:
-    """Read what a probe wrote, also if it was cut off: a check without an answer did not end.
+    """Parse the output of a probe, which may be incomplete.
+
+    A check without an answer gets a problem.
 
     Args:
-        host: the host that answered.
-        output: the probe's output.
-        asked: the checks that the probe had to make.
-        failed: why the command failed; None if it did not.
+        host: name of the host.
+        output: output of the probe.
+        asked: names of the requested checks.
+        failed: reason why the command failed, or None.
     """
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
@@ -190,7 +192,7 @@ def read_answers(host: str, output: bytes, asked: Iterable[str], failed: str | N
         else:
             values[name] = line["value"]
     if not values and not problems:
-        return HostProbe(host, failed=failed or "the probe said nothing")
+        return HostProbe(host, failed=failed or "the probe gave no answer")
     for name in asked:
         if name not in values and name not in problems:
             problems[name] = f"{NO_ANSWER} ({failed or 'the probe ended early'})"

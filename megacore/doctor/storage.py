@@ -1,7 +1,7 @@
-"""What a run reads and writes: workspace, disk, token files and index maps.
+"""Storage of a run: workspace, disk, token files and index maps.
 
-`Proof` and the functions named `look_at_…` look at a machine; data sets are imported only by the
-functions that read them. The other functions judge what the hosts have answered.
+`Proof` and the functions named `look_at_…` inspect the host they run on; only the functions that
+read data sets import them. The other functions evaluate the hosts' answers.
 """
 
 import os
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 PREFIX = ".doctor-"
 _HEAD = "head"
 _WAIT = 5.0
-"""Seconds in which a file share must show a new file to another machine."""
+"""Seconds within which a file share must show a new file to another host."""
 _POLL = 0.05
 _STALE = 3600.0
-"""Age in seconds beyond which a proof belongs to a doctor that was killed."""
+"""Age in seconds beyond which a proof is left over from a doctor that was killed."""
 GIB = 2**30
 LEAST_DISK = 5 * GIB
-"""Free bytes below which a workspace is nearly full, if it is unknown what will be written."""
+"""Free bytes below which a workspace counts as nearly full if the needs of the run are unknown."""
 LEAST_INODES = 10_000
 _IN_MEMORY = ("tmpfs", "ramfs")
 _BLOCK = 1 << 22
-"""Tokens that a thread reads at a time."""
+"""Number of tokens that a thread reads at a time."""
 _THREADS = 4
 
 
 class Proof:
-    """A directory of the workspace by which hosts prove that they see one workspace.
+    """Directory in the workspace that proves that all hosts see the same workspace.
 
-    Each host reads what the head (this machine) has written there, and writes a file of its own.
-    The directory is removed with the context.
+    Each host reads the file that the head (this host) has written there, and writes its own file.
+    The directory is removed when the context ends.
     """
 
     def __init__(self, workspace: Path) -> None:
-        """Choose the directory; nothing is written yet."""
+        """Choose the directory without creating it."""
         self.directory = workspace / f"{PREFIX}{secrets.token_hex(8)}"
 
     def __enter__(self) -> "Proof":
-        """Write the head's file. Raises WorkspaceError."""
+        """Create the directory and write the head's file. Raises WorkspaceError."""
         _remove_stale(self.directory.parent)
         with workspace_errors(self.directory):
             self.directory.mkdir(parents=True)
@@ -65,7 +65,7 @@ class Proof:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def seen(self, hosts: Iterable[str]) -> dict[str, bool]:
-        """Return for each host whether this machine sees its file."""
+        """Return, by host, True if its file is visible on this host."""
         deadline = time.monotonic() + _WAIT
         return {
             host: _appears(self.directory / host, self.directory.name, deadline) for host in hosts
@@ -73,12 +73,12 @@ class Proof:
 
 
 def look_at_workspace(workspace: Path, token: str | None, host: str) -> dict[str, Any]:
-    """Return whether this host can write to the workspace, and sees the head's file there.
+    """Check that this host can write to the workspace and sees the head's file there.
 
     Args:
         workspace: path of the workspace.
         token: directory of the proof; None if each host has its own workspace.
-        host: this host's name.
+        host: name of this host.
     """
     if token is None:
         return {"exists": workspace.is_dir(), "writes": _writes(workspace), "sees_head": None}
@@ -98,7 +98,7 @@ def look_at_workspace(workspace: Path, token: str | None, host: str) -> dict[str
 
 
 def _writes(workspace: Path) -> bool | None:
-    """Return True if a file can be made there; None if the directory is missing."""
+    """Return True if a file can be created in `workspace`; None if the directory is missing."""
     if not workspace.is_dir():
         return None
     probe = workspace / f"{PREFIX}{secrets.token_hex(8)}"
@@ -118,7 +118,7 @@ def _appears(path: Path, content: str, deadline: float) -> bool:
             if path.read_text(encoding="ascii") == content:
                 return True
         except (OSError, ValueError):
-            pass  # not there yet, or half written
+            pass  # missing or incomplete
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL)
@@ -133,66 +133,68 @@ def _remove_stale(workspace: Path) -> None:
 
 def workspaces(facts: "Facts") -> Finding | None:
     """Check that every host can write the workspace, and that a shared one is one directory."""
-    judged = Judgement("workspace")
+    judgement = Judgement("workspace")
     shared = facts.several and _is_shared(facts)
     disk_answers = dict(facts.answered("disk"))
     for host, value in facts.answered("workspace"):
         if shared:
-            _shared_workspace(judged, facts, host, value)
+            _shared_workspace(judgement, facts, host, value)
         elif value["writes"] is False or (
             value["writes"] is None and not disk_answers.get(host, {}).get("writable", True)
         ):
-            judged.note(host, "cannot be written")
-            judged.error(
+            judgement.note(host, "cannot be written")
+            judgement.error(
                 host,
                 f"{facts.workspace} cannot be written on {host}: correct its owner or its mount",
             )
         else:
-            judged.note(host, "writable" if value["exists"] else "not there yet, will be made")
-    judged.unanswered(
+            judgement.note(host, "writable" if value["exists"] else "not there yet, will be made")
+    judgement.unanswered(
         facts,
         "workspace",
         "error",
         f"look at what is mounted at {facts.workspace} (a dead file share?)",
     )
-    return judged.finding()
+    return judgement.finding()
 
 
-def _shared_workspace(judged: Judgement, facts: "Facts", host: str, value: dict[str, Any]) -> None:
+def _shared_workspace(
+    judgement: Judgement, facts: "Facts", host: str, value: dict[str, Any]
+) -> None:
     path = facts.workspace
     if not value["exists"]:
-        judged.note(host, "missing")
-        judged.error(
+        judgement.note(host, "missing")
+        judgement.error(
             host,
             f"{path} does not exist on {host}: mount the shared file system there at the same "
             "path, or set launch.data_placement to node_local",
         )
     elif not value["sees_head"]:
-        judged.note(host, "another directory")
-        judged.error(
+        judgement.note(host, "another directory")
+        judgement.error(
             host,
             f"{path} on {host} is not the directory that this machine has there: mount the same "
             "file system at the same path, or set launch.data_placement to node_local",
         )
     elif not value["writes"]:
-        judged.note(host, "read only")
+        judgement.note(host, "read only")
         reason = value.get("reason") or "not allowed"
-        judged.error(
+        judgement.error(
             host, f"{path} cannot be written on {host} ({reason}): correct its owner or its mount"
         )
     elif not facts.seen.get(host):
-        judged.note(host, "not seen here")
-        judged.error(
+        judgement.note(host, "not seen here")
+        judgement.error(
             host,
             f"what {host} writes to {path} is not seen on this machine within 5 s: look at the "
             "file system's caching (NFS: actimeo, lookupcache)",
         )
     else:
-        judged.note(host, "the same directory, read and written")
+        judgement.note(host, "the same directory, read and written")
 
 
 def look_at_disk(workspace: Path) -> dict[str, Any]:
-    """Return room and file system of the workspace, or of the nearest parent that exists."""
+    """Return space and file system of the workspace, or of its nearest existing parent."""
     directory = workspace
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
@@ -211,13 +213,16 @@ def look_at_disk(workspace: Path) -> dict[str, Any]:
 
 
 def _inodes(directory: Path) -> int | None:
-    """Return the free inodes; None for a file system that does not count them."""
+    """Return the number of free inodes; None for a file system that does not count them."""
     status = os.statvfs(directory)
     return status.f_favail if status.f_files else None
 
 
 def file_system(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
-    """Return type and source of the mount of a path: the last with the longest mount point."""
+    """Return type and source of the mount of a path.
+
+    Of several mounts it is the last one with the longest mount point.
+    """
     longest, mount = -1, ("unknown", "unknown")
     target = os.path.realpath(path)
     for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -231,20 +236,20 @@ def file_system(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple
 
 
 def disks(facts: "Facts") -> Finding | None:
-    """Check that there is room for what a run will write."""
-    judged = Judgement("disk")
+    """Check that there is enough space for the output of a run."""
+    judgement = Judgement("disk")
     needs = facts.needs
     writers = facts.answered("disk")
     first = writers[0][0] if writers else ""
     for host, value in writers:
         free = value["free"]
-        judged.note(
+        judgement.note(
             host, f"{free / GIB:,.1f} of {value['total'] / GIB:,.1f} GiB free, {value['kind']}"
         )
-        # With node-local workspaces the other hosts hold the shards of one checkpoint until these
+        # With node-local workspaces the other hosts store the shards of one checkpoint until they
         # are gathered.
         if needs is not None and free < needs.checkpoint:
-            judged.error(
+            judgement.error(
                 host,
                 f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and one checkpoint of "
                 f"{needs.name} takes {needs.checkpoint / GIB:.1f} GiB: make room (megacore clean), "
@@ -253,34 +258,34 @@ def disks(facts: "Facts") -> Finding | None:
         elif (
             needs is not None and free < needs.checkpoints and (host == first or _is_shared(facts))
         ):
-            judged.warn(
+            judgement.warn(
                 host,
                 f"{value['path']} on {host} has {free / GIB:.1f} GiB free, and the checkpoints "
                 f"that {needs.name} keeps take {needs.checkpoints / GIB:.1f} GiB: make room, or "
                 "lower checkpoint.keep_last",
             )
         elif needs is None and free < LEAST_DISK:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"{value['path']} on {host} has {free / GIB:.1f} GiB free: make room (megacore "
                 "clean)",
             )
         if value["inodes_free"] is not None and value["inodes_free"] < LEAST_INODES:
-            judged.warn(
+            judgement.warn(
                 host,
                 f"{value['path']} on {host} has {value['inodes_free']} inodes free: remove files "
                 "that nobody needs",
             )
         if value["kind"] in _IN_MEMORY:
-            judged.warn(
+            judgement.warn(
                 host,
-                f"{value['path']} on {host} lies in main memory ({value['kind']}), and checkpoints "
+                f"{value['path']} on {host} is in host memory ({value['kind']}), and checkpoints "
                 "there are lost with it: set MEGACORE_WORKSPACE to a disk",
             )
-    judged.unanswered(
+    judgement.unanswered(
         facts, "disk", "error", f"look at what is mounted at {facts.workspace} (a dead file share?)"
     )
-    return judged.finding()
+    return judgement.finding()
 
 
 def _is_shared(facts: "Facts") -> bool:
@@ -293,11 +298,11 @@ def look_at_tokens(
     """Open the token files, and compare this host's share of the tokens with the vocabulary.
 
     Args:
-        prefixes: token files without .bin/.idx.
-        vocab_size: entries of the vocabulary; None only opens the files.
+        prefixes: paths of the token files without .bin/.idx.
+        vocab_size: number of vocabulary entries; None only opens the files.
         share: (k, n) for every n-th block from the k-th on.
-        seconds: time after which no further block begins. Blocks are read in a random order, so
-            that what was read by then is spread over the files.
+        seconds: time after which no further block is read. The order of blocks is random, so that a
+            partial check still covers all parts of the files.
     """
     from megacore.token_files.indexed_dataset import IndexedDataset
 
@@ -324,7 +329,7 @@ def look_at_tokens(
 def _scan(
     dataset: "IndexedDataset", vocab_size: int, share: tuple[int, int], deadline: float
 ) -> dict[str, Any]:
-    """Return how many tokens were read, their extremes, and the place of the first bad one."""
+    """Return the number of tokens read, their extremes, and the position of the first bad one."""
     first, step = share
     starts = list(range(first * _BLOCK, len(dataset.tokens), step * _BLOCK))
     planned = sum(min(_BLOCK, len(dataset.tokens) - start) for start in starts)
@@ -359,30 +364,30 @@ def _scan(
 
 
 def tokens(facts: "Facts") -> Finding | None:
-    """Check that the token files are there and whole, and that the vocabulary has every id."""
-    judged = Judgement("tokens")
+    """Check that the token files are complete, and that the vocabulary contains every id."""
+    judgement = Judgement("tokens")
     for host, value in facts.answered("tokens"):
         read = sum(file.get("read", 0) for file in value["files"])
         planned = sum(file.get("planned", 0) for file in value["files"])
         part = f"{read / planned:.0%} of " if planned and read < planned else ""
-        judged.note(
+        judgement.note(
             host,
             f"{_files(value['files'])}ids of {part}{planned:,} tokens below {value['vocab_size']}",
         )
         for file in value["files"]:
             if "problem" in file:
-                judged.error(host, f"on {host}, {file['problem']}")
+                judgement.error(host, f"on {host}, {file['problem']}")
             elif file.get("outside") is not None:
-                judged.error(
+                judgement.error(
                     host,
                     f"{file['prefix']}.bin holds the id {_worst_id(file)} (at token "
                     f"{file['outside']:,}), and the vocabulary has {value['vocab_size']:,} "
                     "entries: tokenize again with the run's tokenizer",
                 )
-    judged.unanswered(
+    judgement.unanswered(
         facts, "tokens", "error", "look at the disk with the token files", late="warning"
     )
-    return judged.finding()
+    return judgement.finding()
 
 
 def _files(files: list[dict[str, Any]]) -> str:
@@ -394,7 +399,7 @@ def _worst_id(file: dict[str, Any]) -> int:
 
 
 def look_at_index(directory: Path, prefixes: Sequence[str]) -> dict[str, Any]:
-    """Read all index maps; return their number, and the token files that are not the run's.
+    """Read all index maps; return their number, and token files that are not the run's.
 
     Raises DataFormatError.
     """
@@ -417,7 +422,7 @@ def look_at_index(directory: Path, prefixes: Sequence[str]) -> dict[str, Any]:
 
 
 def _maps(directory: Path, index: "IndexDescription") -> Iterator[Path]:
-    """Yield the maps of each split that has samples: of its data sets, and of their blend."""
+    """Yield the map paths of each non-empty split: those of its data sets and of their blend."""
     from megacore.data.index_directory import (
         BLEND_MAP_NAMES,
         MAP_NAMES,
@@ -440,16 +445,16 @@ def _maps(directory: Path, index: "IndexDescription") -> Iterator[Path]:
 
 
 def index_maps(facts: "Facts") -> Finding | None:
-    """Check that the run's index maps are there, readable, and of its token files."""
-    judged = Judgement("index maps")
+    """Check that the run's index maps are readable and belong to its token files."""
+    judgement = Judgement("index maps")
     for host, value in facts.answered("index"):
         samples = ", ".join(f"{count:,} {split}" for split, count in value["samples"].items())
-        judged.note(host, f"{value['maps']} maps, {samples} samples")
+        judgement.note(host, f"{value['maps']} maps, {samples} samples")
         if value["others"]:
-            judged.error(
+            judgement.error(
                 host,
                 f"the index maps in {value['directory']} are of {value['others'][0]}, which is not "
                 "among the run's token files: build them again",
             )
-    judged.unanswered(facts, "index", "error", "", late="warning")
-    return judged.finding()
+    judgement.unanswered(facts, "index", "error", "", late="warning")
+    return judgement.finding()

@@ -1,4 +1,4 @@
-"""What is examined: the hosts, and what is known of the run that they will do."""
+"""Subject of an examination: the hosts, and the known facts of the run planned on them."""
 
 import socket
 from collections.abc import Mapping
@@ -24,23 +24,23 @@ from megacore.plan.vocabulary import expected_vocab_size
 _CHECKPOINT_BYTES = 12
 """Bytes of a checkpoint for each parameter: fp32 weights and two moments."""
 _WRITING = 1
-"""Checkpoints that are written before an old one is removed."""
+"""Number of checkpoints that are written before an old one is removed."""
 _GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The token files and index maps of a run."""
+    """Token files and index maps of a run."""
 
     prefixes: tuple[str, ...] = ()
-    """Token files without .bin/.idx."""
+    """Paths of the token files without .bin/.idx."""
     vocab_size: int | None = None
     index_directory: str | None = None
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Hosts, and the run that they will do."""
+    """Hosts and the run planned on them."""
 
     hosts: Mapping[str, int]
     """Ranks of each host; 0 if their number is unknown."""
@@ -51,7 +51,7 @@ class Subject:
 
     @classmethod
     def of_run(cls, job: Job) -> Self:
-        """Return the hosts and the data of a job that is about to start. Raises ConfigError."""
+        """Return the subject of a job that is about to start. Raises ConfigError."""
         launch = job.config.launch
         hosts = job.hosts or hosts_of(launch) or {own_name(): job.ranks}
         data = RunData(job.token_prefixes, job.vocab_size, job.index_directory)
@@ -61,25 +61,25 @@ class Subject:
     def of_launch(
         cls, launch: LaunchConfig, workspace: Path, config: RunConfig | None, data: RunData
     ) -> Self:
-        """Return the hosts of `launch`, or this machine. Raises ConfigError."""
-        here = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 0
-        return cls(hosts_of(launch) or {own_name(): here}, workspace, launch, config, data)
+        """Return the subject with the hosts of `launch`, or this host. Raises ConfigError."""
+        local_ranks = launch.nproc_per_node if isinstance(launch.nproc_per_node, int) else 0
+        return cls(hosts_of(launch) or {own_name(): local_ranks}, workspace, launch, config, data)
 
     @property
     def shared(self) -> bool:
-        """Whether all hosts must see one workspace."""
+        """True if all hosts must see the same workspace."""
         return len(self.hosts) > 1 and self.launch.data_placement == "shared"
 
 
 def own_name() -> str:
-    """Return this machine's own name."""
+    """Return the host name of this host."""
     return socket.gethostname()
 
 
 def data_of(config: RunConfig, workspace: Workspace) -> RunData:
     """Return the data of the newest run with this configuration's data section.
 
-    Without such a run it is the ready-made token files that the configuration names, if any. Raises
+    Without such a run, return the existing token files that the configuration names, if any. Raises
     ConfigError.
     """
     files = sorted(
@@ -101,7 +101,7 @@ def data_of(config: RunConfig, workspace: Workspace) -> RunData:
 
 
 def data_at(path: Path, vocab_size: int | None) -> RunData:
-    """Return the token files at PREFIX or in a directory. Raises ConfigError, DataFormatError."""
+    """Return the token files at a prefix or in a directory. Raises ConfigError, DataFormatError."""
     if vocab_size is None:
         raise ConfigError(
             f"--tokens is {path}: give --vocab-size too, the entries of the vocabulary they must "
@@ -111,7 +111,10 @@ def data_at(path: Path, vocab_size: int | None) -> RunData:
 
 
 def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None:
-    """Return what the run will need; None without a configuration. Raises ParallelLayoutError."""
+    """Return the estimated needs of the run; None without a configuration.
+
+    Raises ParallelLayoutError.
+    """
     config = subject.config
     if config is None:
         return None
@@ -126,26 +129,26 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
     memory = estimate_memory(config, vocab_size, precision, device_type, data)
     parameters = parameter_count(ModelSpec.of(config, vocab_size))
     checkpoint = _CHECKPOINT_BYTES * parameters
-    kept = config.checkpoint.keep_last + config.checkpoint.keep_best + _WRITING
+    checkpoint_count = config.checkpoint.keep_last + config.checkpoint.keep_best + _WRITING
     return Needs(
         name=config.name,
         device=memory.total,
         host=memory.host,
         checkpoint=checkpoint,
-        checkpoints=kept * checkpoint,
+        checkpoints=checkpoint_count * checkpoint,
         gradients=_GRADIENT_BYTES[parallel.grad_reduce_dtype] * parameters,
         deepspeed=config.engine == "deepspeed",
     )
 
 
 def _least_replicas(subject: Subject, replica: int) -> int:
-    """Return the replicas of an elastic run on the fewest hosts: a rank needs most memory there.
+    """Return the number of replicas of an elastic run on the fewest hosts.
 
-    As when the run starts, their number must divide the batch.
+    A rank needs the most memory there. As at the start of a run, the number must divide the batch.
     """
     config, nodes = subject.config, subject.launch.node_range
     assert config is not None
     assert nodes is not None
-    most = sum(sorted(subject.hosts.values())[: nodes[0]]) // replica
+    largest = sum(sorted(subject.hosts.values())[: nodes[0]]) // replica
     batches = config.train.global_batch_size // config.train.micro_batch_size
-    return next((count for count in range(most, 0, -1) if batches % count == 0), 1)
+    return next((count for count in range(largest, 0, -1) if batches % count == 0), 1)

@@ -1,1 +1,1 @@
-"""Engines: how one optimizer step is carried out."""
+"""Engines: implementations of the forward and backward pass and the optimizer step."""

@@ -1,7 +1,7 @@
-"""What the training loop asks of an engine, and what all engines share.
+"""Interface of engines and the code that they share.
 
-An `Update` says what an iteration came to; `Reduced` and `global_means` make it from what the ranks
-tell one another; `StageEngine` answers what concerns the stage.
+An `Update` is the result of an iteration. `global_means` and `Reduced` compute it from the losses
+and notices of all ranks. `StageEngine` implements the properties that depend only on the stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,44 +19,44 @@ from megacore.parallel.mesh import ProcessMesh
 
 @dataclass(frozen=True)
 class Update:
-    """Outcome of one iteration, the same on every rank."""
+    """Result of one iteration, identical on every rank."""
 
     losses: tuple[float, ...]
-    """What was minimised of each micro batch of the global batch, in the order of its samples: the
-    sum of its mean losses, in nats."""
+    """Minimised loss of each micro batch of the global batch, in sample order: the sum of its mean
+    losses, in nats."""
     terms: Mapping[str, float]
-    """Mean over the global batch of each of these losses, by name; `lm_loss` first, in nats per
+    """Mean of each loss over the global batch, by name; `lm_loss` comes first, in nats per
     token."""
     grad_norm: float
     """Global gradient norm before clipping, unscaled."""
     applied: bool
-    """Whether the weights were updated: a gradient that is not finite leaves them alone."""
+    """True if the weights were updated; False if the gradient is not finite or the update is
+    withheld."""
     fatal: bool = False
-    """Whether going on cannot help: the gradient is not finite and no lower loss scale is left to
-    try."""
+    """True if training cannot continue: the gradient is not finite and no lower loss scale can
+    help."""
     withheld: bool = False
-    """Whether the weights were left alone because the caller asked for it, though the gradient is
-    finite."""
+    """True if the caller withheld the update although the gradient is finite."""
     notices: tuple[bool, ...] = ()
-    """Of each notice whether any rank gave it."""
+    """True for each notice that at least one rank gave."""
 
     @property
     def loss(self) -> float:
-        """Mean of what was minimised over the global batch."""
+        """Mean of the minimised loss over the global batch."""
         return sum(self.losses) / len(self.losses)
 
 
 class Engine(Protocol):
     """One model with its optimizer.
 
-    Forward, backward, update, and the state that a checkpoint holds.
+    An engine runs forward, backward and the update, and provides the state for a checkpoint.
     """
 
     device: torch.device
     precision: str
     """Compute type: fp32, bf16 or fp16."""
     kernels: dict[str, str]
-    """Which implementation each operation runs on."""
+    """Name of the implementation of each operation."""
 
     @property
     def parameters(self) -> int:
@@ -75,7 +75,7 @@ class Engine(Protocol):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples: pipeline stages in between do for masks alone."""
+        """True if this rank needs the samples; middle pipeline stages need them only for masks."""
         ...
 
     @property
@@ -87,15 +87,15 @@ class Engine(Protocol):
         """Accumulate the gradient of one global batch.
 
         Args:
-            batches: ids on the engine's device, [b, width], of each of this rank's micro batches;
-                -1 is padding.
-            seeds: of the dropout of each micro batch; their number is the number of micro batches.
+            batches: ids [b, width] on the engine's device for each of this rank's micro batches; -1
+                is padding.
+            seeds: dropout seed of each micro batch; their number is the number of micro batches.
         """
         ...
 
     @property
     def can_withhold(self) -> bool:
-        """Whether `update` asks before it touches the weights."""
+        """True if `update` can leave the weights unchanged at the caller's request."""
         ...
 
     def update(
@@ -110,45 +110,47 @@ class Engine(Protocol):
 
         Args:
             lr: learning rate.
-            weight_decay: of the decayed weights.
-            notices: what this rank has to say to all; it travels with the losses. As many on every
-                rank.
-            withhold: gets `Update.losses`, before any weight is changed, and says whether to leave
-                them alone; it must say the same on every rank. An engine that cannot withhold
-                refuses one.
+            weight_decay: weight decay of the decayed weights.
+            notices: this rank's notices to all ranks, sent along with the losses. Their number is
+                the same on every rank.
+            withhold: function that receives `Update.losses` before any weight is changed, and
+                returns True to leave the weights unchanged. It must return the same on every rank.
+                An engine that cannot withhold accepts only None.
         """
         ...
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Of each loss the sum over all that counts, and its number, without dropout or gradients.
+        """Return the sum of each loss over the target tokens and their number.
+
+        Runs without dropout and gradients.
 
         Args:
-            batches: ids on the engine's device, [b, width], of each of this rank's micro batches.
-            sizes: b of each of them.
+            batches: ids [b, width] on the engine's device for each of this rank's micro batches.
+            sizes: b of each micro batch.
 
         Returns:
             fp64 [terms, 2], in the order of `loss_names`; zeros on all pipeline stages but the
-            last.
+                last.
         """
         ...
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """Everything that a checkpoint holds as tensors, under its global name. Collective."""
+        """Return all tensors of a checkpoint under their global names. Collective."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Everything else that a checkpoint holds, as JSON."""
+        """Return the rest of the state for a checkpoint, as JSON."""
         ...
 
     def load_state(
         self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]
     ) -> None:
-        """Continue from a checkpoint. Collective.
+        """Restore the state of a checkpoint. Collective.
 
         Args:
-            state: what `state` returned when it was written.
-            tensors: what `tensors` returned now, or a part of it, filled in place with what was
-                written.
+            state: return value of `state` when the checkpoint was written.
+            tensors: current return value of `tensors`, or a part of it, filled in place with the
+                values of the checkpoint.
         """
         ...
 
@@ -161,21 +163,19 @@ def global_means(
     device: torch.device,
     notices: Sequence[bool] = (),
 ) -> Tensor:
-    """Mean losses of all micro batches, and how many ranks gave each notice.
+    """Return the mean losses of all micro batches and the number of ranks that gave each notice.
 
-    fp32: [m x dp x terms + notices].
-
-    The losses are in the order of the global batch's samples. One small all-reduce brings them from
-    the last pipeline stages to every rank.
+    The result is fp32 [m x dp x terms + notices], with the losses in the order of the global
+    batch's samples. One small all-reduce sends them from the last pipeline stages to every rank.
 
     Args:
-        losses: of this rank's micro batches, [terms] each; only the last pipeline stage's are
-            looked at.
-        micro_batches: of each replica (m).
-        terms: losses of each.
+        losses: losses [terms] of each of this rank's micro batches; used only on the last pipeline
+            stage.
+        micro_batches: number of micro batches of each replica (m).
+        terms: number of losses of each micro batch.
         mesh: this process's groups.
-        device: where the ranks exchange them.
-        notices: what this rank has to say to all.
+        device: device on which the ranks exchange the losses.
+        notices: this rank's notices to all ranks.
     """
     replicas = mesh.data_parallel
     count = micro_batches * replicas.size * terms
@@ -194,18 +194,18 @@ def global_means(
 
 @dataclass(frozen=True)
 class Reduced:
-    """What `global_means` brought, on the host."""
+    """Result of `global_means`, on the host."""
 
     losses: tuple[float, ...]
-    """Of each micro batch, summed over its terms."""
+    """Loss of each micro batch, summed over its terms."""
     terms: dict[str, float]
     """Means over the global batch, by name."""
     notices: tuple[bool, ...]
-    """Of each notice whether any rank gave it."""
+    """True for each notice that at least one rank gave."""
 
     @classmethod
     def of(cls, values: Sequence[float], names: Sequence[str], notices: int) -> Self:
-        """Take apart what `global_means` returned for these losses and this many notices."""
+        """Parse the values of `global_means` for these losses and this number of notices."""
         count = len(values) - notices
         rows = [values[first : first + len(names)] for first in range(0, count, len(names))]
         terms = {
@@ -217,12 +217,12 @@ class Reduced:
     def update(
         self, grad_norm: float, *, applied: bool, fatal: bool, withheld: bool = False
     ) -> Update:
-        """The outcome of the iteration."""
+        """Return the result of the iteration."""
         return Update(self.losses, self.terms, grad_norm, applied, fatal, withheld, self.notices)
 
 
 class StageEngine:
-    """The part of `megacore.engine.base.Engine` that is the stage's to answer."""
+    """Part of `megacore.engine.base.Engine` that depends only on the stage."""
 
     _stage: Stage
 
@@ -238,7 +238,7 @@ class StageEngine:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples: pipeline stages in between do for masks alone."""
+        """True if this rank needs the samples; middle pipeline stages need them only for masks."""
         return self._stage.reads_tokens
 
     @property

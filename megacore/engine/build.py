@@ -1,8 +1,8 @@
-"""Make the engine that a run asks for, and compile its layers, each by itself.
+"""Construction of a run's engine, with separate compilation of each layer.
 
-Linear layers stay out of torch.compile's graphs: they talk to other ranks and add to main
-gradients, which a graph would forget. What stands between two of them is fused. The compiler's
-results lie in the workspace for the next run.
+Linear layers stay out of torch.compile's graphs: they communicate with other ranks and add to main
+gradients, which a graph would drop. The operations between two of them are fused. The compiler's
+cache is in the workspace, for later runs.
 """
 
 import os
@@ -34,10 +34,10 @@ _UNCOMPILED = {
     MLP: ("columns",),
     TransformerLayer: ("seed",),
 }
-"""Methods that run as they are."""
+"""Methods that run uncompiled."""
 _GRAPHS_OF_A_METHOD = 64
-"""Of the layers together: in training and evaluation, with and without a bias, for each kind of
-layer."""
+"""Limit of compiled graphs of all layers together: in training and evaluation, with and without a
+bias, for each kind of layer."""
 Graph = Callable[..., Any]
 
 
@@ -51,16 +51,16 @@ def build_engine(
     precision: str,
     compiled_adam: bool = False,
 ) -> Engine:
-    """This rank's part of the model with its initial weights, and its optimizer. Collective.
+    """Build this rank's part of the model with its initial weights, and its optimizer. Collective.
 
     Args:
-        config: the run.
+        config: configuration of the run.
         vocab_size: entries of the tokenizer, before padding.
         mesh: this process's groups.
-        special_tokens: ids of the tokens that have a role.
-        device: to train on.
+        special_tokens: ids of the special tokens.
+        device: device to train on.
         precision: fp32, bf16 or fp16.
-        compiled_adam: whether DeepSpeed's own Adam for the CPU is there to be loaded.
+        compiled_adam: True if DeepSpeed's compiled CPU Adam is available.
 
     Raises:
         ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
@@ -77,7 +77,7 @@ def build_engine(
         if compiler is not None:
             engine.kernels["layers"] = compiler.compile_layers(stage.chunks)
         return engine
-    # Imports deepspeed, which takes seconds.
+    # This imports deepspeed, which takes seconds.
     if mesh.pipeline_parallel.size > 1:
         from megacore.engine.deepspeed.pipeline import DeepSpeedPipelineEngine as DeepSpeedEngine
     else:
@@ -97,13 +97,13 @@ def build_engine(
 def kernels_of(
     choice: str, device: torch.device, precision: str, *, compiled: bool = False
 ) -> Kernels:
-    """Return what computes the operations of a run.
+    """Return the kernels of a run's operations.
 
     Args:
-        choice: `train.kernels`.
-        device: of the model.
+        choice: value of `train.kernels`.
+        device: device of the model.
         precision: fp32, bf16 or fp16.
-        compiled: whether layers go through torch.compile, which works.
+        compiled: True if layers go through a working torch.compile.
     """
     if choice == "plain":
         return plain_kernels()
@@ -111,35 +111,36 @@ def kernels_of(
 
 
 def compiles(choice: str, engine: str, device: torch.device) -> bool:
-    """Return True if layers are to be compiled, by `train.compile`, the engine and the device."""
+    """Return True if layers are compiled, given `train.compile`, the engine and the device."""
     return choice == "on" or (choice == "auto" and engine == "native" and device.type == "cuda")
 
 
 class Compiler:
-    """Inductor, whose results lie in the workspace.
+    """Backend for torch.compile: Inductor with its cache in the workspace.
 
-    A graph that it cannot compile runs as it is, with a warning.
+    A graph that cannot be compiled runs uncompiled, with a warning.
     """
 
     failed: str | None = None
-    """Why the last graph was not compiled."""
+    """Reason why the last graph was not compiled."""
 
     def __init__(self, device: torch.device) -> None:
-        """Try it on a small function.
+        """Test the compiler on a small function.
 
-        Raises WorkspaceError when the workspace cannot be written.
+        Raises WorkspaceError if the workspace cannot be written.
         """
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Workspace.of().compiled))
         torch.compile(torch.nn.functional.silu, backend=self)(torch.ones(8, device=device))
         self.works = self.failed is None
-        """Whether there is one on this machine."""
+        """True if the compiler works on this machine."""
 
     def compile_layers(self, chunks: Sequence[nn.Module]) -> str:
-        """Compile every transformer layer of some chunks of a model when it first runs.
+        """Compile every transformer layer of some chunks of a model on its first call.
+
+        Layers stay uncompiled if the compiler does not work.
 
         Returns:
-            What is done, for the run's record: layers stay as they are where the compiler does not
-            work.
+            Description of the result, for the run's record.
         """
         import torch._dynamo
 
@@ -155,14 +156,14 @@ class Compiler:
         return "torch.compile of each layer"
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:
-        """Compile a graph, with its backward pass, as torch.compile's backend."""
+        """Compile a graph with its backward pass, as torch.compile's backend."""
         from torch._dynamo.exc import RestartAnalysis
         from torch._inductor.compile_fx import compile_fx
 
         try:
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 return compile_fx(graph, list(inputs))  # type: ignore[return-value]
-        except RestartAnalysis:  # by which it asks for another graph
+        except RestartAnalysis:  # torch.compile's request for another graph
             raise
         except Exception as error:
             self.failed = (str(error).strip() or type(error).__name__).splitlines()[0]

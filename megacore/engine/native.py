@@ -1,9 +1,8 @@
-"""The engine made of torch alone.
+"""Engine based only on torch.
 
-Mixed-precision training in any layout, with fp32 main weights and gradients.
-
-Mixed precision follows Micikevicius et al. 2018 (arXiv:1710.03740): weights and activations in bf16
-or fp16, main weights, accumulated gradients and moments in fp32; only fp16 needs a loss scale.
+It trains in mixed precision in any layout, with fp32 main weights and gradients, following
+Micikevicius et al. 2018 (arXiv:1710.03740): weights and activations in bf16 or fp16; main weights,
+accumulated gradients and moments in fp32. Only fp16 needs a loss scale.
 """
 
 import math
@@ -26,14 +25,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NativeEngine(StageEngine):
-    """Implements `megacore.engine.base.Engine`."""
+    """Implementation of `megacore.engine.base.Engine`."""
 
     def __init__(self, stage: Stage, config: RunConfig, precision: str) -> None:
-        """Take over this rank's part of a model in fp32 and cast it to the compute type.
+        """Take this rank's part of a model in fp32 and cast it to the compute type.
 
         Args:
-            stage: with its initial weights, on the device to train on.
-            config: the run.
+            stage: stage with its initial weights, on the device to train on.
+            config: configuration of the run.
             precision: fp32, bf16 or fp16.
         """
         self.precision = precision
@@ -72,7 +71,7 @@ class NativeEngine(StageEngine):
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss before backward: 1 but for fp16."""
+        """Factor on the loss before backward; 1 unless the precision is fp16."""
         return self._scaler.scale if self._scaler else 1.0
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
@@ -95,17 +94,17 @@ class NativeEngine(StageEngine):
     ) -> Update:
         """Average the gradients over the ranks, clip them, and make one optimizer step.
 
-        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16,
-        one that is withheld changes nothing. Every rank decides alike, since all have the same norm
-        and losses.
+        A gradient that is not finite leaves the weights unchanged and lowers the loss scale of
+        fp16. A withheld update changes nothing. Every rank decides the same, since all have the
+        same norm and losses.
         """
         for sync in self._syncs:
             sync.finish()
         with self._mesh.time("optimizer"):
             scale = self.loss_scale
             norm = self._optimizer.grad_norm(scale=scale)
-            # One transfer to the host per iteration: a bad gradient has to be seen before the
-            # weights are touched.
+            # One transfer to the host per iteration: a bad gradient must be detected before the
+            # weights change.
             names, count = self.loss_names, self._micro_batches
             means = global_means(self._losses, count, len(names), self._mesh, self.device, notices)
             *values, grad_norm = torch.cat([means, norm.view(1)]).tolist()
@@ -123,21 +122,21 @@ class NativeEngine(StageEngine):
         )
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Of each loss its sum over all that counts, and its number: fp64 [terms, 2].
+        """Return the sum of each loss over the target tokens and their number: fp64 [terms, 2].
 
         Dropout is off.
         """
         return self._stage.loss_sum(batches, sizes)
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """fp32 main weights and moments of this rank, by name.
+        """Return this rank's fp32 main weights and moments by name.
 
         Names: `model.*`, `optimizer.exp_avg.*`, `optimizer.exp_avg_sq.*`.
         """
         return self._optimizer.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Number of updates and, for fp16, the loss scale."""
+        """Return the number of updates and, for fp16, the loss scale."""
         return {
             "optimizer_steps": self._optimizer.steps,
             "loss_scaler": self._scaler.state() if self._scaler else None,
@@ -146,7 +145,7 @@ class NativeEngine(StageEngine):
     def load_state(
         self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]
     ) -> None:
-        """Continue from `state`; `tensors` are the engine's own and were filled in place."""
+        """Restore `state`; `tensors` are the engine's own tensors, already filled in place."""
         self._optimizer.steps = int(state["optimizer_steps"])
         if self._scaler and state["loss_scaler"] is not None:
             self._scaler.load_state(state["loss_scaler"])

@@ -7,61 +7,61 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fits:
-    """A micro batch with which training goes on."""
+    """Answer of a probe: the micro batch fits."""
 
     peak_memory: int
-    """Bytes that the rank with most of them had at the most."""
+    """Peak memory in bytes of the rank that used the most."""
 
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A micro batch for which memory does not suffice."""
+    """Answer of a probe: memory does not suffice for the micro batch."""
 
     reason: str
-    """What the rank that ran out of memory said, as one sentence."""
+    """Message of the rank that ran out of memory, as one sentence."""
 
 
 Answer = Fits | TooLarge
 Probe = Callable[[int], Answer]
-"""Tries a micro batch; whatever fails for another reason than memory is raised."""
+"""Function that tries a micro batch; failures other than lack of memory are raised."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a search."""
+    """Result of a search."""
 
     batch: int
-    """The largest micro batch that fits; 0 where not even 1 does."""
+    """Largest micro batch that fits; 0 if not even 1 fits."""
     tried: dict[int, Answer]
-    """Each probe's answer, in the order of the probes."""
+    """Answer of each probe, in the order of the probes."""
 
     @property
     def peak_memory(self) -> int | None:
-        """Bytes of the rank with most of them at `batch`; None where nothing fits."""
+        """Peak memory in bytes of the rank that used the most at `batch`; None if nothing fits."""
         answer = self.tried.get(self.batch)
         return answer.peak_memory if isinstance(answer, Fits) else None
 
     @property
     def reason(self) -> str | None:
-        """Why the next larger micro batch does not fit; None where the limit ended the search."""
+        """Reason why `batch` + 1 does not fit; None if the limit ended the search."""
         answer = self.tried.get(self.batch + 1)
         return answer.reason if isinstance(answer, TooLarge) else None
 
 
 def largest_batch(probe: Probe, *, limit: int, start: int = 1) -> Found:
-    """The largest micro batch from 1 to `limit` that fits.
+    """Find the largest micro batch from 1 to `limit` that fits.
 
-    It is assumed that whatever is smaller than one that fits does too, as memory grows with the
-    batch. From `start` the batch is doubled until one is too large; between the two, or 0,
-    bisection finds the end. That takes at most 2 + 2 log2(limit) probes, and fewer the nearer
-    `start` is.
+    The search assumes that memory grows with the batch: every micro batch smaller than a fitting
+    one fits, too. It doubles the batch from `start` until one is too large, then bisects between
+    the largest that fits (or 0) and the smallest that does not. It takes at most 2 + 2 log2(limit)
+    probes, and fewer the nearer `start` is to the result.
 
     Args:
-        probe: tries one; it is called once for each micro batch.
-        limit: the largest that is tried, 1 or more.
-        start: the first that is tried; one above `limit` counts as `limit`.
+        probe: function that tries a micro batch, called at most once for each.
+        limit: largest micro batch to try, 1 or more.
+        start: first micro batch to try; values above `limit` count as `limit`.
 
-    Raises whatever `probe` does.
+    Raises the errors of `probe`.
     """
     assert limit >= 1, limit
     assert start >= 1, start
@@ -79,17 +79,17 @@ def largest_batch(probe: Probe, *, limit: int, start: int = 1) -> Found:
 
 
 def table_rows(reports: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """The table, a row for each method, a dash where there is no figure."""
-    epochs = [each["epoch"] for each in reports if each["epoch"] is not None]
+    """Return the table with one row for each method, and a dash for missing figures."""
+    epochs = [report["epoch"] for report in reports if report["epoch"] is not None]
     names = dict.fromkeys(name for epoch in epochs for name in epoch["metrics"] if name != "loss")
     rows = []
-    for each in reports:
-        epoch, peak = each["epoch"], each["peak_memory"]
+    for report in reports:
+        epoch, peak = report["epoch"], report["peak_memory"]
         metrics = {} if epoch is None else epoch["metrics"]
         rows.append(
             {
-                "method": each["method"],
-                "largest batch per rank": str(each["batch"] or "-"),
+                "method": report["method"],
+                "largest batch per rank": str(report["batch"] or "-"),
                 "peak memory of a rank (GB)": "-" if peak is None else gigabytes(peak),
                 "time per epoch (s)": "-" if epoch is None else f"{train_seconds(epoch):.1f}",
                 "evaluation (s)": "-" if epoch is None else f"{epoch['evaluation_seconds']:.1f}",
@@ -100,7 +100,7 @@ def table_rows(reports: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def as_markdown(rows: Sequence[dict[str, str]]) -> str:
-    """The rows as a markdown table; all columns but the first are figures."""
+    """Format the rows as a Markdown table; all columns but the first are right-aligned."""
     lines = [
         list(rows[0]),
         ["---"] + ["---:"] * (len(rows[0]) - 1),
@@ -110,18 +110,18 @@ def as_markdown(rows: Sequence[dict[str, str]]) -> str:
 
 
 def notes(reports: Sequence[dict[str, Any]]) -> str:
-    """What stands below the table: under which conditions, why no more fits, and what to set."""
+    """Return the text below the table: conditions, reasons for the limits, best settings."""
     first, lines = reports[0], [""]
-    limits = [each["memory_limit"] for each in reports if each["memory_limit"] is not None]
+    limits = [report["memory_limit"] for report in reports if report["memory_limit"] is not None]
     room = "95 % of each GPU" if not limits else f"{gigabytes(min(limits))} GB of memory each"
     ranks = f"{first['ranks']} rank{'s' if first['ranks'] > 1 else ''}"
     lines.append(
         f"{ranks} in {first['precision']}, {room}; epochs of {first['samples']:,} samples."
     )
-    lines += ["", *(f"- {each['method']}: {_end(each)}" for each in reports)]
-    timed = [each for each in reports if each["epoch"] is not None]
+    lines += ["", *(f"- {report['method']}: {_end(report)}" for report in reports)]
+    timed = [report for report in reports if report["epoch"] is not None]
     if timed:
-        best = min(timed, key=lambda each: train_seconds(each["epoch"]))
+        best = min(timed, key=lambda report: train_seconds(report["epoch"]))
         lines += [
             "",
             (
@@ -133,7 +133,7 @@ def notes(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def _end(report: dict[str, Any]) -> str:
-    """Why there is no larger micro batch, or no epoch, in one clause."""
+    """Return the reason why there is no larger micro batch, or no epoch, as one clause."""
     batch = report["batch"]
     if report["epoch_failure"] is not None:
         return f"{batch} fits for some steps, and the epoch did not: {report['epoch_failure']}"
@@ -146,10 +146,10 @@ def _end(report: dict[str, Any]) -> str:
 
 
 def train_seconds(epoch: dict[str, Any]) -> float:
-    """Of a fine-tuning's result: the training time of its one epoch."""
+    """Return the training time of the single epoch in a fine-tuning's result."""
     return float(epoch["train_seconds_per_epoch"])
 
 
 def gigabytes(count: int) -> str:
-    """A number of bytes as GB, without the unit."""
+    """Format a number of bytes in GB, without the unit."""
     return f"{count / 1e9:.2f}"

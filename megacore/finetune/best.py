@@ -1,8 +1,8 @@
-"""The best model of a run: a transformers directory in fp32 with its metrics, one at a time.
+"""Best model of a run: a transformers directory in fp32 with its metrics.
 
-`best/iter_0000100/` holds `model/`, `metrics.json` and, written last, `complete.json`. The one
-before is removed only once a better one is whole. With DeepSpeed in bf16 or fp16 the weights are
-those that the evaluation measured: of 16 bits, written as fp32.
+`best/iter_0000100/` contains `model/`, `metrics.json` and, written last, `complete.json`. The
+previous best model is removed only after a better one is complete. With DeepSpeed in bf16 or fp16
+the weights are the 16-bit weights that were evaluated, written as fp32.
 """
 
 import math
@@ -16,9 +16,9 @@ import torch
 from megacore.artifact.files import read_json, workspace_errors, write_json
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import checkpoint_directories, directory_name, read_state, verify
-from megacore.checkpoint.retain import remove_stale, rename_away
+from megacore.checkpoint.retain import remove_stale, rename_to_stale
 from megacore.errors import CheckpointError, TrainingError
-from megacore.finetune.checkpoints import WholeDirectory, barrier, writing
+from megacore.finetune.checkpoints import AtomicDirectory, barrier, writing
 from megacore.finetune.pretrained import quiet
 from megacore.finetune.task import FinetuneTask
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megacore.observe.recorder import Recorder
 
 BEST_NAME = "best"
-"""Below the run directory."""
+"""Name of the directory below the run directory."""
 MODEL_NAME = "model"
 METRICS_NAME = "metrics.json"
 
@@ -39,15 +39,15 @@ class Best:
 
     iteration: int
     value: float
-    """Of the metric that tells."""
+    """Value of the metric that selects the best model."""
     metrics: dict[str, float]
-    """Of the validation split."""
+    """Metrics of the validation split."""
     test_metrics: dict[str, float] | None
-    """Of the test split; None where there is none."""
+    """Metrics of the test split; None if there is no such split."""
 
 
-class BestModel:
-    """Keeps the best model; every rank calls the same methods in the same order."""
+class BestModelStore:
+    """Storage of the best model; every rank calls the same methods in the same order."""
 
     def __init__(
         self,
@@ -56,30 +56,30 @@ class BestModel:
         recorder: "Recorder",
         run_directory: Path,
     ) -> None:
-        """Nothing is read or written yet.
+        """Initialize without reading or writing any file.
 
         Args:
-            task: whose metric tells, and whose tokenizer is kept with the model.
-            accelerator: of the job, with the model prepared.
-            recorder: where the account goes.
-            run_directory: below which it lies.
+            task: task whose metric selects the best model, and whose tokenizer is saved with it.
+            accelerator: Accelerator of the job, with the model prepared.
+            recorder: recorder of events and warnings.
+            run_directory: directory of the run, the parent of `best`.
         """
         self.root = run_directory / BEST_NAME
         self.best: Best | None = None
         self.metric, self._larger = task.metric, task.larger_is_better
         self._task, self._accelerator, self._recorder = task, accelerator, recorder
         self._ranks = RankGroup(None)
-        self._directory = WholeDirectory(self.root, self._ranks)
+        self._directory = AtomicDirectory(self.root, self._ranks)
 
     def find(self) -> None:
-        """Take up what an earlier attempt has kept, and clear what it left. Collective."""
+        """Load the best model of an earlier attempt; remove incomplete ones. Collective."""
         self.best = self._ranks.on_first(self._find)
 
     def beats(self, iteration: int, metrics: dict[str, float]) -> bool:
-        """Whether a model of these metrics, after so many steps, is better than all before.
+        """Return True if a model with these metrics, after `iteration` steps, is the best so far.
 
         Raises:
-            TrainingError: the metric that tells is not among them.
+            TrainingError: the metric that selects the best model is missing.
         """
         value = self._value(metrics)
         return self.best is None or (
@@ -89,20 +89,20 @@ class BestModel:
     def keep(
         self, iteration: int, metrics: dict[str, float], model: Any, facts: dict[str, Any]
     ) -> None:
-        """Keep the model as it is now in the place of the best before. Collective.
+        """Save the current model in place of the previous best model. Collective.
 
         Args:
-            iteration: optimizer steps behind it.
-            metrics: of the validation split.
-            model: the prepared one.
-            facts: what `metrics.json` holds beside the metrics, `test_metrics` among it.
+            iteration: number of optimizer steps taken.
+            metrics: metrics of the validation split.
+            model: prepared model.
+            facts: further entries of `metrics.json`, including `test_metrics`.
 
         Raises:
-            WorkspaceError: it cannot be written.
+            WorkspaceError: the model cannot be written.
         """
         value = self._value(metrics)
         staged = self._directory.stage(iteration)
-        # collective under ZeRO-3, where the others get None
+        # Collective under ZeRO-3, where only the first rank gets the state.
         state = self._accelerator.get_state_dict(model)
 
         def write() -> None:
@@ -140,10 +140,10 @@ class BestModel:
             )
         return metrics[self.metric]
 
-    def _is_better(self, value: float, than: float) -> bool:
-        if math.isnan(than):
+    def _is_better(self, value: float, previous: float) -> bool:
+        if math.isnan(previous):
             return not math.isnan(value)
-        return value > than if self._larger else value < than
+        return value > previous if self._larger else value < previous
 
     def _find(self) -> Best | None:
         if not self.root.is_dir():
@@ -154,14 +154,14 @@ class BestModel:
             try:
                 verify(path)
                 values = read_state(path, METRICS_NAME)
-                found = Best(
+                candidate = Best(
                     values["iteration"], values["value"], values["metrics"], values["test_metrics"]
                 )
             except (CheckpointError, KeyError) as error:
-                self._recorder.warning(f"{error}; passing over this best model")
+                self._recorder.warning(f"{error}; skipping this best model")
                 continue
-            if self.best is None or self._is_better(found.value, self.best.value):
-                self.best = found
+            if self.best is None or self._is_better(candidate.value, self.best.value):
+                self.best = candidate
         if self.best is not None:
             self._remove_others()
         return self.best
@@ -171,32 +171,31 @@ class BestModel:
         with workspace_errors(self.root):
             for path in checkpoint_directories(self.root):
                 if path.name != directory_name(self.best.iteration):
-                    shutil.rmtree(rename_away(path))
+                    shutil.rmtree(rename_to_stale(path))
 
 
 def write_model(
     directory: Path, model: Any, state: dict[str, torch.Tensor], tokenizer: Any
 ) -> None:
-    """A transformers directory with `state` in fp32, and the tokenizer.
+    """Write a transformers directory with `state` in fp32, and the tokenizer.
 
-    The type that `model` computes in does not matter.
+    The result does not depend on the type that `model` computes in.
     """
     owners = {
         name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    whole: dict[int, torch.Tensor] = {}
-    kept = {}
+    converted: dict[int, torch.Tensor] = {}
+    weights = {}
     for name, tensor in state.items():
-        # What is one parameter in the model is one tensor in the file, though DeepSpeed has copied
-        # it for each name.
+        # A shared parameter is one tensor in the file, although DeepSpeed copies it for each name.
         key = owners.get(name, id(tensor))
-        if key not in whole:
-            whole[key] = tensor.detach().to(
+        if key not in converted:
+            converted[key] = tensor.detach().to(
                 "cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype
             )
-        kept[name] = whole[key]
+        weights[name] = converted[key]
     with quiet():
-        model.save_pretrained(directory, state_dict=kept, safe_serialization=True)
+        model.save_pretrained(directory, state_dict=weights, safe_serialization=True)
         tokenizer.save_pretrained(directory)
     path = directory / "config.json"
     values = read_json(path)
@@ -205,6 +204,6 @@ def write_model(
 
 
 def read_best(directory: Path) -> dict[str, Any]:
-    """The verified `metrics.json` of a best model. Raises CheckpointError."""
+    """Return the verified `metrics.json` of a best model. Raises CheckpointError."""
     verify(directory)
     return read_state(directory, METRICS_NAME)

@@ -1,4 +1,4 @@
-"""The next token of running text, cut into blocks."""
+"""Causal language modeling: the next token of running text, cut into blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _ROWS = 1_000
-"""Texts whose ids are in memory at a time."""
+"""Number of texts whose ids are in memory at a time."""
 
 
 def encode_causal_lm(
@@ -29,7 +29,7 @@ def encode_causal_lm(
     tokenizer: "PreTrainedTokenizerBase",
     mapper: Mapper,
 ) -> "tuple[dict[str, Dataset], dict[str, Any]]":
-    """The blocks of each split, and what `task.json` says of them.
+    """Return the blocks of each split and the task's entries in `task.json`.
 
     Raises ConfigError, DataFormatError.
     """
@@ -57,12 +57,12 @@ def encode_causal_lm(
 def encode_running(
     rows: Rows, *, tokenizer: "PreTrainedTokenizerBase", column: str, end: int | None
 ) -> dict[str, Any]:
-    """Ids of each text, with `end` after it where it is given."""
-    found = tokenizer(
+    """Return the ids of each text, followed by `end` unless that is None."""
+    tokenized = tokenizer(
         list(rows[column]), return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
-    after = [] if end is None else [end]
-    return {IDS: [[*ids, *after] for ids in found[IDS]]}
+    suffix = [] if end is None else [end]
+    return {IDS: [[*ids, *suffix] for ids in tokenized[IDS]]}
 
 
 def _blocks(texts: "Dataset", split: str, block_size: int, mapper: Mapper) -> "Dataset":
@@ -85,23 +85,26 @@ def _blocks(texts: "Dataset", split: str, block_size: int, mapper: Mapper) -> "D
 
 
 def cut_blocks(texts: "Dataset", block_size: int) -> Iterator[dict[str, Any]]:
-    """Samples of `block_size` ids of all texts, one after another.
+    """Yield samples of `block_size` ids from the concatenated texts.
 
-    What is left at the end is dropped.
+    An incomplete block at the end is dropped.
     """
     rest = np.empty(0, np.int32)
     for batch in texts.with_format("arrow").iter(_ROWS):
         rest = np.concatenate(
             [rest, batch[IDS].combine_chunks().flatten().to_numpy(zero_copy_only=False)]
         )
-        whole = len(rest) - len(rest) % block_size
-        for start in range(0, whole, block_size):
+        full = len(rest) - len(rest) % block_size
+        for start in range(0, full, block_size):
             yield {IDS: rest[start : start + block_size]}
-        rest = rest[whole:]
+        rest = rest[full:]
 
 
 class CausalLmTask(TransformersTask):
-    """A language model with its own head; a sample's labels are its ids, which the model shifts."""
+    """Task of a language model with its own head.
+
+    A sample's labels are its ids; the model shifts them.
+    """
 
     auto_class = "AutoModelForCausalLM"
     task: CausalLmConfig
@@ -112,21 +115,21 @@ class CausalLmTask(TransformersTask):
         self.task = config.task
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """input_ids, attention_mask and labels, all [b, s]."""
+        """Return input_ids, attention_mask and labels, all [b, s]."""
         ids = padded(rows, IDS, 0, self.task.block_size)
         return {IDS: ids, "attention_mask": torch.ones_like(ids), LABELS: ids.clone()}
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
-        """`count` blocks."""
+        """Return `count` blocks."""
         return [{IDS: [self.ordinary_id()] * self.task.block_size} for _ in range(count)]
 
     def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> "CausalLmScorer":
-        """A new one for a pass over a split."""
+        """Return a new scorer for one pass over a split."""
         return CausalLmScorer(self, accelerator, model)
 
 
 class CausalLmScorer:
-    """The losses of all tokens of all ranks."""
+    """Losses of all tokens on all ranks."""
 
     def __init__(
         self, task: CausalLmTask, accelerator: "Accelerator", model: "PreTrainedModel"
@@ -136,7 +139,10 @@ class CausalLmScorer:
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
-        """Score a batch of this rank; a collective call, while the prepared loader is iterated."""
+        """Score a batch of this rank.
+
+        Collective; call it while iterating over the prepared loader.
+        """
         logits = self._model(**without_labels(batch)).logits
         losses, tokens = self._task.scored(
             self._accelerator, *token_losses(logits[:, :-1], batch[LABELS][:, 1:])
@@ -145,6 +151,6 @@ class CausalLmScorer:
         self._tokens += int(tokens.sum())
 
     def metrics(self) -> dict[str, float]:
-        """`loss`, the mean of all tokens that were added, and `ppl`, its exp."""
+        """Return `loss`, the mean over all added tokens, and `ppl`, its exponential."""
         loss = self._loss / self._tokens
         return {LOSS: loss, "ppl": perplexity(loss)}

@@ -1,13 +1,14 @@
-"""The checkpoints of a fine-tuning: the Trainer's, believed only with their marker.
+"""Checkpoints of a fine-tuning: the Trainer's files with a marker of completeness.
 
-`checkpoints/iter_0000120/` holds `checkpoint-120/`, which transformers' Trainer writes (of DDP
-model.safetensors, optimizer.pt and scheduler.pt, of DeepSpeed `global_step120/*.pt`, and each
-rank's random numbers), `progress.json` with the position, and `complete.json`, written last, with
-size and sha256 of every other file. It is for one way to divide the model and one number of ranks.
+`checkpoints/iter_0000120/` contains `checkpoint-120/`, `progress.json` with the position, and
+`complete.json`, written last, with size and sha256 of every other file. transformers' Trainer
+writes `checkpoint-120/`: with DDP model.safetensors, optimizer.pt and scheduler.pt, with DeepSpeed
+`global_step120/*.pt`, and the random number state of each rank. A checkpoint can only be loaded
+with the same distribution and number of ranks.
 
-Only files of the run's own directory are read, and those after their hashes were compared. The
-Trainer reads them with `weights_only`; DeepSpeed unpickles its own, which can execute code: never
-take a checkpoint from elsewhere.
+Only files of the run's own directory are read, after their hashes were compared. The Trainer reads
+them with `weights_only`. DeepSpeed unpickles its files, which can execute code: never load a
+checkpoint from an untrusted source.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ from megacore.checkpoint.format import (
     read_state,
     reading,
 )
-from megacore.checkpoint.retain import apply_retention, remove_stale, rename_away
+from megacore.checkpoint.retain import apply_retention, remove_stale, rename_to_stale
 from megacore.checkpoint.save import sync_file
 from megacore.errors import CheckpointError, WorkspaceError
 from megacore.observe.logging import logger
@@ -46,21 +47,24 @@ if TYPE_CHECKING:
     from megacore.observe.recorder import Recorder
 
 _TORN = ("pytorchstreamwriter failed", "unexpected pos", "os error", "i/o error")
-"""What torch and safetensors say instead of an OSError when a disk takes no more."""
+"""Messages of torch and safetensors, instead of an OSError, when a disk is full or fails."""
 
 
-class WholeDirectory:
-    """Writes `iter_*` directories below one root.
+class AtomicDirectory:
+    """Atomic writer of `iter_*` directories below a root.
 
     Every rank calls the same methods in the same order.
     """
 
     def __init__(self, root: Path, ranks: RankGroup) -> None:
-        """Nothing is written yet."""
+        """Initialize without writing any file."""
         self.root, self._ranks = root, ranks
 
     def stage(self, iteration: int) -> Path:
-        """An empty directory to fill, the same on every rank. Collective. Raises WorkspaceError."""
+        """Create an empty directory and return its path on all ranks. Collective.
+
+        Raises WorkspaceError.
+        """
 
         def make() -> Path:
             path = self.root / f"{directory_name(iteration)}{STALE_SUFFIX}{secrets.token_hex(4)}"
@@ -71,19 +75,17 @@ class WholeDirectory:
         return self._ranks.on_first(make)
 
     def finish(self, staged: Path, iteration: int, validation_loss: float | None) -> Marker:
-        """Make what all ranks have written into `staged` the one directory of its iteration.
+        """Rename the complete directory `staged` to the final name of its iteration. Collective.
 
-        Collective.
-
-        Each rank hashes and syncs a share of the files. Until the last rename nothing has the final
-        name; what had it before, and was not believed, is moved away first.
+        Each rank hashes and syncs a share of the files. The last rename gives the directory its
+        final name; an invalid directory with that name is moved away first.
         """
         final = self.root / directory_name(iteration)
         names = self._ranks.on_first(lambda: _names(staged))
-        own = names[self._ranks.rank :: self._ranks.size]
+        local_names = names[self._ranks.rank :: self._ranks.size]
         records = {
             name: record
-            for part in self._ranks.everywhere(lambda: _measure(staged, own))
+            for part in self._ranks.everywhere(lambda: _measure(staged, local_names))
             for name, record in part
         }
 
@@ -95,7 +97,7 @@ class WholeDirectory:
                 sync_tree(staged)
                 marker.write(staged)
                 if final.exists():
-                    shutil.rmtree(rename_away(final))
+                    shutil.rmtree(rename_to_stale(final))
                 staged.rename(final)
                 sync_directory(self.root)
             return marker
@@ -118,7 +120,7 @@ def _measure(directory: Path, names: list[str]) -> list[tuple[str, FileRecord]]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn every way in which a library says that the disk takes no more into WorkspaceError."""
+    """Translate errors of libraries for a full or failing disk into WorkspaceError."""
     try:
         with workspace_errors(path):
             yield
@@ -140,7 +142,7 @@ def barrier() -> None:
 
 
 def silent(phase: str) -> None:
-    """Called with each phase where nobody watches."""
+    """Ignore a phase; used if nobody watches."""
 
 
 Beat = Callable[[str], None]
@@ -148,61 +150,61 @@ Beat = Callable[[str], None]
 
 PROGRESS_NAME = "progress.json"
 _VERSION = 2
-"""Version 1 lay beside files of Accelerate's save_state."""
+"""Format version. Version 1 was stored next to files of Accelerate's save_state."""
 
 
 @dataclass
 class Progress:
-    """Position and account of a run; the samples that come next follow from it."""
+    """Position and statistics of a run; the position determines the next samples."""
 
     iteration: int = 0
     """Optimizer steps taken."""
     epoch: int = 0
-    """Passes over the training split that are complete."""
+    """Complete passes over the training split."""
     batches: int = 0
-    """Forward passes of each rank in the pass that is under way."""
+    """Forward passes of each rank in the current epoch."""
     consumed_samples: int = 0
-    """Read by all ranks together."""
+    """Samples read by all ranks together."""
     consumed_tokens: int = 0
-    """Read by all ranks together, padding left out."""
+    """Tokens read by all ranks together, without padding."""
     evaluation_due: bool = True
-    """Whether the model as it is now is to be evaluated, which was not done yet."""
+    """True if the current model must be evaluated and was not evaluated yet."""
     start_metrics: dict[str, float] | None = None
-    """Of the model before the first step."""
+    """Metrics of the model before the first step."""
     metrics: dict[str, float] | None = None
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     evaluated: int | None = None
-    """Step after which that was."""
+    """Step after which the last evaluation took place."""
     epoch_seconds: float = 0.0
-    """Training time in the pass that is under way."""
+    """Training time in the current epoch."""
     train_seconds: list[float] = field(default_factory=list)
-    """Training time of each complete pass."""
+    """Training time of each complete epoch."""
     evaluation_seconds: float = 0.0
-    """Of the last evaluation."""
+    """Duration of the last evaluation."""
     skipped: int = 0
-    """Steps in a row that fp16 has skipped since a gradient overflowed."""
+    """Number of consecutive steps that fp16 skipped because a gradient overflowed."""
 
     @property
     def own_metrics(self) -> dict[str, float] | None:
-        """Of the model as it is now; None where it was not evaluated."""
+        """Metrics of the current model; None if it was not evaluated."""
         return self.metrics if self.evaluated == self.iteration else None
 
     def to_json(self) -> dict[str, Any]:
-        """Values for a checkpoint."""
+        """Return the values for a checkpoint."""
         return {"version": _VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Read them back. Raises CheckpointError."""
-        kept = dict(values)
-        version = kept.pop("version", None)
+        """Read the values of a checkpoint. Raises CheckpointError."""
+        fields = dict(values)
+        version = fields.pop("version", None)
         if version != _VERSION:
             raise CheckpointError(
                 f"a checkpoint's {PROGRESS_NAME} has version {version}, this version reads "
                 f"{_VERSION}: install the version of megacore that wrote it"
             )
         try:
-            return cls(**kept)
+            return cls(**fields)
         except TypeError as error:
             raise CheckpointError(
                 f"a checkpoint's {PROGRESS_NAME} cannot be read: {error}"
@@ -210,7 +212,7 @@ class Progress:
 
 
 class FinetuneCheckpoints:
-    """Loads and saves for one rank; every rank calls the same methods in the same order."""
+    """Checkpoints of one rank; every rank calls the same methods in the same order."""
 
     def __init__(
         self,
@@ -221,14 +223,14 @@ class FinetuneCheckpoints:
         keep_last: int,
         beat: Beat = silent,
     ) -> None:
-        """Nothing is read or written yet.
+        """Initialize without reading or writing any file.
 
         Args:
-            write_state: writes what training goes on from below a directory; collective.
-            recorder: where the account of checkpoints goes.
-            run_directory: below which they lie.
-            keep_last: the newest ones that are kept.
-            beat: is told what this rank does.
+            write_state: collective function that writes the training state below a directory.
+            recorder: recorder of checkpoint events and warnings.
+            run_directory: directory of the run, the parent of `checkpoints`.
+            keep_last: number of newest checkpoints to keep.
+            beat: callback, called with the current phase of this rank.
         """
         self.root = run_directory / CHECKPOINTS_NAME
         self._run_directory = run_directory
@@ -240,20 +242,21 @@ class FinetuneCheckpoints:
         )
         self._ranks = RankGroup(None)
         self._random_state: tuple[Path, str] | None = None
-        self._directory = WholeDirectory(self.root, self._ranks)
+        self._directory = AtomicDirectory(self.root, self._ranks)
 
     def resume(self) -> tuple[Progress, Path | None]:
-        """Choose the newest complete checkpoint; the beginning, and None, where there is none.
+        """Load the progress of the newest complete checkpoint. Collective.
 
-        Collective.
+        Incomplete and damaged checkpoints are skipped, with a warning that is also an event.
 
-        Incomplete and damaged ones are passed over, with a warning that is also an event.
+        Returns:
+            The progress and the path of the checkpoint; initial progress and None if there is none.
 
         Raises:
-            CheckpointError: it is of another number of ranks, or of another version.
+            CheckpointError: the checkpoint is from another number of ranks, or another version.
         """
         self._beat("load")
-        self._ranks.on_first(self._take_stock)
+        self._ranks.on_first(self._clean_up_and_report)
         path = latest_complete_together(self.root, self._ranks, log=self._recorder.warning)
         if path is None:
             return Progress(), None
@@ -272,7 +275,7 @@ class FinetuneCheckpoints:
         return progress, path
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint of where the run stands. Collective.
+        """Write a checkpoint of the current state. Collective.
 
         Raises WorkspaceError.
         """
@@ -283,7 +286,7 @@ class FinetuneCheckpoints:
         digests = self._ranks.everywhere(_random_digest)
         values = progress.to_json() | {"random_state": digests}
         self._ranks.on_first(lambda: write_json(staged / PROGRESS_NAME, values))
-        barrier()  # what the others have written is hashed now
+        barrier()  # the files of all ranks must be complete before they are hashed
         marker = self._directory.finish(
             staged, progress.iteration, (progress.own_metrics or {}).get("loss")
         )
@@ -293,11 +296,11 @@ class FinetuneCheckpoints:
         self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
 
     def state_of(self, path: Path) -> Path:
-        """Where the Trainer's own files lie below a checkpoint."""
+        """Return the directory of the Trainer's files in a checkpoint."""
         return path / f"checkpoint-{iteration_of(path)}"
 
     def check_random_state(self) -> None:
-        """Raise CheckpointError unless this rank's random numbers are those of the checkpoint.
+        """Raise CheckpointError if this rank's random number state differs from the checkpoint's.
 
         Collective.
         """
@@ -305,15 +308,15 @@ class FinetuneCheckpoints:
         self._ranks.everywhere(partial(_check_random_state, *self._random_state))
 
     def path_of(self, iteration: int) -> Path:
-        """Where the checkpoint of an iteration lies."""
+        """Return the path of the checkpoint of an iteration."""
         return self.root / directory_name(iteration)
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, its files' sizes alone looked at."""
+        """Return the newest complete checkpoint; only the sizes of its files are checked."""
         return next(reversed(complete_checkpoints(self.root)), None)
 
     def kept(self) -> list[dict[str, Any]]:
-        """The complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return [
             {
                 "iteration": marker.iteration,
@@ -326,8 +329,11 @@ class FinetuneCheckpoints:
     def _retain(self, path: Path) -> list[Path]:
         return apply_retention(self.root, keep_last=self._keep_last, keep_best=False, in_use=path)
 
-    def _take_stock(self) -> None:
-        """On the first rank: clear what a crash left, and report what it kept unreported."""
+    def _clean_up_and_report(self) -> None:
+        """Remove the leftovers of a crash, and write missing events of checkpoints.
+
+        Called on the first rank.
+        """
         if self.root.is_dir():
             remove_stale(self.root)
         markers = complete_checkpoints(self.root)
@@ -340,7 +346,7 @@ class FinetuneCheckpoints:
                 values.pop("random_state", None)
                 progress = Progress.from_json(values)
             except CheckpointError:
-                continue  # whoever goes on from it finds the damage, and passes it over
+                continue  # resuming from it detects the damage and skips it
             self._report(path, markers[path], progress)
         for iteration in sorted(reported.keys() - present.keys()):
             self._recorder.event(
@@ -366,7 +372,7 @@ class FinetuneCheckpoints:
 
 
 def _random_digest() -> str:
-    """Of what this rank's next random numbers follow from."""
+    """Return the digest of this rank's random number state."""
     states = [
         torch.get_rng_state(),
         *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else []),
@@ -377,5 +383,5 @@ def _random_digest() -> str:
 def _check_random_state(path: Path, digest: str) -> None:
     if _random_digest() != digest:
         raise CheckpointError(
-            f"{path}: the random numbers of this rank cannot be taken up: use another checkpoint"
+            f"{path}: the random state of this rank cannot be restored: use another checkpoint"
         )

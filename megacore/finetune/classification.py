@@ -1,4 +1,4 @@
-"""A class, or a number, for a sentence or a pair of sentences."""
+"""Classification and regression of single texts and text pairs."""
 
 import difflib
 import math
@@ -36,24 +36,28 @@ if TYPE_CHECKING:
 
 _HIDDEN = -1
 _SHOWN = 10
-"""Classes that a message lists."""
+"""Number of classes that a message lists."""
 
 
 def read_labels(
     splits: "Mapping[str, Dataset]", column: str, settings: ClassificationSettings
 ) -> tuple[tuple[str, ...] | None, dict[str, list[int] | list[float]]]:
-    """The names of the classes in the order of their numbers, and every label.
+    """Return the class names in the order of their numbers, and the labels of each split.
 
-    None where a number is predicted.
+    The names are None for regression.
 
     Raises DataFormatError for labels that are missing, hidden, of another kind than the head, or of
     no class.
     """
     values = {name: _values(rows, name, column) for name, rows in splits.items()}
     if settings.regression:
-        return None, {name: _numbers(found, name, column) for name, found in values.items()}
+        return None, {
+            name: _numbers(split_values, name, column) for name, split_values in values.items()
+        }
     names = _class_names(splits["train"], values["train"], column, settings)
-    return names, {name: _classes(found, name, column, names) for name, found in values.items()}
+    return names, {
+        name: _classes(split_values, name, column, names) for name, split_values in values.items()
+    }
 
 
 def _values(rows: "Dataset", split: str, column: str) -> list[Any]:
@@ -87,36 +91,36 @@ def _class_names(
 ) -> tuple[str, ...]:
     from datasets import ClassLabel
 
-    feature, given = rows.features[column], settings.labels
+    feature, configured = rows.features[column], settings.labels
     if isinstance(feature, ClassLabel):
-        return _of_feature(tuple(feature.names), given, column)
+        return _of_feature(tuple(feature.names), configured, column)
     if isinstance(values[0], str):
-        found = sorted(set(values))
-        if given is None and len(found) < 2:
+        names = sorted(set(values))
+        if configured is None and len(names) < 2:
             raise DataFormatError(
-                f"task.label_column {column!r} has only the class {found[0]!r} in training: give "
+                f"task.label_column {column!r} has only the class {names[0]!r} in training: give "
                 "two"
             )
-        return given or tuple(found)
+        return configured or tuple(names)
     _refuse_other_kinds(values, column)
-    if given is not None:
-        return given
+    if configured is not None:
+        return configured
     return _counted(sorted({int(value) for value in values}), column)
 
 
 def _of_feature(
-    names: tuple[str, ...], given: tuple[str, ...] | None, column: str
+    names: tuple[str, ...], configured: tuple[str, ...] | None, column: str
 ) -> tuple[str, ...]:
-    """The data's own names, or those that the configuration gives instead."""
-    if given is None:
+    """Return the class names from the configuration, or else those of the data."""
+    if configured is None:
         return names
-    if len(given) != len(names) or (given != names and set(given) & set(names)):
+    if len(configured) != len(names) or (configured != names and set(configured) & set(names)):
         raise DataFormatError(
-            f"the classes are {_listed(given)} by the configuration, but the data's column "
+            f"the classes are {_listed(configured)} by the configuration, but the data's column "
             f"{column!r} has {_listed(names)}: give the data's names in task.labels, in their "
             "order"
         )
-    return given
+    return configured
 
 
 def _refuse_other_kinds(values: Sequence[Any], column: str) -> None:
@@ -134,18 +138,18 @@ def _refuse_other_kinds(values: Sequence[Any], column: str) -> None:
             )
 
 
-def _counted(found: list[int], column: str) -> tuple[str, ...]:
-    """The classes 0, 1, … of which training has one or more rows each."""
-    if found[0] == _HIDDEN:
+def _counted(classes: list[int], column: str) -> tuple[str, ...]:
+    """Return the names of the classes 0, 1, …; each must occur in the training split."""
+    if classes[0] == _HIDDEN:
         raise DataFormatError(_hidden("train", column))
-    expected = list(range(len(found)))
-    if found != expected:
+    expected = list(range(len(classes)))
+    if classes != expected:
         raise DataFormatError(
-            f"task.label_column {column!r} has the classes {', '.join(map(str, found[:_SHOWN]))} "
+            f"task.label_column {column!r} has the classes {', '.join(map(str, classes[:_SHOWN]))} "
             "in training, which are not counted from 0 without a gap: number them 0 to "
-            f"{len(found) - 1}, or name all classes in task.labels"
+            f"{len(classes) - 1}, or name all classes in task.labels"
         )
-    if len(found) < 2:
+    if len(classes) < 2:
         raise DataFormatError(
             f"task.label_column {column!r} has only the class 0 in training: give two"
         )
@@ -154,11 +158,11 @@ def _counted(found: list[int], column: str) -> tuple[str, ...]:
 
 def _classes(values: Sequence[Any], split: str, column: str, names: tuple[str, ...]) -> list[int]:
     by_name = {name: number for number, name in enumerate(names)}
-    found = []
+    classes = []
     for number, value in enumerate(values):
-        place = by_name.get(value) if isinstance(value, str) else value
-        if isinstance(place, int) and 0 <= place < len(names):
-            found.append(int(place))
+        index = by_name.get(value) if isinstance(value, str) else value
+        if isinstance(index, int) and 0 <= index < len(names):
+            classes.append(int(index))
             continue
         if value == _HIDDEN:
             raise DataFormatError(_hidden(split, column))
@@ -173,7 +177,7 @@ def _classes(values: Sequence[Any], split: str, column: str, names: tuple[str, .
             f"the head has the {len(names)} classes {_listed(names)}, numbered 0 to "
             f"{len(names) - 1}{hint}: repair the row, or task.labels"
         )
-    return found
+    return classes
 
 
 def _hidden(split: str, column: str) -> str:
@@ -198,7 +202,7 @@ def encode_classification(
     tokenizer: "PreTrainedTokenizerBase",
     mapper: Mapper,
 ) -> "tuple[dict[str, Dataset], dict[str, Any]]":
-    """The samples of each split, and what `task.json` says of them.
+    """Return the samples of each split and the task's entries in `task.json`.
 
     Raises ConfigError, DataFormatError.
     """
@@ -232,7 +236,8 @@ def encode_classification(
 def _check_samples(rows: "Dataset", split: str, model: Any) -> None:
     """Raise DataFormatError for a sample without a token.
 
-    The same for one that the head would not find the end of.
+    With an encoder-decoder, also for a sample with another number of end tokens than the first row,
+    because the head locates the end by counting them.
     """
     empty = np.flatnonzero(token_counts(rows) == 0)
     if len(empty):
@@ -264,11 +269,11 @@ class ClassificationTask(TransformersTask):
         assert isinstance(config.task, ClassificationConfig)
         self.task = config.task
         self.labels: list[str] | None = self.description["labels"]
-        # XLNet's head takes the last place, whatever is there.
+        # XLNet's head reads the last position, even if it is padding: pad on the left.
         self._reads_last = getattr(super().model_config(), "summary_type", None) == "last"
 
     def model_config(self) -> Any:
-        """The configuration of transformers, with class names and a decoder's padding."""
+        """Return the transformers configuration with class names and a decoder's padding id."""
         config = super().model_config()
         names = self.labels or ["LABEL_0"]
         config.num_labels = len(names)
@@ -280,10 +285,14 @@ class ClassificationTask(TransformersTask):
         return config
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """input_ids, attention_mask, token_type_ids [b, s] of models with segments; labels [b]."""
+        """Return a padded batch of samples.
+
+        Its arrays are input_ids and attention_mask [b, s], token_type_ids [b, s] for models with
+        segments, and labels [b].
+        """
         length = self.task.max_length if self.task.pad_to_max_length else None
         pad = self.tokenizer.pad_token_id
-        assert isinstance(pad, int)  # the stage `examples` refuses a tokenizer without
+        assert isinstance(pad, int)  # checked by the stage `examples`
         left = self._reads_last
         ids = padded(rows, IDS, pad, length, left=left)
         mask = mask_of(rows, ids.shape[1])
@@ -294,9 +303,9 @@ class ClassificationTask(TransformersTask):
         return batch | {LABELS: torch.tensor([row[LABELS] for row in rows], dtype=kind)}
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
-        """`count` samples of max_length tokens.
+        """Return `count` samples of max_length tokens.
 
-        The last is the end token, which the head of a T5 looks for.
+        The last token is the end token, which the head of a T5 looks for.
         """
         train = self.split("train")
         assert train is not None
@@ -309,12 +318,12 @@ class ClassificationTask(TransformersTask):
     def scorer(
         self, accelerator: "Accelerator", model: "PreTrainedModel"
     ) -> "ClassificationScorer":
-        """A new one for a pass over a split."""
+        """Return a new scorer for one pass over a split."""
         return ClassificationScorer(self, accelerator, model)
 
 
 class ClassificationScorer:
-    """Predictions, labels and losses of all samples of all ranks."""
+    """Predictions, labels and losses of all samples on all ranks."""
 
     def __init__(
         self, task: ClassificationTask, accelerator: "Accelerator", model: "PreTrainedModel"
@@ -326,7 +335,10 @@ class ClassificationScorer:
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
-        """Score a batch of this rank; a collective call, while the prepared loader is iterated."""
+        """Score a batch of this rank.
+
+        Collective; call it while iterating over the prepared loader.
+        """
         logits, labels = self._model(**without_labels(batch)).logits.float(), batch[LABELS]
         if self._task.labels is None:
             predictions = logits.squeeze(-1)
@@ -342,7 +354,7 @@ class ClassificationScorer:
         self._loss += float(losses.double().sum())
 
     def metrics(self) -> dict[str, float]:
-        """`loss` and the task's metrics of everything that was added."""
+        """Return `loss` and the task's metrics over all added batches."""
         names = classification_settings(self._task.task).metrics
         classes = 1 if self._task.labels is None else len(self._task.labels)
         return {

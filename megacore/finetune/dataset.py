@@ -1,6 +1,6 @@
-"""The stage `dataset`.
+"""Stage `dataset`: the unchanged rows of each split.
 
-The rows of each split as they come, from local files or a data set of the hub.
+The source is local files or a data set of the Hugging Face hub.
 """
 
 import glob
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 DATASET_VERSION = 1
-"""Of the stage; raised when it produces something else."""
+"""Version of the stage; raised when its output changes."""
 SPLITS = ("train", "valid", "test")
 
 
 def dataset_fingerprint(data: FinetuneDataConfig, seed: int) -> dict[str, Any]:
-    """What decides the rows.
+    """Return the values that determine the rows.
 
-    The source, sizes and times of local files, and the share that is held out.
+    These are the source, sizes and times of local files, and the share held out for validation.
 
     Raises DataFormatError for files that do not exist.
     """
     source = data.source
     identity: dict[str, Any] = {"source": source.model_dump(mode="json")}
     if isinstance(source, FileRows):
-        # What is not there is left out; a pattern that names no training file is refused.
+        # Splits without files are left out; `list_files` refuses a pattern that matches nothing.
         paths = {split: list_files(getattr(source, split), split) for split in SPLITS}
         identity["files"] = {split: _identities(files) for split, files in paths.items() if files}
         held_out = not source.valid
@@ -53,44 +53,44 @@ def _identities(paths: list[Path]) -> list[list[Any]]:
 
 
 def list_files(patterns: tuple[str, ...], split: str) -> list[Path]:
-    """The files that paths and globs name, those of a glob sorted.
+    """Return the files that match paths and globs, sorted within each glob, without duplicates.
 
-    Raises DataFormatError when one names nothing.
+    Raises DataFormatError when a pattern matches no file.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for pattern in patterns:
         matches = [
             Path(name)
             for name in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
         ]
-        files = [path for path in matches if path.is_file()]
-        if not files:
-            what = "is a directory" if matches else "names no file"
+        matching_files = [path for path in matches if path.is_file()]
+        if not matching_files:
+            problem = "is a directory" if matches else "names no file"
             raise DataFormatError(
-                f"data.source.{split} has {pattern}, which {what}: check the path or glob"
+                f"data.source.{split} has {pattern}, which {problem}: check the path or glob"
             )
-        found += files
-    return list(dict.fromkeys(found))
+        files += matching_files
+    return list(dict.fromkeys(files))
 
 
 def collect_rows(
     data: FinetuneDataConfig, directory: Path, cache_directory: Path, *, seed: int
 ) -> dict[str, Any]:
-    """Fill the empty `directory` with `train/`, `valid/` and, if there is one, `test/`.
+    """Fill the empty `directory` with `train/`, `valid/` and, if the source has one, `test/`.
 
-    They are as `datasets` saves them.
+    Each is in the format of `Dataset.save_to_disk`.
 
-    Every row is kept, in its order; where the source has no validation split, `data.valid_share` of
-    the training rows, drawn with `seed`, becomes one. All files are downloaded into
-    `cache_directory` before.
+    All rows are kept, in their order. If the source has no validation split, `data.valid_share` of
+    the training rows, drawn with `seed`, becomes one. Downloads are stored in `cache_directory`
+    first.
 
     Returns:
         Counts: rows of each split.
 
     Raises:
-        DataFormatError: files, splits or columns that are missing, damaged or empty.
-        DownloadError: a lost connection.
-        WorkspaceError: the disk refuses.
+        DataFormatError: files, splits or columns are missing, damaged or empty.
+        DownloadError: the connection was lost.
+        WorkspaceError: a file cannot be written.
     """
     splits = _read(data.source, cache_directory)
     for name, rows in splits.items():
@@ -113,10 +113,10 @@ def _read(source: FileRows | HubRows, cache_directory: Path) -> "dict[str, Datas
 
     with quiet():
         if isinstance(source, FileRows):
-            wanted = {name: list_files(getattr(source, name), name) for name in SPLITS}
+            files_by_split = {name: list_files(getattr(source, name), name) for name in SPLITS}
             return {
                 name: read_files(files, name, cache_directory)
-                for name, files in wanted.items()
+                for name, files in files_by_split.items()
                 if files
             }
 
@@ -133,13 +133,13 @@ def _hold_out(data: FinetuneDataConfig, rows: "Dataset", seed: int) -> "dict[str
             f"{data.valid_share:g} holds {count} out for validation: give a validation split, or a "
             "share that leaves rows on both sides"
         )
-    held = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
-    kept = np.setdiff1d(np.arange(len(rows)), held)
-    return {"train": rows.select(kept), "valid": rows.select(held)}
+    held_out = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
+    remaining = np.setdiff1d(np.arange(len(rows)), held_out)
+    return {"train": rows.select(remaining), "valid": rows.select(held_out)}
 
 
 def save_split(rows: "Dataset", directory: Path) -> None:
-    """Save rows so that the same rows give the same bytes, wherever they were read.
+    """Save rows so that equal rows give equal bytes, regardless of where they were read.
 
     Raises WorkspaceError.
     """
@@ -147,7 +147,7 @@ def save_split(rows: "Dataset", directory: Path) -> None:
 
     from megacore.finetune.pretrained import quiet
 
-    # Its own description names files and caches of this machine.
+    # The original description names files and caches of this host.
     plain = Dataset(
         rows.data,
         info=DatasetInfo(features=rows.features),
@@ -159,7 +159,7 @@ def save_split(rows: "Dataset", directory: Path) -> None:
 
 
 def open_split(directory: Path, name: str) -> "Dataset | None":
-    """The rows of a split that `save_split` wrote; None where there is none.
+    """Return the rows of a split written by `save_split`, or None if the split does not exist.
 
     Raises DataFormatError.
     """
@@ -188,21 +188,21 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", {}),
     ".tsv": ("csv", {"delimiter": "\t"}),
     ".parquet": ("parquet", {}),
-    # Only running text is read from such files, in which a line break means something.
+    # Only running text is read from .txt files, and there line breaks are significant.
     ".txt": ("text", {"keep_linebreaks": True}),
 }
-"""By suffix, the reader of `datasets` and its options."""
+"""Reader of `datasets` and its options, by suffix."""
 _COMPRESSED = (".gz", ".zst")
 _SHOWN = 80
 _NO_ROWS = "corresponds to no data"
-"""In what `datasets` says of files that hold none."""
+"""Part of the message that `datasets` raises for files without rows."""
 
 
 def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset":
-    """The rows of all files, one after another.
+    """Return the rows of all files, concatenated in order.
 
-    Raises DataFormatError for files of several forms, and for one that is empty, damaged or has
-    other columns.
+    Raises DataFormatError for files of different formats, and for a file that is empty, damaged or
+    has other columns.
     """
     suffix = _common_suffix(files, split)
     for path in files:
@@ -212,7 +212,7 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
         return _load(files, suffix, cache_directory)
     except DataFormatError:
         for path in files:
-            _load_alone(path, suffix, cache_directory)
+            _load_on_one_rank(path, suffix, cache_directory)
         raise
 
 
@@ -235,7 +235,7 @@ def _common_suffix(files: list[Path], split: str) -> str:
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that tells the form, whatever the file is compressed with."""
+    """Return the suffix that determines the format, without the suffix of the compression."""
     return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix.lower()
 
 
@@ -263,8 +263,8 @@ def _load(files: list[Path], suffix: str, cache_directory: Path) -> "Dataset":
         ) from error
 
 
-def _load_alone(path: Path, suffix: str, cache_directory: Path) -> None:
-    """Raise DataFormatError that names `path`, and the line if found, when it is unreadable."""
+def _load_on_one_rank(path: Path, suffix: str, cache_directory: Path) -> None:
+    """Raise DataFormatError with `path`, and the line if known, if the file is unreadable."""
     file_format_of(path)
     if suffix in (".jsonl",):
         _check_lines(path)
@@ -298,9 +298,9 @@ def _check_line(path: Path, number: int, line: bytes) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause.
+    """Return the first line of the innermost cause.
 
-    What `datasets` itself says is only that reading failed.
+    The outer error of `datasets` only reports that reading failed.
     """
     cause: BaseException = error
     while cause.__cause__ is not None or cause.__context__ is not None:
@@ -310,12 +310,11 @@ def _reason(error: BaseException) -> str:
 
 
 _MATCHED = "validation_matched"
-"""What MNLI of GLUE has in the place of one validation split: texts of the genres of the training
-split."""
+"""Name of MNLI's validation split in GLUE with texts of the genres of the training split."""
 
 
 def read_hub(source: HubRows, cache_directory: Path) -> "dict[str, Dataset]":
-    """The splits by our names: train, valid and test.
+    """Read the splits of a data set of the hub, under the names train, valid and test.
 
     Raises DataFormatError for a data set or split that does not exist, DownloadError for a lost
     connection.
@@ -334,22 +333,22 @@ def read_hub(source: HubRows, cache_directory: Path) -> "dict[str, Dataset]":
     valid = source.valid
     if valid == "validation" and valid not in known and _MATCHED in known:
         valid = _MATCHED
-    wanted = {"train": source.train, "valid": valid, "test": source.test}
+    requested = {"train": source.train, "valid": valid, "test": source.test}
     splits = {}
-    for ours, split in wanted.items():
-        if split is None:
+    for split, hub_split in requested.items():
+        if hub_split is None:
             continue
-        if split not in known:
-            others = "" if ours == "train" else " or null"
+        if hub_split not in known:
+            others = "" if split == "train" else " or null"
             raise DataFormatError(
-                f"{name} has no split {split!r}, only {', '.join(known)}: set data.source.{ours} "
-                f"to one of them{others}"
+                f"{name} has no split {hub_split!r}, only {', '.join(known)}: set "
+                f"data.source.{split} to one of them{others}"
             )
         with loading(name, cache_directory):
-            splits[ours] = datasets.load_dataset(
+            splits[split] = datasets.load_dataset(
                 source.dataset,
                 source.config,
-                split=split,
+                split=hub_split,
                 revision=source.revision,
                 cache_dir=str(cache_directory / "datasets"),
             )

@@ -1,4 +1,4 @@
-"""How ranks divide the work: the Trainer's arguments and DeepSpeed's settings."""
+"""Distribution of training over ranks: the Trainer's arguments and DeepSpeed's settings."""
 
 import copy
 import importlib.util
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def check_precision(config: FinetuneConfig, precision: str, device_type: str) -> None:
-    """Raise ConfigError for a compute type that this machine has not; `precision` is resolved."""
+    """Raise ConfigError for a compute type that this host does not support.
+
+    `precision` is already resolved.
+    """
     if precision == "fp16" and device_type != "cuda":
         raise ConfigError(
             "train.precision is fp16, which needs a GPU, and this machine has none to fine-tune "
@@ -39,24 +42,24 @@ def training_arguments(
     total_steps: int,
     directory: Path,
 ) -> "TrainingArguments":
-    """The Trainer's arguments for `launch.distributed` among the ranks that have joined.
+    """Build the Trainer's arguments for `launch.distributed`; the ranks must have joined.
 
-    With ZeRO-3 a model that is read by `from_pretrained` from here on, while this object lives, is
-    divided among the ranks as it is read, so that no rank need hold all of it.
+    With ZeRO-3, as long as the returned object exists, `from_pretrained` partitions each model
+    among the ranks while it reads it, so that no rank needs memory for the whole model.
 
     Args:
-        config: the fine-tuning.
+        config: configuration of the fine-tuning.
         precision: fp32, bf16 or fp16, resolved.
-        device: this rank's.
+        device: device of this rank.
         total_steps: optimizer steps of the whole run.
-        directory: of the run; the Trainer by itself writes nothing there.
+        directory: directory of the run; the Trainer writes nothing there unless asked to.
 
     Raises:
         ConfigError: fp16 without a GPU, or a DeepSpeed JSON that contradicts the configuration.
     """
     check_precision(config, precision, device.type)
     if importlib.util.find_spec("deepspeed") is not None:
-        # transformers and Accelerate import it where it is installed, and not as quietly
+        # transformers and Accelerate would import it, too, but less quietly.
         import_deepspeed()
     from transformers import TrainingArguments
 
@@ -77,7 +80,7 @@ def training_arguments(
         data_seed=config.seed,
         use_cpu=device.type == "cpu",
         **_join(config, precision, device),
-        # XLNet's weights for masks have no gradient; where all have one, a line in the log says so.
+        # XLNet's mask weights have no gradient. PyTorch logs a line if all parameters have one.
         ddp_find_unused_parameters=True,
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -89,7 +92,7 @@ def training_arguments(
         dataloader_pin_memory=False,
     )
     if not dist.is_initialized():
-        arguments._n_gpu = min(1, arguments.n_gpu)  # else the Trainer takes all GPUs that it sees
+        arguments._n_gpu = min(1, arguments.n_gpu)  # otherwise the Trainer uses all visible GPUs
     if config.launch.distributed in STAGES:
         ranks = dist.get_world_size()
         settings = deepspeed_json(
@@ -106,26 +109,26 @@ def training_arguments(
 def check_distribution(
     accelerator: "Accelerator", config: FinetuneConfig, device: torch.device
 ) -> None:
-    """Raise LaunchError for an Accelerator of another kind or number of ranks than asked for."""
+    """Raise LaunchError if the Accelerator's distribution or number of ranks is unexpected."""
     from accelerate.utils import DistributedType
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    wanted = {DistributedType.DEEPSPEED}
+    expected = {DistributedType.DEEPSPEED}
     if config.launch.distributed == "fsdp":
-        wanted = {DistributedType.FSDP}
+        expected = {DistributedType.FSDP}
     if config.launch.distributed == "ddp":
         several = DistributedType.MULTI_GPU if device.type == "cuda" else DistributedType.MULTI_CPU
-        wanted = {several} if ranks > 1 else {DistributedType.NO, several}
-    if accelerator.distributed_type not in wanted or accelerator.num_processes != ranks:
+        expected = {several} if ranks > 1 else {DistributedType.NO, several}
+    if accelerator.distributed_type not in expected or accelerator.num_processes != ranks:
         raise LaunchError(
             f"launch.distributed is {config.launch.distributed} on {ranks} ranks and Accelerate "
-            f"came to {accelerator.distributed_type.value} on {accelerator.num_processes}: unset "
+            f"chose {accelerator.distributed_type.value} on {accelerator.num_processes}: unset "
             "environment variables of other launchers"
         )
 
 
 def _join(config: FinetuneConfig, precision: str, device: torch.device) -> dict[str, Any]:
-    """Let Accelerate know the ranks and what they divide; returns the arguments that say so."""
+    """Configure Accelerate for the ranks; return the Trainer arguments that belong to it."""
     if config.launch.distributed in STAGES:
         _join_deepspeed(config, device)
         return {"accelerator_config": {"use_configured_state": True}}
@@ -134,13 +137,16 @@ def _join(config: FinetuneConfig, precision: str, device: torch.device) -> dict[
         configured = {"accelerator_config": {"use_configured_state": True}}
         return configured | {"fsdp": True, "fsdp_config": fsdp_settings(config)}
     if not dist.is_initialized():
-        # else Accelerate makes a group of its own, on GPUs of NCCL alone
+        # Otherwise Accelerate creates its own process group, on GPUs with NCCL only.
         os.environ.pop("LOCAL_RANK", None)
     return {}
 
 
 def _join_deepspeed(config: FinetuneConfig, device: torch.device) -> None:
-    """Let DeepSpeed know the ranks; it looks at the environment, and on CPUs at little else."""
+    """Configure DeepSpeed for the ranks.
+
+    DeepSpeed reads environment variables, and on CPUs little else.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             f"launch.distributed is {config.launch.distributed}, which needs DeepSpeed, and that "
@@ -157,9 +163,9 @@ def _join_deepspeed(config: FinetuneConfig, device: torch.device) -> None:
 
 
 def _join_fsdp(config: FinetuneConfig, precision: str, device: torch.device) -> None:
-    """Let Accelerate use torch's FSDP, which it otherwise takes for GPUs only.
+    """Configure Accelerate to use PyTorch's FSDP.
 
-    torch's runs on gloo ranks, too.
+    Accelerate supports it only on GPUs; PyTorch's FSDP runs on gloo ranks, too.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
@@ -181,10 +187,10 @@ def _join_fsdp(config: FinetuneConfig, precision: str, device: torch.device) -> 
 
 
 def fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
-    """The Trainer's settings of FSDP 2, with what an Accelerate YAML says of it.
+    """Return the Trainer's settings of FSDP 2, updated with those of an Accelerate YAML.
 
-    Each rank saves its own part, whatever `fsdp_state_dict_type` says: a run goes on with the same
-    ranks.
+    Each rank saves its own shard, whatever `fsdp_state_dict_type` says: a run is resumed with the
+    same ranks.
     """
     yaml = config.launch.accelerate_config
     block = yaml.get("fsdp_config") if isinstance(yaml, dict) else None
@@ -193,29 +199,29 @@ def fsdp_settings(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def _use_settings(arguments: "TrainingArguments", settings: dict[str, Any]) -> None:
-    """Let the Trainer make DeepSpeed's engine with settings that are complete and were checked."""
+    """Make the Trainer build DeepSpeed's engine from complete, checked settings."""
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     class Settings(HfTrainerDeepSpeedConfig):
-        """Fills in what depends on the model, and compares nothing.
+        """DeepSpeed configuration that is not compared with the Trainer's arguments.
 
-        A JSON may differ from the arguments.
+        Values that depend on the model are still filled in. A JSON may differ from the arguments.
         """
 
         def fill_match(self, *values: Any, **named: Any) -> None: ...
 
-    made: Any = Settings(settings)  # type: ignore[no-untyped-call]
-    made.trainer_config_process(arguments)
+    deepspeed_config: Any = Settings(settings)  # type: ignore[no-untyped-call]
+    deepspeed_config.trainer_config_process(arguments)
     arguments.deepspeed = settings
-    arguments.hf_deepspeed_config = made
-    arguments.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=made)
+    arguments.hf_deepspeed_config = deepspeed_config
+    arguments.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config)
 
 
 def _forget() -> None:
-    """Clear what another launcher, or another Accelerator of this process, has left.
+    """Clear the state of another launcher, or of an earlier Accelerator of this process.
 
-    There is one at a time.
+    Only one Accelerator can exist at a time.
     """
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -238,46 +244,48 @@ _BY_HIDDEN_SIZE = frozenset(
         "stage3_param_persistence_threshold",
     )
 )
-"""What Accelerate fills in, since it depends on the model's hidden size."""
+"""Settings that Accelerate fills in, since they depend on the model's hidden size."""
 _ADAMS = ("adam", "adamw")
 _BUCKET = int(25 * 2**20 / 4)
-"""Numbers that travel at a time: 25 MiB of fp32, as DDP's. DeepSpeed's default takes 2 GB, however
-small the model."""
+"""Elements of a communication bucket: 25 MiB of fp32, as in DDP. DeepSpeed's default takes 2 GB,
+however small the model."""
 
 
 def deepspeed_json(
     config: FinetuneConfig, *, precision: str, device_type: str, ranks: int, total_steps: int
 ) -> dict[str, Any]:
-    """Everything that DeepSpeed's engine is made with.
+    """Return the complete settings of DeepSpeed's engine.
 
-    Of `auto` only what depends on the model's size is left.
+    `auto` remains only for values that depend on the model's size.
 
     Args:
-        config: the fine-tuning; its `launch.deepspeed_config` is an object by now, or None.
+        config: configuration of the fine-tuning; its `launch.deepspeed_config` is an object or
+            None.
         precision: fp32, bf16 or fp16, resolved.
-        device_type: cuda or cpu; on a CPU nothing is page-locked.
-        ranks: of the job.
-        total_steps: optimizer steps of the whole run, with which a learning rate schedule in the
-            JSON ends.
+        device_type: cuda or cpu; on a CPU no memory is page-locked.
+        ranks: number of ranks of the job.
+        total_steps: optimizer steps of the whole run, at which a learning rate schedule in the JSON
+            ends.
 
     Raises:
-        ConfigError: the JSON contradicts the configuration, or holds an `auto` that nothing fills.
+        ConfigError: the JSON contradicts the configuration, or contains an `auto` that nothing
+            fills in.
     """
-    given = config.launch.deepspeed_config
-    if isinstance(given, str):
-        raise ConfigError(f"{_SETTING} is {given!r}, a path: its content is what ranks take")
-    values: dict[str, Any] = copy.deepcopy(given) if given is not None else {}
+    configured = config.launch.deepspeed_config
+    if isinstance(configured, str):
+        raise ConfigError(f"{_SETTING} is {configured!r}, a path: its content is what ranks take")
+    values: dict[str, Any] = copy.deepcopy(configured) if configured is not None else {}
     _fill(values, _filled_in(config, precision, ranks, total_steps))
     _set_arithmetic(values, precision)
     _set_zero(values, config, device_type)
     _set_optimizer(values)
     _check(values, config, ranks)
-    left = [
+    unfilled = [
         name for name, value in leaves(values) if value == _AUTO and name not in _BY_HIDDEN_SIZE
     ]
-    if left:
+    if unfilled:
         raise ConfigError(
-            f'{left[0]} of {_SETTING} is "auto", which nothing here fills in: give it a value'
+            f'{unfilled[0]} of {_SETTING} is "auto", which nothing here fills in: give it a value'
         )
     return values
 
@@ -285,7 +293,7 @@ def deepspeed_json(
 def _filled_in(
     config: FinetuneConfig, precision: str, ranks: int, total_steps: int
 ) -> dict[str, Any]:
-    """What each `auto` stands for, by its dotted name."""
+    """Return the values that replace `auto`, by dotted name."""
     train, optim = config.train, config.optim
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
@@ -307,7 +315,7 @@ def _filled_in(
         "optimizer.params.adam_w_mode": True,
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": optim.lr,
-        # DeepSpeed takes no warm-up of 0 steps; of one step the first rate is the peak, too.
+        # DeepSpeed refuses 0 warm-up steps; with 1 step, too, the first rate is the peak.
         "scheduler.params.warmup_num_steps": max(1, optim.warmup_steps),
         "scheduler.params.total_num_steps": total_steps,
     }
@@ -334,7 +342,7 @@ def _fill(values: dict[str, Any], filled: dict[str, Any], prefix: str = "") -> N
 
 
 def _set_arithmetic(values: dict[str, Any], precision: str) -> None:
-    """fp16 with DeepSpeed's dynamic loss scale, bf16, or neither."""
+    """Enable fp16 with DeepSpeed's dynamic loss scale, bf16, or neither."""
     described = "fp16" in values
     for name in ("fp16", "bf16"):
         block = values.setdefault(name, {})
@@ -350,9 +358,9 @@ def _set_arithmetic(values: dict[str, Any], precision: str) -> None:
 
 
 def _set_zero(values: dict[str, Any], config: FinetuneConfig, device_type: str) -> None:
-    """Stage and offload of `launch.distributed`.
+    """Set the stage and offload of `launch.distributed`.
 
-    Nothing is compiled for an offloaded Adam, torch's updates it.
+    An offloaded Adam is PyTorch's, so that nothing is compiled.
     """
     zero = values.setdefault("zero_optimization", {})
     stage = zero.setdefault("stage", STAGES[config.launch.distributed])
@@ -374,9 +382,9 @@ def _set_zero(values: dict[str, Any], config: FinetuneConfig, device_type: str) 
 
 
 def _set_optimizer(values: dict[str, Any]) -> None:
-    """Let torch's Adam stand for DeepSpeed's compiled ones.
+    """Replace DeepSpeed's compiled Adam optimizers by PyTorch's.
 
-    They make the same update, and ranks compile nothing.
+    Both make the same update, and PyTorch's needs no compilation on the ranks.
     """
     optimizer = values.get("optimizer")
     if optimizer is None or str(optimizer.get("type", "")).lower() not in _ADAMS:
@@ -391,7 +399,7 @@ def _set_optimizer(values: dict[str, Any]) -> None:
 
 
 def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
-    """Refuse what would run otherwise than the configuration says, both sides named."""
+    """Raise ConfigError for settings that contradict the configuration, naming both."""
     stage = values["zero_optimization"]["stage"]
     if stage != STAGES[config.launch.distributed]:
         raise ConfigError(
@@ -399,7 +407,7 @@ def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
             f"{config.launch.distributed}: make them agree"
         )
     train = config.train
-    ours = {
+    expected = {
         "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
         "gradient_accumulation_steps": (
             "train.gradient_accumulation_steps",
@@ -411,7 +419,7 @@ def _check(values: dict[str, Any], config: FinetuneConfig, ranks: int) -> None:
         ),
         "gradient_clipping": ("optim.clip_grad", config.optim.clip_grad),
     }
-    for name, (setting, value) in ours.items():
+    for name, (setting, value) in expected.items():
         if values[name] != value:
             raise ConfigError(
                 f"{name} of {_SETTING} is {values[name]} and {setting} is {value}: set the former "

@@ -1,6 +1,6 @@
-"""The stage `examples`: rows to tokenized samples.
+"""Stage `examples`: tokenization of the rows.
 
-Whatever is wrong with data or model is refused here.
+Invalid data and models that do not fit the task are refused here.
 """
 
 import difflib
@@ -37,14 +37,14 @@ SEGMENTS = "token_type_ids"
 LABELS = "labels"
 _ROWS_PER_READ = 10_000
 _ROWS_PER_WORKER = 5_000
-"""A process for fewer takes longer to start than to run."""
+"""Minimum rows per process; with fewer, starting it takes longer than the work."""
 
 Rows = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Mapper:
-    """How `datasets` maps: with how many processes, and where it may keep its files."""
+    """Settings for mapping a data set: number of processes and directory of temporary files."""
 
     workers: int
     scratch: Path
@@ -56,7 +56,7 @@ class Mapper:
         encode: Callable[[Rows], dict[str, Any]],
         columns: Sequence[str],
     ) -> "Dataset":
-        """`encode` applied to batches of rows, whose `columns` are dropped; other columns stay.
+        """Apply `encode` to batches of rows, and drop `columns`; other columns stay.
 
         Raises WorkerLostError, WorkspaceError.
         """
@@ -76,18 +76,18 @@ class Mapper:
             if "abruptly died" not in str(error):
                 raise
             raise WorkerLostError(
-                "a process that tokenized was killed, perhaps for want of memory: set data.workers "
-                "to fewer, or free memory"
+                "a process that tokenized was killed, perhaps because memory ran out: set "
+                "data.workers to fewer, or free memory"
             ) from error
 
 
 def workers_of(choice: int | str) -> int:
-    """How many processes `data.workers` means."""
+    """Return the number of processes that `data.workers` stands for."""
     return choice if isinstance(choice, int) else len(os.sched_getaffinity(0))
 
 
 def token_counts(rows: "Dataset", column: str = IDS) -> "npt.NDArray[np.int64]":
-    """The number of ids in each row."""
+    """Return the number of ids in each row."""
     import pyarrow.compute as pc
 
     batches = rows.select_columns([column]).with_format("arrow").iter(_ROWS_PER_READ)
@@ -98,13 +98,13 @@ def token_counts(rows: "Dataset", column: str = IDS) -> "npt.NDArray[np.int64]":
 def check_columns(
     rows: "Dataset", split: str, texts: Mapping[str, str], others: Mapping[str, str] | None = None
 ) -> None:
-    """Raise DataFormatError unless every column is there and text columns hold text.
+    """Raise DataFormatError unless all columns exist and text columns contain text.
 
     Args:
-        rows: of one split.
-        split: its name.
-        texts: names of columns with text, by the field of `task` that says them.
-        others: those with anything else.
+        rows: rows of one split.
+        split: name of the split.
+        texts: names of the text columns, by the field of `task` that names them.
+        others: names of the other columns, likewise.
     """
     for field, column in {**texts, **(others or {})}.items():
         if column not in rows.column_names:
@@ -152,15 +152,15 @@ def encode_texts(
     segments: bool,
     end: int | None,
 ) -> dict[str, Any]:
-    """Ids of each text or pair, cut to `max_length`.
+    """Return the ids of each text or pair, truncated to `max_length`.
 
-    Where the tokenizer puts nothing between the two of a pair, a line break divides them. `end` is
-    put after each where it is given.
+    If the tokenizer puts no special token between the texts of a pair, a line break separates them.
+    `end` is appended unless it is None.
     """
     pairs = None if second is None else list(rows[second])
     if pairs is not None and not tokenizer.num_special_tokens_to_add(pair=True):
         pairs = [f"\n{text}" for text in pairs]
-    found = tokenizer(
+    tokenized = tokenizer(
         list(rows[first]),
         pairs,
         truncation=True,
@@ -168,10 +168,12 @@ def encode_texts(
         return_attention_mask=False,
         return_token_type_ids=segments,
     )
-    after = [] if end is None else [end]
-    encoded: dict[str, Any] = {IDS: [[*ids, *after] for ids in found[IDS]]}
+    suffix = [] if end is None else [end]
+    encoded: dict[str, Any] = {IDS: [[*ids, *suffix] for ids in tokenized[IDS]]}
     if segments:
-        encoded[SEGMENTS] = [[*kinds, *(kinds[-1:] if after else [])] for kinds in found[SEGMENTS]]
+        encoded[SEGMENTS] = [
+            [*kinds, *(kinds[-1:] if suffix else [])] for kinds in tokenized[SEGMENTS]
+        ]
     return encoded
 
 
@@ -183,9 +185,9 @@ def text_encoder(
     second: str | None,
     max_length: int,
 ) -> Callable[[Rows], dict[str, Any]]:
-    """What encodes the texts of a classification by a model.
+    """Return a function that tokenizes the texts of a classification.
 
-    `model` is transformers' configuration of it.
+    `model` is the transformers configuration of the model.
     """
     return partial(
         encode_texts,
@@ -199,13 +201,13 @@ def text_encoder(
 
 
 def missing_end(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
-    """The id that ends a text, where the model has one and its tokenizer does not write it."""
+    """Return the id of the model's end token if its tokenizer does not append it, else None."""
     end = end_id(tokenizer, model)
     return None if end is None or tokenizer("a")[IDS][-1:] == [end] else end
 
 
 def end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
-    """The id that ends a text, by the model's configuration or else by its tokenizer."""
+    """Return the id of the end token from the model's configuration, or else its tokenizer."""
     end = getattr(model, "eos_token_id", None)
     end = end[0] if isinstance(end, list) else end
     return tokenizer.eos_token_id if end is None else int(end)
@@ -213,7 +215,7 @@ def end_id(tokenizer: "PreTrainedTokenizerBase", model: Any) -> int | None:
 
 _HEAD = "ForSequenceClassification"
 _UNNAMED = "LABEL_"
-"""What transformers calls the classes of a head without names."""
+"""Prefix that transformers gives to the classes of a head without names."""
 _AFTER_PADDING = frozenset(
     {
         "camembert",
@@ -227,14 +229,14 @@ _AFTER_PADDING = frozenset(
     }
     | {"xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
-"""Models whose positions are counted from the padding's id: so many entries of their table are no
-position."""
+"""Models that count positions from the padding id on, which makes the first entries of their
+position table unusable."""
 
 
 def check_fit(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raise ConfigError for a model that cannot learn the task.
 
-    `model` is transformers' configuration of it.
+    `model` is the transformers configuration of the model.
     """
     _check_class(config, model)
     _check_vocabulary(config.model.path, model, tokenizer)
@@ -260,22 +262,22 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
 
     kind = type(model)
     both = bool(getattr(model, "is_encoder_decoder", False))
-    # XLNet's language model does not learn the next token: it takes labels as they are.
+    # XLNet's language model does not predict the next token: it does not shift the labels.
     masked = kind in MODEL_FOR_MASKED_LM_MAPPING or model.model_type == "xlnet"
     encoder = masked and not both and not getattr(model, "is_decoder", False)
     match config.task:
         case ClassificationConfig():
             fits = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-            wanted = (
+            expected = (
                 "a model that transformers has a class …ForSequenceClassification of, such as "
                 "BERT, DeBERTa or GPT-2"
             )
         case Seq2SeqConfig():
             fits = both and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-            wanted = "an encoder-decoder, such as T5, BART or Blenderbot"
+            expected = "an encoder-decoder, such as T5, BART or Blenderbot"
         case CausalLmConfig():
             fits = not both and not encoder and kind in MODEL_FOR_CAUSAL_LM_MAPPING
-            wanted = "a decoder, such as GPT-2 or Llama"
+            expected = "a decoder, such as GPT-2 or Llama"
     if fits:
         return
     form = "an encoder-decoder" if both else "an encoder" if encoder else "a decoder"
@@ -288,7 +290,7 @@ def _check_class(config: FinetuneConfig, model: Any) -> None:
     raise ConfigError(
         (
             f"model.path {config.model.path} is {_architecture(model)}, {form}, but task.kind "
-            f"{config.task.kind} takes {wanted}: give such a model"
+            f"{config.task.kind} takes {expected}: give such a model"
         )
         + (f", or set task.kind to {' or '.join(possible)}" if possible else "")
     )
@@ -310,9 +312,9 @@ def _check_vocabulary(path: str, model: Any, tokenizer: "PreTrainedTokenizerBase
 
 
 def positions(model: Any) -> int | None:
-    """Tokens of the longest sequence that a model has positions for; None without a limit."""
-    found = getattr(model, "max_position_embeddings", None)
-    if not isinstance(found, int) or found <= 0:
+    """Return the number of positions of a model, or None if its length is unlimited."""
+    count = getattr(model, "max_position_embeddings", None)
+    if not isinstance(count, int) or count <= 0:
         return None
     if getattr(model, "relative_attention", False) and not getattr(
         model, "position_biased_input", True
@@ -320,8 +322,8 @@ def positions(model: Any) -> int | None:
         return None
     padding = getattr(model, "pad_token_id", None)
     if model.model_type in _AFTER_PADDING and padding is not None:
-        return found - int(padding) - 1
-    return found
+        return count - int(padding) - 1
+    return count
 
 
 def _check_positions(config: FinetuneConfig, model: Any) -> None:
@@ -347,11 +349,8 @@ def _check_positions(config: FinetuneConfig, model: Any) -> None:
 
 
 def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise ConfigError for a length that special tokens fill.
-
-    No text would be left, or more than the length.
-    """
-    own = (
+    """Raise ConfigError for a maximum length that leaves no room for text after special tokens."""
+    end_tokens = (
         1
         if getattr(model, "is_encoder_decoder", False) and missing_end(tokenizer, model) is not None
         else 0
@@ -360,11 +359,11 @@ def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokeni
     match config.task:
         case ClassificationConfig() as task:
             pair = classification_settings(task).sentence2 is not None
-            least = tokenizer.num_special_tokens_to_add(pair=pair) + own + 1 + pair
+            least = tokenizer.num_special_tokens_to_add(pair=pair) + end_tokens + 1 + pair
             needed = {"max_length": (task.max_length, least)}
         case Seq2SeqConfig() as task:
             needed = {"max_source_length": (task.max_source_length, single + 1)}
-            needed["max_target_length"] = (task.max_target_length, single + own + 1)
+            needed["max_target_length"] = (task.max_target_length, single + end_tokens + 1)
     for name, (length, least) in needed.items():
         if length < least:
             raise ConfigError(
@@ -376,32 +375,32 @@ def _check_room(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokeni
 def check_head(config: FinetuneConfig, model: Any, names: tuple[str, ...] | None) -> None:
     """Raise ConfigError for a checkpoint that has a trained head for other labels.
 
-    `names` is None for numbers.
+    `names` is None for regression.
     """
     if config.model.random_weights or not _architecture(model).endswith(_HEAD):
         return
-    own, needed = int(model.num_labels), 1 if names is None else len(names)
+    outputs, needed = int(model.num_labels), 1 if names is None else len(names)
     labels = "a number" if names is None else f"{needed} classes ({', '.join(names[:10])})"
-    own_names = tuple(str(model.id2label[number]) for number in range(own))
-    if own != needed:
+    head_names = tuple(str(model.id2label[number]) for number in range(outputs))
+    if outputs != needed:
         if config.model.new_head:
             return
         raise ConfigError(
-            f"model.path {config.model.path} has a trained head of {own} outputs "
-            f"({', '.join(own_names[:10])}), but the data has {labels}: set model.new_head to "
+            f"model.path {config.model.path} has a trained head of {outputs} outputs "
+            f"({', '.join(head_names[:10])}), but the data has {labels}: set model.new_head to "
             "true, or give data with as many labels"
         )
-    known = not any(name.startswith(_UNNAMED) for name in own_names)
-    if names is not None and known and own_names != names and set(own_names) == set(names):
+    known = not any(name.startswith(_UNNAMED) for name in head_names)
+    if names is not None and known and head_names != names and set(head_names) == set(names):
         raise ConfigError(
             f"model.path {config.model.path} has a trained head with the classes "
-            f"{', '.join(own_names)}, but the data numbers them {', '.join(names)}: set "
-            f"task.labels to [{', '.join(own_names)}] and label rows by name"
+            f"{', '.join(head_names)}, but the data numbers them {', '.join(names)}: set "
+            f"task.labels to [{', '.join(head_names)}] and label rows by name"
         )
 
 
 EXAMPLES_VERSION = 1
-"""Of the stage; raised when it produces something else."""
+"""Version of the stage; raised when its output changes."""
 TASK_NAME = "task.json"
 _SCRATCH = ".scratch"
 
@@ -412,20 +411,21 @@ def build_examples(
     """Fill the empty `directory` with the tokenized splits and `task.json`.
 
     Args:
-        config: of the whole fine-tuning.
+        config: configuration of the whole fine-tuning.
         rows_directory: artifact of the stage `dataset`.
         pretrained_directory: artifact of the stage `pretrained`.
-        directory: of the artifact.
+        directory: directory of the artifact.
 
     Returns:
-        Counts: samples of each split, and what the task has to say (classes, tokens, the longest
-        sample).
+        Counts: samples of each split, tokens, the longest sample, and the integer entries of the
+            task, such as the number of classes.
 
     Raises:
         ConfigError: the model cannot learn the task, or the package of a metric is missing.
         DataFormatError: columns, labels or texts are not what the task needs.
-        DownloadError: nltk's models cannot be fetched, where the task asks for them.
-        WorkerLostError, WorkspaceError: as their names say.
+        DownloadError: nltk's models are needed and cannot be downloaded.
+        WorkerLostError: a tokenizing process was killed.
+        WorkspaceError: a file cannot be written.
     """
     check_installed(config)
     model = read_model_config(config.model, pretrained_directory)
@@ -466,7 +466,10 @@ def build_examples(
 
 
 def read_task(directory: Path) -> dict[str, Any]:
-    """What `build_examples` wrote beside the splits. Raises DataFormatError."""
+    """Return the content of `task.json`, written by `build_examples` next to the splits.
+
+    Raises DataFormatError.
+    """
     path = directory / TASK_NAME
     try:
         values: dict[str, Any] = read_json(path)
@@ -478,7 +481,7 @@ def read_task(directory: Path) -> dict[str, Any]:
 
 
 def _limited(config: FinetuneConfig, rows_directory: Path) -> "dict[str, Dataset]":
-    """The first rows of each split."""
+    """Return the splits, limited to the first rows as `data` configures."""
     limits = {
         "train": config.data.max_train_samples,
         "valid": config.data.max_valid_samples,

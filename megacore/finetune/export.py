@@ -1,4 +1,4 @@
-"""The stage: the best model of a fine-tuning as a directory that has passed the gate."""
+"""Export of a fine-tuning's best model as a transformers directory that passes the gate."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "causal_lm": "AutoModelForCausalLM",
 }
-"""Class of transformers that loads the model, by `task.kind`."""
+"""Name of the transformers class that loads the model, by `task.kind`."""
 _METRICS = """\
 Before the first step and of this model (step {iteration}, chosen by {metric} of the validation \
 split).
@@ -83,15 +83,15 @@ def finetuned_card(
     report: Mapping[str, Any],
     facts: Mapping[str, str],
 ) -> str:
-    """The card as Markdown with a YAML header.
+    """Return the model card as Markdown with a YAML header.
 
     Args:
-        config: the fine-tuning.
-        model: the loaded model.
-        version: of this package.
+        config: configuration of the fine-tuning.
+        model: loaded model.
+        version: version of this package.
         recorded: `metrics.json` of the best model.
-        report: what the gate measured.
-        facts: data, lineage, one row each.
+        report: measurements of the gate.
+        facts: additional table rows, such as data and lineage.
     """
     kind = config.task.kind
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -186,28 +186,28 @@ def _training(config: FinetuneConfig, recorded: Mapping[str, Any]) -> str:
 
 
 TOLERANCES = {"fp32": (1e-3, 0.01), "bf16": (0.05, 1.0), "fp16": (0.05, 1.0)}
-"""By the precision that the recorded losses were computed in: what the mean may differ by, relative
-to the recorded mean or, where that is smaller, to the second number. A type of 16 bits rounds each
-logit by up to 1/256 of it."""
+"""Tolerance of the mean loss, by the precision of the recorded losses: the largest difference
+relative to the recorded mean, and the smallest denominator of that ratio. A 16-bit type rounds
+each logit by up to 1/256 of its value."""
 _TEXTS = 8
-"""Validation samples whose text both tokenizers take apart."""
+"""Number of validation samples whose text both tokenizers encode."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A directory as transformers has loaded it."""
+    """A transformers directory, loaded."""
 
     model: Any
-    """In fp32, for evaluation."""
+    """Model in fp32, in evaluation mode."""
     tokenizer: Any
 
 
 def load_exported(directory: Path, kind: str) -> Exported:
     """Load a transformers directory with the class for a kind of task.
 
-    Nothing may be missing, empty or not finite.
+    No weight may be missing, unexpected, empty or not finite.
 
-    Raises ConversionError naming what is wrong.
+    Raises ConversionError that names the problem.
     """
     import transformers
 
@@ -225,16 +225,16 @@ def load_exported(directory: Path, kind: str) -> Exported:
             tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
     except MemoryError:
         raise
-    except Exception as error:  # safetensors and transformers raise plain ones
+    except Exception as error:  # safetensors and transformers raise plain Exception
         raise ConversionError(
             f"the export {directory} cannot be loaded as {AUTO_CLASSES[kind]}: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(what):
-            names = sorted(map(str, info[what]))
+    for key_type in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(key_type):
+            names = sorted(map(str, info[key_type]))
             raise ConversionError(
-                f"the export {directory} has {len(names)} {what.replace('_', ' ')}, {names[0]} "
+                f"the export {directory} has {len(names)} {key_type.replace('_', ' ')}, {names[0]} "
                 "first: its weights are not those of its config.json"
             )
     for name, tensor in model.state_dict().items():
@@ -252,7 +252,7 @@ def load_exported(directory: Path, kind: str) -> Exported:
 
 
 def _check_tied(directory: Path, model: Any) -> None:
-    """A head that the configuration ties to the embedding must be that one."""
+    """Raise ConversionError if a head that is configured as tied differs from the embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = getattr(model.config, "tie_word_embeddings", False) and getattr(
         model, "_tied_weights_keys", None
@@ -266,38 +266,38 @@ def _check_tied(directory: Path, model: Any) -> None:
 
 
 def compare_tokenizers(exported: Exported, task: FinetuneTask, directory: Path) -> int:
-    """Prove that the export's tokenizer is the one that made the samples.
+    """Check that the export's tokenizer is the one that encoded the samples.
 
-    The number of texts that were compared.
+    Returns the number of compared texts.
 
     Raises ConversionError with the first difference.
     """
-    theirs, ours = exported.tokenizer, task.tokenizer
+    loaded, original = exported.tokenizer, task.tokenizer
     for name in ("pad_token_id", "eos_token_id"):
-        if getattr(theirs, name) != getattr(ours, name):
+        if getattr(loaded, name) != getattr(original, name):
             raise ConversionError(
-                f"the tokenizer of the export {directory} has {name} {getattr(theirs, name)} and "
-                f"that of the training {getattr(ours, name)}"
+                f"the tokenizer of the export {directory} has {name} {getattr(loaded, name)} and "
+                f"that of the training {getattr(original, name)}"
             )
-    if theirs.get_vocab() != ours.get_vocab():
+    if loaded.get_vocab() != original.get_vocab():
         raise ConversionError(
-            f"the tokenizer of the export {directory} has {len(theirs.get_vocab())} entries, and "
-            f"not those of the training's ({len(ours.get_vocab())})"
+            f"the tokenizer of the export {directory} has {len(loaded.get_vocab())} entries, and "
+            f"not those of the training's ({len(original.get_vocab())})"
         )
     rows = rows_of(task, "valid")
     count = min(_TEXTS, len(rows))
     for number in range(count):
-        text = ours.decode(rows[number]["input_ids"], skip_special_tokens=True)
-        if theirs(text)["input_ids"] != ours(text)["input_ids"]:
+        text = original.decode(rows[number]["input_ids"], skip_special_tokens=True)
+        if loaded(text)["input_ids"] != original(text)["input_ids"]:
             raise ConversionError(
-                f"the tokenizer of the export {directory} takes {text[:60]!r} apart otherwise than "
-                "the training's"
+                f"the tokenizer of the export {directory} takes {text[:60]!r} apart differently "
+                "from the training's"
             )
     embedded = exported.model.get_input_embeddings().weight.shape[0]
-    if max(theirs.get_vocab().values()) >= embedded:
+    if max(loaded.get_vocab().values()) >= embedded:
         raise ConversionError(
             f"the tokenizer of the export {directory} has ids up to "
-            f"{max(theirs.get_vocab().values())} and the model embeds {embedded}"
+            f"{max(loaded.get_vocab().values())} and the model embeds {embedded}"
         )
     return count
 
@@ -309,34 +309,40 @@ def compare_losses(
     directory: Path,
     beat: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, Any]:
-    """Compute the recorded losses of validation samples again with the loaded model, in fp32.
+    """Recompute the recorded losses of validation samples with the loaded model, in fp32.
 
     Args:
-        exported: the loaded directory.
-        task: whose samples these are.
+        exported: loaded directory.
+        task: task with the validation samples.
         recorded: `metrics.json` of the best model.
-        directory: of the export, for the message.
-        beat: is told each sample.
+        directory: directory of the export, for error messages.
+        beat: callback, called with the current phase before each sample.
+
+    Returns:
+        The gate's report: losses, their relative difference and the tolerance.
 
     Raises ConversionError when the mean differs by more than the precision explains.
     """
-    before = [float(loss) for loss in recorded["sample_losses"]]
+    expected = [float(loss) for loss in recorded["sample_losses"]]
     device = next(exported.model.parameters()).device
-    after = sample_losses(task, exported.model, device, len(before), beat)
-    mean_before, mean_after = sum(before) / len(before), sum(after) / len(after)
+    losses = sample_losses(task, exported.model, device, len(expected), beat)
+    mean_before, mean_after = (
+        sum(expected) / len(expected),
+        sum(losses) / len(losses),
+    )
     tolerance, least = TOLERANCES[recorded["precision"]]
     difference = abs(mean_after - mean_before) / max(abs(mean_before), least)
     report = {
-        "samples": len(before),
+        "samples": len(expected),
         "loss_recorded": mean_before,
         "loss_recomputed": mean_after,
         "relative_difference": difference,
         "tolerance": tolerance,
     }
-    if not difference <= tolerance or len(after) != len(before):
+    if not difference <= tolerance or len(losses) != len(expected):
         raise ConversionError(
-            f"the export {directory} has a loss of {mean_after:.6g} on {len(after)} validation "
-            f"samples, and the model that was trained had {mean_before:.6g} on {len(before)}, in "
+            f"the export {directory} has a loss of {mean_after:.6g} on {len(losses)} validation "
+            f"samples, and the model that was trained had {mean_before:.6g} on {len(expected)}, in "
             f"{recorded['precision']}: a difference of {difference:.2g}, beyond the {tolerance:g} "
             "that precision explains"
         )
@@ -345,11 +351,11 @@ def compare_losses(
 
 _COUNT = 5
 _TOKENS = 32
-"""New tokens of a continuation."""
+"""Number of new tokens of a continuation."""
 
 
 def sample_text(config: FinetuneConfig, task: FinetuneTask, exported: Exported) -> str:
-    """Input, target and prediction of the first validation samples."""
+    """Return input, target and prediction of the first validation samples as text."""
     rows = rows_of(task, "valid")
     parts = []
     for number in range(min(_COUNT, len(rows))):
@@ -367,8 +373,8 @@ def _lines(
     labels = batch.pop("labels")[0]
 
     def text(ids: torch.Tensor) -> str:
-        kept = ids[ids >= 0]
-        return str(tokenizer.decode(kept, skip_special_tokens=True))
+        valid_ids = ids[ids >= 0]
+        return str(tokenizer.decode(valid_ids, skip_special_tokens=True))
 
     with torch.no_grad():
         match config.task.kind:
@@ -388,25 +394,25 @@ def _lines(
                     name: batch[name] for name in ("input_ids", "attention_mask") if name in batch
                 }
                 assert isinstance(task, Seq2SeqTask)
-                # as its scores were made
+                # The same settings as in the evaluation.
                 written = model.generate(**ids, generation_config=task.generation(model))
                 yield "source", text(batch["input_ids"][0])
                 yield "target", text(labels)
                 yield "prediction", text(written[0])
             case "causal_lm":
                 half = max(1, batch["input_ids"].shape[1] // 2)
-                begun = batch["input_ids"][:, :half]
+                prompt = batch["input_ids"][:, :half]
                 rest = batch["input_ids"][0, half:][:_TOKENS]
                 written = model.generate(
-                    begun,
-                    attention_mask=torch.ones_like(begun),
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
                     max_new_tokens=max(1, len(rest)),
                     do_sample=False,
                     pad_token_id=tokenizer.pad_token_id
                     if tokenizer.pad_token_id is not None
                     else tokenizer.eos_token_id,
                 )
-                yield "text", text(begun[0])
+                yield "text", text(prompt[0])
                 yield "target", text(rest)
                 yield "prediction", text(written[0, half:])
 
@@ -420,11 +426,11 @@ def export(
 ) -> None:
     """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
 
-    When the gate refuses the model, why is also left as `parity.json` in `job.exit_directory`,
-    because a failed stage's output is discarded.
+    If the gate refuses the model, the reason is also written to `parity.json` in
+    `job.exit_directory`, because the output of a failed stage is discarded.
 
     Raises:
-        ConversionError: the directory is not the model that was trained.
+        ConversionError: the directory does not match the trained model.
         CheckpointError: the best model is damaged or incomplete.
         DataFormatError: the validation split has no sample.
         WorkspaceError: the output cannot be written.
@@ -447,7 +453,7 @@ def export_best(
     device: torch.device,
     beat: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, Any]:
-    """As `export`, for a task that is there already; returns the gate's report."""
+    """Run `export` with a task that is already built; return the gate's report."""
     best, output = Path(job.best), Path(job.output_directory)
     directory = output / MODEL_NAME
     recorded = read_best(best)

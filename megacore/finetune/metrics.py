@@ -1,4 +1,4 @@
-"""The numbers that a fine-tuning is measured by."""
+"""Metrics of fine-tuned models."""
 
 import importlib.util
 import math
@@ -17,11 +17,11 @@ _PACKAGES = {
 }
 
 Split = Callable[[str], list[str]]
-"""The sentences of a text."""
+"""Function that splits a text into sentences."""
 
 
 def check_installed(config: FinetuneConfig) -> None:
-    """Raise ConfigError where the package that computes a metric is missing."""
+    """Raise ConfigError if the package that computes a metric is missing."""
     for name in metric_names(config.task):
         package = _PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
@@ -35,10 +35,10 @@ def check_installed(config: FinetuneConfig) -> None:
 def classification_metrics(
     names: Sequence[str], predictions: Sequence[float], labels: Sequence[float], classes: int
 ) -> dict[str, float]:
-    """The named metrics of all predictions of a split.
+    """Compute the named metrics over all predictions of a split.
 
-    f1 is that of class 1 where there are two classes, as GLUE has it, else the mean of all classes'
-    (macro). A correlation with predictions that are all alike is 0.
+    With two classes f1 is that of class 1, as in GLUE, otherwise the mean over all classes (macro).
+    A correlation with constant predictions or labels is 0.
     """
     return {name: _classification(name, predictions, labels, classes) for name in names}
 
@@ -68,15 +68,15 @@ def _classification(
 def text_metrics(
     names: Sequence[str], written: Sequence[str], targets: Sequence[str], split: Split
 ) -> dict[str, float]:
-    """BLEU of the corpus and mean F-measures of ROUGE, from 0 to 100.
+    """Compute corpus BLEU and mean F-measures of ROUGE, from 0 to 100.
 
-    `split` finds the sentences of rougeLsum.
+    `split` splits texts into sentences for rougeLsum.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     if "bleu" in names:
         import sacrebleu
 
-        found["bleu"] = float(sacrebleu.corpus_bleu(list(written), [list(targets)]).score)
+        values["bleu"] = float(sacrebleu.corpus_bleu(list(written), [list(targets)]).score)
     rouge = [name for name in names if name.startswith("rouge")]
     if rouge:
         from rouge_score.rouge_scorer import RougeScorer
@@ -84,14 +84,14 @@ def text_metrics(
         scorer = RougeScorer(rouge, use_stemmer=True)
         sums = dict.fromkeys(rouge, 0.0)
         for text, target in zip(written, targets, strict=True):
-            # The library takes each line for a sentence; only rougeLsum looks at lines.
+            # rouge_score treats each line as a sentence; only rougeLsum depends on lines.
             scores = scorer.score("\n".join(split(target)), "\n".join(split(text)))
             for name in rouge:
                 sums[name] += scores[name].fmeasure
-        found |= {name: 100 * total / max(1, len(targets)) for name, total in sums.items()}
-    return {name: found[name] for name in names}
+        values |= {name: 100 * total / max(1, len(targets)) for name, total in sums.items()}
+    return {name: values[name] for name in names}
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a token's mean loss."""
+    """Return the exponential of a mean loss per token."""
     return math.exp(loss) if loss < math.log(1e300) else math.inf

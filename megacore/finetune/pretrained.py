@@ -1,6 +1,6 @@
-"""The stage `pretrained`.
+"""Stage `pretrained`: the files of a model and their lineage.
 
-A model's files, from a local directory or the Hugging Face hub, and where they come from.
+The source is a local directory or the Hugging Face hub.
 """
 
 import fnmatch
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MODEL_DIRECTORY = "model"
-"""The transformers directory, below the artifact of the stage `pretrained`."""
+"""Name of the transformers directory below the artifact of the stage `pretrained`."""
 CONFIG_NAME = "config.json"
 
 T = TypeVar("T")
 
 
 def read_model_config(model: PretrainedConfig, pretrained_directory: Path) -> Any:
-    """The transformers configuration of a collected model. Raises ConfigError."""
+    """Return the transformers configuration of a collected model. Raises ConfigError."""
     from transformers import AutoConfig
 
     directory = pretrained_directory / MODEL_DIRECTORY
@@ -44,7 +44,7 @@ def read_model_config(model: PretrainedConfig, pretrained_directory: Path) -> An
 def refuse_remote_code(path: str, directory: Path) -> None:
     """Raise ConfigError for a model whose class transformers does not have.
 
-    `path` is what errors call it.
+    `path` is the model's name in error messages.
     """
     from transformers import CONFIG_MAPPING
 
@@ -72,7 +72,7 @@ def refuse_remote_code(path: str, directory: Path) -> None:
 def read_tokenizer(
     model: PretrainedConfig, pretrained_directory: Path
 ) -> "PreTrainedTokenizerBase":
-    """Its tokenizer, with `model.pad_token` as padding where that is given.
+    """Return the tokenizer of a collected model, with `model.pad_token` as padding if set.
 
     Raises ConfigError when transformers refuses it, or the padding token is not in its vocabulary.
     """
@@ -83,7 +83,7 @@ def read_tokenizer(
     tokenizer = _loaded(model.path, "tokenizer", load)
     if not len(tokenizer):
         raise ConfigError(
-            f"model.path {model.path} has no tokenizer: copy its tokenizer.json beside config.json"
+            f"model.path {model.path} has no tokenizer: copy its tokenizer.json next to config.json"
         )
     token = model.pad_token
     if token is not None:
@@ -100,14 +100,14 @@ def read_tokenizer(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and tables of transformers and datasets.
+    """Hide the progress bars and warnings of transformers and datasets in the body.
 
-    What matters of them is checked here.
+    The relevant conditions are checked by this package.
     """
     import datasets
     from transformers.utils import logging as transformers_logging
 
-    logging: Any = transformers_logging  # it has no types
+    logging: Any = transformers_logging  # untyped
 
     bars = (logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled())
     verbosity = logging.get_verbosity()
@@ -125,7 +125,7 @@ def quiet() -> Iterator[None]:
 
 
 _OWN_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is downloaded, and no code that comes with a model is run."""
+"""Options that prevent downloads and the execution of code that comes with a model."""
 
 
 def _loaded(path: str, part: str, load: Callable[[], T]) -> T:
@@ -142,7 +142,7 @@ def _loaded(path: str, part: str, load: Callable[[], T]) -> T:
 
 
 PRETRAINED_VERSION = 1
-"""Of the stage; raised when it produces something else."""
+"""Version of the stage; raised when its output changes."""
 LINEAGE_NAME = "lineage.json"
 TORCH_NAME = "pytorch_model.bin"
 TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
@@ -163,13 +163,13 @@ _OTHERS = (
     "*.model",
     "*.spm",
 )
-"""What architecture and tokenizer are read from."""
+"""Files of the configuration and the tokenizer."""
 
 
 def local_directory(path: str) -> Path | None:
-    """The transformers directory of `path`, itself or its `model/`; None for a name on the hub.
+    """Return the transformers directory `path` or `path/model`, or None for a name on the hub.
 
-    Raises ConfigError for a directory that does not exist or holds no model.
+    Raises ConfigError for a directory that does not exist or contains no model.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -182,7 +182,7 @@ def local_directory(path: str) -> Path | None:
         )
     if path.startswith("models:/"):
         return None
-    # The hub's names have no more than one slash.
+    # Names on the hub have at most one slash.
     if directory.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(
             f"model.path {path} is not a directory: check it, or give a name on the hub"
@@ -191,13 +191,12 @@ def local_directory(path: str) -> Path | None:
 
 
 def pretrained_digests(directory: Path, *, weights: bool = True) -> dict[str, str]:
-    """sha256 by name of each used file of a transformers directory.
+    """Return the sha256 of each used file of a transformers directory, by file name.
 
-    Weights are included only if asked for.
-
-    Of an export they are taken from its manifest, where the files are as they were then.
+    Weights are included if `weights` is true. Digests of an export come from its manifest if the
+    files' sizes and times are unchanged.
     """
-    known = _manifest_beside(directory)
+    known = _find_manifest(directory)
     return {
         name: _digest(directory / name, known)
         for name in used_files(_names(directory), weights=weights)
@@ -213,9 +212,9 @@ def _digest(path: Path, manifest: Manifest | None) -> str:
 
 
 def used_files(names: Iterable[str], *, weights: bool) -> list[str]:
-    """Which of a directory's files are used, sorted.
+    """Return the names of the files that are used, sorted.
 
-    Of the weights torch's own only where there are no safetensors.
+    PyTorch's own weight files are used only if there are no safetensors.
     """
     names = list(names)
     patterns: tuple[str, ...] = _OTHERS
@@ -235,24 +234,24 @@ def collect_pretrained(
 ) -> dict[str, Any]:
     """Fill the empty `directory` with `model/` and `lineage.json`.
 
-    Files of a local directory are hard-linked, or copied where that cannot be; those of the hub are
-    downloaded into `cache_directory` before, where an attempt that broke off left what it had.
-    Weights that come in torch's own files alone are written as safetensors.
+    Files of a local directory are hard-linked, or copied if that is impossible. Files of the hub
+    are downloaded into `cache_directory` first, where interrupted downloads resume. Weights that
+    exist only in PyTorch's own format are written as safetensors.
 
     Args:
-        model: which, and whether its weights are wanted.
-        directory: of the artifact.
-        cache_directory: of downloads, of the same disk if possible.
-        local: the transformers directory, or None for the hub.
+        model: name of the model, and whether its weights are used.
+        directory: directory of the artifact.
+        cache_directory: directory of downloads, on the same disk if possible.
+        local: transformers directory, or None for the hub.
 
     Returns:
         Counts: files and bytes.
 
     Raises:
-        ConfigError: no such model, weights that cannot be read, or a class that transformers does
-            not have.
+        ConfigError: the model does not exist, its weights cannot be read, or transformers does not
+            have its class.
         DownloadError: the hub cannot be reached.
-        WorkspaceError: the disk refuses.
+        WorkspaceError: a file cannot be written.
     """
     weights = not model.random_weights
     lineage: dict[str, Any] = {"path": redact(model.path), "random_weights": model.random_weights}
@@ -261,7 +260,7 @@ def collect_pretrained(
         lineage |= {"revision": model.revision, "commit": commit}
     else:
         source = local
-        manifest = _manifest_beside(local)
+        manifest = _find_manifest(local)
         if manifest is not None:
             lineage["parent"] = {
                 "stage": manifest.stage,
@@ -289,7 +288,7 @@ def collect_pretrained(
 
 
 def require_weights(path: str, names: Iterable[str]) -> None:
-    """Raise ConfigError for a model with neither safetensors nor torch's own files."""
+    """Raise ConfigError for a model with neither safetensors nor PyTorch's own weight files."""
     names = list(names)
     if _matching(names, (*_WEIGHTS[:2], *_TORCH_WEIGHTS)):
         return
@@ -305,9 +304,9 @@ def require_weights(path: str, names: Iterable[str]) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """One file in a second place.
+    """Hard-link `source` as `target`, or copy it.
 
-    The hub's client keeps links to its files, so that the file itself is linked.
+    The hub's client stores symbolic links; the file they point to is linked.
     """
     source = source.resolve()
     try:
@@ -320,8 +319,8 @@ def _names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir() if path.is_file()]
 
 
-def _manifest_beside(directory: Path) -> Manifest | None:
-    """The manifest of the artifact whose `model/` this is."""
+def _find_manifest(directory: Path) -> Manifest | None:
+    """Return the manifest of the artifact whose `model/` is `directory`, or None."""
     if directory.name != MODEL_DIRECTORY or not (directory.parent / MANIFEST_NAME).is_file():
         return None
     try:
@@ -331,22 +330,22 @@ def _manifest_beside(directory: Path) -> Manifest | None:
 
 
 def convert_torch_weights(path: str, source: Path, files: Sequence[str], target: Path) -> None:
-    """Write the weights of torch's files into `target` as safetensors.
+    """Write the weights of PyTorch's own files into `target` as safetensors.
 
-    The type is bf16 where all of them are, else fp32.
+    The type is bf16 if all tensors are bf16, otherwise fp32.
 
-    Values that are no weights (whole numbers, such as positions that are counted) are left out;
-    tensors that share memory are written once for each name.
+    Tensors of integers, such as position ids, are left out. Tensors that share memory are written
+    once for each name.
 
     Args:
-        path: how the user named the model.
+        path: name of the model as given by the user.
         source: directory of the files.
-        files: `pytorch_model.bin`, or several and their index.
+        files: `pytorch_model.bin`, or several files and their index.
         target: directory to write into.
 
     Raises:
-        ConfigError: a file is missing or damaged, or holds more than tensors.
-        WorkspaceError: the disk refuses.
+        ConfigError: a file is missing or damaged, or contains more than tensors.
+        WorkspaceError: a file cannot be written.
     """
     import torch
 
@@ -366,7 +365,7 @@ def convert_torch_weights(path: str, source: Path, files: Sequence[str], target:
 
 
 def _parts(path: str, source: Path, files: Sequence[str]) -> list[str]:
-    """The files that hold tensors, those of an index in its order."""
+    """Return the names of the files that contain tensors, in the order of the index."""
     if TORCH_INDEX_NAME not in files:
         if TORCH_NAME not in files:
             raise ConfigError(
@@ -391,9 +390,9 @@ def _parts(path: str, source: Path, files: Sequence[str]) -> list[str]:
 
 
 def _tensors(path: str, source: Path, names: Sequence[str]) -> "Iterator[tuple[str, Any]]":
-    """Every weight with its name, of one file after another.
+    """Yield the name and value of every weight, file by file.
 
-    A name that comes twice counts once.
+    A repeated name is yielded once.
     """
     seen = set[str]()
     for name in names:
@@ -407,9 +406,9 @@ def _read(path: str, file: Path) -> "Mapping[str, Any]":
     import torch
 
     try:
-        # Mapped, so that a weight is in memory only while it is written; files older than torch 1.6
-        # cannot be.
-        found = torch.load(
+        # Memory-mapped, so that a weight is in memory only while it is written. Files from before
+        # torch 1.6 cannot be mapped.
+        content = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
     except pickle.UnpicklingError as error:
@@ -424,22 +423,22 @@ def _read(path: str, file: Path) -> "Mapping[str, Any]":
             f"model.path {path}: {file.name} is damaged ({' '.join(str(error).split())[:200]}): "
             "get the model again"
         ) from error
-    if not isinstance(found, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     ):
         raise ConfigError(
             f"model.path {path}: {file.name} is no mapping of names to weights: give a whole model"
         )
-    return found
+    return content
 
 
 def download_model(model: PretrainedConfig, cache_directory: Path) -> tuple[Path, str]:
-    """The directory with the files of a model that are used, and its commit.
+    """Download the used files of a model; return their directory and the commit.
 
-    Raises ConfigError for a model that does not exist, is closed to us, or has no weights that
-    torch reads; DownloadError for a lost connection.
+    Raises ConfigError for a model that does not exist, is not accessible, or has no weights that
+    PyTorch reads; DownloadError for a lost connection.
     """
-    # Imported here: only a model of the hub needs it.
+    # Imported here because only models of the hub need it.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -458,11 +457,11 @@ def download_model(model: PretrainedConfig, cache_directory: Path) -> tuple[Path
     name = model.path if model.revision is None else f"{model.path} at {model.revision}"
     try:
         with disk_errors(cache_directory):
-            found = HfApi().model_info(model.path, revision=model.revision)
-            names = [file.rfilename for file in found.siblings or ()]
+            info = HfApi().model_info(model.path, revision=model.revision)
+            names = [file.rfilename for file in info.siblings or ()]
             if not model.random_weights:
                 require_weights(model.path, names)
-            commit = str(found.sha)
+            commit = str(info.sha)
             used = used_files(names, weights=not model.random_weights)
             directory = snapshot_download(
                 model.path, revision=commit, allow_patterns=used, cache_dir=str(cache_directory)

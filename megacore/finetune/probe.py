@@ -1,6 +1,6 @@
-"""Whether a micro batch fits.
+"""Probe of a micro batch: a check that it fits in memory.
 
-Makes some real optimizer steps with the longest samples, under a limit of memory.
+The probe takes a few real optimizer steps with the longest samples, under a memory limit.
 """
 
 import re
@@ -18,21 +18,22 @@ from megacore.finetune.task import FinetuneTask, Scorer, Split, build_task
 from megacore.finetune.trainer import MOST_SKIPPED, Step, prepare
 from megacore.hardware import Hardware
 from megacore.jobs.finetune import ProbeJob
-from megacore.train.memory import reworded
+from megacore.train.memory import translate_memory_errors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
 GPU_SHARE = 0.95
-"""Of a GPU's memory that PyTorch may take where no limit is asked for: an epoch's memory is more
-fragmented than that of a few equal steps, and the rest is also the CUDA context's and NCCL's."""
+"""Share of a GPU's memory that PyTorch may use if no limit is configured. The rest is for the
+CUDA context, NCCL, and the fragmentation of a whole epoch, which exceeds that of a few equal
+steps."""
 _CHECK = re.compile(r"^\[enforce fail at [^]]*\] err == 0\. ")
-"""What PyTorch says before it names the allocation."""
+"""Prefix of PyTorch's message before the failed allocation."""
 _NO_PRIMITIVE = "could not create a primitive"
-"""What oneDNN says when memory for its code or its scratch space is denied to it."""
+"""Message of oneDNN when an allocation for its code or scratch space fails."""
 _ALL_THREADS = 1 << 20
-"""Numbers of a tensor that is surely computed by all threads."""
+"""Elements of a tensor large enough to be computed by all threads."""
 
 
 def run_probe(
@@ -41,16 +42,16 @@ def run_probe(
     """Build everything as the fine-tuning does and take `job.steps` optimizer steps.
 
     Args:
-        job: with the micro batch in its configuration.
-        device: this rank's.
-        beat: called before each optimizer step with the number of those that are taken.
+        job: job with the micro batch in its configuration.
+        device: device of this rank.
+        beat: callback, called before each optimizer step with the number of steps taken.
 
     Returns:
-        Bytes that the rank with most of them had at the most; the same on each rank.
+        Peak memory in bytes of the rank that used the most, identical on each rank.
 
     Raises:
         MemoryExhaustedError: the micro batch does not fit.
-        ConfigError: the limit leaves nothing for the model, or is beyond the GPU.
+        ConfigError: the limit leaves nothing for the model, or exceeds the GPU's memory.
         LossError: fp16 finds no loss scale.
     """
     _import_libraries(job)
@@ -64,7 +65,7 @@ def run_probe(
 
 
 def _import_libraries(job: ProbeJob) -> None:
-    """What a rank has before the model: nothing of it is to fail for want of memory."""
+    """Import the libraries before the memory limit applies, so that no import fails."""
     from transformers import Trainer, TrainingArguments  # noqa: F401
 
     if job.config.launch.distributed.startswith("zero"):
@@ -76,16 +77,16 @@ def _import_libraries(job: ProbeJob) -> None:
 def take_steps(
     job: ProbeJob, task: FinetuneTask, device: torch.device, beat: Callable[[int], None]
 ) -> None:
-    """Optimizer steps of the real loop on the longest samples.
+    """Take optimizer steps of the real training loop on the longest samples.
 
-    Those that fp16 skips are not counted.
+    Steps skipped by fp16 are not counted.
 
     Raises:
-        LossError: fp16 skipped too many in a row.
+        LossError: fp16 skipped too many steps in a row.
     """
     train = job.config.train
     precision = Hardware.detect().resolve_precision(train.precision)
-    # what fp16 skips is taken again
+    # Skipped fp16 steps do not count, so more steps may be necessary.
     steps = job.steps * (MOST_SKIPPED if precision == "fp16" else 1)
     batches = job.ranks * train.gradient_accumulation_steps * steps
     directory = Path(job.run_directory)
@@ -111,14 +112,14 @@ def take_steps(
 
 
 class _EnoughError(Exception):
-    """Raised through the Trainer's loop to leave it."""
+    """Exception that leaves the Trainer's loop."""
 
 
 class Longest:
-    """A task whose training split is only a micro batch of its longest samples, repeated."""
+    """Task whose training split repeats one micro batch of its longest samples."""
 
     def __init__(self, task: FinetuneTask, batch: int, batches: int) -> None:
-        """`batches` micro batches of `batch` samples are a pass over the split."""
+        """Create a training split of `batches` micro batches of `batch` samples each."""
         self.tokenizer, self.metric, self.larger_is_better = (
             task.tokenizer,
             task.metric,
@@ -128,28 +129,28 @@ class Longest:
         self._rows = Repeated(task.largest_rows(batch), batches)
 
     def split(self, name: Split) -> Any:
-        """The samples of a split."""
+        """Return the samples of a split."""
         return self._rows if name == "train" else self._task.split(name)
 
     def build_model(self) -> "PreTrainedModel":
-        """The task's model."""
+        """Build the task's model."""
         return self._task.build_model()
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """A batch of samples, padded."""
+        """Return a padded batch of samples."""
         return self._task.collate(rows)
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
-        """Samples of the greatest length."""
+        """Return samples of the greatest length."""
         return self._task.largest_rows(count)
 
     def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> Scorer:
-        """The task's."""
+        """Return the task's scorer."""
         return self._task.scorer(accelerator, model)
 
 
 class Repeated(Sequence[Mapping[str, Any]]):
-    """Rows, several times over, held once."""
+    """Sequence that repeats rows without copying them."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], times: int) -> None:
         self._rows, self._times = rows, times
@@ -163,18 +164,19 @@ class Repeated(Sequence[Mapping[str, Any]]):
 
 @contextmanager
 def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
-    """Let allocations beyond a limit fail in the body, instead of taking the machine's last memory.
+    """Make allocations beyond a limit fail in the body, instead of exhausting the host's memory.
 
-    On a GPU it limits what PyTorch takes there. Else it is the process's resident memory, of which
-    what it has by now is a part: the kernel limits private memory (RLIMIT_DATA), and refuses what
-    it has not given yet. That ends with the body: to tell of a failure takes memory, too.
+    On a GPU, the limit applies to PyTorch's allocations. Without a GPU, it applies to the process's
+    resident memory, including what is in use already: the kernel limits private memory
+    (RLIMIT_DATA) and refuses further allocations. The limit ends with the body, because reporting a
+    failure needs memory, too.
 
     Args:
-        limit: bytes; None means GPU_SHARE of the GPU, without one no limit.
-        device: this rank's.
+        limit: bytes; None means GPU_SHARE of the GPU, and no limit without a GPU.
+        device: device of this rank.
 
     Raises:
-        ConfigError: it is less than what the process has, or more than the GPU.
+        ConfigError: the limit is less than what the process uses, or more than the GPU has.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -189,7 +191,7 @@ def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
     if limit is None or device.type == "cuda":
         yield
         return
-    # OpenMP ends a process that cannot start its threads, so they start now
+    # OpenMP aborts a process that cannot start its threads, so they start before the limit.
     torch.ones(_ALL_THREADS).exp_()
     resident, private = _status("VmRSS"), _status("VmData")
     if limit <= resident:
@@ -198,11 +200,14 @@ def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
             "GB before the model is built: raise find_batch_size.memory_limit_gb, or free some "
             "memory"
         )
-    before = resource.getrlimit(resource.RLIMIT_DATA)
+    previous = resource.getrlimit(resource.RLIMIT_DATA)
     allowed = private + limit - resident
     resource.setrlimit(
         resource.RLIMIT_DATA,
-        (allowed if before[1] == resource.RLIM_INFINITY else min(allowed, before[1]), before[1]),
+        (
+            allowed if previous[1] == resource.RLIM_INFINITY else min(allowed, previous[1]),
+            previous[1],
+        ),
     )
     try:
         yield
@@ -211,26 +216,26 @@ def limited_memory(limit: int | None, device: torch.device) -> Iterator[None]:
             raise
         raise MemoryError(f"oneDNN cannot allocate memory ({_NO_PRIMITIVE})") from error
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        resource.setrlimit(resource.RLIMIT_DATA, previous)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this rank had at the most: on its GPU, or without one resident."""
+    """Return this rank's peak memory in bytes: allocated on its GPU, or resident without one."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
 
 
 @contextmanager
 def memory_errors(batch: int) -> Iterator[None]:
-    """Turn a failing allocation in the body into MemoryExhaustedError: too large."""
+    """Translate a failed allocation in the body into MemoryExhaustedError."""
 
     def message(reason: str) -> str:
         return f"out of memory with a micro batch of {batch} ({_CHECK.sub('', reason)})"
 
-    with reworded(message):
+    with translate_memory_errors(message):
         yield
 
 
 def _status(name: str) -> int:
-    """Bytes of a line of this process's status in /proc."""
+    """Return a field of this process's status in /proc, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

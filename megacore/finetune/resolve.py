@@ -1,4 +1,4 @@
-"""How many processes a fine-tuning has; imports no torch."""
+"""Number of processes and length of a fine-tuning; imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ from megacore.plan.layouts import launched_ranks
 
 
 def resolve_ranks(config: FinetuneConfig, hardware: Hardware) -> tuple[int, int]:
-    """Ranks of the job and CPU threads of each.
+    """Return the number of ranks of the job and the CPU threads of each.
 
-    `launch.nproc_per_node: auto` means the hostfile's slots, else one rank per GPU, else one.
+    `launch.nproc_per_node: auto` means the hostfile's slots, otherwise one rank per GPU, otherwise
+    one rank.
 
     Raises:
         ParallelLayoutError: there are more ranks than GPUs.
-        ConfigError: the hostfile cannot be used, a scheduler's machines have no number of ranks, or
-            Accelerate's YAML asks for CPUs where GPUs are visible.
+        ConfigError: the hostfile cannot be used, the number of ranks is unknown on a scheduler's
+            hosts, or Accelerate's YAML asks for CPUs although GPUs are visible.
     """
     accelerate = config.launch.accelerate_config
     if hardware.gpus and isinstance(accelerate, dict) and asks_for_cpu(accelerate):
@@ -32,31 +33,31 @@ def resolve_ranks(config: FinetuneConfig, hardware: Hardware) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The run's length."""
+    """Length of a run."""
 
     batches_per_epoch: int
-    """Forward passes of each rank; the last ones of an epoch are filled up with its first
-    samples."""
+    """Forward passes of each rank per epoch; the last batches are filled up with the epoch's
+    first samples."""
     steps_per_epoch: int
-    """Optimizer steps; the last one may be of fewer forward passes than the others."""
+    """Optimizer steps per epoch; the last step may have fewer forward passes than the others."""
     total_steps: int
     """Optimizer steps of the whole run."""
 
     @classmethod
     def of(cls, train: FinetuneTrainConfig, samples: int, ranks: int) -> "Schedule":
-        """The course of a training split of `samples` (at least one) on `ranks`."""
+        """Return the schedule for a training split of `samples` (at least one) on `ranks`."""
         batches = math.ceil(math.ceil(samples / train.micro_batch_size) / ranks)
         steps = math.ceil(batches / train.gradient_accumulation_steps)
         return cls(batches, steps, train.max_steps or steps * train.num_epochs)
 
     @property
     def epochs(self) -> int:
-        """Passes over the training split, a last one that is cut short included."""
+        """Number of passes over the training split, including an incomplete last pass."""
         return math.ceil(self.total_steps / self.steps_per_epoch)
 
 
 def memory_advice(config: FinetuneConfig) -> str:
-    """What to change, what costs least first."""
+    """Return the settings that save memory, the least costly first."""
     train, distributed = config.train, config.launch.distributed
     advice = []
     if train.micro_batch_size > 1:

@@ -1,4 +1,4 @@
-"""One fine-tuning: go on from a checkpoint, train, evaluate, keep the best model, save, stop."""
+"""Loop of a fine-tuning: resume, train, evaluate, keep the best model, save, stop."""
 
 import socket
 import time
@@ -16,7 +16,7 @@ from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import directory_name, iteration_of
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import LossError
-from megacore.finetune.best import BEST_NAME, BestModel
+from megacore.finetune.best import BEST_NAME, BestModelStore
 from megacore.finetune.checkpoints import FinetuneCheckpoints, Progress
 from megacore.finetune.resolve import Schedule, memory_advice
 from megacore.finetune.task import FinetuneTask, Score, SplitScorer, sample_losses
@@ -24,7 +24,7 @@ from megacore.finetune.trainer import Step, StepTrainer, check_finite
 from megacore.observe.heartbeat import Heartbeat
 from megacore.observe.logging import logger
 from megacore.observe.recorder import Recorder
-from megacore.train.memory import in_use, reworded
+from megacore.train.memory import in_use, translate_memory_errors
 from megacore.train.report import peak_memory_mb
 from megacore.train.stop import StopLimits, StopReason, StopRequest
 
@@ -43,27 +43,27 @@ class FinetuneReport:
     lr: float
     """Learning rate of the last step."""
     grad_norm: float | None
-    """Of the last step, before clipping; None where fp16 skipped it."""
+    """Gradient norm of the last step, before clipping; None if fp16 skipped the step."""
     loss_scale: float | None
-    """Of fp16, else None."""
+    """Loss scale of fp16, otherwise None."""
     samples_per_second: float
     tokens_per_second: float
-    """Padding left out."""
+    """Rate without padding."""
     ms_per_iteration: float
     memory_mb: float
-    """Peak of this rank in MiB: allocated on the GPU, resident on a CPU."""
+    """Peak memory of this rank in MiB: allocated on the GPU, or resident on a CPU."""
     consumed_samples: int
     consumed_tokens: int
     eta_seconds: float
-    """Expected training time of the steps that are left, evaluations not counted."""
+    """Expected training time of the remaining steps, without evaluations."""
 
     @property
     def event(self) -> dict[str, Any]:
-        """The values of a step event."""
+        """Values of a step event."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def line(self, schedule: Schedule) -> str:
-        """As the log shows it."""
+        """Format the report as a line of the log."""
         epoch = min(schedule.epochs, int(self.epoch - 1e-9) + 1)
         norm = (
             "skipped, gradients overflowed"
@@ -84,48 +84,48 @@ class FinetuneReport:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that a reader would choose."""
+    """Format a duration in seconds, minutes or hours, depending on its length."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Meter:
-    """Gathers an interval's losses and times; evaluations and saves are not counted as training."""
+    """Losses and times of a log interval; evaluations and saves do not count as training."""
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:
-        """The clock starts with `start`."""
+        """Initialize the meter; the clock starts with `start`."""
         self._schedule, self._device = schedule, device
         self._losses: list[float] = []
         self._since = self._epoch_since = time.monotonic()
         self._samples = self._tokens = self._iteration = 0
 
     def start(self, progress: Progress) -> None:
-        """Begin an interval here."""
+        """Start an interval."""
         self._losses = []
         self._samples, self._tokens = progress.consumed_samples, progress.consumed_tokens
         self._iteration = progress.iteration
         self._since = time.monotonic()
 
     def add(self, loss: float) -> None:
-        """Take note of a step's loss."""
+        """Record the loss of a step."""
         self._losses.append(loss)
 
     def lap(self) -> float:
-        """Seconds of training since the last lap, or since `resume`."""
+        """Return the seconds of training since the last lap, or since `resume`."""
         now = time.monotonic()
         seconds, self._epoch_since = now - self._epoch_since, now
         return seconds
 
     def resume(self, paused: float) -> None:
-        """Leave `paused` seconds that were no training out of the interval, and count on."""
+        """Exclude `paused` seconds without training from the interval, and resume the clock."""
         self._since += paused
         self._epoch_since = time.monotonic()
 
     def report(
         self, progress: Progress, *, lr: float, grad_norm: float | None, loss_scale: float | None
     ) -> FinetuneReport:
-        """The interval that ends here; the next one begins."""
+        """End the interval, return its report, and start the next one."""
         steps = max(1, progress.iteration - self._iteration)
         seconds = max(time.monotonic() - self._since, 1e-9)
         passes = progress.epoch + progress.batches / self._schedule.batches_per_epoch
@@ -152,7 +152,7 @@ class Meter:
 def evaluation_line(
     kind: str, progress: Progress, schedule: Schedule, metrics: dict[str, float], seconds: float
 ) -> str:
-    """As the log shows an evaluation, or a test."""
+    """Format the metrics of an evaluation, or of a test, as a line of the log."""
     values = " | ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items()))
     return (
         f"{kind} at step {progress.iteration}/{schedule.total_steps} | {values} | "
@@ -162,14 +162,14 @@ def evaluation_line(
 
 RESULT_NAME = "result.json"
 GATE_SAMPLES = 16
-"""First validation samples whose losses are kept with the best model, for the gate of its
-export."""
+"""Number of validation samples whose losses are stored with the best model for the export's
+gate."""
 
 
 class _EndedError(Exception):
-    """Raised through the Trainer's loop to leave it.
+    """Exception that leaves the Trainer's loop.
 
-    The run is complete, or something asks it to stop.
+    The run is complete, or it was asked to stop.
     """
 
     def __init__(self, reason: StopReason | None) -> None:
@@ -179,12 +179,12 @@ class _EndedError(Exception):
 
 @contextmanager
 def finetune_memory_errors(config: FinetuneConfig, rank: int) -> Iterator[None]:
-    """Turn a failing allocation in the body into MemoryExhaustedError, with what helps."""
+    """Translate a failed allocation in the body into MemoryExhaustedError with advice."""
 
     def message(reason: str) -> str:
         return f"rank {rank} ran out of memory ({reason}): {in_use()}; {memory_advice(config)}"
 
-    with reworded(message):
+    with translate_memory_errors(message):
         yield
 
 
@@ -202,16 +202,16 @@ class Finetuner:
         heartbeat: Heartbeat | None = None,
         started: float | None = None,
     ) -> None:
-        """Put the parts together.
+        """Connect the trainer, evaluation, checkpoints and stop requests.
 
         Args:
-            config: the fine-tuning.
-            task: what is learned and how it is measured.
-            trainer: what takes the optimizer steps.
-            recorder: where the run's account goes.
-            run_directory: with the run's checkpoints, if any.
-            heartbeat: this rank's, None where nobody watches.
-            started: time.monotonic() when this attempt began; None means now.
+            config: configuration of the fine-tuning.
+            task: task with samples and metrics.
+            trainer: trainer that takes the optimizer steps.
+            recorder: recorder of the run's events.
+            run_directory: directory of the run, with its checkpoints, if any.
+            heartbeat: heartbeat of this rank, or None if nobody watches.
+            started: time.monotonic() at the start of this attempt; None means now.
 
         Raises:
             DataFormatError: the validation split has no sample.
@@ -229,7 +229,7 @@ class Finetuner:
         self._checkpoints = FinetuneCheckpoints(
             trainer.write_state, recorder, run_directory, keep_last=keep, beat=self._beat
         )
-        self._best = BestModel(task, accelerator, recorder, run_directory)
+        self._best = BestModelStore(task, accelerator, recorder, run_directory)
         limits = StopLimits(self._schedule.total_steps, config.train.exit_duration_minutes)
         self._stop = StopRequest(limits, run_directory, rank=self._rank, started=started)
         self._meter = Meter(self._schedule, accelerator.device)
@@ -239,22 +239,22 @@ class Finetuner:
         trainer.check_random_state = self._checkpoints.check_random_state
 
     def run(self) -> None:
-        """Train to the last step, or until something asks to stop.
+        """Train to the last step, or until the run is asked to stop.
 
-        A run that is already there ends at once.
+        A complete run returns at once.
 
         Raises:
-            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its
-                last step.
+            TrainingStoppedError: the run was asked to end early; its newest checkpoint is that of
+                its last step.
             TrainingError: a loss is not finite, or memory does not suffice.
-            CheckpointError: the checkpoint to go on from is of another number of ranks.
+            CheckpointError: the checkpoint to resume from has another number of ranks.
             WorkspaceError: a checkpoint, the best model or an event cannot be written.
         """
         with self._stop.signals(), finetune_memory_errors(self._config, self._rank):
             reason = self._train()
             if reason is None:
                 self._finish()
-        self._stop.take_away_file()  # before the event: what comes next is another attempt's
+        self._stop.remove_stop_file()  # before the event: a later stop file is for the next attempt
         self._recorder.event("exit", reason=reason or "finished", iteration=self.progress.iteration)
         if reason is not None:
             raise self._stop.error(
@@ -262,7 +262,7 @@ class Finetuner:
             )
 
     def _train(self) -> StopReason | None:
-        """Resume from a checkpoint, if there is one, and train; return why it ended early."""
+        """Resume from a checkpoint, if there is one, and train; return why the run ended early."""
         self.progress, path = self._checkpoints.resume()
         self._best.find()
         accelerator, schedule = self._trainer.accelerator, self._schedule
@@ -291,12 +291,12 @@ class Finetuner:
         return None
 
     def _begin(self, *, fresh: bool) -> None:
-        """Evaluate the model as it is now, if that was not done yet.
+        """Evaluate the current model if it was not evaluated yet.
 
-        A best model that was lost is made again.
+        A complete run whose best model was lost is evaluated again, too.
         """
         progress = self.progress
-        # At the beginning, and where a signal had left no time for it.
+        # Due at the beginning of the run, and after a signal that left no time for it.
         due = progress.evaluation_due or (self._is_last and self._best.best is None)
         if due and not self._evaluate():
             if fresh:
@@ -312,10 +312,7 @@ class Finetuner:
         return self.progress.iteration >= self._schedule.total_steps
 
     def _after(self, step: Step) -> None:
-        """Count a step, and do what is due after it.
-
-        The log, an evaluation, a checkpoint, the end.
-        """
+        """Count a step, then log, evaluate, save and stop as due."""
         progress, train = self.progress, self._config.train
         progress.skipped = progress.skipped + 1 if step.skipped else 0
         self._check(step)
@@ -374,19 +371,19 @@ class Finetuner:
         return step.ends_epoch if interval is None else self.progress.iteration % interval == 0
 
     def _signalled(self) -> bool:
-        """Whether any rank got a signal, the same on each."""
-        told = torch.tensor([float(self._stop.signal is not None)])
+        """Return True if any rank received a signal; identical on each rank. Collective."""
+        signalled = torch.tensor([float(self._stop.signal is not None)])
         if dist.is_initialized():
-            dist.all_reduce(told)
-        return bool(told)
+            dist.all_reduce(signalled)
+        return bool(signalled)
 
     def _evaluate(self) -> bool:
-        """Measure the model on the validation split, and keep it if it is the best so far.
+        """Evaluate the model on the validation split, and keep it if it is the best so far.
 
-        Its test scores are kept with it.
+        Its test scores are stored with it.
 
-        Returns False for an evaluation that a signal broke off: it leaves a few seconds, and they
-        are the checkpoint's.
+        Returns False if a signal ended the evaluation: the few seconds left are needed for the
+        checkpoint.
         """
         progress, model = self.progress, self._trainer.model_wrapped
         score = self._scorer.score(model, self._beat, self._signalled)
@@ -395,7 +392,7 @@ class Finetuner:
         progress.metrics, progress.evaluation_seconds = score.metrics, score.seconds
         progress.start_metrics = progress.start_metrics or score.metrics
         self._report("evaluation", score)
-        # What was learned is kept, not what was there before.
+        # The model before the first step is never kept.
         if progress.iteration and self._best.beats(progress.iteration, score.metrics):
             tested: Score | None = None
             if self._test_scorer is not None:
@@ -412,7 +409,7 @@ class Finetuner:
         return True
 
     def _report(self, kind: str, score: Score) -> None:
-        """Write a pass over a split as a line of the log and as an event."""
+        """Report a pass over a split as a line of the log and as an event."""
         progress = self.progress
         logger.info(
             "%s", evaluation_line(kind, progress, self._schedule, score.metrics, score.seconds)
@@ -430,9 +427,9 @@ class Finetuner:
         )
 
     def _facts(self, tested: Score | None) -> dict[str, Any]:
-        """What is kept with the best model.
+        """Return the values stored with the best model.
 
-        These are its test scores, and what the gate of the export compares it with.
+        They are its test scores and the values that the export's gate compares.
         """
         device = self._trainer.accelerator.device
         return {
@@ -453,7 +450,7 @@ class Finetuner:
         self._recorder.event("step", **report.event)
 
     def _finish(self) -> None:
-        """Write the run's result; on the first rank, the same again where it was written before."""
+        """Write the run's result on the first rank; a repeated call writes the same content."""
         progress = self.progress
         best = self._best.best
         assert best is not None
@@ -477,9 +474,9 @@ class Finetuner:
             write_json(self._run_directory / RESULT_NAME, result)
 
     def _seconds_per_epoch(self) -> float:
-        """Training time of a pass.
+        """Return the training time of an epoch.
 
-        The mean of the complete ones, else what one would take at this rate.
+        It is the mean over complete epochs, or else extrapolated from the incomplete epoch.
         """
         progress = self.progress
         if progress.train_seconds:

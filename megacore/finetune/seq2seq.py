@@ -1,4 +1,4 @@
-"""A target text for a source text."""
+"""Sequence-to-sequence tasks: a target text for each source text."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -38,30 +38,30 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 PUNKT = "punkt"
-"""Directory of nltk's models, below the artifact of the stage `examples`: no rank downloads
-anything."""
+"""Directory of nltk's models below the artifact of the stage `examples`, so that no rank
+downloads them."""
 _LANGUAGE = "english"
 
 
 def sentence_splitter(kind: Literal["punkt", "rules"], punkt: Path) -> Callable[[str], list[str]]:
-    """What divides a text; `punkt` holds nltk's models.
+    """Return a function that splits a text into sentences.
 
-    Raises DataFormatError when they are damaged.
+    `punkt` is the directory of nltk's models. Raises DataFormatError when they are damaged.
     """
     return make_splitter(SplitterChoice(kind, _LANGUAGE, data=str(punkt)))
 
 
 def store_punkt(directory: Path) -> None:
-    """Fill the new `directory` with nltk's models, of this machine or downloaded.
+    """Fill the new `directory` with nltk's models, copied from this host or downloaded.
 
     Raises DownloadError.
     """
-    found = find_punkt(_LANGUAGE)
+    installed = find_punkt(_LANGUAGE)
     with workspace_errors(directory):
         directory.mkdir()
-        if found is not None:
-            source = model_directory(found, _LANGUAGE)
-            shutil.copytree(source, directory / source.relative_to(found))
+        if installed is not None:
+            source = model_directory(installed, _LANGUAGE)
+            shutil.copytree(source, directory / source.relative_to(installed))
             return
     try:
         download_punkt(directory, _LANGUAGE)
@@ -80,15 +80,15 @@ def encode_seq2seq(
     mapper: Mapper,
     directory: Path,
 ) -> "tuple[dict[str, Dataset], dict[str, Any]]":
-    """The samples of each split, and what `task.json` says of them.
+    """Return the samples of each split and the task's entries in `task.json`.
 
-    Raises ConfigError, DataFormatError; DownloadError when nltk's models are asked for and cannot
-    be fetched.
+    Raises ConfigError, DataFormatError; DownloadError when nltk's models are needed and cannot be
+    downloaded.
     """
     if getattr(model, "decoder_start_token_id", None) is None:
         raise ConfigError(
             f"the config.json of model.path ({model.model_type}) has no decoder_start_token_id, "
-            "with which what it writes begins: set it there"
+            "the token that its output begins with: set it there"
         )
     columns = {"source_column": task.source_column, "target_column": task.target_column}
     for split, rows in splits.items():
@@ -108,18 +108,18 @@ def encode_seq2seq(
 def encode_pairs(
     rows: Rows, *, tokenizer: "PreTrainedTokenizerBase", task: Seq2SeqConfig, end: int | None
 ) -> dict[str, Any]:
-    """Ids of each source and target, cut to their lengths.
+    """Return the ids of each source and target, truncated to their maximum lengths.
 
-    The target ends with `end` where that is given.
+    Each target ends with `end`, unless that is None.
     """
-    given = {"truncation": True, "return_attention_mask": False, "return_token_type_ids": False}
+    options = {"truncation": True, "return_attention_mask": False, "return_token_type_ids": False}
     sources = tokenizer(
         [task.source_prefix + text for text in rows[task.source_column]],
         max_length=task.max_source_length,
-        **given,
+        **options,
     )
     targets = tokenizer(
-        text_target=list(rows[task.target_column]), max_length=task.max_target_length, **given
+        text_target=list(rows[task.target_column]), max_length=task.max_target_length, **options
     )
     return {
         IDS: sources[IDS],
@@ -142,7 +142,7 @@ def _check_samples(rows: "Dataset", split: str) -> None:
 
 
 class Seq2SeqTask(TransformersTask):
-    """An encoder-decoder with its own head."""
+    """Task of an encoder-decoder with its own head."""
 
     auto_class = "AutoModelForSeq2SeqLM"
     task: Seq2SeqConfig
@@ -157,20 +157,20 @@ class Seq2SeqTask(TransformersTask):
 
     @property
     def pad_id(self) -> int:
-        """Fills up sources, and what is written."""
+        """Id of the padding of sources and of generated texts."""
         pad = self.tokenizer.pad_token_id
-        assert isinstance(pad, int)  # the stage `examples` refuses a tokenizer without
+        assert isinstance(pad, int)  # checked by the stage `examples`
         return pad
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """input_ids and attention_mask [b, s] of the sources, labels [b, t] of the targets."""
-        whole = self.task.pad_to_max_length
-        ids = padded(rows, IDS, self.pad_id, self.task.max_source_length if whole else None)
-        labels = padded(rows, LABELS, IGNORED, self.task.max_target_length if whole else None)
+        """Return input_ids and attention_mask [b, s] of the sources, labels [b, t] of targets."""
+        to_maximum = self.task.pad_to_max_length
+        ids = padded(rows, IDS, self.pad_id, self.task.max_source_length if to_maximum else None)
+        labels = padded(rows, LABELS, IGNORED, self.task.max_target_length if to_maximum else None)
         return {IDS: ids, "attention_mask": mask_of(rows, ids.shape[1]), LABELS: labels}
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
-        """`count` samples of the longest source and target."""
+        """Return `count` samples of the longest source and target."""
         id_ = self.ordinary_id()
         return [
             {IDS: [id_] * self.task.max_source_length, LABELS: [id_] * self.task.max_target_length}
@@ -178,7 +178,7 @@ class Seq2SeqTask(TransformersTask):
         ]
 
     def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> "Seq2SeqScorer":
-        """A new one for a pass over a split.
+        """Return a new scorer for one pass over a split.
 
         Raises DataFormatError when nltk's models are damaged.
         """
@@ -186,10 +186,10 @@ class Seq2SeqTask(TransformersTask):
         return Seq2SeqScorer(self, accelerator, model, sentence_splitter(splitter, self._punkt))
 
     def generation(self, model: "PreTrainedModel") -> "GenerationConfig":
-        """How targets are written: by beams, within the task's lengths, without chance."""
+        """Return the settings of generation: beam search in the task's lengths, no sampling."""
         from transformers import GenerationConfig
 
-        given = model.generation_config.to_dict()
+        settings = model.generation_config.to_dict()
         for name in (
             "max_length",
             "min_length",
@@ -199,10 +199,10 @@ class Seq2SeqTask(TransformersTask):
             "top_p",
             "transformers_version",
         ):
-            given.pop(name, None)
+            settings.pop(name, None)
         return GenerationConfig.from_dict(
             {
-                **given,
+                **settings,
                 "num_beams": self.task.num_beams,
                 "max_new_tokens": self.task.max_target_length,
                 "min_new_tokens": self.task.min_target_length,
@@ -215,7 +215,7 @@ class Seq2SeqTask(TransformersTask):
 
 
 class Seq2SeqScorer:
-    """The losses of all target tokens, and all that was written, of all ranks."""
+    """Losses of all target tokens and all generated texts of all ranks."""
 
     def __init__(
         self,
@@ -232,8 +232,8 @@ class Seq2SeqScorer:
         )
         self._writer: Any = accelerator.unwrap_model(model)
         self._generation = task.generation(self._writer)
-        # A rank whose texts are finished must go on: its part of the weights is needed by the
-        # others.
+        # A rank that has finished its texts must keep generating: the others need its shard of the
+        # weights.
         self._together = _divides_weights(accelerator)
         self._written: list[str] = []
         self._targets: list[str] = []
@@ -241,10 +241,13 @@ class Seq2SeqScorer:
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
-        """Score a batch of this rank; a collective call, while the prepared loader is iterated."""
+        """Score a batch of this rank.
+
+        Collective; call it while iterating over the prepared loader.
+        """
         labels = batch[LABELS]
         losses, tokens = token_losses(self._model(**batch).logits, labels)
-        # of the encoder, too, which is called beside the prepared model
+        # generate() calls the encoder directly, without the autocast of the prepared model.
         with self._accelerator.autocast():
             written = self._writer.generate(
                 input_ids=batch[IDS],
@@ -272,7 +275,7 @@ class Seq2SeqScorer:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """`loss`, the mean of all target tokens, and the task's metrics of all texts."""
+        """Return `loss`, the mean over all target tokens, and the task's metrics over all texts."""
         names = tuple(dict.fromkeys(self._task.task.metrics))
         return {
             LOSS: self._loss / self._tokens,

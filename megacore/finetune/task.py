@@ -1,4 +1,7 @@
-"""What differs between the tasks; the loop knows nothing else of them."""
+"""Tasks of a fine-tuning: models, samples and scores.
+
+The training loop depends on a task only through the interface `FinetuneTask`.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,15 +41,15 @@ Split = str
 
 
 class Scorer(Protocol):
-    """Gathers what one pass over a split gives, on every rank."""
+    """Accumulator of the scores of one pass over a split, on every rank."""
 
     def add(self, batch: Batch) -> None:
-        """Score a batch of this rank; a collective call."""
+        """Score a batch of this rank. Collective."""
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of everything that was added on all ranks, with `loss`.
+        """Return the metrics over all batches added on all ranks, including `loss`.
 
-        They are the same on each rank.
+        They are identical on each rank.
         """
 
 
@@ -55,48 +58,48 @@ class FinetuneTask(Protocol):
 
     tokenizer: "PreTrainedTokenizerBase"
     metric: str
-    """Name of the metric that tells the best model."""
+    """Name of the metric that selects the best model."""
     larger_is_better: bool
-    """Whether a larger value of `metric` is a better model."""
+    """True if a larger value of `metric` means a better model."""
 
     def split(self, name: Split) -> "Dataset | None":
-        """The tokenized samples of a split; None where there is no such split."""
+        """Return the tokenized samples of a split, or None if the split does not exist."""
 
     def build_model(self) -> "PreTrainedModel":
-        """The model with its head in fp32, from the pretrained weights or from the seed.
+        """Return the model with its head in fp32, with pretrained or random weights.
 
-        The seed serves where random ones are asked.
-
-        What the pretrained weights lack (a head) is drawn from the seed, the same on each rank.
+        Random weights, and a head that the pretrained weights lack, are drawn from the seed and are
+        identical on each rank.
         """
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> "dict[str, torch.Tensor]":
-        """A batch of samples, padded.
+        """Return a padded batch of samples.
 
-        Every array [b, s], labels [b] or [b, s] with -100 where nothing is learned.
+        The arrays have shape [b, s]. Labels are [b] or [b, s], with -100 at positions without a
+        loss.
         """
 
     def largest_rows(self, count: int) -> list[dict[str, Any]]:
-        """`count` samples of the greatest length that the task allows.
+        """Return `count` samples of the greatest length that the task allows.
 
-        What a micro batch may have to hold.
+        They form the largest micro batch that can occur.
         """
 
     def scorer(self, accelerator: "Accelerator", model: "PreTrainedModel") -> Scorer:
-        """A new one for a pass over a split; `model` is the prepared one."""
+        """Return a new scorer for one pass over a split; `model` is the prepared model."""
 
 
 IGNORED = -100
-"""Label of a place where nothing is learned."""
+"""Label of a position without a loss."""
 
 
 class TransformersTask:
-    """A task on a model of transformers; its subclasses say what a sample and a score are."""
+    """Task on a transformers model; subclasses define samples and scores."""
 
     auto_class: ClassVar[str]
-    """Class of transformers that makes the model with the right head."""
+    """Name of the transformers class that builds the model with the right head."""
     draws_head: ClassVar[bool] = False
-    """Whether the head may be missing from the pretrained weights."""
+    """True if the pretrained weights may lack the head."""
 
     def __init__(
         self, config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path
@@ -109,21 +112,21 @@ class TransformersTask:
         self._examples, self._pretrained = examples_directory, pretrained_directory
 
     def split(self, name: str) -> "Dataset | None":
-        """The tokenized samples of a split; None where there is no such split.
+        """Return the tokenized samples of a split, or None if the split does not exist.
 
         Raises DataFormatError.
         """
         return open_split(self._examples, name)
 
     def model_config(self) -> Any:
-        """The configuration of transformers for the model with its head. Raises ConfigError."""
+        """Return the transformers configuration of the model with its head. Raises ConfigError."""
         return read_model_config(self.config.model, self._pretrained)
 
     def build_model(self) -> "PreTrainedModel":
-        """The model with its head in fp32; what is drawn from the seed is the same on each rank.
+        """Return the model with its head in fp32; random weights are identical on each rank.
 
-        Raises ConfigError when transformers refuses the weights, or weights beside the head are
-        missing.
+        Raises ConfigError when transformers refuses the weights, or weights other than the head's
+        are missing.
         """
         import transformers
         from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -139,8 +142,8 @@ class TransformersTask:
             try:
                 directory: Path | None = self._pretrained / MODEL_DIRECTORY
                 if self.config.model.new_head and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
-                    # transformers then takes every weight as it is: those that do not fit are left
-                    # out before.
+                    # Under ZeRO-3 transformers loads every weight unchecked, so pass only the
+                    # fitting ones.
                     kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
                     options["state_dict"] = _fitting_weights(
                         self._pretrained / MODEL_DIRECTORY, kind, config
@@ -162,7 +165,7 @@ class TransformersTask:
                     f"transformers cannot load the weights of model.path {self.config.model.path}: "
                     f"{' '.join(str(error).split())[:300]}"
                 ) from error
-        # With a new head transformers draws anew whatever does not fit: of the body nothing may.
+        # With a new head transformers draws all mismatched weights again. The body's must match.
         replaced = [entry[0] for entry in info["mismatched_keys"]]
         self._refuse_missing(model, [*info["missing_keys"], *replaced])
         return model
@@ -170,18 +173,18 @@ class TransformersTask:
     def _refuse_missing(self, model: "PreTrainedModel", missing: Sequence[str]) -> None:
         body = f"{model.base_model_prefix}."
         parameters = {name for name, _ in model.named_parameters()}
-        lost = sorted(name for name in missing if name in parameters)
+        lacking = sorted(name for name in missing if name in parameters)
         if self.draws_head:
-            lost = [name for name in lost if name.startswith(body) and ".pooler." not in name]
-        if lost:
+            lacking = [name for name in lacking if name.startswith(body) and ".pooler." not in name]
+        if lacking:
             raise ConfigError(
-                f"model.path {self.config.model.path} lacks {len(lost)} of the weights of "
-                f"{type(model).__name__}, {lost[0]} first: give a whole model, or set "
+                f"model.path {self.config.model.path} lacks {len(lacking)} of the weights of "
+                f"{type(model).__name__}, {lacking[0]} first: give a whole model, or set "
                 "model.random_weights to true"
             )
 
     def ordinary_id(self) -> int:
-        """An id that has no role."""
+        """Return the id of a token that is not a special token."""
         special = set(self.tokenizer.all_special_ids)
         ids = sorted(self.tokenizer.get_vocab().values())
         return next((number for number in reversed(ids) if number not in special), 0)
@@ -189,15 +192,16 @@ class TransformersTask:
     def scored(
         self, accelerator: "Accelerator", *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Tensors [b, ...] of all ranks on the CPU, without what fills up the last batch."""
+        """Gather tensors [b, ...] of all ranks on the CPU, without samples added as padding."""
         gathered = accelerator.gather_for_metrics(tensors)
         return tuple(tensor.cpu() for tensor in gathered)
 
 
 def _fitting_weights(directory: Path, kind: Any, config: Any) -> dict[str, torch.Tensor]:
-    """The weights of a directory whose shapes are those of the model of `kind` and `config`.
+    """Return a directory's weights without those whose shape differs in the model.
 
-    Their values are on the first rank alone, which under ZeRO-3 gives the others their parts.
+    The model is that of `kind` and `config`. Only the first rank has the values; under ZeRO-3 it
+    distributes them to the other ranks.
     """
     from safetensors import safe_open
 
@@ -205,18 +209,18 @@ def _fitting_weights(directory: Path, kind: Any, config: Any) -> dict[str, torch
         empty = kind(config)
     shapes = {name: list(parameter.shape) for name, parameter in empty.named_parameters()}
     device = "cpu" if dist.get_rank() == 0 else "meta"
-    kept = {}
+    weights = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  it is no mapping
+            for name in file.keys():  # noqa: SIM118  safe_open is no mapping
                 if shapes.get(name) in (None, file.get_slice(name).get_shape()):
-                    kept[name] = file.get_tensor(name).to(device)
-    return kept
+                    weights[name] = file.get_tensor(name).to(device)
+    return weights
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draw from `seed`, and leave the generators as they were."""
+    """Seed the random number generators with `seed` in the body, and restore them afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -231,31 +235,32 @@ def padded(
     *,
     left: bool = False,
 ) -> torch.Tensor:
-    """The ids of `key` of each row, filled up to one length: [b, s].
+    """Pad the ids of `key` of each row to one length: [b, s].
 
-    Padding is on the right, or the left, to `length` or to the longest.
+    Padding is on the right, or on the left if `left`. The length is `length`, or that of the
+    longest row if it is None.
     """
     longest = length or max(len(row[key]) for row in rows)
     fills = [[value] * (longest - len(row[key])) for row in rows]
-    whole = [
+    filled = [
         [*fill, *row[key]] if left else [*row[key], *fill]
         for row, fill in zip(rows, fills, strict=True)
     ]
-    return torch.tensor(whole, dtype=torch.long)
+    return torch.tensor(filled, dtype=torch.long)
 
 
 def mask_of(rows: Sequence[Mapping[str, Any]], length: int) -> torch.Tensor:
-    """1 where a row has an id, 0 where it is filled up: [b, s]."""
+    """Return the attention mask [b, s]: 1 where a row has an id, 0 at padding."""
     counts = torch.tensor([len(row[IDS]) for row in rows])
     return (torch.arange(length) < counts[:, None]).long()
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss [b] of each row's tokens, and their number [b].
+    """Return the summed loss [b] of each row's tokens, and their number [b].
 
     Args:
         logits: [b, s, v].
-        labels: [b, s], -100 where nothing is learned.
+        labels: [b, s], -100 at positions without a loss.
     """
     losses = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
@@ -264,14 +269,14 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
 
 
 def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model reads."""
+    """Return the tensors of a batch that are inputs of the model."""
     return {name: tensor for name, tensor in batch.items() if name != LABELS}
 
 
 def build_task(
     config: FinetuneConfig, examples_directory: Path, pretrained_directory: Path
 ) -> FinetuneTask:
-    """The task on the artifacts of the stages `examples` and `pretrained`.
+    """Build the task from the artifacts of the stages `examples` and `pretrained`.
 
     Raises ConfigError, DataFormatError.
     """
@@ -292,26 +297,26 @@ def build_task(
 
 @dataclass(frozen=True)
 class Score:
-    """What one pass over a split gave; the same on each rank."""
+    """Result of one pass over a split, identical on each rank."""
 
     metrics: dict[str, float]
-    """By name, `loss` among them."""
+    """Values by metric, including `loss`."""
     samples: int
     seconds: float
 
 
 class SplitScorer:
-    """Scores one split again and again, on all ranks together."""
+    """Repeatable evaluation of one split on all ranks together."""
 
     def __init__(
         self, task: FinetuneTask, split: Split, accelerator: "Accelerator", batch_size: int
     ) -> None:
-        """Nothing is read yet.
+        """Prepare to score a split.
 
         Args:
-            task: whose samples are scored, and how.
-            split: which of them.
-            accelerator: of the job.
+            task: task that defines samples and scores.
+            split: split to score.
+            accelerator: Accelerator of the job.
             batch_size: samples per rank and forward pass.
 
         Raises:
@@ -331,15 +336,18 @@ class SplitScorer:
         beat: Callable[[str], None] = lambda phase: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Score | None:
-        """Score every sample.
+        """Score every sample of the split. Collective.
 
-        Collective; training goes on as if this had not been: its random numbers are kept.
+        Training is not affected: random number generators and the training mode are restored.
 
         Args:
-            model: the prepared one.
-            beat: is told each batch.
-            stopped: asked before each batch whether to break off, with the same answer on every
-                rank: then None.
+            model: prepared model.
+            beat: callback, called with the current phase before each batch.
+            stopped: callback, called before each batch; if it returns True, which it must do on all
+                ranks alike, the evaluation stops.
+
+        Returns:
+            The score, or None if `stopped` ended the evaluation.
         """
         started = time.monotonic()
         with _evaluating(model, self._accelerator.device):
@@ -356,7 +364,7 @@ class SplitScorer:
 
 
 def rows_of(task: FinetuneTask, split: Split) -> Any:
-    """The samples of a split. Raises DataFormatError where there is none."""
+    """Return the samples of a split. Raises DataFormatError if there are none."""
     rows = task.split(split)
     if rows is None or len(rows) == 0:
         raise DataFormatError(
@@ -372,11 +380,10 @@ def sample_losses(
     count: int,
     beat: Callable[[str], None] = lambda phase: None,
 ) -> list[float]:
-    """The loss of each of the first `count` validation samples, alone in its batch.
+    """Compute the loss of each of the first `count` validation samples, in batches of one.
 
-    No padding, no partner tells on it.
-
-    Every rank scores all of them, since under ZeRO-3 all take part in each forward pass.
+    Neither padding nor other samples influence a loss. Every rank scores all samples, since under
+    ZeRO-3 all ranks take part in each forward pass.
     """
     rows = rows_of(task, "valid")
     losses = []
@@ -402,6 +409,6 @@ def _evaluating(model: nn.Module, device: torch.device) -> "Iterator[None]":
 
 
 def token_count(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Tokens of a batch, padding left out; it stays on the batch's device."""
+    """Return the number of tokens of a batch without padding, on the batch's device."""
     mask = batch.get("attention_mask")
     return (torch.ones_like(batch["input_ids"]) if mask is None else mask).sum()

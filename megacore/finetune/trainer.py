@@ -1,4 +1,4 @@
-"""transformers' Trainer as fine-tunings use it: a generator of optimizer steps."""
+"""Extension of transformers' Trainer that calls back before and after each optimizer step."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,55 +24,57 @@ else:
     Trainer = object
 
 MOST_SKIPPED = 50
-"""Steps in a row that fp16 may skip: a loss scale that has been halved so often will not find its
-place any more."""
+"""Number of consecutive steps skipped by fp16 at which training fails: a loss scale that was
+halved so often does not recover."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step gave, the same on each rank but for `grad_norm`'s last digits."""
+    """Result of one optimizer step, identical on each rank except for rounding of `grad_norm`."""
 
     loss: float
-    """Mean over its samples' batches and all ranks."""
+    """Mean over the step's batches and all ranks."""
     lr: float
-    """With which it was taken."""
+    """Learning rate of the step."""
     grad_norm: float | None
-    """Before clipping; None where fp16 skipped the step."""
+    """Norm of the gradients before clipping; None if fp16 skipped the step."""
     skipped: bool
-    """Whether fp16 took no step, since gradients overflowed."""
+    """True if fp16 skipped the step because gradients overflowed."""
     batches: int
     """Forward passes of each rank."""
     samples: int
-    """Of all ranks."""
+    """Samples of all ranks."""
     tokens: int
-    """Of all ranks, padding left out."""
+    """Tokens of all ranks, without padding."""
     notices: tuple[bool, ...]
-    """What any rank had to tell."""
+    """Notices of all ranks; each is True if any rank reported it."""
     ends_epoch: bool
 
 
 class StepTrainer(Trainer):
-    """What is added to transformers' Trainer, the other base of the class that `prepare` makes.
+    """Mixin for transformers' Trainer; `prepare` combines both into one class.
 
-    Its loop, its data, its DeepSpeed and its checkpoints are used as they are. It logs after each
-    optimizer step; that is where `after_step` is called, which evaluates and saves.
+    The Trainer's loop, data loading, DeepSpeed integration and checkpoints are used unchanged. The
+    Trainer logs after each optimizer step; `log` then calls `after_step`, which evaluates and
+    saves.
     """
 
     after_step: Callable[[Step], None]
-    """Called with each optimizer step on every rank; what it raises ends the training."""
+    """Callback after each optimizer step on every rank; an exception raised by it ends the
+    training."""
     before_step: Callable[[], None] = staticmethod(lambda: None)
-    """Called before each optimizer step."""
+    """Callback before each optimizer step."""
     notices: Callable[[], tuple[bool, ...]] = staticmethod(tuple)
-    """Called after each step for what this rank has to tell the others."""
+    """Callback after each step that returns the notices of this rank for the others."""
 
     def __init__(
         self, config: FinetuneConfig, schedule: Schedule, precision: str, **values: Any
     ) -> None:
-        """Prepare to train.
+        """Initialize the Trainer.
 
         Args:
-            config: the fine-tuning.
-            schedule: its length.
+            config: configuration of the fine-tuning.
+            schedule: length of the run.
             precision: fp32, bf16 or fp16.
             **values: model, args, data_collator and train_dataset of the Trainer.
         """
@@ -83,7 +85,7 @@ class StepTrainer(Trainer):
         model_config = values["model"].config
         use_cache = getattr(model_config, "use_cache", None)
         super().__init__(**values)
-        # The Trainer changes it, and it would be published with the model.
+        # The Trainer changes `use_cache`, which would be published with the model.
         if use_cache is None:
             vars(model_config).pop("use_cache", None)
         else:
@@ -94,7 +96,7 @@ class StepTrainer(Trainer):
 
     @property
     def loss_scale(self) -> float | None:
-        """Of fp16, else None."""
+        """Loss scale of fp16, otherwise None."""
         if self.precision != "fp16":
             return None
         if self.accelerator.scaler is not None:
@@ -103,7 +105,7 @@ class StepTrainer(Trainer):
         return float(engine.optimizer.loss_scale)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make AdamW, or give the optimizer of a DeepSpeed JSON the groups that do not decay."""
+        """Create AdamW, or set the parameter groups of the optimizer of a DeepSpeed JSON."""
         from accelerate.utils import DummyOptim
 
         optim, model = self._config.optim, self.model if model is None else model
@@ -121,12 +123,12 @@ class StepTrainer(Trainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], *values: Any, **named: Any
     ) -> torch.Tensor:
-        """Take a forward and backward pass, and count what it read."""
+        """Run a forward and a backward pass, and count the batch, its samples and its tokens."""
         if self._resumed:
             raise CheckpointError(
-                "the random numbers of the checkpoint were not taken up: use another checkpoint"
+                "the random state of the checkpoint was not restored: use another checkpoint"
             )
-        # Read before the step, which with a schedule of DeepSpeed's own changes it.
+        # Read before the step, because DeepSpeed's own schedule changes the rate during the step.
         optimizer: Any = self.optimizer
         self._lr = float(optimizer.param_groups[0]["lr"])
         self._batches += 1
@@ -136,16 +138,19 @@ class StepTrainer(Trainer):
             return super().training_step(model, inputs, *values, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Tell of an optimizer step; the Trainer calls it after each, and once more at the end."""
+        """Report an optimizer step to `after_step`.
+
+        The Trainer calls this method after each step, and once more at the end.
+        """
         if "loss" not in logs:
             return
         skipped = float(self.accelerator.optimizer_step_was_skipped)
         tokens = float(torch.stack(self._tokens).sum())
-        own = [float(self._samples), tokens, skipped, *map(float, self.notices())]
-        together = torch.tensor(own, dtype=torch.float64)
+        local_counts = [float(self._samples), tokens, skipped, *map(float, self.notices())]
+        totals = torch.tensor(local_counts, dtype=torch.float64)
         if dist.is_initialized():
-            dist.all_reduce(together)
-        samples, all_tokens, skips, *told = together.tolist()
+            dist.all_reduce(totals)
+        samples, all_tokens, skips, *notices = totals.tolist()
         batches, self._batches, self._samples, self._tokens = self._batches, 0, 0, []
         norm = logs.get("grad_norm")
         self.after_step(
@@ -157,20 +162,20 @@ class StepTrainer(Trainer):
                 batches=batches,
                 samples=int(samples),
                 tokens=int(all_tokens),
-                notices=tuple(bool(each) for each in told),
+                notices=tuple(bool(notice) for notice in notices),
                 ends_epoch=self.state.global_step % self.schedule.steps_per_epoch == 0,
             )
         )
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """Return 0: nobody reads what the Trainer would count."""
+        """Return 0, because the Trainer's count is not used."""
         return 0
 
     def store_flos(self) -> None:
-        """Leave out the collective that adds up what nobody reads."""
+        """Skip the collective that sums up the unused count of operations."""
 
     def write_state(self, directory: Path) -> None:
-        """Write all that `train` goes on from below an empty directory. Collective."""
+        """Write the training state for `train_from` into an empty directory. Collective."""
         output, self.args.output_dir = self.args.output_dir, str(directory)
         try:
             with quiet():
@@ -179,7 +184,7 @@ class StepTrainer(Trainer):
             self.args.output_dir = output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights of a checkpoint where DeepSpeed or FSDP do not write them."""
+        """Write the weights of a checkpoint, unless DeepSpeed or FSDP writes them."""
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             super().save_model(output_dir, _internal_call)
 
@@ -187,13 +192,13 @@ class StepTrainer(Trainer):
         """Train to the last step.
 
         Args:
-            checkpoint: what `write_state` wrote, None to begin.
-            begin: called once the model is ready.
+            checkpoint: directory written by `write_state`, or None to start from the beginning.
+            begin: callback, called when the model is ready.
         """
         from transformers import TrainerCallback
 
         def ready(*_: Any, **__: Any) -> None:
-            # each rank drops other activations
+            # A different seed on each rank, so that dropout differs.
             torch.manual_seed(self._config.seed + self.args.process_index)
             begin()
 
@@ -211,7 +216,7 @@ class StepTrainer(Trainer):
         self._resumed = False
 
     check_random_state: Callable[[], None] = staticmethod(lambda: None)
-    """Called once this rank's random numbers were taken up from a checkpoint."""
+    """Callback after the random number generators of this rank were restored from a checkpoint."""
 
 
 def prepare(
@@ -222,19 +227,19 @@ def prepare(
     device: torch.device,
     directory: Path,
 ) -> StepTrainer:
-    """The task's model, ready to be trained by the ranks that have joined.
+    """Build the task's model and the trainer for the ranks that have joined.
 
     Args:
-        config: the fine-tuning.
-        task: what it learns.
+        config: configuration of the fine-tuning.
+        task: task to learn.
         precision: fp32, bf16 or fp16, resolved.
-        device: this rank's.
-        directory: of the run.
+        device: device of this rank.
+        directory: directory of the run.
 
     Raises:
-        ConfigError: the configuration asks for what this machine or this model has not.
+        ConfigError: the configuration needs a feature that this host or model lacks.
         DataFormatError: the training split has no sample.
-        LaunchError: Accelerate came to another kind of distribution than was asked for.
+        LaunchError: Accelerate chose another kind of distribution than configured.
     """
     from transformers import Trainer
 
@@ -281,60 +286,67 @@ def _checkpoint_activations(model: Any) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
-    """The trained parameters, biases and weights of norms apart: they do not decay.
+    """Group the trained parameters: biases and weights of norms do not decay.
 
     Args:
-        model: before it is prepared; under ZeRO-3 its parameters may be divided already.
-        weight_decay: of the others; None leaves it to whoever makes the optimizer.
+        model: model before it is prepared; under ZeRO-3 its parameters may already be partitioned.
+        weight_decay: weight decay of the other parameters; None leaves it to the optimizer.
     """
-    apart = {id(weight) for module in model.modules() for weight in _undecayed(module)}
+    undecayed = {id(weight) for module in model.modules() for weight in _undecayed(module)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decaying: dict[str, Any] = {"params": [each for each in trained if id(each) not in apart]}
+    decaying: dict[str, Any] = {
+        "params": [parameter for parameter in trained if id(parameter) not in undecayed]
+    }
     if weight_decay is not None:
         decaying["weight_decay"] = weight_decay
     groups = [
         decaying,
-        {"params": [each for each in trained if id(each) in apart], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in trained if id(parameter) in undecayed],
+            "weight_decay": 0.0,
+        },
     ]
     return [group for group in groups if group["params"]]
 
 
 def _undecayed(module: nn.Module) -> list[nn.Parameter]:
-    own = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     if "norm" in type(module).__name__.lower():
-        return list(own.values())
+        return list(parameters.values())
     return [
-        parameter for name, parameter in own.items() if name == "bias" or name.endswith("_bias")
+        parameter
+        for name, parameter in parameters.items()
+        if name == "bias" or name.endswith("_bias")
     ]
 
 
 @contextmanager
 def _no_scale_left(config: FinetuneConfig) -> Iterator[None]:
-    """Turn DeepSpeed's exception for a loss scale that cannot be lowered further into LossError."""
+    """Translate DeepSpeed's exception for a loss scale at its minimum into LossError."""
     try:
         yield
     except Exception as error:
         if "loss scale already at minimum" not in str(error):
             raise
         raise LossError(
-            "fp16 has halved its loss scale down to the least that it may be, and gradients still "
+            "fp16 has halved its loss scale down to its minimum, and gradients still "
             "overflow: set train.precision to bf16 or fp32, or lower optim.lr (now "
             f"{config.optim.lr:g})"
         ) from error
 
 
 def check_finite(step: Step, iteration: int, skipped: int, precision: str) -> None:
-    """Refuse a loss or a gradient that is not finite.
+    """Raise LossError for a loss or a gradient norm that is not finite.
 
-    Of fp16, steps that were skipped for it are no error.
+    Steps skipped by fp16 are allowed, up to `MOST_SKIPPED` in a row.
 
     Args:
-        step: just taken.
-        iteration: its number.
-        skipped: steps in a row that were skipped, this one included.
+        step: latest step.
+        iteration: number of the step.
+        skipped: number of consecutive skipped steps, including this one.
         precision: fp32, bf16 or fp16.
 
-    Raises LossError with what to do.
+    Raises LossError that says what to change.
     """
     if step.skipped:
         if skipped < MOST_SKIPPED:

@@ -1,1 +1,1 @@
-"""Settings files of other programs, read as claims about values of our configuration."""
+"""Readers of other programs' settings files, which yield claims about configuration values."""

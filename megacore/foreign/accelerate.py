@@ -1,7 +1,7 @@
-"""Accelerate's YAML, as `accelerate config` writes it.
+"""Reader of Accelerate's YAML, which `accelerate config` writes.
 
-Accelerate's own definitions say which keys there are; each is honoured, known to change nothing
-here, or refused unless it asks for nothing. Accelerate is imported when a YAML is read, not before.
+Accelerate's own definitions give the existing keys. Each key is accepted, has no effect here, or is
+refused unless it requests nothing. Accelerate is imported only when a YAML is read.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ from megacore.foreign.claims import Claim
 from megacore.foreign.files import nearest, read_number
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
-"""Values with which a key asks for nothing."""
+"""Values with which a key requests nothing."""
 _Refused = Mapping[str, tuple[str, tuple[Any, ...]]]
 _TPU = "there is nothing here for TPUs: remove it"
 _TPU_KEYS = "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands"
@@ -25,10 +25,10 @@ _HONOURED = (
     "use_cpu num_processes num_machines machine_rank main_process_ip main_process_port"
 )
 HONOURED = frozenset(_HONOURED.split())
-"""Keys that are translated or checked by `read_accelerate`."""
+"""Keys that `read_accelerate` translates or checks."""
 WITHOUT_EFFECT = frozenset({"same_network", "main_training_function"})
-"""Keys whose value changes nothing here: machines are reached through ssh or by a scheduler, and a
-function is for notebooks and TPUs."""
+"""Keys without effect here: hosts are reached through ssh or a scheduler, and the function is for
+notebooks and TPUs."""
 _REASONS = {
     "gpu_ids": "ranks take the GPUs that are visible: set CUDA_VISIBLE_DEVICES, and gpu_ids to all",
     "rdzv_backend": "ranks meet as launch.rdzv_endpoint says: set it to static",
@@ -41,7 +41,7 @@ _REASONS = {
     "megatron_lm_config": (
         "Megatron-LM is not used here: use distributed_type DEEPSPEED, or the flow pretrain"
     ),
-    "parallelism_config": "a fine-tuning divides its batch alone: remove it",
+    "parallelism_config": "a fine-tuning divides only its batch: remove it",
     "fp8_config": "a fine-tuning computes in fp32, bf16 or fp16: remove it",
     "mpirun_config": (
         "ranks are started by torchrun, deepspeed, Slurm or Kubernetes: see launch.kind"
@@ -56,7 +56,7 @@ _ALSO_OFF: dict[str, tuple[Any, ...]] = {
     "ipex_config": ({"ipex": False},),
 }
 REFUSED = {key: (reason, _ALSO_OFF.get(key, ())) for key, reason in _REASONS.items()}
-"""Keys that are refused: why, and the values that ask for nothing beside those of `_OFF`."""
+"""Refused keys: the reason, and values that request nothing in addition to those of `_OFF`."""
 
 _DEEPSPEED_HONOURED = (
     "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device "
@@ -69,8 +69,8 @@ _DEEPSPEED_WITHOUT_EFFECT = (
     "offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag zero3_save_16bit_model"
 )
 DEEPSPEED_WITHOUT_EFFECT = frozenset(_DEEPSPEED_WITHOUT_EFFECT.split())
-"""Nothing is offloaded to nvme; each rank makes the model in main memory before it is divided; and
-the best model is gathered and saved in fp32."""
+"""Keys of deepspeed_config without effect here: nothing is offloaded to nvme, each rank creates the
+model in host memory before it is divided, and the best model is gathered and saved in fp32."""
 DEEPSPEED_REFUSED: _Refused = {
     "deepspeed_moe_layer_cls_names": ("mixtures of experts are untested here: remove it", ()),
 }
@@ -81,18 +81,18 @@ FSDP_HONOURED = {
     "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
     "fsdp_min_num_params": "min_num_params",
 }
-"""Keys of fsdp_config, and transformers' Trainer's names for them. Beside them count how weights
-are kept after a forward pass and activation checkpointing; the others change no number: they say
-how version 1 communicates, and in which form weights are saved."""
+"""Keys of fsdp_config and their names in transformers' Trainer. Apart from them, only resharding
+after a forward pass and activation checkpointing are read. The other keys do not change the
+results: they select how version 1 communicates, and the form of saved weights."""
 _FSDP_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-"""Strategies of FSDP's version 1, and whether weights are divided again after a forward pass."""
+"""Strategies of FSDP's version 1, with True if weights are divided again after a forward pass."""
 
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
 _AUTOS = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
 )
 _LAUNCHERS = ("pdsh", "standard", "nossh")
-"""Ways of starting other machines that ssh takes the place of."""
+"""Launchers of other hosts that ssh replaces."""
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 _STAGES = {(0, False, False): "ddp", (2, False, False): "zero2", (3, False, False): "zero3"}
 _STAGES[3, True, True] = "zero3-offload"
@@ -100,7 +100,7 @@ _STAGES[3, True, True] = "zero3-offload"
 
 @cache
 def cluster_defaults() -> dict[str, Any]:
-    """Return the keys of Accelerate's YAML and their defaults, None where it has none."""
+    """Return the keys of Accelerate's YAML with their defaults, None for a key without default."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     return {
@@ -111,7 +111,7 @@ def cluster_defaults() -> dict[str, Any]:
 
 @cache
 def fsdp_defaults() -> dict[str, Any]:
-    """Return the keys of fsdp_config and their defaults, as `accelerate launch` has them."""
+    """Return the keys of fsdp_config with the defaults of `accelerate launch`."""
     from accelerate.commands.launch import launch_command_parser
 
     arguments = vars(launch_command_parser().parse_args(["script"]))
@@ -119,31 +119,30 @@ def fsdp_defaults() -> dict[str, Any]:
 
 
 def named_json(content: Mapping[str, Any]) -> str | None:
-    """Return the path of DeepSpeed's JSON that the YAML gives, None where it gives none."""
+    """Return the path of DeepSpeed's JSON in the YAML; None if it names none."""
     block = content.get("deepspeed_config")
     path = block.get("deepspeed_config_file") if isinstance(block, dict) else None
     return path if isinstance(path, str) and path not in _OFF else None
 
 
 def asks_for_cpu(content: Mapping[str, Any]) -> bool:
-    """Return True where the YAML says that ranks compute on the CPU, whatever GPUs there are."""
+    """Return True if the YAML requests ranks on the CPU even where GPUs exist."""
     return bool(content.get("use_cpu")) or content.get("distributed_type") == "MULTI_CPU"
 
 
 def read_accelerate(
     content: Mapping[str, Any], launch: dict[str, Any], name: str
 ) -> Iterator[Claim]:
-    """Yield what the YAML says, as values of the configuration.
+    """Yield the settings of the YAML as values of the configuration.
 
     Args:
-        content: of the YAML.
-        launch: the section; a DeepSpeed JSON is put there where no value of `launch.distributed`
-            says the same.
-        name: of the file in sentences.
+        content: content of the YAML.
+        launch: section `launch`. If no value of `launch.distributed` is equivalent, a DeepSpeed
+            JSON is added to it.
+        name: name of the file in messages.
 
     Raises:
-        ValueError: a key is unknown, refused, or has a value that means nothing, or Accelerate is
-            not installed.
+        ValueError: a key is unknown or refused, a value is invalid, or Accelerate is not installed.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError(
@@ -191,9 +190,10 @@ def read_accelerate(
 
 
 def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
-    """Yield what the block fsdp_config says, in Accelerate's own terms: `fsdp_config.fsdp_version`.
+    """Yield the settings of the block fsdp_config in Accelerate's terms.
 
-    Raises ValueError for a key that Accelerate does not know, and for a value of another kind.
+    A name is, for example, `fsdp_config.fsdp_version`. Raises ValueError for a key that Accelerate
+    does not know, and for a value of the wrong type.
     """
     from accelerate.utils import constants
 
@@ -211,29 +211,29 @@ def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
         default = defaults[key]
         choices = [str(each) for each in getattr(constants, key.upper(), ())]
         read: Any = {"true": True, "false": False}.get(str(value).lower())
-        wanted = "true or false"
+        expected = "true or false"
         if key == "fsdp_version":
-            read, wanted = {"1": 1, "2": 2}.get(str(value)), "1 or 2"
-        elif key == "fsdp_reshard_after_forward" and read is None:  # of version 1
+            read, expected = {"1": 1, "2": 2}.get(str(value)), "1 or 2"
+        elif key == "fsdp_reshard_after_forward" and read is None:  # a strategy of version 1
             choices = constants.FSDP_SHARDING_STRATEGY
         elif isinstance(default, int):
-            read, wanted = _number(value, int), "an integer"
+            read, expected = _number(value, int), "an integer"
         elif default not in ("true", "false"):
-            read, wanted = (value if isinstance(value, str) else None), "text"
+            read, expected = (value if isinstance(value, str) else None), "text"
         if choices:
             read = next((each for each in choices if each == str(value).upper()), None)
-            wanted = f"one of {', '.join(choices)}"
+            expected = f"one of {', '.join(choices)}"
         if read is None:
-            raise ValueError(f"fsdp_config.{key} of {name} is {value}: give {wanted}")
+            raise ValueError(f"fsdp_config.{key} of {name} is {value}: give {expected}")
         field = f"fsdp_config.{key}"
         yield Claim(field, read, f"{field} of {name} is {Claim.shown(value)}", ours=False)
 
 
 def fsdp_settings(block: Any, name: str) -> dict[str, Any]:
-    """Return what the block fsdp_config says, by the names that transformers' Trainer has for it.
+    """Return the settings of the block fsdp_config by their names in transformers' Trainer.
 
-    Version 1 names by a strategy whether weights stay gathered after a forward pass; it is
-    translated. Raises ValueError for what cannot be honoured.
+    Version 1 selects by a strategy whether weights stay gathered after a forward pass, which is
+    translated. Raises ValueError for unsupported settings.
     """
     values = {
         claim.field.removeprefix("fsdp_config."): claim.value for claim in read_fsdp(block, name)
@@ -243,7 +243,11 @@ def fsdp_settings(block: Any, name: str) -> dict[str, Any]:
             f"fsdp_config.fsdp_activation_checkpointing_offload of {name} is true, which is "
             "refused: what is kept for backward stays where it is, set it to false"
         )
-    settings = {ours: values[theirs] for theirs, ours in FSDP_HONOURED.items() if theirs in values}
+    settings = {
+        trainer_name: values[accelerate_name]
+        for accelerate_name, trainer_name in FSDP_HONOURED.items()
+        if accelerate_name in values
+    }
     for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
         value = values.get(key)
         if isinstance(value, str):
@@ -263,7 +267,7 @@ def fsdp_settings(block: Any, name: str) -> dict[str, Any]:
 
 
 def _fsdp(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """Yield that the ranks divide the model by FSDP, and whether they compute activations again."""
+    """Yield the claims for FSDP, and for activation checkpointing if it is set."""
     yield Claim("launch.distributed", "fsdp", f"distributed_type of {name} is FSDP")
     block = content.get("fsdp_config")
     if block in _OFF:
@@ -291,7 +295,7 @@ def _refuse(block: Mapping[str, Any], prefix: str, refused: _Refused, name: str)
 
 
 def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """Ranks, machines, and where they meet."""
+    """Yield the number of ranks and hosts, and the address at which ranks connect."""
     machines = _count(content, "num_machines", name)
     processes = _count(content, "num_processes", name)
     kind, on_cpu = content["distributed_type"], _flag(content, "use_cpu", name)
@@ -332,17 +336,17 @@ def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
 
 
 def _meeting(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """The address of the first machine; on one machine ranks meet at a port that is free."""
+    """Yield the address of the first host; on a single host ranks connect at a free port."""
     address, port = content.get("main_process_ip"), content.get("main_process_port")
     if address is None and port is not None:
         raise ValueError(
             f"main_process_port of {name} is {port} without main_process_ip: give both, or neither"
         )
     if address is not None:
-        at, said = str(address), f"main_process_ip of {name} is {address}"
+        endpoint, clause = str(address), f"main_process_ip of {name} is {address}"
         if port is not None:
-            at, said = f"{address}:{port}", f"{said} and main_process_port {port}"
-        yield Claim("launch.rdzv_endpoint", at, said)
+            endpoint, clause = f"{address}:{port}", f"{clause} and main_process_port {port}"
+        yield Claim("launch.rdzv_endpoint", endpoint, clause)
 
 
 def _precision(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
@@ -351,10 +355,12 @@ def _precision(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
         yield Claim("train.precision", "fp16", f"fp16 of {name} is true")
     if value is None:
         return
-    said = "no" if value is False else str(value).lower()  # YAML reads a bare `no` as false
-    if said not in _PRECISIONS:
+    precision = "no" if value is False else str(value).lower()  # YAML reads a bare `no` as false
+    if precision not in _PRECISIONS:
         raise ValueError(f"mixed_precision of {name} is {value}: use {', '.join(_PRECISIONS)}")
-    yield Claim("train.precision", _PRECISIONS[said], f"mixed_precision of {name} is {said}")
+    yield Claim(
+        "train.precision", _PRECISIONS[precision], f"mixed_precision of {name} is {precision}"
+    )
 
 
 def _deepspeed(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
@@ -383,7 +389,7 @@ def _deepspeed(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> I
 
 
 def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
-    """What the ranks divide; where a JSON says it, the YAML need not."""
+    """Yield the ZeRO stage and the offload; they may be absent if a JSON gives them."""
     clauses, devices = dict[str, str](), dict[str, str]()
     for what in ("optimizer", "param"):
         key = f"offload_{what}_device"
@@ -413,12 +419,12 @@ def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Itera
     if method is not None:
         offloads = " with offload of both" if method == "zero3-offload" else ""
         yield Claim("launch.distributed", method, f"{clause}{offloads}")
-    elif not in_json:  # DeepSpeed's own terms have no other name here
+    elif not in_json:  # this combination needs a DeepSpeed JSON
         launch["deepspeed_config"] = _json(stage, on_cpu)
 
 
 def _json(stage: int, on_cpu: list[str]) -> dict[str, Any]:
-    """DeepSpeed's JSON for what has no value of `launch.distributed`: offload of one part."""
+    """Return DeepSpeed's JSON for offload of one part, which no `launch.distributed` expresses."""
     offload = {f"offload_{what}": {"device": "cpu", "pin_memory": True} for what in on_cpu}
     return {
         **dict.fromkeys(_AUTOS.split(), "auto"),
@@ -445,7 +451,7 @@ def _hosts(block: Mapping[str, Any], name: str) -> Iterator[Claim]:
 
 
 def _count(content: Mapping[str, Any], key: str, name: str) -> int | None:
-    """A number of processes or machines; None where the file leaves it open."""
+    """Return a number of processes or hosts; None if the file leaves it open."""
     value = content.get(key)
     if value is None or value == -1:
         return None

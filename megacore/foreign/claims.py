@@ -1,4 +1,4 @@
-"""What a file of another tool says, as a value of the configuration."""
+"""Setting in another tool's file, expressed as a value of the configuration."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,22 +6,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Claim:
-    """One value, and the words in which the file says it."""
+    """Value that a file requires, with the text for messages."""
 
     field: str
-    """Dotted name of the value in the configuration, else in the files' own terms."""
+    """Dotted name of the value in the configuration, or in the file's own terms if `ours` is
+    False."""
     value: Any
-    """What it must be."""
+    """Required value."""
     clause: str
-    """Key, file and value as the file has it: `mixed_precision of default_config.yaml is fp16`."""
+    """Key, file and value as written in the file, such as `mixed_precision of default_config.yaml
+    is fp16`."""
     ours: bool = True
-    """Whether the configuration has such a value; else only files are compared."""
+    """True if the configuration has this value; if False, it is only compared between files."""
     by_default: bool = False
-    """Whether the file leaves it out: its program's default, which gives way to any value."""
+    """True if the file omits the value and its program's default applies, which any other value
+    overrides."""
 
     @property
     def meaning(self) -> str:
-        """What the file's value means here, where it is not written alike."""
+        """Text of the equivalent configuration value; empty if the file spells it alike."""
         value = ", ".join(self.value) if isinstance(self.value, list) else self.value
         return (
             ""
@@ -31,5 +34,5 @@ class Claim:
 
     @staticmethod
     def shown(value: Any) -> str:
-        """A value as YAML has it."""
+        """Return a value as YAML spells it."""
         return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: every key known by name, and every value of its kind."""
+"""Reader of DeepSpeed's JSON, which checks every key and every value's type."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -19,26 +19,26 @@ from megacore.foreign.files import read_number, shown
 
 @dataclass(frozen=True)
 class AcceptedKeys:
-    """The keys that one kind of run accepts in DeepSpeed's JSON."""
+    """Keys that a kind of run accepts in DeepSpeed's JSON."""
 
     definitions: Definitions
-    """What DeepSpeed says of its keys."""
+    """Definitions of the installed DeepSpeed."""
     keys: Mapping[str, Key]
-    """Every key that is honoured."""
+    """All accepted keys."""
     name: str = "deepspeed.config"
-    """The file in sentences."""
+    """Name of the file in messages."""
     refused: Mapping[str, Refused] = field(default_factory=lambda: REFUSED)
-    """Keys that are refused by name."""
+    """Refused keys by name."""
     optimizers: tuple[str, ...] = ("Adam", "AdamW")
-    """Types of optimizer, which DeepSpeed spells in any case."""
-    no_optimizer: str = "but megacore trains with AdamW alone: use AdamW, or remove optimizer"
-    """What is said of another one."""
+    """Accepted types of optimizer; DeepSpeed ignores their case."""
+    no_optimizer: str = "but megacore trains only with AdamW: use AdamW, or remove optimizer"
+    """Message for other optimizers."""
     no_scheduler: str = "and no optim.lr_decay_style is like it"
-    """What is said of a scheduler without a counterpart."""
+    """Message for a scheduler without an equivalent."""
 
 
 def pretraining_keys() -> AcceptedKeys:
-    """Return the keys of a pretraining. Raises ValueError where DeepSpeed is not installed."""
+    """Return the keys of a pretraining. Raises ValueError if DeepSpeed is not installed."""
     known = definitions()
     return AcceptedKeys(known, known.keys)
 
@@ -46,14 +46,14 @@ def pretraining_keys() -> AcceptedKeys:
 def read_keys(
     content: Mapping[str, Any], accepted: AcceptedKeys | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSON by their present dotted names, each of its kind or "auto".
+    """Yield a JSON's values, checked for their type or "auto", by their current dotted names.
 
     Args:
-        content: of the JSON.
-        accepted: its keys; None means `pretraining_keys()`.
+        content: content of the JSON.
+        accepted: accepted keys; None means `pretraining_keys()`.
 
     Raises:
-        ValueError: a key is unknown, refused or given in two spellings, a value is of another kind,
+        ValueError: a key is unknown, refused or given in two spellings, a value has the wrong type,
             or DeepSpeed refuses a block.
     """
     accepted = accepted or pretraining_keys()
@@ -73,9 +73,9 @@ def read_keys(
 def _leaves(
     prefix: str, block: Mapping[str, Any], accepted: AcceptedKeys
 ) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """For each value the name that the file has for it, its present name, and what it means."""
+    """Yield each value's name in the file, its current name, and the parsed value."""
     flags = accepted.definitions.offload_flags
-    # The type first: it decides which parameters there are.
+    # Read the type first: it determines the valid parameters.
     for name in sorted(block, key=lambda name: name != "type"):
         spelled, value = f"{prefix}{name}", block[name]
         key = accepted.definitions.renamed.get(spelled, spelled)
@@ -103,7 +103,10 @@ def _leaves(
 
 
 def _typed(name: str, value: Any, accepted: AcceptedKeys) -> Any:
-    """What a value means. Raises ValueError when it is not of its kind, or no type taken."""
+    """Return the parsed value of a key.
+
+    Raises ValueError for a value of the wrong type, and for an unsupported optimizer or scheduler.
+    """
     value = _read(name, accepted.keys[name], value, accepted)
     if name == "optimizer.type":
         spelled = {kind.lower(): kind for kind in accepted.optimizers}.get(value.lower())
@@ -138,16 +141,16 @@ def _check_parameters(
 
 
 def _read(name: str, key: Key, value: Any, accepted: AcceptedKeys) -> Any:
-    """What a value means. Raises ValueError when it is not of its kind."""
+    """Return the parsed value of a key. Raises ValueError if it has the wrong type."""
     if value == AUTO:
         if name.endswith(".type"):
             raise ValueError(f'{name} of {accepted.name} is "auto": say which, or remove it')
         return AUTO
-    reader, wanted = _READERS[key.kind]
+    reader, expected = _READERS[key.kind]
     read = reader(value)
     if read is None or (key.choices and read not in key.choices):
-        wanted = f"one of {', '.join(map(str, key.choices))}" if key.choices else wanted
-        raise ValueError(f"{name} of {accepted.name} is {shown(value)}: give {wanted}")
+        expected = f"one of {', '.join(map(str, key.choices))}" if key.choices else expected
+        raise ValueError(f"{name} of {accepted.name} is {shown(value)}: give {expected}")
     return read
 
 
@@ -180,11 +183,11 @@ _READERS = {
     "list": (lambda value: _only(list, value), "a list"),
     "pair": (_pair, "a list of two numbers"),
 }
-"""How each kind is read, which strings may spell, and what it must be."""
+"""Reader of each kind of value, which may be given as text, and the description of valid values."""
 
 
 def _refuse(name: str, value: Any, accepted: AcceptedKeys) -> None:
-    """Raise ValueError unless the value asks for nothing."""
+    """Raise ValueError unless the value of a refused key requests nothing."""
     refused = accepted.refused[name]
     if value is None or value == AUTO:
         return
@@ -197,7 +200,7 @@ def _refuse(name: str, value: Any, accepted: AcceptedKeys) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A flag or number that is spelled as a string, as what it means."""
+    """Return a flag or number that is given as text as its value, and other values unchanged."""
     if isinstance(value, str):
         for reader in (_flag, read_number):
             if (read := reader(value)) is not None:
@@ -206,7 +209,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a switch, or every switch of a block, is off."""
+    """Return True if a switch, or every switch of a block, is off."""
     if isinstance(value, dict):
         switches = value.values()
         return _plain(value.get("enabled")) is False or all(

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as the launch configuration of a fine-tuning: its claims, and its plain form."""
+"""Reader of DeepSpeed's JSON for a fine-tuning, which yields claims and normalizes the JSON."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,13 +10,13 @@ from megacore.foreign.deepspeed_keys import AUTO, REFUSED, Key, Refused, definit
 from megacore.foreign.files import leaves, nested
 
 STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
-"""ZeRO stage by `launch.distributed`."""
+"""ZeRO stage of each value of `launch.distributed`."""
 COURSES = {
     "WarmupLR": "constant_with_warmup",
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
-"""What DeepSpeed's schedulers are called in `optim.lr_scheduler`."""
+"""Equivalent of each DeepSpeed scheduler in `optim.lr_scheduler`."""
 _ADAMS = ("Adam", "AdamW")
 _PARAMETERS = {
     "SGD": ("momentum", "dampening", "nesterov"),
@@ -27,8 +27,9 @@ _PARAMETERS = {
     "Adam": ("betas", "eps", "torch_adam", "adam_w_mode"),
     "AdamW": ("betas", "eps", "torch_adam", "adam_w_mode"),
 }
-"""The optimizers that DeepSpeed takes from torch, so that nothing is compiled, and that update each
-weight alone, as ZeRO needs; and the parameters of each beside lr and weight_decay."""
+"""Parameters of the supported optimizers in addition to lr and weight_decay. DeepSpeed takes these
+optimizers from PyTorch, so that nothing is compiled, and they update each weight independently,
+which ZeRO needs."""
 
 _NOT_USED = "models of transformers do not use it: remove it, and see train.gradient_checkpointing"
 _MONITOR = "what it would write goes to MLflow: remove it"
@@ -37,7 +38,7 @@ _BLOCKS = {
     "aio": "nothing is offloaded to nvme: remove it",
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _MONITOR),
 }
-"""Blocks that are honoured elsewhere and not in a fine-tuning."""
+"""Blocks that a pretraining accepts and a fine-tuning refuses."""
 _REASONS = {
     "the flow reads the data: see the section data": (
         "dataloader_drop_last data_efficiency curriculum_learning"
@@ -53,7 +54,7 @@ _REASONS = {
     "torch's Adam is taken as it is: remove it": (
         "optimizer.params.fused optimizer.params.foreach optimizer.params.set_grad_none"
     ),
-    "DeepSpeed's Adam has it not: set it to false": "optimizer.params.amsgrad",
+    "DeepSpeed's Adam does not have it: set it to false": "optimizer.params.amsgrad",
     "torch's Adam always has it: set it to true": "optimizer.params.bias_correction",
     "nothing is fused here: remove it": "optimizer.legacy_fusion",
     "the model has it: remove it": "vocabulary_size",
@@ -61,7 +62,7 @@ _REASONS = {
     "the optimizer is offloaded whole: set it to 1.0": "zero_optimization.offload_optimizer.ratio",
     "it starts jobs of its own: use --find-batch-size": "autotuning",
 }
-"""Reasons for refusing keys that differ from those of a pretraining."""
+"""Reasons for refusals that differ from those of a pretraining."""
 _OWN_REASONS = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
 _NUMBERS = ("momentum", "dampening", "alpha", "momentum_decay")
 _FLAGS = ("nesterov", "centered", "decoupled_weight_decay")
@@ -94,11 +95,11 @@ _FILLED = (
     "optimizer.params.",
     "scheduler.params.",
 )
-"""Where "auto" stays until the run is known; elsewhere it means DeepSpeed's default."""
+"""Keys whose "auto" is filled when the run starts; for other keys it means DeepSpeed's default."""
 
 
 def finetuning_keys(name: str) -> AcceptedKeys:
-    """Return the keys of a fine-tuning in a JSON, which is called `name` in sentences."""
+    """Return the keys of a fine-tuning in the JSON that messages call `name`."""
     known = definitions(name)
     blocks = tuple(f"{block}." for block in _BLOCKS)
     keys = {
@@ -126,20 +127,20 @@ def finetuning_keys(name: str) -> AcceptedKeys:
 def read_deepspeed(
     content: dict[str, Any], values: Mapping[str, Any], name: str, batch: Mapping[str, int]
 ) -> Iterator[Claim]:
-    """Yield what the JSON says, as values of the configuration; "auto" says nothing.
+    """Yield the JSON's settings as values of the configuration, without those that are "auto".
 
-    A key that a block leaves out has DeepSpeed's default, where the configuration says nothing.
+    For a key that a block omits, DeepSpeed's default applies if the configuration has no value.
 
     Args:
-        content: of the JSON; changed to its plain form: DeepSpeed's present names, values of their
-            kind, ZeRO's stage and offload as they will be, and "auto" for everything that follows
-            from the configuration.
-        values: of the configuration, by section, with what was claimed so far.
-        name: of the file in sentences.
-        batch: defaults of the fields of `train` whose product a rank's batch is.
+        content: content of the JSON, which is normalized in place: DeepSpeed's current names,
+            parsed values, the resolved ZeRO stage and offload, and "auto" for everything that
+            follows from the configuration.
+        values: values of the configuration by section, including earlier claims.
+        name: name of the file in messages.
+        batch: defaults of the fields of `train` whose product is the batch of a rank.
 
     Raises:
-        ValueError: a key is unknown or refused, or a value means nothing here.
+        ValueError: a key is unknown or refused, or a value is invalid here.
     """
     accepted = finetuning_keys(name)
     flat = dict(read_keys(content, accepted))
@@ -155,9 +156,9 @@ def read_deepspeed(
     yield from _optimizer(flat, accepted, torch_adam)
     yield from _scheduler(flat, accepted)
     _check_batch(flat, values, name, batch)
-    kept = {key: value for key, value in flat.items() if value != AUTO or key.startswith(_FILLED)}
+    plain = {key: value for key, value in flat.items() if value != AUTO or key.startswith(_FILLED)}
     content.clear()
-    content.update(nested(kept))
+    content.update(nested(plain))
 
 
 def _number(
@@ -171,20 +172,20 @@ def _number(
 
 
 def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """Stage and offload; what the JSON leaves open is what `launch.distributed` says."""
-    key, given = "zero_optimization.stage", values["launch"].get("distributed")
+    """Yield the ZeRO stage and offload; `launch.distributed` fills what the JSON omits."""
+    key, distributed = "zero_optimization.stage", values["launch"].get("distributed")
     if flat.get(key, AUTO) == AUTO:
-        if given is None:
+        if distributed is None:
             raise ValueError(
                 f"{key} of {name} is missing, and launch.distributed too: give one of them"
             )
-        if given not in STAGES:
+        if distributed not in STAGES:
             raise ValueError(
-                f"{name} is DeepSpeed's JSON but launch.distributed is {given}: set the latter to "
-                f"{', '.join(STAGES)}, or remove the former"
+                f"{name} is DeepSpeed's JSON but launch.distributed is {distributed}: set the "
+                f"latter to {', '.join(STAGES)}, or remove the former"
             )
-        flat[key] = STAGES[given]
-    stage, offload = flat[key], "cpu" if given == "zero3-offload" else "none"
+        flat[key] = STAGES[distributed]
+    stage, offload = flat[key], "cpu" if distributed == "zero3-offload" else "none"
     clause = f"{key} of {name} is {stage}"
     if stage not in STAGES.values():
         raise ValueError(
@@ -193,20 +194,20 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
     yield Claim(key, stage, clause, ours=False)
     devices = []
     for what in ("offload_optimizer", "offload_param"):
-        at = f"zero_optimization.{what}.device"
-        if flat.get(at) == AUTO:
-            flat[at] = offload
-        device = flat.get(at, "none")
-        said = f"{at} of {name} is {device}"
+        device_key = f"zero_optimization.{what}.device"
+        if flat.get(device_key) == AUTO:
+            flat[device_key] = offload
+        device = flat.get(device_key, "none")
+        device_clause = f"{device_key} of {name} is {device}"
         if device == "nvme":
-            raise ValueError(f"{said}: use cpu or none, nvme is not used here")
+            raise ValueError(f"{device_clause}: use cpu or none, nvme is not used here")
         if stage == 2 and device == "cpu" and what == "offload_param":
-            raise ValueError(f"{said} but {clause}: use stage 3, or none")
-        yield Claim(at, device, said, ours=False)
+            raise ValueError(f"{device_clause} but {clause}: use stage 3, or none")
+        yield Claim(device_key, device, device_clause, ours=False)
         devices.append(device)
         if device == "none":
             block = f"zero_optimization.{what}."
-            for part in [key for key in flat if key.startswith(block) and key != at]:
+            for part in [key for key in flat if key.startswith(block) and key != device_key]:
                 del flat[part]
     kind, where = f"zero{stage}", " without offload of both parts" if stage == 3 else ""
     if stage == 3 and devices == ["cpu", "cpu"]:
@@ -215,9 +216,9 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
 
 
 def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """The block that is switched on; where both are off, fp32."""
+    """Yield the precision: that of the enabled block, or fp32 if both are disabled."""
     train = values.get("train")
-    ours = train.get("precision") if isinstance(train, dict) else None
+    precision = train.get("precision") if isinstance(train, dict) else None
     fp16, bf16 = (flat.get(f"{kind}.enabled") for kind in ("fp16", "bf16"))
     if fp16 is True and bf16 is True:
         raise ValueError(f"fp16.enabled and bf16.enabled of {name} are both true: keep one of them")
@@ -226,12 +227,12 @@ def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) ->
             yield Claim("train.precision", kind, f"{kind}.enabled of {name} is true")
     if True in (fp16, bf16):
         return
-    if bf16 is False and (fp16 is False or ours != "fp16"):
+    if bf16 is False and (fp16 is False or precision != "fp16"):
         clause = f"bf16.enabled of {name} is false"
         if fp16 is False:
             clause = f"fp16.enabled and bf16.enabled of {name} are false"
         yield Claim("train.precision", "fp32", clause)
-    elif fp16 is False and ours == "fp16":
+    elif fp16 is False and precision == "fp16":
         raise ValueError(
             f"fp16.enabled of {name} is false but train.precision is fp16: change one of them"
         )
@@ -249,7 +250,7 @@ def _optimizer(flat: dict[str, Any], accepted: AcceptedKeys, torch_adam: bool) -
                 "it"
             )
     defaults = accepted.definitions.optimizer({**flat, _TORCH_ADAM: torch_adam})
-    yield from _number(flat, f"{prefix}lr", "optim.lr", name)  # a rate must be said
+    yield from _number(flat, f"{prefix}lr", "optim.lr", name)  # the learning rate has no default
     pairs = {"weight_decay": "optim.weight_decay"}
     if kind in _ADAMS:
         pairs["eps"] = "optim.adam_eps"
@@ -261,11 +262,11 @@ def _optimizer(flat: dict[str, Any], accepted: AcceptedKeys, torch_adam: bool) -
     for key, field in pairs.items():
         at = f"{prefix}{key}"
         yield from _number(flat, at, field, name, defaults[at])
-    ours = ("lr", *pairs, *(("betas",) if kind in _ADAMS else ()))
+    filled = ("lr", *pairs, *(("betas",) if kind in _ADAMS else ()))
     for key in known:
-        if key in ours:
+        if key in filled:
             flat.setdefault(f"{prefix}{key}", AUTO)
-        elif flat.get(f"{prefix}{key}") == AUTO:  # torch has a number for it
+        elif flat.get(f"{prefix}{key}") == AUTO:  # PyTorch's default applies
             del flat[f"{prefix}{key}"]
 
 
@@ -299,7 +300,7 @@ def _scheduler(flat: dict[str, Any], accepted: AcceptedKeys) -> Iterator[Claim]:
 def _check_batch(
     flat: Mapping[str, Any], values: Mapping[str, Any], name: str, batch: Mapping[str, int]
 ) -> None:
-    """Raise ValueError for a batch that is not what micro batch, accumulation and ranks come to."""
+    """Raise ValueError if the batch differs from micro batch x accumulation x ranks."""
     total, train = flat.get("train_batch_size", AUTO), values.get("train") or {}
     factors = {key: train.get(key, default) for key, default in batch.items()}
     if total == AUTO or not all(isinstance(each, int) and each > 0 for each in factors.values()):
@@ -316,8 +317,8 @@ def _check_batch(
 
 
 def _ranks(launch: Mapping[str, Any]) -> int | None:
-    """Ranks of the job where the configuration says how many."""
-    here, nodes = launch.get("nproc_per_node"), launch.get("nnodes") or 1
-    if isinstance(here, int) and isinstance(nodes, int) and launch.get("hostfile") is None:
-        return here * nodes
+    """Return the number of ranks of the job if the configuration gives it, else None."""
+    per_host, nodes = launch.get("nproc_per_node"), launch.get("nnodes") or 1
+    if isinstance(per_host, int) and isinstance(nodes, int) and launch.get("hostfile") is None:
+        return per_host * nodes
     return None

@@ -1,6 +1,6 @@
-"""The keys of DeepSpeed's JSON: from DeepSpeed's own definitions, and those refused here.
+"""Keys of DeepSpeed's JSON: those of DeepSpeed's own definitions, and those refused here.
 
-Names are dotted: `zero_optimization.stage`. DeepSpeed is imported when a JSON is read, not before.
+Names are dotted: `zero_optimization.stage`. DeepSpeed is imported only when a JSON is read.
 """
 
 import importlib.util
@@ -20,51 +20,52 @@ from megacore.foreign.files import nested
 Kind = Literal["flag", "size", "integer", "number", "text", "list", "pair"]
 AUTO = "auto"
 SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-"""DeepSpeed's schedulers that have a counterpart here."""
+"""DeepSpeed's schedulers with an equivalent here."""
 
 
 class Key(NamedTuple):
-    """A key that is honoured."""
+    """Accepted key."""
 
     kind: Kind
-    """What its value is."""
+    """Kind of its value."""
     choices: tuple[Any, ...] = ()
-    """The values that it may have; empty for any."""
+    """Valid values; empty for any."""
     default: Any = None
-    """What DeepSpeed takes where the key is absent; None where that follows from other keys."""
+    """DeepSpeed's value for an absent key; None if it follows from other keys."""
 
 
 class Refused(NamedTuple):
-    """A key that is refused."""
+    """Refused key."""
 
     reason: str
-    """Why, and what to do instead."""
+    """Reason, and what to do instead."""
     off: tuple[Any, ...] = ()
-    """Values that ask for nothing and are left out, beside auto and null; without any: false, and a
-    block that is switched off."""
+    """Values that request nothing and are dropped, in addition to auto and null. If empty, these
+    are false and a disabled block."""
 
 
 @dataclass(frozen=True)
 class Definitions:
-    """What the installed DeepSpeed says of its JSON, without what is refused here."""
+    """Definitions of the installed DeepSpeed's JSON, without refused keys."""
 
     keys: Mapping[str, Key]
-    """Every key that is honoured."""
+    """All accepted keys."""
     renamed: Mapping[str, str]
-    """Older and second spellings that DeepSpeed reads too."""
+    """Old and alternative spellings that DeepSpeed also reads."""
     offload_flags: Mapping[str, str]
-    """Older flags for offload to the CPU, and the keys that say where to."""
+    """Old flags for offload to the CPU, and the keys of the devices that they set."""
     schedulers: Mapping[str, Mapping[str, Any]]
-    """Parameters of each scheduler, with DeepSpeed's defaults; None where there is none."""
+    """Parameters of each scheduler with DeepSpeed's defaults; None for a parameter without
+    default."""
     models: Mapping[str, type[BaseModel]]
-    """DeepSpeed's model of each block that has one."""
+    """DeepSpeed's pydantic model of each block that has one."""
 
     def default(self, key: str) -> Any:
-        """Return what DeepSpeed takes where a JSON does not have the key."""
+        """Return DeepSpeed's default for an absent key."""
         return self.keys[key].default
 
     def optimizer(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults of the optimizer of a JSON with these values, by dotted names."""
+        """Return the defaults, by dotted name, of the optimizer that a JSON selects."""
         import torch
 
         kind = values["optimizer.type"]
@@ -77,11 +78,11 @@ class Definitions:
         return {f"optimizer.params.{key}": value for key, value in defaults.items()}
 
     def check(self, values: Mapping[str, Any], name: str) -> None:
-        """Let DeepSpeed's models validate the blocks of a JSON.
+        """Validate the blocks of a JSON with DeepSpeed's models.
 
         Args:
-            values: by dotted names, each of its kind.
-            name: of the file in sentences.
+            values: values by dotted name, each of its kind.
+            name: name of the file in messages.
 
         Raises:
             ValueError: DeepSpeed refuses a value or a combination of values.
@@ -121,25 +122,25 @@ _BY_HAND = {
     "log_level": Key("text", ("debug", "info", "warning", "error", "critical")),
     "scheduler.params.warmup_type": Key("text", ("linear", "log")),
 }
-"""Kinds that DeepSpeed's definitions do not tell: it has no model of these, or no type."""
+"""Kinds that DeepSpeed's definitions lack, because it has no model or no type for these keys."""
 
 _SPELLINGS = {
     "bfloat16": "bf16",
     "allgather_size": "zero_optimization.allgather_bucket_size",
     "aio.thread_count": "aio.intra_op_parallelism",
 }
-"""Older spellings outside of DeepSpeed's models."""
+"""Old spellings that are not in DeepSpeed's models."""
 _CPU_OFFLOAD_PARAMS = "zero_optimization.cpu_offload_params"
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""What a monitor needs to be installed."""
+"""Package that each monitor needs."""
 
 
 def definitions(name: str = "deepspeed.config") -> Definitions:
-    """Return what the installed DeepSpeed says of its JSON.
+    """Return the definitions of the installed DeepSpeed's JSON.
 
     Args:
-        name: of the file in sentences.
+        name: name of the file in messages.
 
     Raises:
         ValueError: DeepSpeed is not installed.
@@ -204,12 +205,13 @@ def _definitions() -> Definitions:
 
 
 def _import_quietly() -> None:
-    """Import DeepSpeed for the hardware that is here.
+    """Import DeepSpeed for the available hardware.
 
-    What this puts into the environment is taken back: ranks on other machines may inherit it.
+    Environment variables that the import sets are removed again, because ranks on other hosts may
+    inherit the environment.
     """
     before = dict(os.environ)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # makes no CUDA context
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # does not create a CUDA context
     import torch
 
     if not torch.cuda.is_available():
@@ -223,7 +225,7 @@ def _import_quietly() -> None:
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Parameters of a class of optimizers or schedulers that a JSON may give, with defaults."""
+    """Return the parameters of an optimizer or scheduler class and their defaults."""
     return {
         name: None if parameter.default is Parameter.empty else parameter.default
         for name, parameter in signature(kind).parameters.items()
@@ -238,7 +240,7 @@ def _read_model(
     renamed: dict[str, str],
     flags: dict[str, str],
 ) -> None:
-    """Add the keys, second spellings and flags for offload of a model and of those within it."""
+    """Add the keys, alternative spellings and offload flags of a model and its nested models."""
     for name, field in model.model_fields.items():
         key, extra = f"{block}.{field.alias or name}", field.json_schema_extra
         if isinstance(extra, dict):  # deprecated
@@ -265,7 +267,7 @@ def _read_model(
 
 
 def _kind(kind: type, bounds: Iterable[Any], default: Any) -> Kind:
-    """The kind of a value; DeepSpeed does not bound every number that must be above 0."""
+    """Return the kind of a value; DeepSpeed does not bound every number that must be above 0."""
     if issubclass(kind, bool):
         return "flag"
     if issubclass(kind, int):
@@ -292,10 +294,10 @@ _OUR_CHECKPOINTS = (
     "checkpoint"
 )
 _OUR_LAYOUT = "the division over ranks is that of the section parallel"
-_ADAMW = "megacore trains with AdamW alone:"
+_ADAMW = "megacore trains only with AdamW:"
 _FP32_MAIN = "main weights, their moments and what checkpoints hold are fp32: remove it"
 _ZERO_PP = "quantised communication changes what is learned and is untested here: remove it"
-_REMOVED = "DeepSpeed 0.19 has it no longer: remove it"
+_REMOVED = "DeepSpeed 0.19 no longer has it: remove it"
 _UNREAD = "DeepSpeed 0.19 reads it and does nothing with it:"
 _NO_EXPERTS = "no model here has experts: remove it"
 _SUMMED = "gradients are summed before they are divided:"
@@ -331,9 +333,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
             "what the file says is kept with the run: set COMET_API_KEY in the environment",
         ),
         "compile": ("the models are not compiled: remove it",),
-        "hybrid_engine": (
-            "it is for reinforcement learning, which there is none of here: remove it",
-        ),
+        "hybrid_engine": ("it is for reinforcement learning, which is not done here: remove it",),
         "autotuning": ("it starts jobs of its own: use megacore plan",),
         "fp16.auto_cast": ("models take token ids, which have no precision: remove it",),
         "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads": (_FP32_MAIN,),
@@ -357,8 +357,8 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "zenflow": (
             (
-                "its optimizer leaves gradients out of updates and is untested here: use "
-                "offload_optimizer alone"
+                "its optimizer leaves gradients out of updates and is untested here: use only "
+                "offload_optimizer"
             ),
         ),
         "cpu_offload_use_pin_memory": (
@@ -401,4 +401,4 @@ REFUSED = {
     for keys, (reason, *off) in entries.items()
     for key in keys.split()
 }
-"""Keys that DeepSpeed reads, or read once, and that are refused by name."""
+"""Keys that DeepSpeed reads, or used to read, and that are refused by name."""

@@ -1,4 +1,4 @@
-"""YAML and JSON without surprises, dotted names, and the nearest right name for a wrong one."""
+"""Strict readers of YAML and JSON, conversion of dotted names, and hints for wrong names."""
 
 import difflib
 import json
@@ -18,7 +18,7 @@ def _without_colons(form: re.Pattern[str]) -> re.Pattern[str]:
 
 
 class Loader(yaml.SafeLoader):
-    """A loader that takes `1:2` and `12:00:00` as text, as YAML 1.2 does, not to the base of 60."""
+    """YAML loader that reads `1:2` and `12:00:00` as text like YAML 1.2, not as base-60 numbers."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own name
         first: [
@@ -30,7 +30,7 @@ class Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file. Raises ConfigError when it is none."""
+    """Return the content of a YAML file. Raises ConfigError if it cannot be read."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -39,9 +39,14 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_settings_json(path: Path, name: str = "deepspeed.config") -> dict[str, Any]:
-    """Return the content of a JSON file, which the value `name` leads to.
+    """Return the content of a JSON file with settings.
 
-    Raises ConfigError when it is no JSON object, or one with a key given twice.
+    Args:
+        path: path of the file.
+        name: name of the setting that refers to the file, for messages.
+
+    Raises:
+        ConfigError: the file is not a JSON object, or a key appears twice.
     """
     try:
         content = json.loads(
@@ -53,7 +58,7 @@ def read_settings_json(path: Path, name: str = "deepspeed.config") -> dict[str, 
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{name} {path} is not JSON ({error}): mend it; JSON has no comments and no comma "
+            f"{name} {path} is not JSON ({error}): fix it; JSON has no comments and no comma "
             "after the last value"
         ) from error
     if not isinstance(content, dict):
@@ -77,7 +82,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def read_number(value: Any) -> float | int | None:
-    """Return a number, which a string may spell; None where it is none, or not finite."""
+    """Return a number, which may be given as text; None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -90,13 +95,13 @@ def read_number(value: Any) -> float | int | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON has it, cut short."""
+    """Return a value as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the known name most like a wrong one, in parentheses; all of them where none is."""
+    """Return a hint in parentheses: the most similar known name, else all known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f" (did you mean {close[0]}?)"
@@ -104,7 +109,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted names as the objects of a JSON."""
+    """Return values by dotted name as nested JSON objects."""
     content: dict[str, Any] = {}
     for key, value in flat.items():
         *blocks, leaf = key.split(".")
@@ -116,7 +121,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values of a JSON."""
+    """Yield the dotted names and values of nested JSON objects."""
     for key, value in content.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")

@@ -1,1 +1,1 @@
-"""Text from a model: greedy or sampled, one token at a time."""
+"""Text generation: greedy or sampled, one token at a time."""

@@ -1,6 +1,7 @@
-"""Continue prompts with a causal model, or answer them with T5, several side by side.
+"""Batched generation: continuations by a causal model, or outputs of T5.
 
-What is drawn for a prompt depends on the seed, its number and how many tokens it has alone.
+The random draws of a prompt depend only on the seed, the prompt's number and the number of tokens
+drawn so far.
 """
 
 from collections.abc import Sequence
@@ -21,18 +22,18 @@ from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import stable_seed
 
 _READ_AT_ONCE = 256
-"""Tokens of a prompt that one forward pass reads: it bounds the memory of their logits, of which
-the last count."""
+"""Prompt tokens per forward pass. It bounds the memory of the logits, of which only the last are
+used."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model has added to one prompt."""
+    """Tokens that a model has generated for one prompt."""
 
     tokens: tuple[int, ...]
-    """New ids; where the text ended, the token that ends it is the last one."""
+    """New ids, including the end token if the model ended the text."""
     ended: bool
-    """Whether the model ended the text, or the number of tokens was reached."""
+    """True if the model ended the text, False if it reached the limit of tokens."""
 
 
 @torch.inference_mode()
@@ -47,46 +48,47 @@ def generate(
     batch_size: int = 8,
     use_cache: bool = True,
 ) -> list[Continuation]:
-    """Continue each prompt until its text ends or it has its tokens.
+    """Continue each prompt until the model ends the text or the limit of tokens is reached.
 
-    What a prompt becomes depends on the model, its ids, `options` and its number alone: not on the
-    prompts beside it nor on the layout, but where two tokens' chances are as close as rounding.
+    The result of a prompt depends only on the model, the prompt's ids and number, and `options`.
+    It does not depend on the other prompts or the layout, except where the probabilities of two
+    tokens differ by no more than rounding.
 
     Args:
-        model: in evaluation mode, on any device and in any type; all tensor-parallel ranks call
-            this alike.
-        prompts: ids of each, of any lengths; of T5, what the encoder reads.
-        options: how tokens are chosen, and how many.
-        vocab_size: of the model before padding; the padding's rows are never chosen.
-        end: id of the token that ends a text; None lets every prompt have all its tokens.
-        start: id with which T5's decoder begins.
-        batch_size: prompts at a time.
-        use_cache: keep keys and values of what was read; without, every token reads all before it
-            again, as T5's do.
+        model: model in evaluation mode, on any device and in any type. All tensor-parallel ranks
+            must call this function with the same arguments.
+        prompts: ids of each prompt, of any lengths; for T5 the encoder's input.
+        options: sampling method and number of tokens.
+        vocab_size: vocabulary size of the model before padding; padding rows are never chosen.
+        end: id of the token that ends a text; None generates all tokens of every prompt.
+        start: first id of T5's decoder.
+        batch_size: prompts per batch.
+        use_cache: cache keys and values. Without the cache, every step computes all preceding
+            tokens again. T5's decoder never has a cache.
 
     Raises:
-        ConfigError: a prompt is empty or too long, or has an id that the vocabulary lacks.
+        ConfigError: if a prompt is empty or too long, or has an id outside of the vocabulary.
     """
-    answers = isinstance(model, T5Model)
-    limits = new_token_limits(prompts, options, model.max_position_embeddings, answers=answers)
+    is_t5 = isinstance(model, T5Model)
+    limits = new_token_limits(prompts, options, model.max_position_embeddings, answers=is_t5)
     _check_ids(prompts, vocab_size)
-    found: list[Continuation] = []
+    results: list[Continuation] = []
     for first in range(0, len(prompts), batch_size):
         numbers = range(first, min(first + batch_size, len(prompts)))
-        own, most = (
+        batch_prompts, max_tokens = (
             [prompts[number] for number in numbers],
             max(limits[number] for number in numbers),
         )
         batch: Batch = (
-            EncodedBatch(model, own, start)
+            EncodedBatch(model, batch_prompts, start)
             if isinstance(model, T5Model)
-            else CausalBatch(model, own, most, use_cache)
+            else CausalBatch(model, batch_prompts, max_tokens, use_cache)
         )
         chooser = Chooser(options, numbers)
-        found += _continue(
+        results += _continue(
             batch, chooser, [limits[number] for number in numbers], vocab_size, end, model.tp
         )
-    return found
+    return results
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -100,25 +102,25 @@ def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
 
 
 class Batch(Protocol):
-    """Prompts that are continued together."""
+    """Batch of prompts that are continued together."""
 
     def read_prompts(self) -> Tensor:
-        """[b, v]: logits of the first new token of each prompt."""
+        """Return the logits [b, v] of the first new token of each prompt."""
         ...
 
     def read(self, new: Tensor) -> Tensor:
-        """[b, 1] ids that were chosen -> [b, v] logits of the next ones."""
+        """Append the chosen ids [b, 1] and return the logits [b, v] of the next tokens."""
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these prompts alone."""
+        """Keep only the prompts in `rows`."""
         ...
 
 
 class CausalBatch:
-    """Prompts that a causal model continues.
+    """Batch of prompts for a causal model.
 
-    The shorter ones are padded on the left, so that all end together.
+    Shorter prompts are padded on the left, so that all end at the same position.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class CausalBatch:
         self._cache = KeyValueCache(width + new_tokens) if use_cache else None
 
     def read_prompts(self) -> Tensor:
-        """[b, v]: logits of the first new token of each prompt."""
+        """Return the logits [b, v] of the first new token of each prompt."""
         if self._cache is None:
             return self._logits(self._tokens)
         for begin in range(0, self._tokens.shape[1], _READ_AT_ONCE):
@@ -143,20 +145,20 @@ class CausalBatch:
         return logits
 
     def read(self, new: Tensor) -> Tensor:
-        """[b, 1] ids that were chosen -> [b, v] logits of the next ones."""
+        """Append the chosen ids [b, 1] and return the logits [b, v] of the next tokens."""
         self._tokens = torch.cat([self._tokens, new], 1)
         self._present = torch.cat([self._present, torch.ones_like(new, dtype=torch.bool)], 1)
         return self._logits(self._tokens if self._cache is None else new)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these prompts alone."""
+        """Keep only the prompts in `rows`."""
         chosen = torch.tensor(rows, device=self._tokens.device)
         self._tokens, self._present = self._tokens[chosen], self._present[chosen]
         if self._cache is not None:
             self._cache.keep(chosen)
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        """[b, s] ids that follow what the cache holds -> [b, v] logits after the last one."""
+        """Return the logits [b, v] after `tokens` [b, s], which follow the cached tokens."""
         begin = 0 if self._cache is None else self._cache.length
         present = self._present[:, : begin + tokens.shape[1]]
         if bool(present.all()):
@@ -167,13 +169,13 @@ class CausalBatch:
 
 
 class EncodedBatch:
-    """Prompts that T5's encoder reads once.
+    """Batch of prompts for T5, which the encoder reads once.
 
-    Its decoder reads what it has written again for every token.
+    The decoder has no cache: each step computes all tokens of the output again.
     """
 
     def __init__(self, model: T5Model, prompts: Sequence[Sequence[int]], start: int) -> None:
-        """`start` is the id that the decoder begins with."""
+        """Encode `prompts`; `start` is the first id of the decoder."""
         self._model = model
         device = next(model.parameters()).device
         width = max(map(len, prompts))
@@ -186,16 +188,16 @@ class EncodedBatch:
         self._memory = model.encode(self._given())
 
     def read_prompts(self) -> Tensor:
-        """[b, v]: logits of the first token of each output."""
+        """Return the logits [b, v] of the next token of each output."""
         return self._model(self._given(), memory=self._memory)[:, -1]  # type: ignore[no-any-return]
 
     def read(self, new: Tensor) -> Tensor:
-        """[b, 1] ids that were chosen -> [b, v] logits of the next ones."""
+        """Append the chosen ids [b, 1] and return the logits [b, v] of the next tokens."""
         self._written = torch.cat([self._written, new], 1)
         return self.read_prompts()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these prompts alone."""
+        """Keep only the prompts in `rows`."""
         chosen = torch.tensor(rows, device=self._tokens.device)
         self._tokens, self._present = self._tokens[chosen], self._present[chosen]
         self._written, self._memory = self._written[chosen], self._memory[chosen]
@@ -210,10 +212,10 @@ class EncodedBatch:
 
 
 class Chooser:
-    """Takes the next token of each prompt of a batch."""
+    """Chooser of the next token of each prompt in a batch."""
 
     def __init__(self, options: GenerateOptions, numbers: Sequence[int]) -> None:
-        """`numbers` are those of the prompts among all, by which they draw."""
+        """Seed one generator per prompt; `numbers` are the prompts' numbers among all prompts."""
         self._options = options
         self._generators = [
             torch.Generator().manual_seed(stable_seed("generate", options.seed, number))
@@ -221,29 +223,31 @@ class Chooser:
         ]
 
     def choose(self, logits: Tensor) -> Tensor:
-        """[b, v] -> [b] ids: the most probable ones, or drawn ones."""
+        """Return one id per row of `logits` [b, v]: the most probable one, or a sampled one."""
         if not self._options.samples:
             return logits.argmax(-1)
         draws = torch.cat(
-            [torch.rand(1, dtype=torch.float64, generator=own) for own in self._generators]
+            [torch.rand(1, dtype=torch.float64, generator=source) for source in self._generators]
         )
         return sample(logits, draws.to(logits.device), self._options)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these prompts of the batch alone."""
+        """Keep only the prompts in `rows`."""
         self._generators = [self._generators[row] for row in rows]
 
 
 def sample(logits: Tensor, draws: Tensor, options: GenerateOptions) -> Tensor:
-    """Invert the distribution function that temperature, top_k and top_p leave, in this order.
+    """Sample from the distribution after temperature, top_k and top_p, applied in this order.
+
+    Sampling inverts the cumulative distribution function at `draws`.
 
     Args:
-        logits: [b, v].
-        draws: [b] fp64, uniform in [0, 1).
-        options: what is left of the distribution.
+        logits: logits [b, v].
+        draws: uniform numbers in [0, 1), fp64 [b].
+        options: temperature, top_k and top_p.
 
     Returns:
-        [b] ids.
+        The sampled ids [b].
     """
     scaled = logits.double() / options.resolved_temperature
     ids = None
@@ -254,14 +258,13 @@ def sample(logits: Tensor, draws: Tensor, options: GenerateOptions) -> Tensor:
     probabilities = scaled.softmax(-1)
     if options.top_p is not None:
         before = probabilities.cumsum(-1) - probabilities
-        # the first one always stays
+        # The most probable token always remains.
         probabilities = probabilities.masked_fill(before >= options.top_p, 0.0)
-    reached = probabilities.cumsum(-1)
-    places = torch.searchsorted(reached, (draws[:, None] * reached[:, -1:]), right=True)
-    # A product that rounds up to the whole would name a token behind the last one with a
-    # probability.
-    places = places.minimum((probabilities > 0).cumsum(-1).argmax(-1, keepdim=True))
-    return (places if ids is None else ids.gather(-1, places))[:, 0]
+    cumulative = probabilities.cumsum(-1)
+    ranks = torch.searchsorted(cumulative, (draws[:, None] * cumulative[:, -1:]), right=True)
+    # If the product rounds up to the total, the search passes the last token with a probability.
+    ranks = ranks.minimum((probabilities > 0).cumsum(-1).argmax(-1, keepdim=True))
+    return (ranks if ids is None else ids.gather(-1, ranks))[:, 0]
 
 
 def _continue(
@@ -272,7 +275,7 @@ def _continue(
     end: int | None,
     tp: ParallelGroup,
 ) -> list[Continuation]:
-    """Tokens for each prompt of a batch; those that are finished leave it."""
+    """Generate tokens for the prompts of a batch, dropping each prompt when it is finished."""
     tokens: list[list[int]] = [[] for _ in limits]
     running = list(range(len(limits)))
     logits = batch.read_prompts()
@@ -280,22 +283,22 @@ def _continue(
         chosen = _agree(chooser.choose(logits[:, :vocab_size]), tp)
         for row, token in zip(running, chosen.tolist(), strict=True):
             tokens[row].append(token)
-        stay = [
-            place
-            for place, row in enumerate(running)
+        unfinished = [
+            index
+            for index, row in enumerate(running)
             if tokens[row][-1] != end and len(tokens[row]) < limits[row]
         ]
-        if not stay:
+        if not unfinished:
             return [Continuation(tuple(row), ended=row[-1] == end) for row in tokens]
-        if len(stay) < len(running):
-            running, chosen = [running[place] for place in stay], chosen[stay]
-            batch.keep(stay)
-            chooser.keep(stay)
+        if len(unfinished) < len(running):
+            running, chosen = [running[index] for index in unfinished], chosen[unfinished]
+            batch.keep(unfinished)
+            chooser.keep(unfinished)
         logits = batch.read(chosen[:, None])
 
 
 def _agree(chosen: Tensor, tp: ParallelGroup) -> Tensor:
-    """The first tensor-parallel rank's choice on all of them: they must read the same tokens."""
+    """Broadcast the first tensor-parallel rank's choice: all ranks must use the same tokens."""
     if tp.size > 1:
         dist.broadcast(chosen, group=tp.group, group_src=0)
     return chosen

@@ -1,4 +1,4 @@
-"""A model with its weights, whatever layout or program wrote them."""
+"""Loading of a model for evaluation, from a checkpoint of any layout or from an export."""
 
 from pathlib import Path
 
@@ -15,33 +15,33 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.tensor_parallel import Partition, partitions
 
 _PREFIX = "model."
-"""Under which a checkpoint keeps the weights."""
+"""Prefix of the weights' names in a checkpoint."""
 
 
 def load_model(
     source: ModelSource, mesh: ProcessMesh, *, device: torch.device, dtype: torch.dtype
 ) -> Model:
-    """The model of `source`, this tensor-parallel rank's part of it, for evaluation.
+    """Load this tensor-parallel rank's part of the model in `source`, in evaluation mode.
 
     Raises:
-        CheckpointError: the weights are damaged or of another model.
-        ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
+        CheckpointError: if the weights are damaged or of another model.
+        ParallelLayoutError: if heads, widths or vocabulary cannot be divided over the ranks.
     """
     model = build_bare(source.spec, mesh, device=device)
     if source.exported:
         _take_export(model, Path(source.directory))
     else:
         parts = partitions(model)
-        wanted = {
-            _PREFIX + name: _part(own.data, parts.get(name))
-            for name, own in model.named_parameters()
+        targets = {
+            _PREFIX + name: _part(parameter.data, parts.get(name))
+            for name, parameter in model.named_parameters()
         }
-        load_checkpoint(Path(source.directory), wanted, prefix=_PREFIX)
+        load_checkpoint(Path(source.directory), targets, prefix=_PREFIX)
     return model.to(dtype).eval()
 
 
 def _part(weight: Tensor, partition: Partition | None) -> Tensor | TensorShard:
-    """A weight as the checkpoint sees it."""
+    """Return `weight`, or its shard if the weight is divided over the ranks."""
     return (
         weight
         if partition is None
@@ -50,17 +50,17 @@ def _part(weight: Tensor, partition: Partition | None) -> Tensor | TensorShard:
 
 
 def _take_export(model: nn.Module, directory: Path) -> None:
-    """Fill the parameters from a transformers directory, one tensor at a time."""
+    """Fill the parameters of `model` from a transformers directory, one tensor at a time."""
     from megacore.convert.hf.directory import open_hf
 
     _, _, tensors = open_hf(directory)
     parts = partitions(model)
-    for name, own in model.named_parameters():
-        whole = tensors[name]
-        mine = parts[name].shard(whole) if name in parts else whole
-        if mine.shape != own.shape:
+    for name, parameter in model.named_parameters():
+        tensor = tensors[name]
+        values = parts[name].shard(tensor) if name in parts else tensor
+        if values.shape != parameter.shape:
             raise CheckpointError(
-                f"{directory} has {name} as {list(whole.shape)}, of which the model takes "
-                f"{list(own.shape)}: its config.json is of another model"
+                f"{directory} has {name} as {list(tensor.shape)}, of which the model takes "
+                f"{list(parameter.shape)}: its config.json is of another model"
             )
-        own.data.copy_(mine)
+        parameter.data.copy_(values)

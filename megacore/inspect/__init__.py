@@ -1,1 +1,1 @@
-"""What is in token files and index maps: statistics, checks, and a sample's text."""
+"""Inspection of token files and index maps: statistics, checks, and the text of samples."""

@@ -1,4 +1,4 @@
-"""The distribution of sequence lengths as a picture."""
+"""Histogram of sequence lengths as an image file."""
 
 import importlib.util
 import math
@@ -28,18 +28,18 @@ _MARK_COLOR = "#1f4e79"
 _TOKENS_COLOR = "#c8501e"
 _PER_OCTAVE = 4
 _HEADROOM = 1.22
-"""Of the axis over the highest bar: room for what is written at the marks."""
+"""Height of the axis relative to the highest bar, with room for the labels of the marks."""
 
 _RIGHT = 0.8
-"""From here on, as a share of the axis, the text of a mark stands to its left."""
+"""Fraction of the axis beyond which a mark's label is placed to its left."""
 
 
 def check_drawable(path: Path) -> None:
-    """Raise ConfigError when `draw_lengths` could not write this kind of file."""
+    """Raise ConfigError if `draw_lengths` cannot write this kind of file."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(
             f"histogram {path}: pictures are written as {' or '.join(SUFFIXES)}, not as "
-            f"{path.suffix or 'a name alone'}"
+            f"{path.suffix or 'a name without a suffix'}"
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
@@ -49,26 +49,26 @@ def check_drawable(path: Path) -> None:
 
 
 def draw_lengths(lengths: Lengths, path: Path, title: str) -> Path:
-    """Write the distribution of sequence lengths as a picture and return its path.
+    """Write the distribution of sequence lengths as an image and return its path.
 
-    Bars are the share of the sequences in each bin (four for each doubling of the length), the line
-    is the share of the tokens that they hold; median, mean and 95th percentile are marked.
+    Bars are the share of the sequences in each bin (four per doubling of the length), the line is
+    the share of their tokens; median, mean and 95th percentile are marked.
 
     Args:
-        lengths: tokens of each sequence, [S].
-        path: to write, .png or .svg.
-        title: what the sequences are of.
+        lengths: number of tokens of each sequence, [S].
+        path: output file, .png or .svg.
+        title: title of the image, such as the name of the data set.
 
     Raises:
-        ConfigError: another suffix, or matplotlib is not installed.
-        WorkspaceError: the file cannot be written.
+        ConfigError: if the suffix is another one or matplotlib is not installed.
+        WorkspaceError: if the file cannot be written.
     """
     check_drawable(path)
     from matplotlib import rc_context
 
     figure = lengths_figure(lengths, title)
     try:
-        # else its ids differ each time
+        # A fixed salt makes the ids in an SVG file reproducible.
         with workspace_errors(path), rc_context({"svg.hashsalt": "megacore"}):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
@@ -79,7 +79,7 @@ def draw_lengths(lengths: Lengths, path: Path, title: str) -> Path:
 
 
 def lengths_figure(lengths: Lengths, title: str) -> "Figure":
-    """The picture that `draw_lengths` writes; see there."""
+    """Return the figure that `draw_lengths` writes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -114,7 +114,7 @@ def lengths_figure(lengths: Lengths, title: str) -> "Figure":
 def _plot_shares(axes: "Axes", bins: LengthBins, summary: LengthSummary) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    first = int(bins.edges[0] == 0)  # a logarithmic axis has no place for lengths of 0
+    first = int(bins.edges[0] == 0)  # a logarithmic axis cannot show lengths of 0
     edges = bins.edges[first:]
     sequences = 100 * bins.sequences[first:] / summary.sequences
     tokens = 100 * bins.tokens[first:] / summary.tokens
@@ -139,7 +139,7 @@ def _plot_shares(axes: "Axes", bins: LengthBins, summary: LengthSummary) -> None
 
 
 def _plot_marks(axes: "Axes", summary: LengthSummary) -> None:
-    """Vertical lines at median, mean and 95th percentile, named at the top, one below the other."""
+    """Draw vertical lines at median, mean and 95th percentile, with labels below each other."""
     marks = [
         ("median", float(summary.median)),
         ("mean", summary.mean),

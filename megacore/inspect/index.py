@@ -1,4 +1,4 @@
-"""From a sample back to its tokens: which data set, which documents, which ranges of them."""
+"""Lookup of the data set, documents and token ranges of a sample."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,48 +29,48 @@ class Part:
     """Consecutive tokens of a sample that come from one sequence."""
 
     document: int
-    """Of the token files, from 0."""
+    """Number of the document in the token files, from 0."""
     sequence: int
-    """Of the token files, from 0."""
+    """Number of the sequence in the token files, from 0."""
     start: int
     """First token within the sequence."""
     stop: int
-    """One past the last."""
+    """One past the last token."""
     length: int
-    """Tokens of the whole sequence."""
+    """Number of tokens of the complete sequence."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Where the tokens of a sample lie."""
+    """Location of the tokens of a sample."""
 
     split: str
     number: int
-    """In the order of training."""
+    """Number in the order of training."""
     member: int
-    """The data set's place among the members of the index directory."""
+    """Index of the data set among the members of the index directory."""
     prefix: str
-    """Its token files, without .bin/.idx."""
+    """Path of the data set's token files, without .bin/.idx."""
     member_sample: int
-    """Number in the data set's own shuffled order; without a blend the same as `number`."""
+    """Number in the shuffled order of the data set; without a blend the same as `number`."""
     row: int
-    """Of the data set's sample index, or of its sentence map."""
+    """Row of the data set's sample index or sentence map."""
     parts: tuple[Part, ...]
 
     @property
     def tokens(self) -> int:
-        """Tokens without padding."""
+        """Number of tokens without padding."""
         return sum(part.stop - part.start for part in self.parts)
 
 
 def is_index_directory(path: Path) -> bool:
-    """Whether a path is a directory of index maps, of an older version without `index.json` too."""
+    """Return True for a directory of index maps, also of an older version without `index.json`."""
     maps = (path.glob(f"*_{name}_index.npy") for name in ("shuffle", SENTENCE_MAP_NAME))
     return (path / INDEX_NAME).exists() or any(map(any, maps))
 
 
 def describe_index(directory: Path) -> IndexDescription:
-    """What `index.json` says. Raises DataFormatError, which for maps without it says what to do."""
+    """Read a directory's `index.json`. Raises DataFormatError."""
     if not (directory / INDEX_NAME).exists():
         raise DataFormatError(
             f"{directory} has no {INDEX_NAME}: its index maps are of an older version, or of "
@@ -80,7 +80,7 @@ def describe_index(directory: Path) -> IndexDescription:
 
 
 def find_sample(directory: Path, split: str, number: int) -> Sample:
-    """The tokens of sample `number` of a split, counted in the order of training.
+    """Return the location of sample `number` of a split, counted in the order of training.
 
     Raises DataFormatError.
     """
@@ -108,7 +108,7 @@ def find_sample(directory: Path, split: str, number: int) -> Sample:
 def _sentence_parts(
     dataset: IndexedDataset, place: Path, split: str, sample: int
 ) -> tuple[Part, ...]:
-    """The sentences of a sample. Raises DataFormatError."""
+    """Return the sentences of a sample. Raises DataFormatError."""
     rows = load_sentence_map(place, split, dataset)
     _check_number(map_path(place, split, SENTENCE_MAP_NAME), sample, len(rows))
     lengths = {
@@ -124,7 +124,7 @@ def _sentence_parts(
 def _token_parts(
     index: IndexDescription, dataset: IndexedDataset, place: Path, split: str, sample: int
 ) -> tuple[tuple[Part, ...], int]:
-    """The ranges of documents of a sample, and its row of the sample index.
+    """Return the ranges of tokens of a sample, and its row of the sample index.
 
     Raises DataFormatError.
     """
@@ -146,7 +146,7 @@ def _token_parts(
 def _blended_sample(
     directory: Path, index: IndexDescription, split: str, number: int
 ) -> tuple[int, int]:
-    """(number of the member, sample of it) that a blend's maps give for sample `number`."""
+    """Return (index of the member, number of its sample) of a blend's sample `number`."""
     path = map_path(directory, split, BLEND_MAP_NAMES[0])
     datasets, samples = (open_map(map_path(directory, split, name)) for name in BLEND_MAP_NAMES)
     _check_number(path, number, min(len(datasets), len(samples)))
@@ -164,12 +164,12 @@ def _parts(
     document: npt.NDArray[Any],
     rows: list[list[int]],
 ) -> tuple[Part, ...] | None:
-    """What lies between two rows of the sample index; None when they point beyond documents."""
+    """Return the ranges between two rows of the sample index, or None if the rows are invalid."""
     (first, offset), (last, end) = rows
     options = index.options
     packed = options.packing == "packed"
     room = options.seq_length + options.extra
-    # other forms end before the next row's document
+    # Without packing a sample ends before the next row's document.
     stop = last + 1 if packed or last == first else last
     if not 0 <= first <= last or stop > len(document) or offset < 0 or end < 0:
         return None
@@ -191,7 +191,7 @@ def _parts(
 
 
 def open_map(path: Path) -> npt.NDArray[Any]:
-    """A map of tokens as a memory map: a sample index of two columns, others of one dimension.
+    """Open a map of tokens as a memory map: a sample index has two columns, others one dimension.
 
     Raises DataFormatError.
     """

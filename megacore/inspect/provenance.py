@@ -1,8 +1,8 @@
-"""Where documents of token files came from, and one of them read back from there.
+"""Origins of the documents in token files, and reading of a document from its source.
 
-`documents.json`, which tokenizing leaves behind, lists the files in the order in which their
-documents were read. When documents were permuted afterwards, document i of the token files is
-number order[i] of that order, order being numpy's `RandomState(shuffle_seed)` shuffle of
+`documents.json`, written by the tokenize stage, lists the files in the order in which their
+documents were read. If documents were permuted afterwards, document i of the token files is the
+order[i]-th document read, where order is numpy's `RandomState(shuffle_seed)` shuffle of
 0 … documents - 1.
 """
 
@@ -33,27 +33,25 @@ _SCAN_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class OriginFile:
-    """A file, or a part of one, that documents were read from."""
+    """A file, or a part of a file, from which documents were read."""
 
     path: str
-    """Absolute."""
+    """Absolute path."""
     key: str
-    """Field or column that holds the text."""
+    """Field or column with the text."""
     documents: int
-    """Documents read from it, in the order of its lines."""
+    """Number of documents read, in the order of the lines."""
     skipped_lines: tuple[int, ...]
-    """Lines that held no document, ascending; lines (in parquet files: rows) count from 1 in the
-    file."""
+    """Lines (in parquet files: rows) without a document, ascending, counted from 1 in the file."""
     first_line: int | None
-    """Line at which the part begins; None in a shard that begins inside of a file and is not merged
-    yet."""
+    """First line of the part; None in an unmerged shard that begins inside a file."""
     size: int | None = None
-    """Bytes of the whole file when it was read."""
+    """Size in bytes of the complete file when it was read."""
 
     def line(self, number: int) -> int | None:
-        """The line of the part's document `number`, counted from 0.
+        """Return the line of the part's document `number`, counted from 0.
 
-        None when its beginning is unknown.
+        Returns None if the first line of the part is unknown.
         """
         if self.first_line is None:
             return None
@@ -67,36 +65,36 @@ class OriginFile:
 
 @dataclass(frozen=True)
 class DocumentPlace:
-    """Where a document stands in its source."""
+    """Location of a document in its source."""
 
     path: str
     line: int
-    """From 1; in a parquet file the row."""
+    """Line, or row of a parquet file, from 1."""
     key: str
-    """Field or column that holds the text."""
+    """Field or column with the text."""
     size: int | None = None
-    """Bytes of the file when it was read; None where that is not known."""
+    """Size in bytes of the file when it was read; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Origins:
-    """What `documents.json` says."""
+    """Contents of a `documents.json`."""
 
     path: Path
-    """The file itself."""
+    """Path of the `documents.json`."""
     files: tuple[OriginFile, ...]
-    """In the order in which documents were read."""
+    """Source files in the order in which their documents were read."""
     shuffle_seed: int | None
-    """Of the permutation of documents; None when they are stored as they were read."""
+    """Seed of the permutation of documents; None if they are in reading order."""
     append_eod: bool
-    """Whether each document ends with the end-of-document token."""
+    """True if each document ends with the end-of-document token."""
     split_sentences: bool
-    """Whether each sentence is a sequence."""
+    """True if each sentence is a sequence."""
     tokenizer: dict[str, Any]
-    """`directory` (or None), `eod_id`, `vocab_size` and the like."""
+    """`directory` (or None), `eod_id`, `vocab_size` etc. of the tokenizer."""
     prefix: str | None
-    """Ready-made token files that were linked: where their documents came from is not known
-    here."""
+    """Prefix of ready-made token files that were linked; the origins of their documents are not
+    recorded here."""
 
     @classmethod
     def read(cls, path: Path) -> "Origins":
@@ -127,20 +125,20 @@ class Origins:
 
     @property
     def documents(self) -> int:
-        """Documents of all files."""
+        """Number of documents of all files."""
         return self._ends[-1] if self._ends else 0
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Where the tokenizer lies (its directory, or its file), if it is named and still there."""
+        """Path of the tokenizer's directory or file; None if not recorded or not existing."""
         name = self.tokenizer.get("directory")
         path = Path(os.path.normpath(self.path.parent / str(name)))
         return path if name and path.exists() else None
 
     def place(self, document: int) -> DocumentPlace | None:
-        """Where document `document` of the token files was read, if that is known.
+        """Return the location from which a document was read, or None if unknown.
 
-        Raises IndexError.
+        Raises IndexError if there is no such document.
         """
         if self.prefix is not None:
             return None
@@ -154,7 +152,7 @@ class Origins:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Documents up to and with each file."""
+        """Cumulative numbers of documents of the files."""
         return list(accumulate(file.documents for file in self.files))
 
     @cached_property
@@ -167,14 +165,15 @@ class Origins:
 
 
 def find_origins(prefix: str | Path, documents: int) -> Origins | None:
-    """What is known of the `documents` documents of PREFIX.bin; None when nobody wrote it down.
+    """Return the origins of the `documents` documents of PREFIX.bin, or None if not recorded.
 
-    Looks for PREFIX.documents.json and, for the files of the tokenize stage, documents.json beside
-    them. Raises DataFormatError for a file that is damaged or counts other documents.
+    Looks for PREFIX.documents.json and, for files of the tokenize stage, for documents.json in
+    their directory. Raises DataFormatError if the file is damaged or has another number of
+    documents.
     """
-    beside = Path(f"{prefix}.{DOCUMENTS_NAME}")
-    inside = Path(prefix).with_name(DOCUMENTS_NAME)
-    candidates = [beside, inside] if Path(prefix).name in TOKENS_NAMES else [beside]
+    prefixed = Path(f"{prefix}.{DOCUMENTS_NAME}")
+    unprefixed = Path(prefix).with_name(DOCUMENTS_NAME)
+    candidates = [prefixed, unprefixed] if Path(prefix).name in TOKENS_NAMES else [prefixed]
     for path in candidates:
         if path.exists():
             origins = Origins.read(path)
@@ -203,36 +202,35 @@ def _origin_file(directory: Path, entry: dict[str, Any]) -> OriginFile:
         or file.first_line == 0
         or list(file.skipped_lines) != sorted(set(file.skipped_lines))
     ):
-        raise ValueError(f"its entry of {file.path} counts what cannot be")
+        raise ValueError(f"its entry of {file.path} has impossible counts")
     return file
 
 
 @dataclass(frozen=True)
 class SourceDocument:
-    """A document as its source has it."""
+    """A document read from its source file."""
 
     text: str
     source: str | None
-    """What the line itself names as its source: in a collected corpus the file or row it was copied
+    """Value of the line's field `source`: in a collected corpus, the file or row that it was copied
     from."""
 
 
 def read_document(place: DocumentPlace) -> SourceDocument:
-    """The document at a file and line, or row; memory is that of the line.
+    """Read the document at a line or row of a file; memory is that of the line.
 
-    Raises DataFormatError for a file that is gone or has changed, or that no longer has such a
-    line.
+    Raises DataFormatError if the file is missing, has changed, or no longer has such a line.
     """
-    form = file_format_of(place.path)
+    file_format = file_format_of(place.path)
     size = os.path.getsize(place.path)
     if place.size not in (None, size):
         raise DataFormatError(
             f"{place.path} has {size} bytes and had {place.size} when it was tokenized: line "
             f"{place.line} may be another text now"
         )
-    if form == "parquet":
+    if file_format == "parquet":
         return SourceDocument(_row(place), None)
-    pieces = _pieces(place.path) if form == "plain" else decompress(place.path, form)
+    pieces = _pieces(place.path) if file_format == "plain" else decompress(place.path, file_format)
     line = _line(pieces, place)
     text = parse_document(line, place.key, f"{place.path}:{place.line}")
     source = _source_of(line)
@@ -262,27 +260,27 @@ def _text(value: Any, place: DocumentPlace) -> str:
 
 
 def _line(pieces: Iterator[bytes], place: DocumentPlace) -> bytes:
-    """The line of a file that comes in pieces, without its end and without a byte order mark."""
-    wanted, passed, last = place.line - 1, 0, b"\n"
-    found: list[bytes] = []
+    """Return a line of a file read in pieces, without its newline and byte order mark."""
+    target, newlines, last = place.line - 1, 0, b"\n"
+    parts: list[bytes] = []
     for piece in filter(None, pieces):
         start, last = 0, piece[-1:]
-        if passed < wanted:
+        if newlines < target:
             count = piece.count(b"\n")
-            if passed + count < wanted:
-                passed += count
+            if newlines + count < target:
+                newlines += count
                 continue
-            for _ in range(wanted - passed):
+            for _ in range(target - newlines):
                 start = piece.index(b"\n", start) + 1
-            passed = wanted
+            newlines = target
         end = piece.find(b"\n", start)
-        found.append(piece[start:] if end < 0 else piece[start:end])
+        parts.append(piece[start:] if end < 0 else piece[start:end])
         if end >= 0:
             break
     else:
-        if not any(found):
-            raise _missing(place, passed + (last != b"\n"), "lines")
-    return b"".join(found).removeprefix(BOM)
+        if not any(parts):
+            raise _missing(place, newlines + (last != b"\n"), "lines")
+    return b"".join(parts).removeprefix(BOM)
 
 
 def _pieces(path: str) -> Iterator[bytes]:
@@ -294,9 +292,9 @@ def _pieces(path: str) -> Iterator[bytes]:
         raise unreadable(path, error) from error
 
 
-def _missing(place: DocumentPlace, count: int, what: str) -> DataFormatError:
+def _missing(place: DocumentPlace, count: int, unit: str) -> DataFormatError:
     return DataFormatError(
-        f"{place.path} has {count} {what}, not {place.line}: it has changed since its documents "
+        f"{place.path} has {count} {unit}, not {place.line}: it has changed since its documents "
         "were tokenized"
     )
 
@@ -304,7 +302,7 @@ def _missing(place: DocumentPlace, count: int, what: str) -> DataFormatError:
 def _source_of(line: bytes) -> str | None:
     try:
         value = orjson.loads(line)
-    except orjson.JSONDecodeError:  # a line that is JSON to Python's reader alone
+    except orjson.JSONDecodeError:  # a line that only Python's json accepts
         return None
     source = value.get("source") if isinstance(value, dict) else None
     return source if isinstance(source, str) else None

@@ -1,7 +1,7 @@
-"""What `megacore inspect` tells, as JSON: of token files, of index maps, and of one sample.
+"""Reports of `megacore inspect` as JSON: on token files, on index maps, and on one sample.
 
-Token ids are decoded by the tokenizer that they were made with. Of a sample of BERT or T5 it tells
-what the model reads, too: words masked, or spans replaced by sentinels.
+Token ids are decoded with the tokenizer that produced them. The report on a sample of BERT or T5
+includes the model's input, with words masked or spans replaced by sentinels.
 """
 
 import json
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 Decode = Callable[[npt.NDArray[Any]], str]
-"""The text of an array of ids, special tokens written out."""
+"""Function from an array of ids to their text, including special tokens."""
 _EDGE = "\N{REPLACEMENT CHARACTER}"
-"""What decoding leaves of a character that the first or last token holds only a part of."""
+"""Result of decoding a character of which the first or last token contains only a part."""
 Made = dict[str, Any]
 JsonReport = dict[str, Any]
 
@@ -42,20 +42,20 @@ JsonReport = dict[str, Any]
 def report_tokens(
     prefix: str, documents: int, tokenizer: Path | None, limit: int | None = None
 ) -> JsonReport:
-    """A pair of token files in numbers, and its first documents, each cut at `limit` tokens.
+    """Return statistics of a pair of token files and its first documents, cut at `limit` tokens.
 
-    They are decoded by `tokenizer` (see `open_decoder`), by default the one that the files name;
-    without any their ids are given. Raises DataFormatError.
+    Documents are decoded with `tokenizer` (see `open_decoder`), by default the one recorded for the
+    files; without a tokenizer the report has their ids. Raises DataFormatError.
     """
     dataset = IndexedDataset(prefix)
     origins = find_origins(prefix, dataset.documents)
-    found = tokenizer or find_tokenizer(prefix, origins)
-    decode = open_decoder(found) if found is not None and documents else None
+    tokenizer_path = tokenizer or find_tokenizer(prefix, origins)
+    decode = open_decoder(tokenizer_path) if tokenizer_path is not None and documents else None
     facts = describe(dataset)
     return {
         **asdict(facts),
         "lengths": None if facts.lengths is None else _lengths(facts.lengths, dataset.lengths),
-        "tokenizer": None if found is None else str(found),
+        "tokenizer": None if tokenizer_path is None else str(tokenizer_path),
         "first_documents": [
             _document(dataset, number, origins, decode, limit)
             for number in range(min(documents, dataset.documents))
@@ -64,7 +64,7 @@ def report_tokens(
 
 
 def report_index(directory: Path) -> JsonReport:
-    """What `index.json` says. Raises DataFormatError."""
+    """Return the contents of a directory's `index.json`. Raises DataFormatError."""
     index = describe_index(directory)
     return {
         "path": str(directory),
@@ -80,17 +80,17 @@ def report_index(directory: Path) -> JsonReport:
 def report_sample(
     directory: Path, split: str, number: int, tokenizer: Path | None, sources: int | None = None
 ) -> JsonReport:
-    """The documents and source lines of a sample.
+    """Return the documents and source lines of a sample.
 
-    Of its first `sources` parts (default: all) the lines are read.
+    The source lines of its first `sources` parts (default: all) are read.
 
-    Raises DataFormatError; a line that cannot be read any more is told as a problem of its part.
+    Raises DataFormatError. A line that can no longer be read is reported as a problem of its part.
     """
     sample = find_sample(directory, split, number)
     dataset = IndexedDataset(sample.prefix)
     origins = find_origins(sample.prefix, dataset.documents)
-    found = tokenizer or find_tokenizer(sample.prefix, origins)
-    decode = None if found is None else open_decoder(found)
+    tokenizer_path = tokenizer or find_tokenizer(sample.prefix, origins)
+    decode = None if tokenizer_path is None else open_decoder(tokenizer_path)
     index = describe_index(directory)
     parts = []
     for place, part in enumerate(sample.parts):
@@ -107,15 +107,17 @@ def report_sample(
         "map": "sample index" if index.options.sentences is None else "sentence map",
         "tokens": sample.tokens,
         "padding": _padding(index.options, sample.tokens),
-        "tokenizer": None if found is None else str(found),
+        "tokenizer": None if tokenizer_path is None else str(tokenizer_path),
         "documents_json": None if origins is None else str(origins.path),
         "parts": parts,
-        "made": None if found is None else made_of(directory, index, sample, found),
+        "made": None
+        if tokenizer_path is None
+        else made_of(directory, index, sample, tokenizer_path),
     }
 
 
 def _options(options: IndexOptions) -> JsonReport:
-    """The options that the maps have: those of sentences stand beside the others."""
+    """Return the options of the maps, with the sentence options on the same level."""
     values = asdict(options)
     return values | (values.pop("sentences") or {})
 
@@ -179,34 +181,41 @@ def _part(
         return report
     source: JsonReport = {"path": place.path, "line": place.line, "key": place.key, "problem": None}
     try:
-        found = read_document(place)
+        document = read_document(place)
     except DataFormatError as error:
         return {**report, "source": {**source, "problem": str(error)}}
-    span = None if decode is None else _span(dataset, part, origins, decode, found.text)
+    span = None if decode is None else _span(dataset, part, origins, decode, document.text)
     return {
         **report,
-        "source": {**source, "named_source": found.source, "text": found.text, "characters": span},
+        "source": {
+            **source,
+            "named_source": document.source,
+            "text": document.text,
+            "characters": span,
+        },
     }
 
 
 def _span(
     dataset: IndexedDataset, part: Part, origins: Origins, decode: Decode, source: str
 ) -> tuple[int, int] | None:
-    """The characters of the source text that a part's tokens stand for, if they are found there."""
+    """Return the character range of a part's tokens in the source text, or None."""
     ids = dataset.get(part.sequence, part.start, part.stop - part.start)
     if origins.append_eod and int(ids[-1]) == origins.tokenizer.get("eod_id"):
         ids = ids[:-1]  # the source has no end-of-document token
     first = int(dataset.document_indices[part.document])
-    passed = dataset.count_tokens(first, part.sequence) + part.start
-    return find_text(decode(ids), source, decode(document_tokens(dataset, part.document, passed)))
+    preceding = dataset.count_tokens(first, part.sequence) + part.start
+    return find_text(
+        decode(ids), source, decode(document_tokens(dataset, part.document, preceding))
+    )
 
 
 def open_decoder(path: Path) -> Decode:
-    """The decoder of a tokenizer.
+    """Return the decoder of a tokenizer.
 
-    `path` is a directory of the tokenizer stage, a tokenizer.json, the vocab.json of GPT-2 or the
-    vocab.txt of BERT, or a SentencePiece model. Raises DataFormatError, the decoder too for ids
-    that the tokenizer does not have.
+    `path` is a directory of the tokenizer stage, a tokenizer.json, the vocab.json of GPT-2, the
+    vocab.txt of BERT, or a SentencePiece model. Raises DataFormatError; so does the decoder for ids
+    outside the vocabulary.
     """
     decode, vocab_size = _open(path)
 
@@ -223,7 +232,7 @@ def open_decoder(path: Path) -> Decode:
 
 
 def _open(path: Path) -> tuple[Decode, int]:
-    """The decoder of a tokenizer, and how many ids it knows."""
+    """Return the decoder of a tokenizer and the size of its vocabulary."""
     from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, TOKENIZER_NAME, load_tokenizer
 
     if path.is_file() and path.suffix not in (".json", ".txt"):
@@ -260,19 +269,17 @@ def _open_backend(path: Path) -> "tokenizers.Tokenizer":
         ) from error
     if not isinstance(values, dict) or not all(isinstance(token, int) for token in values.values()):
         return read_backend(path)
-    # Of GPT-2's two files the vocabulary is enough: merges are for the other direction.
+    # Decoding needs only GPT-2's vocabulary; merges are needed for encoding.
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(values, []))
     backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
 
 
 def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
-    """The directory of the tokenizer that token files were made with.
+    """Return the directory of the tokenizer that produced token files, or None if not found.
 
-    None when it is unknown or gone.
-
-    `documents.json` names it; in a workspace the manifest beside the files has the digest of the
-    tokenizer's own.
+    The directory is recorded in `documents.json`. Otherwise, in a workspace, the manifest next to
+    the files records the digest of the tokenizer's manifest.
     """
     if origins is not None and origins.tokenizer_path is not None:
         return origins.tokenizer_path
@@ -292,28 +299,26 @@ def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
 
 
 def find_text(text: str, source: str, before: str = "") -> tuple[int, int] | None:
-    """Where the decoded text stands in its source (first character, one past the last).
+    """Return the range of the decoded text in its source (first character, one past the last).
 
-    None when it does not.
-
-    `before` is the decoded text from the document's beginning on: what repeats itself is looked for
-    after it. Characters cut in half by the first or last token are not looked for. Tokenizers that
-    change the text, as by lower-casing it, have no such place.
+    `before` is the decoded text of the document up to `text`; the search starts after it.
+    Incomplete characters of the first and last token are ignored. Returns None if the text is not
+    found, for example because the tokenizer lower-cases it.
     """
-    wanted = text.strip(_EDGE)
-    start = source.find(wanted, len(before.rstrip(_EDGE))) if wanted else -1
-    return None if start < 0 else (start, start + len(wanted))
+    stripped = text.strip(_EDGE)
+    start = source.find(stripped, len(before.rstrip(_EDGE))) if stripped else -1
+    return None if start < 0 else (start, start + len(stripped))
 
 
 def made_of(
     directory: Path, index: IndexDescription, sample: Sample, tokenizer_directory: Path
 ) -> Made | None:
-    """The row that training reads, as text.
+    """Return the text of the row that training reads for a sample of sentences.
 
-    None for samples of tokens, and without a directory of a tokenizer.
+    Returns None for samples of tokens, and if `tokenizer_directory` is not a tokenizer's directory.
 
-    The options of `data.masked_lm` and `data.span_corruption` are those of the manifest beside the
-    maps, else the defaults. Raises DataFormatError.
+    The options of `data.masked_lm` and `data.span_corruption` are those in the manifest next to the
+    maps, or the defaults. Raises DataFormatError.
     """
     sentences = index.options.sentences
     if sentences is None or not (tokenizer_directory / TOKENIZER_CONFIG_NAME).exists():
@@ -331,12 +336,12 @@ def _bert(
     sample: Sample,
     vocabulary: Vocabulary,
     tokenizer: Tokenizer,
-    given: Made,
+    parameters: Made,
 ) -> Made | None:
     special, options = vocabulary.special, index.options
     if special.cls is None or special.sep is None or special.mask is None:
         return None
-    values = dict(given.get("masked_lm", {}))
+    values = dict(parameters.get("masked_lm", {}))
     values.pop("pairs", None)
     config = MaskedLmConfig.model_validate(values)
     dataset = MaskedLmDataset(
@@ -370,10 +375,10 @@ def _t5(
     sample: Sample,
     vocabulary: Vocabulary,
     tokenizer: Tokenizer,
-    given: Made,
+    parameters: Made,
 ) -> Made | None:
     options = index.options
-    config = SpanCorruptionConfig.model_validate(given.get("span_corruption", {}))
+    config = SpanCorruptionConfig.model_validate(parameters.get("span_corruption", {}))
     dataset = T5Dataset(
         sample.prefix,
         place,
@@ -393,7 +398,7 @@ def _t5(
 
 
 def spelled(ids: npt.NDArray[np.int64], tokenizer: Tokenizer) -> str:
-    """Ids as text, special tokens between spaces."""
+    """Return the text of ids, with spaces around special tokens."""
     special, names = tokenizer.special_ids(), tokenizer.tokens()
     bounds = np.flatnonzero(np.isin(ids, list(special)))
     parts = []
@@ -406,7 +411,7 @@ def spelled(ids: npt.NDArray[np.int64], tokenizer: Tokenizer) -> str:
 
 
 def _parameters(directory: Path) -> Made:
-    """What decided the maps, if a manifest says it."""
+    """Return the parameters of the maps from their manifest, or {} without a manifest."""
     if not (directory / MANIFEST_NAME).exists():
         return {}
     return dict(Manifest.read(directory).parameters)

@@ -1,6 +1,6 @@
-"""What a pair of token files holds: counts, sizes, the range of token ids, and documents.
+"""Statistics of token files: counts, sizes, the range of token ids, and sequence lengths.
 
-The distribution of lengths takes memory that does not grow with their number.
+The memory for the distribution of lengths does not grow with the number of sequences.
 """
 
 import os
@@ -16,74 +16,75 @@ from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path, token_prefixes
 
 _BLOCK = 1 << 20
-"""Lengths or documents that are read at a time."""
+"""Number of lengths or documents read at a time."""
 _LOW_BITS = 16
-"""A quantile is found in two passes, by the upper and then by the lower half of a length's 32
-bits."""
+"""Low bits of a length. A quantile is computed in two passes: over the upper, then the lower half
+of the 32 bits."""
 Lengths = npt.NDArray[np.int32]
 _BLOCK_BYTES = 1 << 24
-"""What is read of `.bin` at a time."""
+"""Bytes of `.bin` read at a time."""
 
 
 @dataclass(frozen=True)
 class LengthSummary:
-    """The distribution of lengths in numbers, all in tokens; there is at least one sequence."""
+    """Statistics of the lengths, in tokens, of at least one sequence."""
 
     sequences: int
-    """How many there are."""
+    """Number of sequences."""
     tokens: int
-    """Their sum."""
+    """Sum of the lengths."""
     shortest: int
     median: int
-    """By nearest rank: the least length that half of the sequences do not exceed."""
+    """Median by nearest rank: the least length that half of the sequences do not exceed."""
     p95: int
-    """The least length that 95 % of the sequences do not exceed."""
+    """95th percentile: the least length that 95 % of the sequences do not exceed."""
     longest: int
 
     @property
     def mean(self) -> float:
-        """Tokens per sequence."""
+        """Mean number of tokens per sequence."""
         return self.tokens / self.sequences
 
 
 @dataclass(frozen=True)
 class LengthBins:
-    """Lengths counted in bins of growing width: bin i holds edges[i] … edges[i + 1] - 1 tokens."""
+    """Histogram of lengths: bin i counts lengths of edges[i] … edges[i + 1] - 1 tokens."""
 
     edges: npt.NDArray[np.int64]
-    """Shape [bins + 1], ascending."""
+    """[bins + 1]: ascending edges."""
     sequences: npt.NDArray[np.int64]
-    """Sequences per bin."""
+    """[bins]: number of sequences."""
     tokens: npt.NDArray[np.int64]
-    """Tokens of the sequences per bin."""
+    """[bins]: number of tokens of the sequences."""
 
 
 @dataclass(frozen=True)
 class TokenReport:
-    """A pair of token files in numbers."""
+    """Statistics of a pair of token files."""
 
     prefix: str
     dtype: str
-    """NumPy's name of the type that tokens are stored in."""
+    """Name of NumPy's type in which tokens are stored."""
     documents: int
-    """Empty ones included."""
+    """Number of documents, empty ones included."""
     empty_documents: int
     sequences: int
     tokens: int
     bin_bytes: int
     idx_bytes: int
     lengths: LengthSummary | None
-    """Of the sequences; None when there are none."""
+    """Statistics of the sequence lengths; None if there are no sequences."""
     smallest_id: int | None
-    """None when there are no tokens, like the next."""
+    """Smallest token id; None if there are no tokens (also `largest_id`)."""
     largest_id: int | None
 
 
 def find_prefixes(path: str | Path) -> tuple[str, ...]:
-    """The token files that a path stands for, each as a path without .bin/.idx.
+    """Return the prefixes (paths without .bin/.idx) of the token files at a path.
 
-    It may be such a path, with or without the suffix, or a directory of the tokenize stage (which
-    for several sources names more than one pair). Raises DataFormatError when there are none.
+    The path is that of a pair of token files, with or without the suffix, or a directory of the
+    tokenize stage, which for several sources refers to several pairs. Raises DataFormatError if
+    there are none.
     """
     if Path(path).is_dir():
         return token_prefixes(path)
@@ -91,13 +92,13 @@ def find_prefixes(path: str | Path) -> tuple[str, ...]:
     for suffix in (".bin", ".idx"):
         name = name.removesuffix(suffix)
     if not idx_path(name).exists():
-        found = sorted(
+        similar = sorted(
             str(other.with_suffix(""))
             for other in Path(name).parent.glob(f"{Path(name).name}*.idx")
         )[:3]
         hint = (
-            f": did you mean {' or '.join(found)}?"
-            if found
+            f": did you mean {' or '.join(similar)}?"
+            if similar
             else ": give a pair of token files or its directory"
         )
         raise DataFormatError(f"{idx_path(name)} does not exist{hint}")
@@ -105,7 +106,7 @@ def find_prefixes(path: str | Path) -> tuple[str, ...]:
 
 
 def describe(dataset: IndexedDataset) -> TokenReport:
-    """Everything about a pair of token files; reads each token once, in bounded memory."""
+    """Compute statistics of a pair of token files, reading each token once in bounded memory."""
     smallest, largest = id_range(dataset)
     return TokenReport(
         prefix=dataset.prefix,
@@ -123,7 +124,7 @@ def describe(dataset: IndexedDataset) -> TokenReport:
 
 
 def count_empty(dataset: IndexedDataset) -> int:
-    """Documents without a sequence."""
+    """Return the number of documents without a sequence."""
     starts, empty = dataset.document_indices, 0
     for first in range(0, dataset.documents, _BLOCK):
         block = starts[first : first + _BLOCK + 1]
@@ -132,9 +133,9 @@ def count_empty(dataset: IndexedDataset) -> int:
 
 
 def id_range(dataset: IndexedDataset) -> tuple[int, int] | tuple[None, None]:
-    """The smallest and largest token id; (None, None) without tokens.
+    """Return the smallest and largest token id, or (None, None) without tokens.
 
-    Reads the file rather than its map, whose pages would count as the process's memory. Raises
+    Reads the file instead of a memory map, whose pages would count as memory of the process. Raises
     DataFormatError.
     """
     path, ids = (
@@ -159,9 +160,9 @@ def id_range(dataset: IndexedDataset) -> tuple[int, int] | tuple[None, None]:
 def document_tokens(
     dataset: IndexedDataset, document: int, limit: int | None = None
 ) -> npt.NDArray[Any]:
-    """The first `limit` tokens (default: all) of a document, its sequences joined.
+    """Return the first `limit` tokens (default: all) of a document, its sequences concatenated.
 
-    Raises IndexError.
+    Raises IndexError if there is no such document.
     """
     if not 0 <= document < dataset.documents:
         raise IndexError(f"{dataset.prefix} has no document {document}: it has {dataset.documents}")
@@ -170,39 +171,39 @@ def document_tokens(
 
 
 def document_of(dataset: IndexedDataset, sequence: int) -> int:
-    """The document that a sequence belongs to.
+    """Return the document that contains a sequence.
 
-    Empty documents that begin at the same place come before it.
+    Empty documents with the same start precede it.
     """
     return int(np.searchsorted(dataset.document_indices, sequence, side="right")) - 1
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, as in 1 sequence or 1,204 sequences."""
+    """Return a number with its noun, such as "1 sequence" or "1,204 sequences"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def summarize_lengths(lengths: Lengths) -> LengthSummary | None:
-    """The distribution of sequence lengths; None when there is no sequence."""
+    """Return statistics of the sequence lengths, or None if there is no sequence."""
     if not len(lengths):
         return None
     shortest, longest, tokens = int(lengths[0]), int(lengths[0]), 0
     for block in _blocks(lengths):
         shortest, longest = min(shortest, int(block.min())), max(longest, int(block.max()))
         tokens += int(block.sum(dtype=np.int64))
-    # Nearest rank, counted from 0: the ceil(q n)-th smallest.
+    # Nearest rank, counted from 0: the ceil(q n)-th smallest length.
     ranks = [-(-len(lengths) * percent // 100) - 1 for percent in (50, 95)]
     median, p95 = ranked(lengths, ranks)
     return LengthSummary(len(lengths), tokens, shortest, median, p95, longest)
 
 
 def ranked(lengths: Lengths, ranks: Sequence[int]) -> list[int]:
-    """The lengths at these places in ascending order, as sorted(lengths)[rank] without sorting."""
+    """Return sorted(lengths)[rank] for each rank, without sorting."""
     high = np.zeros(1 << (31 - _LOW_BITS), np.int64)
     for block in _blocks(lengths):
         high += np.bincount(block >> _LOW_BITS, minlength=len(high))
     ends = np.cumsum(high)
-    found = []
+    result = []
     for rank in ranks:
         bucket = int(np.searchsorted(ends, rank, side="right"))
         low = np.zeros(1 << _LOW_BITS, np.int64)
@@ -210,18 +211,17 @@ def ranked(lengths: Lengths, ranks: Sequence[int]) -> list[int]:
             inside = block[block >> _LOW_BITS == bucket]
             low += np.bincount(inside & ((1 << _LOW_BITS) - 1), minlength=len(low))
         before = int(ends[bucket] - high[bucket])
-        found.append(
+        result.append(
             (bucket << _LOW_BITS)
             + int(np.searchsorted(np.cumsum(low), rank - before, side="right"))
         )
-    return found
+    return result
 
 
 def bin_lengths(lengths: Lengths, per_octave: int = 1) -> LengthBins:
     """Count lengths in `per_octave` bins for each doubling, from the shortest to the longest.
 
-    With 1 the bins are 1, 2-3, 4-7, 8-15 …; lengths of 0, where there are any, have a bin of their
-    own.
+    With 1 the bins are 1, 2-3, 4-7, 8-15 …; lengths of 0, if any, have a separate bin.
     """
     summary = summarize_lengths(lengths)
     if summary is None:

@@ -1,6 +1,6 @@
-"""Checks of what lies on the disk: token files, index maps, and the manifests beside them.
+"""Checks of files on disk: token files, index maps, and the manifests next to them.
 
-Index maps are checked against their tokens, in blocks.
+Index maps are compared with their tokens, in blocks.
 """
 
 from bisect import bisect_left
@@ -39,32 +39,32 @@ from megacore.token_files.indexed_dataset import (
 )
 
 _HASH_THREADS = 4
-"""Files of an artifact that are hashed at a time; hashing one keeps a core busy."""
+"""Number of files of an artifact hashed at a time; each keeps a core busy."""
 _BLOCK = 1 << 20
 Map = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check that passed; one that fails raises."""
+    """A passed check; a failed check raises an error instead."""
 
     name: str
     result: str
-    """What was found, in one clause."""
+    """Result of the check in one clause."""
 
 
 def verify(path: str | Path) -> Iterator[Check]:
-    """Every check of what `path` stands for, as it passes.
+    """Check the files at `path` and yield each check that passes.
 
-    A pair of token files (with or without .bin/.idx), a directory of them, a directory of index
-    maps, or any other artifact, of which only the manifest is checked. Raises DataFormatError and
-    ArtifactError at the first check that fails.
+    `path` is a pair of token files (with or without .bin/.idx), a directory of them, a directory of
+    index maps, or any other artifact, of which only the manifest is checked. Raises DataFormatError
+    or ArtifactError at the first check that fails.
     """
     place = Path(path)
     if not place.is_dir():
         for prefix in find_prefixes(path):
             yield from verify_tokens(prefix)
-            yield from _verify_manifest_beside(prefix)
+            yield from _verify_adjacent_manifest(prefix)
     elif is_index_directory(place):
         yield from verify_index(place)
         yield from verify_manifest(place)
@@ -86,7 +86,7 @@ def verify(path: str | Path) -> Iterator[Check]:
 
 
 def verify_tokens(prefix: str) -> Iterator[Check]:
-    """The structure of a pair of token files, and `documents.json` if there is one.
+    """Check the structure of a pair of token files, and `documents.json` if it exists.
 
     Raises DataFormatError.
     """
@@ -124,7 +124,7 @@ def verify_tokens(prefix: str) -> Iterator[Check]:
 
 
 def verify_index(directory: Path) -> Iterator[Check]:
-    """Index maps against the token files they were built for. Raises DataFormatError."""
+    """Check index maps against the token files they were built for. Raises DataFormatError."""
     index = describe_index(directory)
     options = index.options
     yield Check(
@@ -154,16 +154,16 @@ def verify_index(directory: Path) -> Iterator[Check]:
         path = map_path(
             directory, split, index.counting_map if index.single else BLEND_MAP_NAMES[0]
         )
-        found = len(load_map(path)) if count or path.exists() else 0
-        if found != count:
+        samples = len(load_map(path)) if count or path.exists() else 0
+        if samples != count:
             raise DataFormatError(
                 f"{directory}/index.json counts {count} {split} samples, but its maps have "
-                f"{found}: build them again"
+                f"{samples}: build them again"
             )
 
 
 def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
-    """Each blend takes existing samples of its members."""
+    """Check that each blend contains only existing samples of its members."""
     for split, members in index.blends.items():
         if not index.samples.get(split):
             continue
@@ -181,28 +181,28 @@ def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
         shares = []
         for place, member in enumerate(members):
             taken = np.asarray(numbers)[np.asarray(datasets) == place]
-            most = len(
+            available = len(
                 load_map(map_path(member_directory(directory, member), split, index.counting_map))
             )
-            if len(taken) and not 0 <= int(taken.min()) <= int(taken.max()) < most:
+            if len(taken) and not 0 <= int(taken.min()) <= int(taken.max()) < available:
                 raise DataFormatError(
                     f"{path}: the blend takes sample {taken.max()} of member {member}, which has "
-                    f"{most}: build it again"
+                    f"{available}: build it again"
                 )
             shares.append(f"{len(taken) / max(1, len(datasets)):.1%} of member {member}")
         yield Check(f"{split} blend", f"{counted(len(datasets), 'sample')}: {', '.join(shares)}")
 
 
 def verify_manifest(directory: Path) -> Iterator[Check]:
-    """The size and hash of every file that a directory's manifest lists. Raises ArtifactError."""
+    """Check size and hash of every file in a directory's manifest. Raises ArtifactError."""
     if (directory / MANIFEST_NAME).exists():
         yield _check_files(directory, Manifest.read(directory).files, MANIFEST_NAME)
     else:
         yield Check("manifest", f"{directory} has none: hashes were not checked")
 
 
-def _verify_manifest_beside(prefix: str) -> Iterator[Check]:
-    """The same for the manifest that the command line writes beside token files."""
+def _verify_adjacent_manifest(prefix: str) -> Iterator[Check]:
+    """Check the manifest that the command line writes next to token files."""
     path = Path(f"{prefix}.{MANIFEST_NAME}")
     if path.exists():
         yield _check_files(path.parent, _read_files(path), path.name)
@@ -225,7 +225,7 @@ def _read_files(path: Path) -> dict[str, FileEntry]:
 def _check_files(directory: Path, files: dict[str, FileEntry], name: str) -> Check:
     with ThreadPoolExecutor(_HASH_THREADS, "megacore-hash") as pool:
         problems = pool.map(lambda item: _file_problem(directory, *item), files.items())
-        problem = next((found for found in problems if found), None)
+        problem = next((text for text in problems if text), None)
     if problem:
         raise ArtifactError(
             f"{directory}: {problem}: build it again, or copy it again from where it is whole"
@@ -243,7 +243,7 @@ def _file_problem(directory: Path, name: str, entry: FileEntry) -> str | None:
         return (
             None
             if file_digest(path) == entry.sha256
-            else f"{name} has another content than when it was written"
+            else f"{name} has other content than when it was written"
         )
     except FileNotFoundError:
         return f"{name} is missing"
@@ -252,11 +252,11 @@ def _file_problem(directory: Path, name: str, entry: FileEntry) -> str | None:
 
 
 def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions) -> str:
-    """What the maps of a split hold, in one clause. Raises DataFormatError.
+    """Check the maps of a split and return a summary in one clause. Raises DataFormatError.
 
-    Every sequence of the split stands in the document index equally often; with packed documents
-    the rows of the sample index are seq_length tokens apart; and the shuffle index has each sample
-    once. Memory: 8 bytes per sequence and one per sample.
+    The document index must contain every sequence of the split equally often; with packed documents
+    the rows of the sample index must be seq_length tokens apart; the shuffle index must contain
+    each sample once. Memory: 8 bytes per sequence and one per sample.
     """
     paths = [map_path(directory, split, name) for name in MAP_NAMES]
     document, rows, shuffle = (open_map(path) for path in paths)
@@ -283,10 +283,10 @@ def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: In
 def check_sentence_map(
     dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions
 ) -> str:
-    """What the sentence map of a split holds, in one clause. Raises DataFormatError.
+    """Check the sentence map of a split and return a summary in one clause.
 
-    Every sample is of the split's documents, lies within one of them, has as many sentences as it
-    must, and a target length that the model has room for.
+    Every sample must be inside one document of the split, have the minimum number of sentences, and
+    a target length that fits the model. Raises DataFormatError.
     """
     sentences = sentences_of(options)
     path = map_path(directory, split, SENTENCE_MAP_NAME)
@@ -319,7 +319,7 @@ def check_sentence_map(
 
 
 def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) -> int:
-    """How often each sequence of the split stands in the document index."""
+    """Return the number of epochs: how often the document index contains each sequence."""
     counts = np.zeros(len(dataset), np.int64)
     for block in _blocks(document):
         if block.min() < 0 or block.max() >= len(dataset):
@@ -345,7 +345,7 @@ def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) ->
 
 
 def _check_rows(path: Path, rows: Map, document: Map, dataset: IndexedDataset) -> None:
-    """Every row lies within a document of the document index, and none before the one above it."""
+    """Check that each row is inside a document of the document index and rows are ascending."""
     previous = (0, 0)
     for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK].astype(np.int64)
@@ -371,9 +371,9 @@ def _check_rows(path: Path, rows: Map, document: Map, dataset: IndexedDataset) -
 def _check_distances(
     path: Path, rows: Map, document: Map, dataset: IndexedDataset, options: IndexOptions
 ) -> None:
-    """Row i lies i x seq_length tokens into the documents.
+    """Check that row i is i x seq_length tokens into the documents.
 
-    Only the last may be nearer, after a partial sample.
+    Only the last row may be nearer, after a partial sample.
     """
     row, before = 0, 0
     for start in range(0, len(document), _BLOCK):

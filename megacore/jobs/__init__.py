@@ -1,1 +1,1 @@
-"""The job files that cross the process boundary: one JSON for every process of a stage."""
+"""Job files: one JSON file that a stage writes and all its processes read."""

@@ -1,4 +1,4 @@
-"""What crosses the process boundary of a fine-tuning."""
+"""Job files of a fine-tuning."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from megacore.redact import redact_values
 
 
 class FinetuneJob(RankJob):
-    """One fine-tuning, gone on with from the newest complete checkpoint in `run_directory`."""
+    """One fine-tuning; resumes from the newest complete checkpoint in `run_directory`."""
 
     config: FinetuneConfig
-    """The merged, validated configuration."""
+    """Merged, validated configuration."""
     pretrained_directory: str
     """Artifact of the stage `pretrained`: a transformers directory in `model/`."""
     examples_directory: str
@@ -19,16 +19,19 @@ class FinetuneJob(RankJob):
     run_directory: str
     """Directory of the run: run.json, events.jsonl, checkpoints, best."""
     attempt: int = 1
-    """How often this run was started, this time included."""
+    """Number of this attempt, counted from 1."""
 
     def _shown(self) -> dict[str, Any]:
-        """Without the credentials that a name of data or model may hold: no rank downloads."""
+        """Return the fields without credentials in names of data and models.
+
+        The ranks do not need them, because no rank downloads.
+        """
         values = super()._shown()
         return values | {"config": redact_values(values["config"], environment=False)}
 
 
 class FinetuneExportJob(FinetuneJob):
-    """The best model of a finished fine-tuning as a transformers directory, with its gate."""
+    """Export of a fine-tuning's best model to a transformers directory, with its gate."""
 
     best: str
     """Directory of the best model (best/iter_*)."""
@@ -38,16 +41,16 @@ class FinetuneExportJob(FinetuneJob):
     """Facts for the model card: data, metrics, lineage."""
 
     def _shown(self) -> dict[str, Any]:
-        """The card is published, and names where data and model are from."""
+        """Return the fields without credentials in the card, which is published."""
         return super()._shown() | {"card": redact_values(self.card)}
 
 
 class ProbeJob(FinetuneJob):
-    """A few optimizer steps with the largest samples there are: does a micro batch fit?"""
+    """Memory test of a micro batch: a few optimizer steps with the largest samples."""
 
     output: str
     """JSON file to write."""
     steps: int
-    """Optimizer steps that are taken."""
+    """Number of optimizer steps."""
     memory_limit: int | None
-    """Bytes that each rank may have; null means what its GPU has."""
+    """Memory limit of each rank in bytes; null means the memory of its GPU."""

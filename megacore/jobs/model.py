@@ -1,6 +1,6 @@
-"""Jobs on a finished model, apart from any run: generation and zero-shot evaluation.
+"""Jobs on a finished model, independent of any run: generation and zero-shot evaluation.
 
-Imports no torch: a command line checks a job before anything starts.
+Imports no torch, so that a command line can check a job quickly before it starts processes.
 """
 
 import math
@@ -17,30 +17,30 @@ from megacore.jobs.run import RankJob
 from megacore.parallel.rank_layout import RankLayout
 
 DEFAULT_NEW_TOKENS = 64
-"""At most so many where nobody says how many."""
+"""Default limit of new tokens per prompt."""
 _OUTPUT = "result.json"
 
 
 class ModelSource(Section):
-    """A model on disk, in whichever form."""
+    """A model on disk: a checkpoint or an export."""
 
     directory: str
     """A checkpoint (iter_*), or a transformers directory."""
     exported: bool
-    """Whether it is a transformers directory."""
+    """True if `directory` is a transformers directory."""
     spec: ModelSpec
-    """What the model is."""
+    """Specification of the model."""
 
 
 class ModelJob(RankJob):
-    """What every rank needs to know of a job on a finished model."""
+    """Common fields of the jobs on a finished model."""
 
     source: ModelSource
-    """Where the weights are, and of which model."""
+    """Weights and specification of the model."""
     tensor_model_parallel_size: int
-    """Ranks that share each layer; what they leave of the ranks is data parallel."""
+    """Number of ranks that share each layer; the data-parallel size is `ranks` divided by it."""
     precision: Precision
-    """Compute type; auto takes bf16 where the hardware multiplies it natively, else fp32."""
+    """Compute type; auto means bf16 where the hardware multiplies it natively, else fp32."""
     batch_size: int
     """Sequences per forward pass."""
     output: str
@@ -48,29 +48,29 @@ class ModelJob(RankJob):
 
     @property
     def layout(self) -> RankLayout:
-        """The layout of the job's ranks. Raises ParallelLayoutError when they do not divide."""
+        """Layout of the job's ranks. Raises ParallelLayoutError if it cannot use all of them."""
         return RankLayout.of_world(self.ranks, tensor=self.tensor_model_parallel_size)
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The most probable token each time, or sampling by temperature, top_k and top_p.
+    """Options of generation: greedy, or sampling by temperature, top_k and top_p.
 
-    Raises ConfigError for a value that cannot work.
+    Raises ConfigError for an invalid value.
     """
 
     max_new_tokens: int | None = None
-    """Tokens that each prompt gets at most; None: 64, or as many as the model's positions leave."""
+    """Limit of new tokens per prompt; None means 64, or all positions that are left if fewer."""
     temperature: float | None = None
-    """Divides the logits; 0 takes the most probable token; None: 1 where top_k or top_p is given,
-    else 0."""
+    """Divisor of the logits. 0 takes the most probable token. None means 1 if top_k or top_p is
+    given, else 0."""
     top_k: int | None = None
-    """Draw from this many most probable tokens (Fan et al. 2018, arXiv:1805.04833)."""
+    """Number of most probable tokens to draw from (Fan et al. 2018, arXiv:1805.04833)."""
     top_p: float | None = None
-    """Draw from the most probable tokens that together have this probability (Holtzman et al. 2019,
+    """Total probability of the most probable tokens to draw from (Holtzman et al. 2019,
     arXiv:1904.09751)."""
     seed: int = 1234
-    """Of the draws; each prompt has its own, by its number."""
+    """Seed of the draws; each prompt draws from its own generator, given by its number."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -97,45 +97,45 @@ class GenerateOptions:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn."""
+        """True if tokens are drawn at random."""
         return self.resolved_temperature > 0
 
     @property
     def resolved_temperature(self) -> float:
-        """What divides the logits; 0 where tokens are not drawn."""
+        """Divisor of the logits; 0 if tokens are not drawn."""
         if self.temperature is not None:
             return self.temperature
         return 1.0 if self.top_k is not None or self.top_p is not None else 0.0
 
 
 class GenerateJob(ModelJob):
-    """Continuations of prompts."""
+    """Generation of continuations of prompts."""
 
     prompts: tuple[tuple[int, ...], ...]
-    """Ids of each."""
+    """Token ids of each prompt."""
     options: GenerateOptions
-    """How tokens are chosen, and how many."""
+    """Choice and number of new tokens."""
     end: int | None
-    """Id of the token that ends a text; null lets every prompt have all its tokens."""
+    """Id of the token that ends a text; null means that every prompt gets all its new tokens."""
 
 
 class ZeroShotJob(ModelJob):
-    """Scores of a model on texts that it was not trained for."""
+    """Scoring of a model on WikiText and LAMBADA, which it was not trained for."""
 
     tokenizer_directory: str
     """Directory with tokenizer.json."""
     wikitext: str | None
-    """Path of WikiText's test split; null leaves it out."""
+    """Path of WikiText's test split; null means that it is not scored."""
     lambada: str | None
-    """Path of LAMBADA's test split; null leaves it out."""
+    """Path of LAMBADA's test split; null means that it is not scored."""
     seq_length: int
-    """Tokens of a window."""
+    """Length of a window in tokens."""
     overlapping_eval: int | None
-    """Tokens between the starts of windows; null means seq_length."""
+    """Distance between the starts of windows in tokens; null means seq_length."""
 
 
 def places(scratch: Path) -> dict[str, Any]:
-    """Where a job in `scratch` puts its result and the reasons of ranks that fail."""
+    """Return the fields of a job in `scratch` with the paths of its result and exit reasons."""
     return {"exit_directory": str(scratch / "exit"), "output": str(scratch / _OUTPUT)}
 
 
@@ -146,14 +146,14 @@ def new_token_limits(
     *,
     answers: bool = False,
 ) -> list[int]:
-    """How many tokens each prompt may get.
+    """Return the number of new tokens that each prompt may get.
 
     Args:
-        prompts: ids of each.
-        options: say how many are wanted.
+        prompts: token ids of each prompt.
+        options: options with the requested number of new tokens.
         positions: longest sequence of the model, in tokens.
-        answers: whether new tokens are a sequence of their own, as T5's are, instead of following
-            the prompt.
+        answers: True if the new tokens form a separate sequence, like those of T5; False if they
+            follow the prompt.
 
     Raises:
         ConfigError: a prompt is empty, fills all positions, or leaves fewer than `max_new_tokens`.

@@ -1,6 +1,6 @@
-"""What crosses the process boundary.
+"""Job files of the stages of a run.
 
-A stage writes one JSON file, the processes it starts read it.
+A stage writes one JSON file, and the processes that it starts read it.
 """
 
 from pathlib import Path
@@ -17,20 +17,20 @@ from megacore.redact import redact_values
 
 
 class RankJob(Section):
-    """What every process of any job needs to know."""
+    """Common fields of all jobs."""
 
     exit_directory: str
-    """Where each rank writes why it ended."""
+    """Directory of the ranks' exit reasons."""
     ranks: int
-    """Processes of this job."""
+    """Number of ranks."""
     threads_per_rank: int
-    """CPU threads of each process."""
+    """CPU threads of each rank."""
     hosts: dict[str, int] = Field({})
-    """Machines that take part and the ranks of each, in their order; empty: those that `launch`
+    """Number of ranks of each host, in the order of the hosts; empty means the hosts that `launch`
     names, if any."""
 
     def write(self, path: Path) -> None:
-        """Write the job as JSON, atomically, without the credentials of what was downloaded.
+        """Write the job as JSON, atomically, without the credentials of downloads.
 
         No rank needs them.
         """
@@ -41,7 +41,7 @@ class RankJob(Section):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a job back. Raises ConfigError."""
+        """Read a job file. Raises ConfigError if it is invalid."""
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:  # ValidationError is a ValueError
@@ -51,7 +51,7 @@ class RankJob(Section):
 
 
 def _reason(error: Exception) -> str:
-    """In one line: of several values that are wrong the first."""
+    """Return the error as one line; only the first one of several invalid values."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -59,10 +59,10 @@ def _reason(error: Exception) -> str:
 
 
 class Job(RankJob):
-    """What every process of a run's stage needs to know."""
+    """Common fields of the jobs of a run's stages."""
 
     config: RunConfig
-    """The merged, validated configuration."""
+    """Merged, validated configuration."""
     token_prefixes: tuple[str, ...]
     """Paths of the token files without .bin/.idx, in the order of `config.data.sources`."""
     index_directory: str
@@ -70,36 +70,37 @@ class Job(RankJob):
     tokenizer_directory: str
     """Directory with tokenizer.json."""
     vocab_size: int
-    """Entries of the tokenizer's vocabulary, before padding."""
+    """Size of the tokenizer's vocabulary, before padding."""
     special_tokens: SpecialTokens
-    """Ids of the tokens that have a role."""
+    """Ids of the special tokens."""
     run_directory: str
     """Directory of the run: run.json, events.jsonl, checkpoints."""
     attempt: int = 1
-    """How often this run was started, this time included."""
+    """Number of this attempt, counted from 1."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_an_earlier_version(cls, values: Any) -> Any:
-        """In the files of runs that began before launch.kind had its name it is launch.launcher."""
+        """Rename `launch.launcher` in files of earlier versions to `launch.kind`."""
         config = values.get("config") if isinstance(values, dict) else None
         launch = config.get("launch") if isinstance(config, dict) else None
         if not isinstance(config, dict) or not isinstance(launch, dict) or "launcher" not in launch:
             return values
-        kept = {name: value for name, value in launch.items() if name != "launcher"}
-        return values | {"config": config | {"launch": {"kind": launch["launcher"]} | kept}}
+        others = {name: value for name, value in launch.items() if name != "launcher"}
+        return values | {"config": config | {"launch": {"kind": launch["launcher"]} | others}}
 
     @property
     def spec(self) -> ModelSpec:
-        """The model by itself."""
+        """Specification of the model, without the rest of the configuration."""
         return ModelSpec.of(
             self.config, self.vocab_size, self.special_tokens, self.tokenizer_directory
         )
 
     def _shown(self) -> dict[str, Any]:
-        """Only of `config.data` is everything hidden that may be a secret.
+        """Return the fields without credentials.
 
-        The ranks read back the paths elsewhere.
+        Values of secret environment variables are redacted only in `config.data`: the ranks read
+        the paths in the other sections, which must not change.
         """
         values = super()._shown()
         config = values["config"]
@@ -114,7 +115,7 @@ class TrainJob(Job):
 
 
 class EvaluateJob(Job):
-    """Perplexity of one or more checkpoints on a split."""
+    """Measurement of the perplexity of one or more checkpoints on the test and valid splits."""
 
     checkpoints: tuple[str, ...]
     """Checkpoint directories (iter_*)."""
@@ -123,7 +124,7 @@ class EvaluateJob(Job):
 
 
 class ConvertJob(Job):
-    """One checkpoint to a transformers directory, with its gate."""
+    """Export of one checkpoint to a transformers directory, with its gate."""
 
     checkpoint: str
     """Checkpoint directory (iter_*)."""
@@ -133,5 +134,5 @@ class ConvertJob(Job):
     """Facts for the model card: data, perplexities, lineage."""
 
     def _shown(self) -> dict[str, Any]:
-        """The card is published, and names where the data is from."""
+        """Return the fields without credentials in the card, which is published."""
         return super()._shown() | {"card": redact_values(self.card)}

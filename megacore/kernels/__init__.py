@@ -1,4 +1,4 @@
-"""One file for each fused operation.
+"""Fused operations, one file each.
 
-A plain torch reference, what else computes it, and when which is used.
+A file has a plain torch reference, faster implementations, and the conditions for their use.
 """

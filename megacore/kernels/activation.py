@@ -1,7 +1,7 @@
-"""Activations in one pass: of a bias and an input, and of gated units.
+"""Activations in one pass: of an input plus bias, and of gated units.
 
 GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) and ReLU are fused with the bias as in
-Megatron-LM's bias_gelu; gated units are Shazeer's (2020, arXiv:2002.05202).
+Megatron-LM's bias_gelu. Gated units are Shazeer's (2020, arXiv:2002.05202).
 """
 
 from typing import Protocol
@@ -14,33 +14,33 @@ from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
 
 
 class BiasActivation(Protocol):
-    """f(x + bias)."""
+    """Interface of f(x + bias)."""
 
     def __call__(self, x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
-        """[..., f] -> [..., f]."""
+        """Map [..., f] to [..., f]."""
         ...
 
 
 class Gated(Protocol):
-    """f(gate) * up."""
+    """Interface of f(gate) * up."""
 
     def __call__(self, gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-        """Both [..., f] -> [..., f]."""
+        """Map two tensors [..., f] to one [..., f]."""
         ...
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
-    """See `BiasActivation`."""
+    """Compute f(x + bias), see `BiasActivation`."""
     return activate(x if bias is None else x + bias, kind)
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    """See `Gated`."""
+    """Compute f(gate) * up, see `Gated`."""
     return activate(gate, kind) * up
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
-    """The function of an activation, or of what gates a gated unit's other half."""
+    """Apply an activation, or for a gated unit the function of its gate."""
     match kind:
         case "gelu_tanh" | "geglu_tanh":
             return F.gelu(x, approximate="tanh")

@@ -1,6 +1,6 @@
-"""One update of AdamW for many tensors, with rounding into the model's weights.
+"""One update of AdamW (Loshchilov and Hutter 2019) for many tensors.
 
-AdamW is of Loshchilov and Hutter 2019.
+The updated weights are rounded into the model's weights.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from torch import Tensor
 from megacore.kernels.implementation import Implementation, cpp_runs, everywhere, has_apex
 
 _APEX_CHUNK = 2048 * 32
-"""Elements of one block of threads, as apex's own optimizers have it."""
+"""Elements per thread block, as in apex's own optimizers."""
 _ADAMW = 1
-"""apex's mode with decoupled weight decay."""
+"""Mode of apex with decoupled weight decay."""
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Of one update."""
+    """Hyperparameters of one update."""
 
     lr: float
     weight_decay: float
@@ -28,53 +28,53 @@ class Hyperparameters:
     beta2: float
     eps: float
     step: int
-    """Number of this update, from 1; it corrects the bias of the moments."""
+    """Number of this update, from 1; used for the bias correction of the moments."""
 
 
 class AdamTensors(NamedTuple):
-    """What is updated: tensors of one shape at each place of the lists.
+    """Tensors of an update; the tensors at the same position of all lists have one shape.
 
-    They are contiguous, in main memory or on one GPU.
+    They are contiguous, in host memory or on one GPU.
     """
 
     weights: Sequence[Tensor]
-    """Main weights, fp32, as are the next three."""
+    """Main weights, in fp32 like the next three lists."""
     gradients: Sequence[Tensor]
-    """Used up by an update."""
+    """Gradients; an update may overwrite them."""
     exp_avgs: Sequence[Tensor]
     """First moments."""
     exp_avg_sqs: Sequence[Tensor]
     """Second moments."""
     targets: Sequence[Tensor] | None
-    """Of the model's lower precision: the updated weights are rounded into them. None where the
-    weights are the model's own."""
+    """Model weights of lower precision, into which the updated weights are rounded. None if
+    `weights` are the model's own weights."""
 
 
 class AdamW(Protocol):
-    """Makes one update."""
+    """Interface of an AdamW update."""
 
     def __call__(self, tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) -> None:
         """Update weights and moments in place.
 
-        An element's result does not depend on how tensors are divided.
+        An element's result does not depend on how the tensors are divided.
 
         Args:
-            tensors: what is updated.
-            values: of this update.
-            divisor: what the gradients are divided by first: fp32, 0-dimensional, on the tensors'
-                device.
+            tensors: tensors to update.
+            values: hyperparameters of this update.
+            divisor: number by which the gradients are divided first: fp32, 0-dimensional, on the
+                tensors' device.
         """
         ...
 
 
 def reference(tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) -> None:
-    """By torch's fused kernel.
+    """Update with torch's fused kernel.
 
-    `torch.optim.AdamW(fused=True)` calls the same one, but its wrapper takes seconds to import.
+    `torch.optim.AdamW(fused=True)` calls the same kernel, but its wrapper takes seconds to import.
     """
     weights, gradients, exp_avgs, exp_avg_sqs, _ = tensors
     device = weights[0].device
-    # The kernel reads the number of the present step, and wants it once per tensor.
+    # The kernel expects the number of the current step once per tensor.
     step = torch.full((), float(values.step), device=device)
     torch._fused_adamw_(
         list(weights),
@@ -90,8 +90,8 @@ def reference(tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) ->
         eps=values.eps,
         amsgrad=False,
         maximize=False,
-        # It writes the divided gradients back, which is not free: on the CPU a 1 is seen, on a GPU
-        # it would be waited for.
+        # With grad_scale the kernel also writes the divided gradients back, which takes time. It is
+        # only left out on a CPU: on a GPU, reading the divisor would synchronize.
         grad_scale=None if device.type == "cpu" and divisor == 1 else divisor,
     )
     _publish(tensors)
@@ -110,7 +110,7 @@ def _load_apex() -> AdamW:
         device = weights[0].device
         amp_C.multi_tensor_adam_capturable(
             _APEX_CHUNK,
-            # no overflow: the update would be left out
+            # No overflow; with one, apex would skip the update.
             torch.zeros(1, dtype=torch.int32, device=device),
             [list(gradients), list(weights), list(exp_avgs), list(exp_avg_sqs)],
             torch.full((), values.lr, device=device),
@@ -119,7 +119,7 @@ def _load_apex() -> AdamW:
             values.eps,
             torch.full((1,), values.step, dtype=torch.int32, device=device),
             _ADAMW,
-            True,  # correct the bias of the moments
+            True,  # bias correction of the moments
             values.weight_decay,
             divisor.reciprocal().view(1),
         )

@@ -1,7 +1,7 @@
-"""Attention: without dropout or bias in one pass over blocks (Dao et al. 2022, arXiv:2205.14135).
+"""Attention, in one pass over blocks (Dao et al. 2022, arXiv:2205.14135) or with weights in memory.
 
-With them, its weights may lie in memory between two matmuls: their softmax is scaled, takes a bias
-and drops, fused as Megatron-LM's scaled_masked_softmax.
+With dropout or a bias the weights may be stored between two matmuls. Their softmax is then fused
+with scale, bias and dropout, as in Megatron-LM's scaled_masked_softmax.
 """
 
 from typing import Protocol
@@ -19,7 +19,7 @@ from megacore.kernels.implementation import (
 
 
 class Attention(Protocol):
-    """Of n query heads to g key-value heads."""
+    """Interface of attention with n query heads and g key-value heads."""
 
     def __call__(
         self,
@@ -32,33 +32,33 @@ class Attention(Protocol):
         causal: bool,
         scale: float | None,
     ) -> Tensor:
-        """softmax(q kᵀ scale + bias) v.
+        """Compute softmax(q kᵀ scale + bias) v.
 
         Args:
             query: [b, n, s, d].
             key: [b, g, s_k, d].
             value: [b, g, s_k, d].
-            bias: added to the scores, [b or 1, n or 1, s or 1, s_k].
+            bias: bias added to the scores, [b or 1, n or 1, s or 1, s_k].
             dropout: probability of dropping a weight.
-            causal: whether a query sees only the keys up to its own; there are as many then.
-            scale: of the scores; None means 1 / sqrt(d).
+            causal: a query sees only the keys up to its own position; requires s = s_k.
+            scale: factor on the scores; None means 1 / sqrt(d).
 
         Returns:
-            [b, n, s, d], of any strides.
+            [b, n, s, d], with any strides.
         """
         ...
 
 
 class PackedAttention(Protocol):
-    """Of a sequence to itself, from one tensor with all three, whose gradient is one tensor too."""
+    """Interface of self-attention with q, k, v and their gradients packed in one tensor."""
 
     def __call__(self, mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
-        """From [b, s, n, 3, d] to [b, n, s, d], without dropout or bias."""
+        """Map [b, s, n, 3, d] to [b, n, s, d], without dropout or bias."""
         ...
 
 
 class ScaledMaskedSoftmax(Protocol):
-    """dropout(softmax(scores * scale + bias))."""
+    """Interface of dropout(softmax(scores * scale + bias))."""
 
     def __call__(
         self,
@@ -69,14 +69,14 @@ class ScaledMaskedSoftmax(Protocol):
         causal: bool = False,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Weights of scores [b, n, s, s_k].
+        """Return the attention weights of scores [b, n, s, s_k].
 
         Args:
             scores: products of queries and keys.
-            bias: [b or 1, n or 1, s or 1, s_k]; one of [1, n, s, s_k] may be trained.
-            scale: of the scores.
-            causal: whether a query, of which the last is the last key's, sees only the keys up to
-                its own.
+            bias: bias [b or 1, n or 1, s or 1, s_k]; of shape [1, n, s, s_k] it may be trained.
+            scale: factor on the scores.
+            causal: a query sees only the keys up to its own position; the last query is at the
+                position of the last key.
             dropout: probability of dropping a weight.
         """
         ...
@@ -92,9 +92,9 @@ def reference(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Whatever kernel torch has for it: FlashAttention, cuDNN's or its own."""
+    """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own."""
     sharing = query.shape[1] // key.shape[1]
-    if bias is not None and sharing > 1:  # no fused kernel of torch's takes a bias and shared keys
+    if bias is not None and sharing > 1:  # no fused kernel of torch takes a bias and shared keys
         key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
     return F.scaled_dot_product_attention(
         query,
@@ -109,7 +109,7 @@ def reference(
 
 
 def packed_reference(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
-    """See `PackedAttention`."""
+    """Compute attention with torch, see `PackedAttention`."""
     query, key, value = (part.transpose(1, 2) for part in mixed.unbind(3))
     return reference(query, key, value, bias=None, dropout=0.0, causal=causal, scale=scale)
 
@@ -125,9 +125,9 @@ def in_memory(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """See `Attention`.
+    """Compute attention with two matmuls and a softmax between them, see `Attention`.
 
-    Two matmuls around a softmax, whose weights are in memory in the type of `query`.
+    The weights are in memory in the type of `query`.
     """
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1:
@@ -135,7 +135,7 @@ def in_memory(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query @ key.transpose(-1, -2)
     if bias is not None and bias.requires_grad and bias.shape != (1, *scores.shape[1:]):
-        # Its gradient is no sum over the batch alone: it is left to torch.
+        # Its gradient is not only a sum over the batch, so torch computes it.
         scores, scale, bias = torch.add(bias, scores, alpha=scale), 1.0, None
     return softmax(scores, bias, scale=scale, causal=causal, dropout=dropout) @ value
 
@@ -151,9 +151,9 @@ def _load_cpp_with_softmax() -> Attention:
 
 
 def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
-    """What is without dropout and bias in one pass.
+    """Return an implementation that uses the one-pass kernel without dropout and bias.
 
-    Dropout and trained biases by `softmax`, if there is one.
+    If there is a `softmax`, it is used for dropout and trained biases; torch computes the rest.
     """
     from megacore.kernels.cpu.attention import attention, supports
 

@@ -1,7 +1,4 @@
-"""Which implementation each operation of a run has.
-
-Chosen when it starts, logged, and passed on to who computes.
-"""
+"""Choice of the implementation of each operation, made and logged at the start of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,12 +46,12 @@ _OPERATIONS: dict[str, Any] = {
     "optimizer": adamw.IMPLEMENTATIONS,
     "sum_of_squares": sum_of_squares.IMPLEMENTATIONS,
 }
-"""Implementations of each, the preferred ones first; the last one is plain torch."""
+"""Implementations of each operation in order of preference; the last one is plain torch."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The callables of one choice."""
+    """The chosen callable of each operation."""
 
     attention: Attention
     packed_attention: PackedAttention
@@ -70,24 +67,25 @@ class Kernels:
     optimizer: AdamW
     sum_of_squares: SumOfSquares
     names: Mapping[str, str]
-    """What computes each operation, as the log and the run's record show it."""
+    """Name of each operation's implementation, as in the log and the run's record."""
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> Kernels:
-    """The first implementation of each operation that runs here.
+    """Choose the first usable implementation of each operation.
 
     Args:
-        device: of the model.
-        dtype: in which it computes.
-        compiled: whether layers go through `torch.compile`.
+        device: device of the model.
+        dtype: type in which the model computes.
+        compiled: True if layers go through `torch.compile`.
 
     Raises:
-        ConfigError: the C++ module is not there.
+        ConfigError: the C++ module is missing.
     """
     setting = Setting(device, dtype, compiled)
     try:
         chosen = {
-            operation: first_usable(found, setting) for operation, found in _OPERATIONS.items()
+            operation: first_usable(implementations, setting)
+            for operation, implementations in _OPERATIONS.items()
         }
     except ImportError as error:
         raise ConfigError(
@@ -100,11 +98,11 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool =
 
 @cache
 def plain_kernels() -> Kernels:
-    """Plain torch for every operation, on any device and in any type."""
-    last = {operation: found[-1] for operation, found in _OPERATIONS.items()}
+    """Return plain torch for every operation, on any device and in any type."""
+    last = {operation: implementations[-1] for operation, implementations in _OPERATIONS.items()}
     return _kernels(
-        {operation: found.name for operation, found in last.items()},
-        **{operation: found.load() for operation, found in last.items()},
+        {operation: implementation.name for operation, implementation in last.items()},
+        **{operation: implementation.load() for operation, implementation in last.items()},
     )
 
 
@@ -113,8 +111,8 @@ def _kernels(names: dict[str, str], **callables: Any) -> Kernels:
 
 
 def summary(names: Mapping[str, str]) -> str:
-    """The operations of each implementation, as `torch: layer_norm, rotate; C++: attention`."""
+    """Return the operations of each implementation: `torch: layer_norm, rotate; C++: attention`."""
     operations: dict[str, list[str]] = {}
     for operation, name in names.items():
         operations.setdefault(name, []).append(operation)
-    return "; ".join(f"{name}: {', '.join(found)}" for name, found in operations.items())
+    return "; ".join(f"{name}: {', '.join(uses)}" for name, uses in operations.items())

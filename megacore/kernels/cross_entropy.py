@@ -1,10 +1,9 @@
-"""Cross entropy of logits with its gradient in their place.
+"""Cross entropy that overwrites the logits with its gradient.
 
-There is no second tensor of their size, and none in fp32.
-
-Half-precision logits are computed in fp32, a few rows at a time; what takes their place is rounded
-once. In place as in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), and over a divided vocabulary
-as in Megatron-LM.
+It needs no second tensor of the logits' size, and none in fp32. Half-precision logits are
+converted to fp32 a few rows at a time; the gradient is rounded once. The gradient is in place as
+in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), and the vocabulary may be divided as in
+Megatron-LM.
 """
 
 from collections.abc import Iterator
@@ -17,33 +16,32 @@ from torch import Tensor
 from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
 
 _CACHED_ELEMENTS = 1 << 17
-"""Logits per thread of a block that stays in the cores' caches between passes: half a MiB of
-fp32."""
+"""Logits per thread of a block that fits the cores' caches between passes: 512 KiB of fp32."""
 _GPU_ELEMENTS = 1 << 25
 """Logits of a block on a GPU, where launches cost more than memory traffic: 128 MiB of fp32."""
 
 
 class Statistics(Protocol):
-    """What ranks sharing the vocabulary must know of each row of logits to tell its loss."""
+    """Interface of the statistics that ranks exchange to compute a loss of a divided vocabulary."""
 
     def __call__(self, logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
-        """Read logits [n, w].
+        """Compute statistics of each row of logits [n, w].
 
         Args:
-            logits: of this rank's part of the vocabulary.
-            columns: of each row's label in it, int64 [n]; negative where another rank has it.
-            with_sum: whether the sum of the logits is wanted.
+            logits: logits of this rank's part of the vocabulary.
+            columns: column of each row's label, int64 [n]; negative if it is on another rank.
+            with_sum: also return the sum of the logits.
 
         Returns:
-            Per row the maximum, the logit of the label (0 where another rank has it), the sum of
-            exp(logit - maximum), and the sum of the logits if wanted: [3 or 4, n], fp32 (fp64 for
-            fp64 logits).
+            For each row the maximum, the label's logit (0 if it is on another rank), the sum of
+            exp(logit - maximum), and if requested the sum of the logits: [3 or 4, n], fp32 (fp64
+            for fp64 logits).
         """
         ...
 
 
 class GradientInPlace(Protocol):
-    """Replaces logits by the gradient of their row's loss."""
+    """Interface of the replacement of logits by the gradient of their row's loss."""
 
     def __call__(
         self,
@@ -54,37 +52,38 @@ class GradientInPlace(Protocol):
         label_weight: float,
         evenly: float,
     ) -> None:
-        """Write the gradient of the loss over logits [n, w].
+        """Overwrite logits [n, w] with the gradient of the loss.
 
-        factor exp(logit - log_normaliser) - label_weight onehot(column) - evenly.
+        It is factor exp(logit - log_normaliser) - label_weight onehot(column) - evenly.
 
         Args:
-            logits: of this rank's part of the vocabulary.
-            columns: of each row's label in it, int64 [n]; negative where another rank has it.
-            log_normaliser: of each row, [n].
-            factor: of each row's softmax, [n]; None is 1.
-            label_weight: what is subtracted at the label.
-            evenly: what is subtracted everywhere.
+            logits: logits of this rank's part of the vocabulary.
+            columns: column of each row's label, int64 [n]; negative if it is on another rank.
+            log_normaliser: logsumexp of each row, [n].
+            factor: factor on each row's softmax, [n]; None means 1.
+            label_weight: amount subtracted at the label.
+            evenly: amount subtracted everywhere.
         """
         ...
 
 
 class LossInPlace(Protocol):
-    """Both at once, where one rank has the whole vocabulary."""
+    """Interface of loss and gradient in one call, for a vocabulary that is not divided."""
 
     def __call__(
         self, logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float
     ) -> Tensor:
-        """The loss of each row of logits [n, v], which become `scale` times its gradient.
+        """Return the loss of each row, and overwrite logits [n, v] with `scale` times its gradient.
 
         loss = logsumexp - (1 - ε) logit_label - ε mean(logits) + z logsumexp².
 
         Args:
-            logits: of the whole vocabulary.
-            columns: of each row's label, int64 [n].
+            logits: logits of the whole vocabulary.
+            columns: column of each row's label, int64 [n].
             label_smoothing: ε (Szegedy et al. 2016).
             z_loss: z (Chowdhery et al. 2022).
-            scale: of the gradient, a power of two: fp16 has no exponents for small probabilities.
+            scale: factor on the gradient, a power of two; without it, small probabilities would
+                underflow in fp16.
 
         Returns:
             [n], fp32 (fp64 for fp64 logits).
@@ -94,7 +93,7 @@ class LossInPlace(Protocol):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The three of one implementation."""
+    """The three functions of one implementation."""
 
     statistics: Statistics
     gradient_: GradientInPlace
@@ -102,17 +101,17 @@ class CrossEntropy:
 
 
 def statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
-    """See `Statistics`."""
-    found = logits.new_empty(4 if with_sum else 3, logits.shape[0], dtype=_exact(logits))
+    """Compute the statistics in blocks of rows, see `Statistics`."""
+    result = logits.new_empty(4 if with_sum else 3, logits.shape[0], dtype=_exact(logits))
     for block in _blocks(logits):
-        exact, column = logits[block].to(found.dtype), columns[block].unsqueeze(1)
+        exact, column = logits[block].to(result.dtype), columns[block].unsqueeze(1)
         maximum = exact.amax(1, keepdim=True)
         label = exact.gather(1, column.clamp(min=0)).masked_fill_(column < 0, 0.0)
-        found[0, block], found[1, block] = maximum.squeeze(1), label.squeeze(1)
+        result[0, block], result[1, block] = maximum.squeeze(1), label.squeeze(1)
         if with_sum:
-            found[3, block] = exact.sum(1)
-        found[2, block] = (exact - maximum).exp_().sum(1)
-    return found
+            result[3, block] = exact.sum(1)
+        result[2, block] = (exact - maximum).exp_().sum(1)
+    return result
 
 
 def gradient_(
@@ -123,7 +122,7 @@ def gradient_(
     label_weight: float,
     evenly: float,
 ) -> None:
-    """See `GradientInPlace`."""
+    """Compute the gradient in blocks of rows, see `GradientInPlace`."""
     for block in _blocks(logits):
         exact, column = logits[block].to(_exact(logits)), columns[block].unsqueeze(1)
         exact = (exact - log_normaliser[block].unsqueeze(1)).exp_()
@@ -136,7 +135,7 @@ def gradient_(
 def loss_(
     logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float
 ) -> Tensor:
-    """See `LossInPlace`."""
+    """Compute loss and gradient in blocks of rows, see `LossInPlace`."""
     losses = logits.new_empty(logits.shape[0], dtype=_exact(logits))
     width, in_place = logits.shape[1], logits.dtype == losses.dtype
     for block in _blocks(logits):
@@ -178,7 +177,7 @@ def _load_cpp() -> CrossEntropy:
 
 
 def whole_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
-    """See `Statistics`; in one piece, for a compiler that keeps nothing of the logits' size."""
+    """Compute the statistics without blocks, for a compiler that avoids large temporaries."""
     exact = logits.to(_exact(logits))
     maximum, total = _maximum_and_total(exact)
     label = torch.where(
@@ -197,7 +196,7 @@ def whole_gradient_(
     label_weight: float,
     evenly: float,
 ) -> None:
-    """See `GradientInPlace`; in one piece."""
+    """Compute the gradient without blocks, see `GradientInPlace`."""
     softmax = (logits.to(_exact(logits)) - log_normaliser.unsqueeze(1)).exp()
     if factor is not None:
         softmax = softmax * factor.unsqueeze(1)
@@ -207,7 +206,7 @@ def whole_gradient_(
 def whole_loss_(
     logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float
 ) -> Tensor:
-    """See `LossInPlace`; in one piece."""
+    """Compute loss and gradient without blocks, see `LossInPlace`."""
     exact = logits.to(_exact(logits))
     maximum, total = _maximum_and_total(exact)
     log_total = total.log()
@@ -223,9 +222,10 @@ def whole_loss_(
 
 
 def compiled(backend: str = "inductor") -> CrossEntropy:
-    """Each of the three in one piece through torch.compile."""
-    whole = (whole_statistics, whole_gradient_, whole_loss_)
-    return CrossEntropy(*(torch.compile(each, fullgraph=True, backend=backend) for each in whole))  # type: ignore[arg-type]
+    """Return the three functions without blocks, each through torch.compile."""
+    functions = (whole_statistics, whole_gradient_, whole_loss_)
+    parts = [torch.compile(each, fullgraph=True, backend=backend) for each in functions]
+    return CrossEntropy(*parts)  # type: ignore[arg-type]
 
 
 IMPLEMENTATIONS = (
@@ -249,7 +249,7 @@ def _maximum_and_total(exact: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _onehot(logits: Tensor, columns: Tensor) -> Tensor:
-    """By comparison, which a compiler computes where it is needed."""
+    """Return the one-hot matrix by comparison, which a compiler fuses."""
     return torch.arange(logits.shape[1], device=logits.device) == columns.unsqueeze(1)
 
 
@@ -259,7 +259,7 @@ def _subtract_label_(values: Tensor, column: Tensor, weight: float) -> None:
 
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
-    """Runs of rows that are worked on together."""
+    """Yield slices of rows that are processed together."""
     count, width = rows.shape
     most = (
         _CACHED_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else _GPU_ELEMENTS

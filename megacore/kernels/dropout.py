@@ -1,7 +1,7 @@
-"""Dropout (Srivastava et al. 2014) in training, and what a branch gives to the residual stream.
+"""Dropout (Srivastava et al. 2014) in training, also fused with bias and residual.
 
-The latter is residual + dropout(branch + bias), as Megatron-LM's bias_dropout_add. Both drop what
-torch's generator draws.
+The latter is residual + dropout(branch + bias), as in Megatron-LM's bias_dropout_add. Both use
+torch's generator.
 """
 
 from typing import Protocol
@@ -13,28 +13,28 @@ from megacore.kernels.implementation import Implementation, cpp_runs_uncompiled,
 
 
 class Dropout(Protocol):
-    """Drops elements."""
+    """Interface of dropout."""
 
     def __call__(self, x: Tensor, p: float) -> Tensor:
-        """Zero with probability p, 0 < p < 1, else x / (1 - p); of any shape."""
+        """Return 0 with probability p, 0 < p < 1, else x / (1 - p); for any shape."""
         ...
 
 
 class BiasDropoutAdd(Protocol):
-    """residual + dropout(branch + bias)."""
+    """Interface of residual + dropout(branch + bias)."""
 
     def __call__(self, branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-        """Both [..., h] -> [..., h]; p = 0 drops nothing."""
+        """Map branch and residual [..., h] to [..., h]; p = 0 drops nothing."""
         ...
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """See `Dropout`."""
+    """Apply torch's dropout, see `Dropout`."""
     return F.dropout(x, p)
 
 
 def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """See `BiasDropoutAdd`."""
+    """Compute residual + dropout(branch + bias) with torch, see `BiasDropoutAdd`."""
     if bias is not None:
         branch = branch + bias
     return residual + (F.dropout(branch, p) if p else branch)

@@ -1,4 +1,4 @@
-"""What can compute an operation, and where."""
+"""Implementations of an operation, and conditions for their use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,29 +13,30 @@ F = TypeVar("F")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a choice depends on."""
+    """Properties of a run that determine the choice of an implementation."""
 
     device: torch.device
     dtype: torch.dtype
-    """In which the model computes."""
+    """Type in which the model computes."""
     compiled: bool = False
-    """Whether layers go through `torch.compile`, which fuses plain torch by itself."""
+    """True if layers go through `torch.compile`, which fuses plain torch without further help."""
 
 
 @dataclass(frozen=True)
 class Implementation(Generic[F]):
-    """One way to compute an operation."""
+    """One implementation of an operation."""
 
     name: str
-    """As the log and the run's record show it."""
+    """Name in the log and in the run's record."""
     load: Callable[[], F]
-    """Imports what it needs and returns the callable."""
+    """Function that imports the requirements and returns the callable."""
     usable: Callable[[Setting], bool]
-    """Whether it runs in a setting and is the better choice there than those that follow it."""
+    """Function that returns True if the implementation runs in a setting and is better there than
+    the ones after it."""
 
 
 def first_usable(implementations: Sequence[Implementation[F]], setting: Setting) -> tuple[str, F]:
-    """Name and callable of the first implementation that is usable; the last one always is."""
+    """Return name and callable of the first usable implementation; the last always is usable."""
     for implementation in implementations:
         if implementation.usable(setting):
             return implementation.name, implementation.load()
@@ -43,12 +44,12 @@ def first_usable(implementations: Sequence[Implementation[F]], setting: Setting)
 
 
 def everywhere(setting: Setting) -> bool:
-    """Usable in any setting."""
+    """Return True: usable in any setting."""
     return True
 
 
 def cpp_runs(setting: Setting) -> bool:
-    """Whether the C++ kernels of `megacore.kernels.cpu` compute in a setting."""
+    """Return True if the C++ kernels of `megacore.kernels.cpu` run in a setting."""
     if setting.device.type != "cpu":
         return False
     from megacore.kernels.cpu import common
@@ -57,21 +58,19 @@ def cpp_runs(setting: Setting) -> bool:
 
 
 def cpp_runs_uncompiled(setting: Setting) -> bool:
-    """The same outside of torch.compile.
+    """Return True if the C++ kernels run in a setting without torch.compile.
 
-    That draws by itself and makes sums a part of what stands around them.
+    torch.compile draws random numbers its own way, and fuses sums with neighbouring operations.
     """
     return cpp_runs(setting) and not setting.compiled
 
 
 @cache
 def has_apex(module: str) -> bool:
-    """Whether a module of NVIDIA apex can be imported.
+    """Return True if a module of NVIDIA apex can be imported.
 
-    Which were built differs between installations.
-
-    `scripts/install_apex.sh` builds them from NVIDIA's source. On PyPI `apex` is another package,
-    which has none.
+    Installations differ in the modules that were built. `scripts/install_apex.sh` builds them from
+    NVIDIA's source. On PyPI `apex` is another package without these modules.
     """
     try:
         import_module(module)

@@ -1,8 +1,7 @@
 """Norms over the last dimension: LayerNorm and RMSNorm.
 
-See Ba et al. 2016, arXiv:1607.06450, and Zhang and Sennrich 2019.
-
-The fused ones of NVIDIA apex are those of `apex.normalization`, without its autocast.
+See Ba et al. 2016, arXiv:1607.06450, and Zhang and Sennrich 2019. The fused norms of NVIDIA apex
+are those of `apex.normalization`, without its autocast.
 """
 
 from typing import Protocol
@@ -15,28 +14,28 @@ from megacore.kernels.implementation import Implementation, Setting, cpp_runs, e
 
 
 class LayerNorm(Protocol):
-    """Normalises vectors."""
+    """Interface of LayerNorm."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """[..., h] -> [..., h], with mean 0 and variance 1, times a weight [h] plus a bias [h]."""
+        """Normalise [..., h] to mean 0 and variance 1, then apply weight [h] and bias [h]."""
         ...
 
 
 class RMSNorm(Protocol):
-    """Normalises vectors."""
+    """Interface of RMSNorm."""
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[..., h] -> [..., h], with a mean square of 1, times a weight [h]."""
+        """Normalise [..., h] to a mean square of 1, then apply weight [h]."""
         ...
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """See `LayerNorm`."""
+    """Apply torch's LayerNorm, see `LayerNorm`."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `RMSNorm`."""
+    """Apply torch's RMSNorm, see `RMSNorm`."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -44,7 +43,7 @@ def _load_apex_layer_norm() -> LayerNorm:
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
     def fused(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        if bias is None:  # apex has no kernel with a weight alone
+        if bias is None:  # apex has no kernel with a weight only
             return layer_norm(x, weight, None, eps)
         return fused_layer_norm_affine(x, weight, bias, list(weight.shape), eps)  # type: ignore[no-any-return]
 
@@ -79,7 +78,10 @@ def _runs_apex(setting: Setting) -> bool:
 
 
 def _runs_cpp(setting: Setting) -> bool:
-    """What torch.compile makes of fp32 norms, together with what stands before them, is as fast."""
+    """Return True if the C++ kernels are faster.
+
+    In fp32, torch.compile is as fast because it fuses the norm with the preceding operations.
+    """
     return cpp_runs(setting) and not (setting.compiled and setting.dtype == torch.float32)
 
 

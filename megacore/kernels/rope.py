@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
-It is on halves of a head, as GPT-NeoX and Llama have it.
+It pairs the halves of a head, as in GPT-NeoX and Llama.
 """
 
 from typing import Protocol
@@ -12,7 +12,7 @@ from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
 
 
 class Rotate(Protocol):
-    """Rotates heads by the angles of their positions."""
+    """Interface of the rotation of heads by the angles of their positions."""
 
     def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate the first elements of each head: [b, n, s, d] -> [b, n, s, d]."""
@@ -20,13 +20,13 @@ class Rotate(Protocol):
 
 
 def reference(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """See `Rotate`."""
+    """Rotate with torch, see `Rotate`."""
     cosines, sines = rotary
     size = cosines.shape[-1]
-    turned, rest = (x, None) if size == x.shape[-1] else x.tensor_split((size,), -1)
-    first, second = turned.chunk(2, -1)
-    turned = turned * cosines + torch.cat([-second, first], -1) * sines
-    return turned if rest is None else torch.cat([turned, rest], -1)
+    rotated, rest = (x, None) if size == x.shape[-1] else x.tensor_split((size,), -1)
+    first, second = rotated.chunk(2, -1)
+    rotated = rotated * cosines + torch.cat([-second, first], -1) * sines
+    return rotated if rest is None else torch.cat([rotated, rest], -1)
 
 
 def _load_cpp() -> Rotate:

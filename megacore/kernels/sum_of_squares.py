@@ -1,4 +1,4 @@
-"""The sum of squares of many flat tensors, for the global gradient norm."""
+"""Sum of squares of many flat tensors, for the global gradient norm."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,27 +11,27 @@ from megacore.kernels.implementation import Implementation, Setting, cpp_runs, e
 
 _BLOCK = 4096
 _APEX_CHUNK = 2048 * 32
-"""Elements of one block of threads, as apex's own optimizers have it."""
+"""Elements per thread block, as in apex's own optimizers."""
 
 
 class SumOfSquares(Protocol):
-    """Adds squares."""
+    """Interface of the sum of squares."""
 
     def __call__(self, gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-        """Of all elements of flat fp32 tensors on `device`: a float64 scalar there."""
+        """Return the sum of squares of flat fp32 tensors on `device`, a float64 scalar there."""
         ...
 
 
 def reference(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Blocks are added in float64.
+    """Sum squares in blocks, and the blocks in float64.
 
-    Over millions of elements torch's fp32 norm is wrong by 1e-4 on CPUs.
+    Over millions of elements torch's fp32 norm has an error of 1e-4 on CPUs.
     """
     norms = [torch.zeros(1, device=device)]
     for gradient in gradients:
-        whole = gradient.numel() // _BLOCK * _BLOCK
-        norms.append(torch.linalg.vector_norm(gradient[:whole].view(-1, _BLOCK), dim=1))
-        norms.append(torch.linalg.vector_norm(gradient[whole:]).view(1))
+        block_end = gradient.numel() // _BLOCK * _BLOCK
+        norms.append(torch.linalg.vector_norm(gradient[:block_end].view(-1, _BLOCK), dim=1))
+        norms.append(torch.linalg.vector_norm(gradient[block_end:]).view(1))
     return torch.cat(norms).double().square().sum()
 
 
@@ -60,7 +60,7 @@ def _load_cpp() -> SumOfSquares:
 
 
 def _runs_cpp(setting: Setting) -> bool:
-    """Whatever the model's type: gradients are fp32."""
+    """Return True if the kernels run in fp32; gradients are fp32 whatever the model's type."""
     return cpp_runs(replace(setting, dtype=torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""The weight gradient dyᵀ x added to an fp32 main gradient.
+"""Accumulation of the weight gradient dyᵀ x in an fp32 main gradient.
 
 Megatron-LM's fused gradient accumulation does the same.
 """
@@ -13,21 +13,21 @@ from megacore.kernels.implementation import Implementation, Setting, cpp_runs, e
 
 
 class WeightGradient(Protocol):
-    """Adds to a main gradient."""
+    """Interface of the accumulation in a main gradient."""
 
     def __call__(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        """main_grad += dyᵀ x.
+        """Compute main_grad += dyᵀ x.
 
         Args:
             main_grad: [o, i], fp32.
             dy: gradient of a linear layer's output, [rows, o].
-            x: its input, [rows, i].
+            x: input of the layer, [rows, i].
         """
         ...
 
 
 def reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """See `WeightGradient`; a product of half precision is rounded to it before it is added."""
+    """Accumulate with torch; in half precision the product is rounded before it is added."""
     if x.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x)
     else:
@@ -35,7 +35,7 @@ def reference(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def widening(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """On a GPU: one matmul of half-precision factors that adds its fp32 result itself."""
+    """Accumulate on a GPU with one matmul of half-precision factors that adds in fp32."""
     if x.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x)
     else:
@@ -43,7 +43,7 @@ def widening(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def widening_apart(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """On a GPU: the same with a product of its own in fp32."""
+    """Accumulate on a GPU with a separate fp32 product of half-precision factors."""
     if x.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x)
     else:
@@ -54,8 +54,7 @@ def _load_apex() -> WeightGradient:
     import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]
 
     def accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        # It does not ask for strides: gradients that autograd has expanded would be read beyond
-        # their end.
+        # The kernel ignores strides; it would read beyond the end of expanded gradients.
         fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
             x.contiguous(), dy.contiguous(), main_grad
         )
@@ -79,9 +78,9 @@ def _half_on_gpu(setting: Setting) -> bool:
 
 @cache
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch's addmm takes an fp32 sum with factors of `dtype` there.
+    """Return True if torch's addmm can add factors of `dtype` to an fp32 sum on `device`.
 
-    It is asked once, with a small product.
+    A small product tests this once.
     """
     total, factor = torch.ones(8, 8, device=device), torch.ones(8, 8, dtype=dtype, device=device)
     try:

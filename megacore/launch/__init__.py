@@ -1,1 +1,1 @@
-"""Starting processes, watching them, and ending every one of them."""
+"""Start, supervision and termination of the processes of a job."""

@@ -1,6 +1,6 @@
-"""Why a rank ended.
+"""Exit reasons of ranks, written to files and read back as typed errors.
 
-torchrun exits with 1 whatever a rank's own exit code was, so each rank writes its reason.
+torchrun exits with 1 whatever the exit code of a rank is, so each rank writes its reason.
 """
 
 import contextlib
@@ -25,8 +25,10 @@ from megacore.errors import (
 )
 
 LAUNCHER_REASON = "launcher_reason.json"
-"""Beside the ranks' reasons: why the launcher itself (what reaches other machines, a scheduler)
-ended the job."""
+"""Name of the file with the launcher's own reason for ending the job, next to the ranks' reasons.
+
+The launcher here is the process that reaches other hosts or a scheduler.
+"""
 
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = (
@@ -40,12 +42,13 @@ _LOST_PEER = (
     "remote process exited or there was a network error",
     "failed to recv",
 )
-"""What gloo, NCCL and the rendezvous store say, in lower case, when another rank is gone."""
+"""Phrases, in lower case, in the errors of gloo, NCCL and the rendezvous store when another rank is
+gone."""
 
 
 @dataclass(frozen=True)
 class ExitReason:
-    """What ended one rank."""
+    """Reason for the end of one rank."""
 
     rank: int
     error: str
@@ -54,36 +57,36 @@ class ExitReason:
     time: float
     """Unix time in seconds."""
     secondary: bool
-    """Whether this rank only noticed that another one was gone."""
+    """True if this rank failed only because another rank was gone."""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "ExitReason":
-        """Classify an exception that ended `rank`."""
+        """Build the reason from the exception that ended `rank`."""
         typed, secondary = _typed(error)
         name = next(base.__name__ for base in type(typed).__mro__ if base.__name__ in ERROR_TYPES)
         return cls(rank, name, str(typed), time.time(), secondary)
 
     @property
     def stopped(self) -> bool:
-        """Whether the rank only did what it was asked to, and all others with it."""
+        """True if the rank stopped on request, together with all others."""
         return issubclass(ERROR_TYPES.get(self.error, MegacoreError), TrainingStoppedError)
 
     def exception(self) -> MegacoreError:
-        """The typed error, its message naming the rank unless all of them stopped on request."""
-        text = self.message if self.stopped else f"rank {self.rank}: {self.message}"
-        return ERROR_TYPES.get(self.error, MegacoreError)(text)
+        """Return the typed error; the message names the rank unless it stopped on request."""
+        message = self.message if self.stopped else f"rank {self.rank}: {self.message}"
+        return ERROR_TYPES.get(self.error, MegacoreError)(message)
 
 
 @contextlib.contextmanager
 def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
-    """Write `rank_<rank>.json` into `directory` for any exception of the block.
+    """Write `rank_<rank>.json` for any exception of the block, then exit with the error's code.
 
-    Then exit with the error's code.
+    The traceback is written to stderr. SystemExit and KeyboardInterrupt pass through: they are not
+    failures of the rank.
 
-    The traceback goes to stderr. SystemExit and KeyboardInterrupt pass: they are not the rank's own
-    failure. Training that stopped on request is no failure: TrainingStoppedError ends the block,
-    one line of it goes to stderr, and the rank goes on to its end with code 0, unless its reason
-    cannot be written: nobody would know that it stopped.
+    TrainingStoppedError is not a failure either: it ends the block, one line is written to stderr,
+    and the rank ends normally with code 0. Only if the reason cannot be written does the rank exit
+    with the error's code, because otherwise nobody would know that it stopped.
     """
     try:
         yield
@@ -98,7 +101,9 @@ def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
 
 
 def write_reason(directory: Path | str, rank: int, error: BaseException) -> None:
-    """Write why `rank` ends as `rank_<rank>.json` into `directory`, which is made, atomically.
+    """Write the reason for the end of `rank` atomically to `rank_<rank>.json` in `directory`.
+
+    The directory is created if it does not exist.
 
     Raises:
         WorkspaceError: the file cannot be written.
@@ -110,7 +115,7 @@ def write_reason(directory: Path | str, rank: int, error: BaseException) -> None
 
 
 def write_launcher_reason(directory: Path | str, error: MegacoreError) -> None:
-    """Write why the launcher itself ends the job, atomically; the first reason stays.
+    """Write the launcher's own reason for ending the job atomically, unless there is one already.
 
     Raises:
         WorkspaceError: the file cannot be written.
@@ -125,10 +130,10 @@ def write_launcher_reason(directory: Path | str, error: MegacoreError) -> None:
 
 
 def read_launcher_reason(directory: Path | str) -> MegacoreError | None:
-    """Why the launcher ended the job; None where it gave no reason."""
+    """Return the launcher's reason for ending the job, or None if it gave none."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        said = read_json(Path(directory) / LAUNCHER_REASON)
-        return ERROR_TYPES.get(said["error"], MegacoreError)(str(said["message"]))
+        reason = read_json(Path(directory) / LAUNCHER_REASON)
+        return ERROR_TYPES.get(reason["error"], MegacoreError)(str(reason["message"]))
     return None
 
 
@@ -142,24 +147,27 @@ def _write_or_say(directory: Path | str, rank: int, error: BaseException) -> boo
 
 
 def read_reasons(directory: Path) -> list[ExitReason]:
-    """The reasons in `directory`, by time; those of ranks that failed by themselves come first.
+    """Return the reasons in `directory`, sorted by kind and then by time.
 
-    Then those of ranks that stopped on request, at last those of ranks that only noticed that
-    another one was gone.
+    Ranks with a failure of their own come first, then ranks that stopped on request, then ranks
+    that failed only because another rank was gone.
     """
     files = [read_record(path, ExitReason) for path in directory.glob("rank_*.json")]
-    reasons = [reason for reason in files if reason is not None]  # a crash may have torn some
+    reasons = [reason for reason in files if reason is not None]  # None: torn by a crash
     return sorted(
         reasons, key=lambda reason: (reason.secondary, reason.stopped, reason.time, reason.rank)
     )
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens.
+    """Ask the kernel to kill this process when its parent ends for any reason.
 
-    The kernel watches the thread that started this process: the parent must start its children from
-    a thread that lives as long as they do, as torchrun does. A parent that ended before this call
-    is the guard's business. Raises OSError.
+    The kernel watches the thread that started this process. The parent must therefore start its
+    children from a thread that lives as long as they do; torchrun does. If the parent ended before
+    this call, the guard ends this process.
+
+    Raises:
+        OSError: the kernel refuses the request.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -168,7 +176,7 @@ def die_with_parent() -> None:
 
 
 def _typed(error: BaseException) -> tuple[MegacoreError, bool]:
-    """The error as one of ours, and whether it only tells of another rank's end."""
+    """Return `error` as a megacore error, and True if another rank's end caused it."""
     if isinstance(error, MegacoreError):
         return error, False
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

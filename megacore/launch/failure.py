@@ -1,6 +1,6 @@
-"""What a failed job is told as: one typed error.
+"""Translation of a failed job into one typed error.
 
-It comes from the ranks' reasons, the launcher's log and the heartbeats.
+The sources are the ranks' reasons, the launcher's log and the heartbeats.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.S
 )
 _DEEPSPEED_CAUSE = re.compile(r"exits with return code = (-?\d+)")
-"""What DeepSpeed's launcher says of the first rank that failed, without naming it."""
+"""DeepSpeed's log line about the first rank that failed; it does not name the rank."""
 _LAUNCHERS_OWN = re.compile(
     r"^(?:\S+: )?[WE]\d{4} .*torch/distributed/elastic/|^(?:\S+: )?\[[^]]*\] \[[A-Z]+\] "
     r"\[launch\.py:",
     re.M,
 )
-"""Where a launcher's account of the failure begins, which says less than the ranks' last lines."""
+"""Start of the launcher's own report of the failure; the ranks' last lines before it say more."""
 _PORT_IN_USE = re.compile(r"(?:EADDRINUSE|address already in use)", re.I)
 _PORT = re.compile(r"port:? (\d+)")
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
@@ -44,54 +44,54 @@ _RESUMES = "a retry resumes from the last complete checkpoint"
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of a command, for the account of its failure."""
+    """One start of a command, with the facts that explain its failure."""
 
     program: str
-    """The command's name."""
+    """Name of the command."""
     log: Path
-    """Where its output went."""
+    """Path of the command's log."""
     written: int
-    """Bytes that the log had before."""
+    """Size of the log in bytes before the attempt."""
     exit_directory: Path
-    """Where each rank writes its reason, its heartbeat and its stacks."""
+    """Directory of the ranks' reasons, heartbeats and stacks."""
     ranks: int | None
-    """Processes of the job, None where that is not known."""
+    """Number of ranks of the job; None if unknown."""
     kills: KillCounter
-    """Whether the kernel killed for want of memory meanwhile."""
+    """Counter of out-of-memory kills during the attempt."""
     hosts: tuple[str, ...] = ()
-    """Machines whose lines in the log begin with their names; empty where there is but one."""
+    """Hosts that prefix their log lines with their names; empty for a job on one host."""
 
     @property
     def table_path(self) -> Path:
-        """Where the table of ranks goes: beside the log."""
+        """Path of the rank table, next to the log."""
         return self.log.with_name(f"{self.log.stem}-ranks.txt")
 
     def stopped(self) -> MegacoreError | None:
-        """What a command that ended with code 0 left to say: that it stopped before its end."""
+        """Return why a command that ended with code 0 stopped early; None if it did not."""
         reasons = read_reasons(self.exit_directory)
         return reasons[0].exception() if reasons else self._launchers_own(reasons)
 
     def _launchers_own(self, reasons: list[ExitReason]) -> MegacoreError | None:
-        """Why the launcher itself ended the job, unless a rank did by itself."""
+        """Return the launcher's own reason, unless a rank has a reason of its own."""
         if any(not reason.secondary for reason in reasons):
             return None
         return read_launcher_reason(self.exit_directory)
 
     def failed(self, code: int) -> MegacoreError:
-        """The typed error for a command that ended with `code`; all its processes are gone."""
+        """Return the typed error for a command that ended with `code`; its processes are gone."""
         reasons, text = read_reasons(self.exit_directory), _tail(self.log, self.written)
         if code in {NOT_FOUND, NOT_EXECUTABLE} and not reasons:
             return LaunchError(
                 f"cannot start {self.program} (exit code {code}): {_last_lines(text)}; the log is "
                 f"{self.log}"
             )
-        if (own := self._launchers_own(reasons)) is not None:
-            return self._with_table(own, None)
+        if (launcher_error := self._launchers_own(reasons)) is not None:
+            return self._with_table(launcher_error, None)
         lost_rank, lost_code = _first_to_fail(text, self.hosts)
         lost_rank = self._only_silent(reasons) if lost_rank is None else lost_rank
         silent = lost_rank is None or lost_rank not in {reason.rank for reason in reasons}
         signalled = silent and lost_code is not None and lost_code < 0
-        number = lost_code if lost_code is not None else code
+        exit_code = lost_code if lost_code is not None else code
         who = (
             f"rank {lost_rank}"
             if lost_rank is not None
@@ -102,7 +102,7 @@ class Attempt:
         error: MegacoreError
         if reasons and (reasons[0].stopped or not (signalled or reasons[0].secondary)):
             return reasons[0].exception()
-        if self.kills.rose and (number in _KILLED or (reasons and not signalled)):
+        if self.kills.rose and (exit_code in _KILLED or (reasons and not signalled)):
             error = _out_of_memory(who)
         elif reasons and not signalled and (lost_rank is None or not silent):
             error = reasons[0].exception()
@@ -113,8 +113,8 @@ class Attempt:
                 f"end it, or start again for another port; the log is {self.log}"
             )
         else:
-            # What the launcher reports may be the code of a rank that only lost this one.
-            how = _ended(number, self.kills) if signalled or not reasons else "ended"
+            # The launcher may report the code of a rank that failed only because it lost this one.
+            how = _ended(exit_code, self.kills) if signalled or not reasons else "ended"
             error = RankLostError(
                 f"{who} {how} without giving a reason; {_RESUMES}; last lines of {self.log}: "
                 f"{_last_lines(text)}"
@@ -122,23 +122,25 @@ class Attempt:
         return self._with_table(error, lost_rank)
 
     def _only_silent(self, reasons: list[ExitReason]) -> int | None:
-        """The rank that gave no reason where all others did."""
+        """Return the only rank without a reason; None if there are none or several."""
         silent = set(range(self.ranks or 0)) - {reason.rank for reason in reasons}
         return silent.pop() if reasons and len(silent) == 1 else None
 
     def states(
         self, *, stacks: bool, reported: Mapping[int, StateReport] | None = None
     ) -> list[RankState]:
-        """The ranks now.
+        """Return the current states of the ranks.
 
-        With `stacks` those of this machine are asked for theirs, `reported` is what agents said.
+        Args:
+            stacks: True to ask the ranks of this host for their Python stacks.
+            reported: states that agents report.
         """
         return rank_states(self.exit_directory, self.ranks, stacks=stacks, reported=reported)
 
     def troubled(
         self, trouble: Trouble, stall_limit: float | None, states: list[RankState]
     ) -> MegacoreError:
-        """The typed error for a job that had to be ended, with a table of its ranks."""
+        """Write the rank table of a job that had to be ended and return its typed error."""
         reasons = read_reasons(self.exit_directory)
         if trouble.lost:
             first = next(state for state in states if state.rank == trouble.lost[0])
@@ -173,9 +175,9 @@ class Attempt:
         )
 
     def _with_table(self, error: MegacoreError, lost_rank: int | None) -> MegacoreError:
-        """A job that ended by itself.
+        """Write the rank table of a job that has ended and return `error` with its path.
 
-        Its ranks are all gone, and what they did last is still to be read.
+        The ranks are gone, but their last heartbeats can still be read.
         """
         states = self.states(stacks=False)
         if not states:
@@ -186,12 +188,12 @@ class Attempt:
     def _told(
         self, error: MegacoreError, states: list[RankState], first: RankState | None
     ) -> MegacoreError:
-        """Write the table beside the log and into it; the error says where it is."""
-        text = table(states, first, str(error))
+        """Write the rank table next to the log and into it; return the error with its path."""
+        rank_table = table(states, first, str(error))
         with contextlib.suppress(OSError), open(self.log, "a", encoding="utf-8") as log:
-            log.write(text)
+            log.write(rank_table)
         try:
-            self.table_path.write_text(text, encoding="utf-8")
+            self.table_path.write_text(rank_table, encoding="utf-8")
         except OSError as unwritable:
             return type(error)(f"{error}; the table of ranks could not be written ({unwritable})")
         return type(error)(f"{error}; the table of ranks is {self.table_path}")
@@ -199,24 +201,26 @@ class Attempt:
 
 def _out_of_memory(who: str) -> MemoryExhaustedError:
     return MemoryExhaustedError(
-        f"{who} ran out of main memory: the kernel's out-of-memory killer ended it, with "
-        f"{memory_text()} to be had"
+        f"{who} ran out of host memory: the kernel's out-of-memory killer ended it, with "
+        f"{memory_text()} available"
     )
 
 
 def _first_to_fail(text: str, hosts: Sequence[str] = ()) -> tuple[int | None, int | None]:
-    """Rank and exit code of the first rank that failed, as far as the launcher's log says.
+    """Return rank and exit code of the first rank that failed, according to the launcher's log.
 
-    Of several machines' accounts one that tells of a signal counts: the other ranks only lost that
-    one.
+    If several hosts report a failure, a report of a signal wins: the other ranks failed only
+    because they lost that one. Each value is None if the log does not give it.
     """
-    told = [found for part in _by_host(text, hosts) if (found := _first_in(part)) != (None, None)]
-    signalled = (found for found in told if found[1] is not None and found[1] < 0)
-    return next(signalled, told[0] if told else (None, None))
+    failures = [
+        failure for part in _by_host(text, hosts) if (failure := _first_in(part)) != (None, None)
+    ]
+    signalled = (failure for failure in failures if failure[1] is not None and failure[1] < 0)
+    return next(signalled, failures[0] if failures else (None, None))
 
 
 def _by_host(text: str, hosts: Sequence[str]) -> list[str]:
-    """The lines of each machine without its name."""
+    """Return the log lines of each host without the host's name."""
     if not hosts:
         return [text]
     lines = text.splitlines()
@@ -227,7 +231,7 @@ def _by_host(text: str, hosts: Sequence[str]) -> list[str]:
 
 
 def _first_in(text: str) -> tuple[int | None, int | None]:
-    """What one machine's launcher says of it."""
+    """Return rank and exit code of the first failure in the log of one host's launcher."""
     if root := _ROOT_CAUSE.search(text):
         return int(root[1]), int(root[2])
     cause = _DEEPSPEED_CAUSE.search(text)
@@ -235,7 +239,12 @@ def _first_in(text: str) -> tuple[int | None, int | None]:
 
 
 def _ended(code: int, kills: KillCounter) -> str:
-    """How a process ended, from a negative signal number, a shell's 128 + n, or an exit code."""
+    """Describe the end of a process.
+
+    Args:
+        code: negative signal number, a shell's 128 + n, or an exit code.
+        kills: out-of-memory kills; if the kernel does not count them, SIGKILL gets a hint.
+    """
     number = -code if code < 0 else code - 128
     if number <= 0:
         return f"exited with code {code}"
@@ -252,7 +261,7 @@ def _ended(code: int, kills: KillCounter) -> str:
 
 
 def _tail(log: Path, start: int) -> str:
-    """What this attempt wrote last."""
+    """Return the last 64 KiB of the log from offset `start` on."""
     with open(log, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _LOG_BYTES))
@@ -260,7 +269,11 @@ def _tail(log: Path, start: int) -> str:
 
 
 def _last_lines(text: str) -> str:
-    own = _LAUNCHERS_OWN.search(text)
-    said = text[: own.start()] if own and text[: own.start()].strip() else text
-    lines = [line.strip() for line in said.splitlines() if line.strip(" =-*")]
+    launcher_report = _LAUNCHERS_OWN.search(text)
+    ranks_text = (
+        text[: launcher_report.start()]
+        if launcher_report and text[: launcher_report.start()].strip()
+        else text
+    )
+    lines = [line.strip() for line in ranks_text.splitlines() if line.strip(" =-*")]
     return " | ".join(lines[-_LOG_LINES:]) or "none"

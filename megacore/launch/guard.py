@@ -1,33 +1,34 @@
-"""The process between a task and its ranks: it outlives the one and ends the others.
+"""The guard: the process that ends the ranks if the parent dies.
 
     python -m megacore.launch.guard [--log FILE] --grace SECONDS -- COMMAND …
 
-torchrun puts every rank into a session of its own, so no signal to a group or a session reaches
-them all. The guard is a subreaper: whatever its command starts stays its descendant, however it was
-orphaned. It ends them all (SIGTERM, the grace, SIGKILL until none is left) when
+torchrun starts every rank in a separate session, so no signal to a group or a session reaches all
+of them. The guard is a subreaper: every process that its command starts stays its descendant, even
+when it is orphaned. The guard ends all of them (SIGTERM, the grace period, SIGKILL until none is
+left) when
 
-* it gets SIGTERM, SIGINT or SIGHUP,
-* its parent dies: stdin, a pipe whose other end only the parent holds, reaches its end, or the
-  parent's id changes (a PR_SET_PDEATHSIG of its own would watch the parent's thread instead of the
-  parent),
-* the command itself ends and leaves something behind.
+* it receives SIGTERM, SIGINT or SIGHUP,
+* its parent dies: stdin, a pipe whose other end is open only in the parent, reaches its end, or the
+  parent's id changes (PR_SET_PDEATHSIG for the guard would watch the parent's thread instead of
+  the parent),
+* the command itself ends and leaves processes behind.
 
-On SIGUSR1, by which a scheduler says that it will soon take the machine back, it ends nothing: it
-passes the signal on, once, to each process below it that catches it, also to those that begin to
-later, and waits for the command's end. All begin with the signal ignored: a scheduler may send it
-to every process, and torchrun, which does not catch it, or a rank that still loads its packages
-would die of it.
+A scheduler sends SIGUSR1 before it takes the host back. The guard then ends nothing. It passes the
+signal on, once, to each descendant that catches it, including those that install a handler later,
+and waits for the command's end. All descendants start with the signal ignored: a scheduler may send
+it to every process, and it would kill torchrun, which does not catch it, or a rank that is still
+importing its packages.
 
-It exits with the command's code, 128 + n for signal n. When the guard itself is killed by SIGKILL,
-the kernel kills the command (PR_SET_PDEATHSIG), and with it each rank that called
-`exit_reason.die_with_parent`; the supervisor, if it still lives, kills whatever else carries the
-job's mark in its environment.
+The guard exits with the command's code, or with 128 + n for signal n. If the guard itself is killed
+by SIGKILL, the kernel kills the command (PR_SET_PDEATHSIG) and each rank that called
+`exit_reason.die_with_parent`. The supervisor, if it is still alive, kills all other processes with
+the job's mark in their environment.
 
-On another machine it stands between ssh and the ranks of that machine: stdin ends with the
-connection, whoever closed it.
+On a remote host the guard runs between ssh and the ranks of that host: stdin ends when either side
+closes the connection.
 
-All processes of a job inherit its mark, an environment variable. Only the standard library is
-imported: the guard starts in tens of milliseconds.
+All processes of a job inherit its mark, an environment variable. The guard imports only the
+standard library, so it starts in tens of milliseconds.
 """
 
 import argparse
@@ -44,11 +45,9 @@ from pathlib import Path
 from types import FrameType
 
 JOB_VARIABLE = "MEGACORE_JOB"
-"""Every process of a job inherits this variable, whatever else it does to its session or its
-parent."""
+"""Environment variable that every process of a job inherits, whatever its session or parent."""
 KILL_LIMIT = 4.0
-"""Seconds in which SIGKILL must have worked; a process in uninterruptible sleep is then left to the
-kernel."""
+"""Seconds after SIGKILL before a process in uninterruptible sleep is left to the kernel."""
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 _PR_SET_PDEATHSIG = 1
@@ -58,7 +57,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command under guard; returns what to exit with."""
+    """Run a command under the guard and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="megacore.launch.guard", description="Run a command and end all it starts."
     )
@@ -80,17 +79,17 @@ def main(arguments: list[str]) -> int:
             log.write(f"cannot start {options.command[0]}: {error.strerror}\n".encode())
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
     code = _wait(child, stop, _Notice())
-    left = end_all(lambda: descendants(os.getpid()), options.grace, reap=lambda: _reap(child))
+    survivors = end_all(lambda: descendants(os.getpid()), options.grace, reap=lambda: _reap(child))
     code = child.returncode if child.returncode is not None else code
-    if left or code is None:
+    if survivors or code is None:
         return 128 + signal.SIGKILL
     return code if code >= 0 else 128 - code
 
 
 class _StopRequest:
-    """Whether the command is to be ended, or told that it soon will be.
+    """Requests from signals and from the parent: to end the command, or to pass SIGUSR1 on.
 
-    `wait` returns early when that changes.
+    `wait` returns early when a request arrives.
     """
 
     def __init__(self) -> None:
@@ -126,11 +125,11 @@ class _StopRequest:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """A handler that does nothing, so that the wake-up descriptor is written."""
+    """Do nothing; with any handler the signal is written to the wake-up descriptor."""
 
 
 def _prctl() -> Callable[[int, int], None]:
-    """The system call, looked up before any fork."""
+    """Look up the prctl system call, before any fork."""
     function = ctypes.CDLL(None, use_errno=True).prctl
 
     def call(option: int, value: int) -> None:
@@ -143,9 +142,9 @@ def _prctl() -> Callable[[int, int], None]:
 def _start(
     command: list[str], output: int, prctl: Callable[[int, int], None]
 ) -> subprocess.Popen[bytes]:
-    """The command in a session of its own.
+    """Start the command in a separate session, with SIGUSR1 ignored.
 
-    The kernel kills it if the guard dies first, and SIGUSR1 is ignored at first.
+    The kernel kills the command if the guard dies first.
     """
     guard = os.getpid()
 
@@ -166,7 +165,7 @@ def _start(
 
 
 class _Notice:
-    """SIGUSR1, once to every process below this one that catches it."""
+    """Delivery of SIGUSR1, once to every descendant of this process that catches it."""
 
     def __init__(self) -> None:
         self._told: set[int] = set()
@@ -180,10 +179,10 @@ class _Notice:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal; one without would die of it, or ignores it."""
+    """Return True if a process has a handler for a signal, so that the signal does not kill it."""
     try:
         status = Path("/proc", str(pid), "status").read_text(errors="replace")
-    except OSError:  # it ended
+    except OSError:  # the process has ended
         return False
     caught = next(
         (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
@@ -192,7 +191,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _wait(child: subprocess.Popen[bytes], stop: _StopRequest, notice: _Notice) -> int | None:
-    """Until the command has ended or is to be ended; its code, or None."""
+    """Wait for the command's end and return its code; None if a stop is requested first."""
     while not stop.requested:
         _reap(child)
         if child.returncode is not None:
@@ -204,7 +203,7 @@ def _wait(child: subprocess.Popen[bytes], stop: _StopRequest, notice: _Notice) -
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:
-    """Collect every child and adopted orphan that has ended; note the command's own code."""
+    """Reap every child and adopted orphan that has ended; record the command's exit code."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -215,12 +214,18 @@ def _reap(child: subprocess.Popen[bytes]) -> None:
 
 
 def end_all(find: Callable[[], list[int]], grace: float, reap: Callable[[], None]) -> list[int]:
-    """SIGTERM what `find` returns, after `grace` seconds SIGKILL it until nothing is found.
+    """End the processes that `find` returns: SIGTERM, then SIGKILL after `grace` seconds.
 
-    Returns the ids that even SIGKILL did not end within KILL_LIMIT seconds.
+    Args:
+        find: returns the ids of the live processes to end.
+        grace: seconds between SIGTERM and SIGKILL.
+        reap: collects children that have ended.
+
+    Returns:
+        Ids of the processes that survived SIGKILL for KILL_LIMIT seconds.
     """
     started = time.monotonic()
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while True:
         reap()
         alive = find()
@@ -229,15 +234,15 @@ def end_all(find: Callable[[], list[int]], grace: float, reap: Callable[[], None
             return alive
         kill = elapsed >= grace
         for pid in alive:
-            if kill or pid not in asked:
-                asked.add(pid)
+            if kill or pid not in signalled:
+                signalled.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
         time.sleep(_POLL)
 
 
 def descendants(root: int) -> list[int]:
-    """Ids of the live processes below `root`, from /proc; zombies are not alive."""
+    """Return the ids of the live descendants of `root`, from /proc, without zombies."""
     children: dict[int, list[int]] = {}
     zombies = set()
     for name in os.listdir("/proc"):
@@ -250,37 +255,34 @@ def descendants(root: int) -> list[int]:
                 .rpartition(")")[2]
                 .split()[:2]
             )
-        except (OSError, ValueError):  # it ended while we looked
+        except (OSError, ValueError):  # the process has just ended
             continue
         children.setdefault(int(parent), []).append(int(name))
         if state == "Z":
             zombies.add(int(name))
-    found: list[int] = []
+    pids: list[int] = []
     pending = [root]
     while pending:
         below = children.get(pending.pop(), [])
-        found += below
+        pids += below
         pending += below
-    return [pid for pid in found if pid not in zombies]
+    return [pid for pid in pids if pid not in zombies]
 
 
 def marked(*marks: str) -> list[int]:
-    """Ids of the other live processes that carry one of these marks in their environment."""
-    wanted = {f"{JOB_VARIABLE}={mark}".encode() for mark in marks}
-    found = []
+    """Return the ids of all other live processes with one of `marks` in their environment."""
+    entries = {f"{JOB_VARIABLE}={mark}".encode() for mark in marks}
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):  # it ended, or is another user's
-                if wanted & set(Path("/proc", name, "environ").read_bytes().split(b"\0")):
-                    found.append(int(name))
-    return found
+            with contextlib.suppress(OSError):  # the process ended or is another user's
+                if entries & set(Path("/proc", name, "environ").read_bytes().split(b"\0")):
+                    pids.append(int(name))
+    return pids
 
 
 def host_mark(mark: str, host: int | None) -> str:
-    """The mark of a job's processes on one of its hosts, by number.
-
-    None is the machine that started the job.
-    """
+    """Return the mark of a job's processes on host number `host`; None means the head."""
     return f"{mark}.{'head' if host is None else host}"
 
 

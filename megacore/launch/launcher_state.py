@@ -1,10 +1,8 @@
-"""Where a scheduler's job stands, in a small file beside the ranks' reasons.
+"""State of a scheduler's job, in a small file next to the ranks' reasons.
 
-Ranks that wait for machines do not stall.
-
-Whoever follows the job writes it, whoever supervises reads it: while it says queued, no rank has to
-make progress. Without the file the job runs, as one does that no scheduler holds back. Imports no
-torch.
+The process that follows the job writes the file and the supervisor reads it. While the state is
+queued, the ranks wait for hosts and are not expected to make progress. Without the file, and so
+without a scheduler, the job counts as running. Imports no torch.
 """
 
 import time
@@ -21,29 +19,28 @@ _NAME = "launcher_state.json"
 
 @dataclass(frozen=True)
 class LauncherState:
-    """What the scheduler does with the job."""
+    """State of a job according to its scheduler."""
 
     state: State
-    """queued: it waits for machines, for the first time or after it was preempted; running: it has
-    them."""
+    """State of the job: queued (it waits for hosts, at first or after preemption) or running."""
     detail: str
-    """The scheduler's own words, as `PENDING (Resources)`."""
+    """State in the scheduler's own words, such as `PENDING (Resources)`."""
     time: float
     """Unix time of the change, in seconds."""
 
 
 def launcher_state_path(exit_directory: Path) -> Path:
-    """Where the state lies."""
+    """Return the path of the state file."""
     return exit_directory / _NAME
 
 
 def write_launcher_state(exit_directory: Path, state: State, detail: str) -> None:
-    """Replace the state, atomically.
+    """Replace the state atomically.
 
     Args:
-        exit_directory: the job's, which is made.
+        exit_directory: the job's exit directory; created if it does not exist.
         state: queued or running.
-        detail: the scheduler's words.
+        detail: state in the scheduler's own words.
 
     Raises:
         WorkspaceError: the file cannot be written.
@@ -55,13 +52,13 @@ def write_launcher_state(exit_directory: Path, state: State, detail: str) -> Non
 
 
 def read_launcher_state(exit_directory: Path) -> LauncherState | None:
-    """The state; None where no scheduler has said anything, or its file is torn."""
-    noted = read_record(launcher_state_path(exit_directory), LauncherState)
-    return noted if noted is not None and noted.state in get_args(State) else None
+    """Return the state; None if no scheduler has reported one or the file is torn."""
+    record = read_record(launcher_state_path(exit_directory), LauncherState)
+    return record if record is not None and record.state in get_args(State) else None
 
 
 def forget_launcher_state(exit_directory: Path) -> None:
-    """Remove the state of an earlier attempt, which would be taken for this one's.
+    """Remove the state of an earlier attempt, which must not count for this one.
 
     Raises:
         WorkspaceError: the file cannot be removed.

@@ -1,6 +1,6 @@
-"""The table of a job's ranks at its end: what each does, and where the stuck one stands.
+"""Table of a job's ranks at its end: the state of each rank and the stack of the stuck one.
 
-The agents of other machines report their ranks in a file that the supervisor finds.
+The agents of other hosts report their ranks in a file that the supervisor reads.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from megacore.launch.watch import Trouble
 from megacore.observe.heartbeat import ENDED, Beat, process_state, read_heartbeats, stack_path
 
 REPORT = "launcher_report.json"
-"""Beside the ranks' reasons."""
+"""Name of the agents' report, next to the ranks' reasons."""
 _STACK_LIMIT = 3.0
-"""Seconds in which all ranks of a machine must have written their stacks."""
+"""Seconds for all ranks of a host to write their stacks."""
 _QUIET = 0.3
 _FRAMES = 3
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.M)
@@ -52,7 +52,7 @@ _WITHOUT_STACK = {
 
 @dataclass(frozen=True)
 class StateReport:
-    """What an agent says of a rank of its machine; the fields are those of `RankState`."""
+    """State of a rank from its host's agent; the fields have the meaning of `RankState`'s."""
 
     state: str
     idle: float
@@ -61,36 +61,36 @@ class StateReport:
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank at the end of its job."""
+    """State of one rank at the end of its job."""
 
     rank: int
-    """Its number."""
+    """Number of the rank."""
     beat: Beat | None
-    """What its heartbeat says; None: it has none yet."""
+    """Last heartbeat of the rank; None if it has written none yet."""
     state: str
-    """running, stopped, in the kernel, dead, ended, on another host, or absent: it did not come so
-    far."""
+    """State of the process: running, stopped, in the kernel, dead, ended, on another host, or
+    absent (no heartbeat yet)."""
     idle: float
-    """Seconds since its heartbeat changed."""
+    """Seconds since the last change of the heartbeat."""
     stack: str
-    """Its Python stacks, or why there are none; empty where nobody asked."""
+    """Python stacks of the rank, or the reason for their absence; empty if not requested."""
 
     @property
     def frames(self) -> str:
-        """The innermost frames of its main thread; empty where its stack is not known."""
+        """Innermost frames of the rank's main thread; empty if its stack is unknown."""
         main = self.stack.rpartition("Thread 0x")[2].rpartition("Current thread 0x")[2]
-        found = [
+        frames = [
             (
                 f"{Path(frame['file']).parent.name}/{Path(frame['file']).name}:{frame['line']} "
                 f"({frame['function']})"
             )
             for frame in _FRAME.finditer(main)
         ]
-        return " < ".join(found[:_FRAMES])
+        return " < ".join(frames[:_FRAMES])
 
     @property
     def where(self) -> str:
-        """Host, phase and iteration, for a sentence."""
+        """Host, phase and iteration of the rank, formatted for a sentence."""
         if self.beat is None:
             return "which has not begun its work"
         iteration = "" if self.beat.iteration is None else f" of iteration {self.beat.iteration}"
@@ -100,12 +100,12 @@ class RankState:
 
 @dataclass(frozen=True)
 class LauncherReport:
-    """Why a job is ended, and where its ranks stood."""
+    """Agents' report: the reason for ending the job and the states of its ranks."""
 
     trouble: Trouble
-    """What was wrong."""
+    """Reason for ending the job."""
     states: Mapping[int, StateReport]
-    """By rank; those of machines that did not answer are missing."""
+    """State of each rank; the ranks of hosts that did not answer are missing."""
 
 
 def rank_states(
@@ -116,20 +116,22 @@ def rank_states(
     only: Collection[int] | None = None,
     reported: Mapping[int, StateReport] | None = None,
 ) -> list[RankState]:
-    """All ranks of a job with a heartbeat, and those of `ranks` without one beside others.
+    """Return the states of a job's ranks, sorted by rank.
 
     Args:
         directory: the job's `exit_directory`.
-        ranks: how many there should be; None: as many as have a heartbeat.
-        stacks: whether the ranks of this machine are asked for their stacks; those that hang have
-            them to tell.
-        only: the ranks that are looked at, whether they have a heartbeat or not; None: all.
-        reported: what somebody nearer says of ranks.
+        ranks: number of ranks of the job; None means only the ranks with a heartbeat.
+        stacks: True to ask the ranks of this host for their Python stacks, which show a hang.
+        only: ranks to include, with or without a heartbeat; None means all.
+        reported: states that agents report, which take precedence.
+
+    Returns:
+        The states; empty if no rank has a heartbeat, `stacks` is False and nothing is reported.
     """
     beats = {
         beat.rank: beat for beat in read_heartbeats(directory) if only is None or beat.rank in only
     }
-    if not beats and not stacks and reported is None:  # it ended before any began
+    if not beats and not stacks and reported is None:  # the job ended before any rank started
         return []
     written = _ask_for_stacks(directory, beats.values()) if stacks else {}
     states = []
@@ -161,22 +163,22 @@ def _state(beat: Beat | None) -> str:
 
 
 def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
-    """What each rank of this machine writes on SIGUSR2, by rank."""
-    asked = []
+    """Send SIGUSR2 to the ranks of this host and return the stacks that they write, by rank."""
+    signalled = []
     for beat in beats:
         if beat.here and beat.alive and catches(beat.pid, signal.SIGUSR2):
             with contextlib.suppress(OSError):
                 os.kill(beat.pid, signal.SIGUSR2)
                 if _state(beat) == "running":
-                    asked.append(beat.rank)
-    paths = {rank: stack_path(directory, rank) for rank in asked}
+                    signalled.append(beat.rank)
+    paths = {rank: stack_path(directory, rank) for rank in signalled}
     started = changed = time.monotonic()
     sizes: dict[int, int] = {}
     while (now := time.monotonic()) - started < _STACK_LIMIT:
-        found = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
-        if found != sizes:
-            sizes, changed = found, now
-        if now - changed > _QUIET and all(sizes.get(rank) for rank in asked):
+        new_sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+        if new_sizes != sizes:
+            sizes, changed = new_sizes, now
+        if now - changed > _QUIET and all(sizes.get(rank) for rank in signalled):
             break
         time.sleep(0.05)
     return {
@@ -187,9 +189,10 @@ def _ask_for_stacks(directory: Path, beats: Iterable[Beat]) -> dict[int, str]:
 
 
 def furthest_behind(states: Sequence[RankState]) -> RankState:
-    """The rank that the others wait for.
+    """Return the rank that the others wait for.
 
-    It is absent, stopped or in no collective, else in the earliest one.
+    This is a rank that is absent, stopped or outside of any collective, in this order. Otherwise it
+    is the rank in the earliest collective.
     """
 
     def progress(state: RankState) -> tuple[bool, bool, bool, int, int, float]:
@@ -211,9 +214,13 @@ def furthest_behind(states: Sequence[RankState]) -> RankState:
 
 
 def table(states: Sequence[RankState], first: RankState | None, sentence: str) -> str:
-    """The sentence, the table and the stacks, that of the rank in question first.
+    """Return the sentence, the table and the stacks as one text.
 
-    It is first if the sentence is about one.
+    Args:
+        states: states of the ranks.
+        first: rank that the sentence is about; it is marked and its stacks come first. None if
+            there is no such rank.
+        sentence: message of the error.
     """
     rows = [_HEADER, *(_row(state, state is first) for state in states)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
@@ -222,8 +229,8 @@ def table(states: Sequence[RankState], first: RankState | None, sentence: str) -
         for row in rows
     ]
     parts = [f"{sentence}\n", "\n".join(lines) + "\n"]
-    asked = [state for state in states if state.stack]
-    for state in sorted(asked, key=lambda state: (state is not first, state.rank)):
+    with_stacks = [state for state in states if state.stack]
+    for state in sorted(with_stacks, key=lambda state: (state is not first, state.rank)):
         parts.append(f"Python stacks of rank {state.rank}:\n{state.stack.rstrip()}\n")
     return "\n".join(parts)
 
@@ -238,7 +245,7 @@ def _row(state: RankState, first: bool) -> tuple[str, ...]:
 
 
 def write_report(directory: Path, report: LauncherReport) -> None:
-    """Write it atomically. Raises WorkspaceError."""
+    """Write the agents' report atomically. Raises WorkspaceError."""
     path = directory / REPORT
     with workspace_errors(path):
         write_json(
@@ -251,11 +258,11 @@ def write_report(directory: Path, report: LauncherReport) -> None:
 
 
 def read_report(directory: Path) -> LauncherReport | None:
-    """The report; None where there is none."""
+    """Return the agents' report; None if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        said = read_json(directory / REPORT)
-        trouble = Trouble(**{name: tuple(ranks) for name, ranks in said["trouble"].items()})
+        fields = read_json(directory / REPORT)
+        trouble = Trouble(**{name: tuple(ranks) for name, ranks in fields["trouble"].items()})
         return LauncherReport(
-            trouble, {int(rank): StateReport(**state) for rank, state in said["states"].items()}
+            trouble, {int(rank): StateReport(**state) for rank, state in fields["states"].items()}
         )
     return None

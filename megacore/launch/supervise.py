@@ -1,6 +1,6 @@
-"""Running a launcher under the guard.
+"""Supervision of a launcher that runs under the guard.
 
-Nothing it started outlives this call, and its failure is a typed error.
+No process of the launcher outlives the call, and its failure is a typed error.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from megacore.launch.watch import KillCounter, RankWatch, Trouble, oom_kills
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
 _REPORTED_END = 15.0
-"""Seconds in which a launcher that reported trouble must have ended its ranks everywhere."""
+"""Seconds for a launcher that has reported trouble to end its ranks on all hosts."""
 
 
 def supervise(
@@ -56,30 +56,42 @@ def supervise(
     stop_margin: float = 0.0,
     count_oom_kills: Callable[[], int | None] = oom_kills,
 ) -> None:
-    """Run `command` to its end under the guard, its output appended to `log`.
+    """Run `command` to its end under the guard and append its output to `log`.
 
-    `env` is added to this process's environment; `stop_grace`, `timeout` and `poll_interval` are
-    seconds. `on_poll` is called at each interval and once after the end. Whatever is raised
-    meanwhile (KeyboardInterrupt and an orchestrator's cancellation included) first ends every
-    process of the job: SIGTERM, `stop_grace`, SIGKILL.
+    Any exception in the meantime, including KeyboardInterrupt and an orchestrator's cancellation,
+    first ends every process of the job: SIGTERM, `stop_grace`, SIGKILL.
 
-    A rank that keeps a heartbeat in `exit_directory` is watched: when it makes no progress for
-    `stall_limit` seconds (None: however long that takes), or is gone and the job goes on without
-    it, the ranks of this machine write their Python stacks, everything is killed at once, and a
-    table of the `ranks` is written beside the log, as `<log>-ranks.txt`, and into it. Of a job on
-    several `hosts` the command's agents do that on each of them, and report it in `exit_directory`;
-    it may take `stop_margin` seconds longer to end. While a scheduler says that the job is queued
-    (`launcher_state`), nothing is watched and no time is counted.
+    Each rank that writes a heartbeat to `exit_directory` is watched. If it makes no progress for
+    `stall_limit` seconds, or if it is gone and the job continues without it, the ranks of this host
+    write their Python stacks, all processes are killed at once, and a table of the ranks is written
+    to the log and next to it, to `<log>-ranks.txt`. For a job on several `hosts` the command's
+    agents do this on each host and report it in `exit_directory`. While the job is queued by its
+    scheduler (`launcher_state`), no rank is watched and no time is counted.
 
-    SIGUSR1 is passed on to the ranks while this runs in the main thread. `count_oom_kills` tells
-    how many processes the kernel has killed for want of memory.
+    If this runs in the main thread, SIGUSR1 is passed on to the ranks.
+
+    Args:
+        command: program and arguments.
+        log: file that the output is appended to.
+        exit_directory: directory of the ranks' reasons, heartbeats and stacks.
+        env: variables added to this process's environment.
+        stop_grace: seconds between SIGTERM and SIGKILL.
+        timeout: longest run time in seconds; None means no limit.
+        timeout_setting: name of the option behind `timeout`, for the error message.
+        on_poll: callback at each interval and once after the end.
+        poll_interval: seconds between two polls.
+        stall_limit: seconds without progress after which a rank is stalled; None means no limit.
+        ranks: number of ranks; None if unknown.
+        hosts: hosts of a job on several hosts.
+        stop_margin: seconds that the command needs to stop, in addition to `stop_grace`.
+        count_oom_kills: returns the number of out-of-memory kills so far.
 
     Raises:
-        MegacoreError: the one that a rank, or else the launcher, wrote into `exit_directory`,
-            TrainingStoppedError although nothing failed.
+        MegacoreError: the error that a rank, or else the launcher, wrote to `exit_directory`;
+            TrainingStoppedError if the training stopped on request.
         RankStalledError: a rank made no progress.
-        RankLostError: a rank died without a word.
-        MemoryExhaustedError: the kernel killed it because memory ran out.
+        RankLostError: a rank died without a reason.
+        MemoryExhaustedError: the kernel killed a rank because memory ran out.
         StageTimeoutError: the command ran longer than `timeout`; names `timeout_setting`.
         LaunchError: `command` cannot be started.
     """
@@ -104,17 +116,17 @@ def supervise(
 
 @dataclass
 class _Limit:
-    """How long a job may run."""
+    """Time limit of a job."""
 
     seconds: float | None
     setting: str
     beginning: str
-    """Of the sentence that says so."""
+    """Beginning of the error message."""
     log: Path
     started: float = field(default_factory=time.monotonic)
 
     def check(self) -> None:
-        """Raise StageTimeoutError once it is reached."""
+        """Raise StageTimeoutError if the limit is exceeded."""
         if self.seconds is not None and time.monotonic() - self.started > self.seconds:
             raise StageTimeoutError(
                 f"{self.beginning} {self.setting} = {self.seconds / 60:g} minutes and was ended: "
@@ -131,7 +143,7 @@ def _until_the_end(
     poll_interval: float,
     stall_limit: float | None,
 ) -> int | None:
-    """The command's code; None for one that has reported trouble and did not end soon."""
+    """Return the command's exit code; None if it reported trouble and did not end in time."""
     with _Notice() as notice:
         while (code := _poll(guard, poll_interval)) is None:
             notice.pass_on(guard.pid)
@@ -150,12 +162,15 @@ def _until_the_end(
 
 
 class _Notice:
-    """SIGUSR1 on its way to the guard, which passes it on; of this process, it would be the end."""
+    """Forwarding of SIGUSR1 to the guard, which passes it on to the ranks.
+
+    Without this handler the signal would kill this process.
+    """
 
     def __init__(self) -> None:
         self._pending = False
         self._before = signal.getsignal(signal.SIGUSR1)
-        # A handler that C installed could not be put back.
+        # A handler that C code installed could not be restored.
         self._possible = (
             threading.current_thread() is threading.main_thread() and self._before is not None
         )
@@ -173,7 +188,7 @@ class _Notice:
         self._pending = True
 
     def pass_on(self, guard: int) -> None:
-        """Send what has come, as soon as the guard does not die of it."""
+        """Send a pending signal to the guard once the guard has a handler for it."""
         if self._pending and catches(guard, signal.SIGUSR1):
             self._pending = False
             os.kill(guard, signal.SIGUSR1)
@@ -182,9 +197,9 @@ class _Notice:
 def _end_at_once(
     guard: int, attempt: Attempt, trouble: Trouble, stall_limit: float | None
 ) -> MegacoreError:
-    """Ask the ranks where they stand, kill them, and return what to raise.
+    """Collect the ranks' stacks, kill the ranks, and return the error to raise.
 
-    Stuck ones cannot save anything.
+    There is no grace period: stuck ranks cannot save anything.
     """
     states = attempt.states(stacks=True)
     end_all(lambda: descendants(guard), 0.0, reap=lambda: None)
@@ -194,7 +209,7 @@ def _end_at_once(
 def _wait_for_end(
     guard: "subprocess.Popen[bytes]", on_poll: Callable[[], None], poll_interval: float
 ) -> int | None:
-    """Until the command has ended its ranks, for as long as that may take."""
+    """Wait until the command has ended its ranks, for at most `_REPORTED_END` seconds."""
     deadline = time.monotonic() + _REPORTED_END
     while (code := _poll(guard, poll_interval)) is None and time.monotonic() < deadline:
         on_poll()
@@ -202,7 +217,7 @@ def _wait_for_end(
 
 
 def _verdict(attempt: Attempt, code: int | None, stall_limit: float | None) -> MegacoreError | None:
-    """What to raise for a command that ended with `code`, or after a report of its agents."""
+    """Return the error of a command that ended with `code` or whose agents reported trouble."""
     report = read_report(attempt.exit_directory) if attempt.hosts else None
     if report is not None:
         return attempt.troubled(
@@ -212,9 +227,9 @@ def _verdict(attempt: Attempt, code: int | None, stall_limit: float | None) -> M
 
 
 def _prepare(log: Path, exit_directory: Path) -> None:
-    """Make the directories.
+    """Create the directories and remove the files of an earlier attempt.
 
-    What ranks of an earlier attempt left there would be taken for this one's.
+    They would count as files of this attempt.
     """
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)
@@ -235,7 +250,7 @@ def _prepare(log: Path, exit_directory: Path) -> None:
 def _guarded(
     command: list[str], log: Path, env: Mapping[str, str], grace: float
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """The guard with its command running inside the block; after it nothing of the job is left."""
+    """Run the guard with its command inside the block; end every process of the job after it."""
     mark = secrets.token_hex(16)
     with open(log, "ab") as output:
         guard = subprocess.Popen(
@@ -251,7 +266,7 @@ def _guarded(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            # the terminal's Ctrl-C is for us; the guard learns of it from us
+            # The terminal's Ctrl-C goes to this process, which then ends the guard.
             start_new_session=True,
             env={**os.environ, **env, JOB_VARIABLE: mark},
         )
@@ -270,9 +285,9 @@ def _poll(guard: "subprocess.Popen[bytes]", seconds: float) -> int | None:
 
 
 def _stop(guard: "subprocess.Popen[bytes]", grace: float) -> None:
-    """Let the guard end the job, then the guard itself if it does not."""
+    """Let the guard end the job; kill the guard if it does not end in time."""
     assert guard.stdin is not None
-    guard.stdin.close()  # the guard reads this as our death
+    guard.stdin.close()  # to the guard this looks as if its parent had died
     try:
         guard.wait(timeout=grace + _GUARD_MARGIN)
     except subprocess.TimeoutExpired:

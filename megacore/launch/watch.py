@@ -1,7 +1,6 @@
-"""Watching a job's ranks: which stands still, which is gone without a word, and which was killed.
+"""Detection of stalled, lost and killed ranks of a job.
 
-Heartbeats tell the first two. The kernel counts the processes that it killed because memory ran
-out, and says so to nobody else.
+Heartbeats show stalled and lost ranks. Out-of-memory kills show only in the kernel's counters.
 """
 
 import time
@@ -13,31 +12,31 @@ from megacore.hardware import Hardware
 from megacore.observe.heartbeat import ENDED, Beat, read_heartbeats
 
 INTERVAL = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 LOST_LIMIT = 10.0
-"""Seconds in which a job must have noticed by itself that a rank is gone."""
+"""Seconds for a job to notice a lost rank and end."""
 STANDSTILL = 5.0
-"""Seconds between two looks after which the watcher itself, and perhaps the whole machine, stood
-still."""
+"""Seconds between two checks after which the watcher itself, perhaps the whole host, was suspended.
+"""
 REMOTE_DELAY = 120.0
-"""Seconds by which a shared file system may show another machine's heartbeat late."""
+"""Seconds by which a shared file system may delay another host's heartbeat."""
 START_DELAY = 120.0
-"""Seconds more for a rank that has no heartbeat yet: it loads its packages, perhaps from a slow
-file system."""
+"""Additional seconds for a rank without a heartbeat, which may still import its packages from a
+slow file system."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a job has to be ended."""
+    """Reason to end a job: its stalled and lost ranks."""
 
     stalled: tuple[int, ...] = ()
     """Ranks that made no progress for longer than the limit."""
     lost: tuple[int, ...] = ()
-    """Ranks whose process is gone though they had not done their work."""
+    """Ranks whose process is gone before their work was done."""
 
 
 class RankWatch:
-    """Watches the ranks of one job."""
+    """Watcher of the ranks of one job."""
 
     def __init__(
         self,
@@ -49,16 +48,17 @@ class RankWatch:
         elsewhere: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Look at the heartbeats in `directory`.
+        """Start to watch the heartbeats in `directory`.
 
         Args:
             directory: the job's `exit_directory`.
-            stall_limit: seconds without a change after which a rank is stalled; None: it never is.
-            ranks: how many will have a heartbeat; None: one that has none is not watched.
-            only: the ranks that are watched and will have one; None: all.
-            elsewhere: whether ranks of this machine, too, are watched by somebody nearer, whose
-                word comes first.
-            clock: tells seconds that pass.
+            stall_limit: seconds without a change after which a rank is stalled; None means never.
+            ranks: number of ranks expected to write a heartbeat; None means that ranks without one
+                are not watched.
+            only: ranks to watch, all expected to write a heartbeat; None means all.
+            elsewhere: True if agents watch all ranks, including those of this host, and are to
+                report first.
+            clock: monotonic clock in seconds.
         """
         self._directory, self._stall_limit, self._clock = directory, stall_limit, clock
         self._only, self._elsewhere = only, elsewhere
@@ -68,7 +68,7 @@ class RankWatch:
         self._gone: dict[int, float] = {}
 
     def look(self) -> Trouble | None:
-        """What is wrong, if anything; looks at most once a second."""
+        """Check the heartbeats, at most once a second, and return the trouble, if any."""
         now = self._clock()
         pause = now - self._looked
         if pause < INTERVAL:
@@ -77,7 +77,7 @@ class RankWatch:
         if pause > STANDSTILL:
             self._began += pause
             self._since = {
-                rank: (what, moment + pause) for rank, (what, moment) in self._since.items()
+                rank: (progress, moment + pause) for rank, (progress, moment) in self._since.items()
             }
             self._gone = {rank: moment + pause for rank, moment in self._gone.items()}
         beats = [
@@ -100,7 +100,7 @@ class RankWatch:
         return Trouble(() if lost else stalled, lost) if stalled or lost else None
 
     def hold(self) -> None:
-        """Begin anew: until now the ranks had nothing to run on."""
+        """Restart all limits; the ranks had no hosts to run on until now."""
         self._began = self._clock()
         self._since.clear()
         self._gone.clear()
@@ -110,16 +110,16 @@ class RankWatch:
 
     def _note(self, beats: list[Beat], now: float) -> None:
         for beat in beats:
-            what = (beat.pid, beat.changes)
-            if self._since.get(beat.rank, (None, 0.0))[0] != what:
-                self._since[beat.rank] = (what, now)
+            progress = (beat.pid, beat.changes)
+            if self._since.get(beat.rank, (None, 0.0))[0] != progress:
+                self._since[beat.rank] = (progress, now)
             if beat.phase != ENDED and self._near(beat) and not beat.alive:
                 self._gone.setdefault(beat.rank, now)
             else:
                 self._gone.pop(beat.rank, None)
 
     def _absent(self, beats: list[Beat], now: float) -> set[int]:
-        """Ranks that should have begun by now."""
+        """Return the ranks that have no heartbeat although their start is overdue."""
         if self._stall_limit is None or now - self._began <= self._stall_limit + START_DELAY:
             return set()
         return set(self._ranks) - {beat.rank for beat in beats}
@@ -132,12 +132,16 @@ class RankWatch:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes killed so far for want of memory in this control group, else on this machine.
+    """Return the number of out-of-memory kills so far in this control group, else on this host.
 
-    None: nobody counts.
+    The counter of a control group counts its own processes, no matter who used up the memory. The
+    host's counter counts all processes.
 
-    A group's own counter has its processes, whatever made memory run out; the machine's has
-    everybody's. `root` is where /proc and /sys are.
+    Args:
+        root: parent directory of /proc and /sys.
+
+    Returns:
+        The number of kills; None if there is no counter.
     """
     for path in [*_group_files(root), root / "proc/vmstat"]:
         if (count := _field(path, "oom_kill")) is not None:
@@ -146,34 +150,34 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 class KillCounter:
-    """Whether the kernel killed since this object was made."""
+    """Counter of out-of-memory kills since the creation of this object."""
 
     def __init__(self, read: Callable[[], int | None] = oom_kills) -> None:
-        """`read` counts all kills so far."""
+        """Read the initial count with `read`, which returns the number of all kills so far."""
         self._read = read
         self._before = read()
 
     @property
     def counts(self) -> bool:
-        """Whether anybody counts."""
+        """True if the kernel provides a counter."""
         return self._before is not None
 
     @property
     def rose(self) -> bool:
-        """Whether a process was killed for want of memory meanwhile."""
+        """True if the kernel has killed a process for lack of memory since the creation."""
         now = self._read()
         return now is not None and self._before is not None and now > self._before
 
 
 def memory_text() -> str:
-    """How much memory this machine has, or the control group may take."""
-    return f"{Hardware.detect().memory / 2**30:.1f} GiB of main memory"
+    """Describe the memory of this host, or the limit of the control group."""
+    return f"{Hardware.detect().memory / 2**30:.1f} GiB of host memory"
 
 
 def _group_files(root: Path) -> list[Path]:
-    """Where this process's control groups count: version 2's, then version 1's.
+    """Return the counter files of this process's control groups: version 2, then version 1.
 
-    In a container its own group is mounted as the root of all that it sees.
+    In a container the process's own group may be mounted as the root of the hierarchy.
     """
     try:
         lines = (

@@ -1,1 +1,1 @@
-"""Models, built from layers that take their tensor-parallel group explicitly."""
+"""GPT, BERT and T5 models, built from layers with an explicit tensor-parallel group."""

@@ -1,6 +1,6 @@
-"""What a pipeline stage, an engine and a conversion ask of a model, whatever its family.
+"""Base class of the models, with the interface that pipeline stages, engines and conversion use.
 
-A model returns the losses that it is trained on by name.
+A model returns its training losses by name.
 """
 
 from abc import ABC, abstractmethod
@@ -15,32 +15,32 @@ from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.embedding import Embedding, OutputLayer
 from megacore.models.layers.transformer import Transformer
-from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import linear_cross_entropy
 
 LM_LOSS = "lm_loss"
-"""Of the predicted tokens; its exponential is the perplexity."""
+"""Name of the loss of the predicted tokens; its exponential is the perplexity."""
 SENTENCE_LOSSES = {"sop": "sop_loss", "nsp": "nsp_loss"}
-"""Of BERT's binary head, by its task."""
+"""Names of the loss of BERT's binary head, by its task."""
 
 
 class LossTerm(NamedTuple):
-    """One loss of a micro batch; what is minimised is the sum of the means of all terms."""
+    """One loss of a micro batch. Training minimises the sum of the means of all terms."""
 
     losses: Tensor
-    """[b, s] of each label or [b] of each sample, fp32, in nats."""
+    """Loss of each label [b, s] or of each sample [b], fp32, in nats."""
     counts: Tensor | None = None
-    """Bool, of the same shape: which of them count; None: all do."""
+    """Bool mask of the same shape: True for losses that count; None: all count."""
 
     def mean(self) -> Tensor:
-        """Mean of those that count, 0-dimensional; 0 if none does."""
+        """Return the mean of the losses that count, 0-dimensional; 0 if none counts."""
         if self.counts is None:
             return self.losses.mean()
         return (self.losses * self.counts).sum() / self.counts.sum().clamp(min=1)
 
     def total(self) -> Tensor:
-        """Sum of those that count, and their number: fp64 [2]."""
+        """Return the sum of the losses that count, and their number: fp64 [2]."""
         exact = self.losses.double()
         if self.counts is None:
             return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
@@ -48,20 +48,19 @@ class LossTerm(NamedTuple):
 
 
 Losses = dict[str, LossTerm]
-"""By name, in the order in which they are reported; the first is `lm_loss`."""
+"""Losses by name, in the order in which they are reported; the first is `lm_loss`."""
 
 
 class Model(nn.Module, ABC):
-    """One chunk of a pipeline, or all of a model.
+    """A whole model, or one chunk of it.
 
-    Parameters are fp32 and uninitialised; `models.build.build_model` builds one with its initial
-    weights. They have the names of the whole model, whatever the chunk. `embedding` is where a
-    stack begins, and a copy of its table of tokens where the head is, unless that has an
-    `output_layer` of its own.
+    Parameters are fp32 and uninitialised; `models.build.build_model` also initialises them. Their
+    names are those of the whole model, whatever the chunk. A chunk in which a stack begins has the
+    `embedding`. A chunk with the head has a copy of its token table, or its own `output_layer`.
     """
 
     has_decoder: bool = False
-    """Whether the family has a decoder beside an encoder."""
+    """True if the family has a decoder in addition to an encoder."""
     tokentypes: int = 0
     """Rows of the embedding's table of segments."""
     loss_names: tuple[str, ...] = (LM_LOSS,)
@@ -80,26 +79,27 @@ class Model(nn.Module, ABC):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         kernels: Kernels | None = None,
-        tp: ParallelGroup = ALONE,
+        tp: ParallelGroup = SINGLE_RANK,
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate the parameters.
 
         Args:
-            model: the architecture.
-            padded_vocab_size: rows of the embedding (v); the padding's rows are ordinary rows that
-                no text ever names.
-            max_position_embeddings: the longest sequence it takes, in tokens.
-            chunk: the part of the model; None is all of it.
-            recompute: what the backward pass computes once more, see `TransformerLayer`.
-            recompute_num_layers: in how many of the chunk's layers, the first ones; None is all.
-            label_smoothing: see `linear_cross_entropy`; of the predicted tokens, in training alone.
-            z_loss: likewise.
-            kernels: what computes; None is plain torch.
-            tp: the ranks that share each layer.
-            sequence_parallel: whether activations between layers are divided along the sequence.
-            device: where the parameters are; "meta" allocates nothing.
+            model: model configuration.
+            padded_vocab_size: rows of the embedding (v); the rows of the padding are ordinary rows
+                that no text refers to.
+            max_position_embeddings: maximum sequence length, in tokens.
+            chunk: part of the model to build; None means the whole model.
+            recompute: part that the backward pass recomputes, see `TransformerLayer`.
+            recompute_num_layers: number of the chunk's layers that recompute, from the first; None
+                means all.
+            label_smoothing: see `linear_cross_entropy`; only for predicted tokens in training.
+            z_loss: see `linear_cross_entropy`; only for predicted tokens in training.
+            kernels: kernels to compute with; None means plain torch.
+            tp: ranks that share each layer.
+            sequence_parallel: divide the activations between layers along the sequence.
+            device: device of the parameters; "meta" allocates nothing.
 
         Raises:
             ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
@@ -121,48 +121,50 @@ class Model(nn.Module, ABC):
         if self._embeds or (self.has_head and not untied):
             self.embedding = self._embedding(device)
         self._build(device)
-        own = self.has_head and untied
+        has_output_layer = self.has_head and untied
         self.output_layer = (
-            OutputLayer(padded_vocab_size, model.hidden_size, tp=tp, device=device) if own else None
+            OutputLayer(padded_vocab_size, model.hidden_size, tp=tp, device=device)
+            if has_output_layer
+            else None
         )
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the chunk takes tokens, and no other chunk's output."""
+        """True if the chunk takes tokens instead of another chunk's output."""
         return self.chunk.has_embedding
 
     @property
     def has_head(self) -> bool:
-        """Whether it computes the losses."""
+        """True if the chunk computes the losses."""
         return self.chunk.has_head
 
     @abstractmethod
     def run(
         self,
-        given: ModelInput | None,
+        inputs: ModelInput | None,
         hidden: Tensor | None = None,
         *,
         dropout_seed: int | None = None,
     ) -> Tensor | Losses:
-        """What this chunk makes of one micro batch.
+        """Run the chunk's forward pass on one micro batch.
 
         Args:
-            given: the micro batch; None for a chunk between the others that needs nothing of it.
-            hidden: what the chunk before returned, for a chunk without the embedding.
-            dropout_seed: of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for
+            inputs: the micro batch; None for a middle chunk that does not need it.
+            hidden: output of the previous chunk, for a chunk without the embedding.
+            dropout_seed: seed of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for
                 training with dropout.
 
         Returns:
-            What the next chunk takes, or from a chunk with the head the losses.
+            The input of the next chunk, or from a chunk with the head the losses.
         """
 
     @abstractmethod
     def _build(self, device: torch.device | str) -> None:
-        """Add what stands between the embedding and the output layer."""
+        """Add the modules between the embedding and the output layer."""
 
     @property
     def _embeds(self) -> bool:
-        """Whether a stack begins here."""
+        """True if a stack begins in this chunk."""
         return self.chunk.has_embedding or self.chunk.has_decoder_embedding
 
     def _embedding(self, device: torch.device | str) -> Embedding:
@@ -187,9 +189,9 @@ class Model(nn.Module, ABC):
         recomputed: int | None,
         **kind: Any,
     ) -> Transformer:
-        """Layers of the chunk, of which the first `recomputed` (None: all) recompute.
+        """Build the chunk's layers; the first `recomputed` of them (None: all) recompute.
 
-        `kind` is for `Transformer`.
+        `kind` has further arguments of `Transformer`.
         """
         return Transformer(
             self.model,
@@ -205,9 +207,9 @@ class Model(nn.Module, ABC):
         )
 
     def _output_weight(self) -> Tensor:
-        """The rows [v/t, h] that turn hidden states into logits.
+        """Return the rows [v/t, h] that turn hidden states into logits.
 
-        The embedding's unless the output layer has some.
+        They belong to the output layer if there is one, else to the embedding.
         """
         return (
             self.embedding.word_embeddings.weight
@@ -216,13 +218,13 @@ class Model(nn.Module, ABC):
         )
 
     def _label_losses(
-        self, hidden: Tensor, given: ModelInput, bias: Tensor | None = None
+        self, hidden: Tensor, inputs: ModelInput, bias: Tensor | None = None
     ) -> LossTerm:
-        """The loss of each label, in fp32, from what the output layer takes, [b, s(/t), h]."""
+        """Return the loss of each label in fp32, from the output layer's input [b, s(/t), h]."""
         losses = linear_cross_entropy(
             hidden,
             self._output_weight(),
-            given.labels,
+            inputs.labels,
             bias=bias,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
@@ -230,4 +232,4 @@ class Model(nn.Module, ABC):
             label_smoothing=self.label_smoothing if self.training else 0.0,
             z_loss=self.z_loss if self.training else 0.0,
         )
-        return LossTerm(losses, given.loss_mask)
+        return LossTerm(losses, inputs.loss_mask)

@@ -1,6 +1,6 @@
 """BERT (Devlin et al. 2018, arXiv:1810.04805) with Megatron-LM's parameter names.
 
-Its norms are after or before each branch.
+Norms come after or before each branch.
 """
 
 from typing import Any, Literal
@@ -22,16 +22,16 @@ from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megacore.tensor_parallel.partition import divide
 
 SEGMENTS = 2
-"""Rows of the table of token types."""
-ANSWERS = 2
-"""Of the binary head: the segments are in their order, or are not."""
+"""Number of segments: rows of the table of token types."""
+BINARY_CLASSES = 2
+"""Number of classes of the binary head: segments in order, or not."""
 SentenceTask = Literal["sop", "nsp"]
 
 
 class BertModel(Model):
-    """An encoder that predicts masked tokens and if two segments belong together; or a chunk.
+    """BERT, or a chunk of it: predicts masked tokens and if two segments belong together.
 
-    The table of tokens is the decoder of the masked LM's head too.
+    The token table is also the decoder of the masked-LM head.
     """
 
     tokentypes = SEGMENTS
@@ -42,9 +42,9 @@ class BertModel(Model):
         """Allocate the parameters.
 
         Args:
-            model: the architecture.
-            sentence_task: what the binary head predicts, which names its loss.
-            options: those of `Model`.
+            model: model configuration.
+            sentence_task: task of the binary head, which determines the name of its loss.
+            options: options of `Model`.
 
         Raises:
             ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
@@ -70,91 +70,97 @@ class BertModel(Model):
             )
             if model.bert_binary_head:
                 self.pooler = Pooler(model.hidden_size, tp, self.sequence_parallel, device)
-                self.binary_head = ColumnParallelLinear(model.hidden_size, ANSWERS, device=device)
+                self.binary_head = ColumnParallelLinear(
+                    model.hidden_size, BINARY_CLASSES, device=device
+                )
 
-    def forward(self, given: ModelInput) -> tuple[Tensor, Tensor | None]:
-        """The whole model's logits, gathered over the ranks.
+    def forward(self, inputs: ModelInput) -> tuple[Tensor, Tensor | None]:
+        """Return the whole model's logits, gathered over the ranks.
 
-        [b, s, v] of each token; [b, 2] of the binary head.
+        They are [b, s, v] of the tokens and [b, 2] of the binary head, or None without this head.
         """
-        logits, answers = self._heads(self._hidden(given, None, None))
+        logits, answers = self._heads(self._hidden(inputs, None, None))
         return gather_from_tensor_parallel_region(logits, self.tp), answers
 
     def run(
         self,
-        given: ModelInput | None,
+        inputs: ModelInput | None,
         hidden: Tensor | None = None,
         *,
         dropout_seed: int | None = None,
     ) -> Tensor | Losses:
-        """What this chunk makes of one micro batch.
+        """Run the chunk's forward pass on one micro batch.
 
         Args:
-            given: the micro batch; every chunk needs to know where padding is.
-            hidden: what the chunk before returned; None for a chunk with the embedding.
-            dropout_seed: of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for
+            inputs: the micro batch; every chunk needs the positions of padding.
+            hidden: output of the previous chunk; None for a chunk with the embedding.
+            dropout_seed: seed of the micro batch (`megacore.parallel.rng.micro_batch_seed`), for
                 training with dropout.
 
         Returns:
-            Activations [b, s, h], with sequence parallelism [b, s/t, h]; from a chunk with the head
-            the losses of the labels [b, s] and of the samples [b], for which the logits are not
-            gathered.
+            Activations [b, s, h], with sequence parallelism [b, s/t, h]. A chunk with the head
+            returns the losses of the labels [b, s] and of the samples [b]; it does not gather the
+            logits for them.
         """
-        assert given is not None
-        hidden = self._hidden(given, hidden, dropout_seed)
-        return self._losses(hidden, given) if self.has_head else hidden
+        assert inputs is not None
+        hidden = self._hidden(inputs, hidden, dropout_seed)
+        return self._losses(hidden, inputs) if self.has_head else hidden
 
-    def _hidden(self, given: ModelInput, hidden: Tensor | None, dropout_seed: int | None) -> Tensor:
+    def _hidden(
+        self, inputs: ModelInput, hidden: Tensor | None, dropout_seed: int | None
+    ) -> Tensor:
         if self.has_embedding:
             hidden = self.embedding(
-                given.tokens,
+                inputs.tokens,
                 dropout_seed,
-                position_ids=given.position_ids,
-                tokentypes=given.tokentypes,
+                position_ids=inputs.position_ids,
+                tokentypes=inputs.tokentypes,
             )
         assert hidden is not None
-        length = given.tokens.shape[1]
+        length = inputs.tokens.shape[1]
         bias = attention_bias(
             queries=length,
             keys=length,
             causal=False,
             dtype=hidden.dtype,
             device=hidden.device,
-            documents=given.documents,
-            present=given.present,
+            documents=inputs.documents,
+            present=inputs.present,
         )
         return self.encoder(hidden, dropout_seed, shared=Shared(bias=bias))  # type: ignore[no-any-return]
 
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[b, s, h] -> logits [b, s, v/t] and [b, 2]."""
+        """Map [b, s, h] to logits [b, s, v/t] of the tokens and [b, 2] of the binary head."""
         answers, hidden = self._answers(hidden), self.lm_head(hidden)
-        # Asked for after the head has run, which under ZeRO-3 gives its own parameters back.
+        # Get the weight after the head has run: under ZeRO-3 the head releases its own parameters.
         output = (self._output_weight(), self.lm_head.bias)
         return column_parallel(hidden, [output], self.tp, self.sequence_parallel)[0], answers
 
     def _answers(self, hidden: Tensor) -> Tensor | None:
-        """The binary head's logits [b, 2]."""
+        """Return the binary head's logits [b, 2], or None without this head."""
         return None if self.sentence_loss is None else self.binary_head(self.pooler(hidden))
 
-    def _losses(self, hidden: Tensor, given: ModelInput) -> Losses:
+    def _losses(self, hidden: Tensor, inputs: ModelInput) -> Losses:
         answers, hidden = self._answers(hidden), self.lm_head(hidden)
-        found = {LM_LOSS: self._label_losses(hidden, given, self.lm_head.bias)}
+        losses = {LM_LOSS: self._label_losses(hidden, inputs, self.lm_head.bias)}
         if self.sentence_loss is not None:
             assert answers is not None
-            assert given.sentence_labels is not None
-            found[self.sentence_loss] = LossTerm(
+            assert inputs.sentence_labels is not None
+            losses[self.sentence_loss] = LossTerm(
                 F.cross_entropy(
-                    answers.to(found[LM_LOSS].losses.dtype), given.sentence_labels, reduction="none"
+                    answers.to(losses[LM_LOSS].losses.dtype),
+                    inputs.sentence_labels,
+                    reduction="none",
                 )
             )
-        return found
+        return losses
 
 
 class MaskedLmHead(nn.Module):
-    """What stands between encoder or decoder and vocabulary: norm(activation(dense(x))).
+    """The layers before the output projection: norm(activation(dense(x))).
 
-    It is whole on every rank, and with sequence parallelism works on the rank's part of the
-    sequence. `bias` is the decoder's and divided with its rows.
+    Each rank has all of them and, with sequence parallelism, applies them to its part of the
+    sequence. `bias` is the bias of the output projection, divided like its rows.
     """
 
     def __init__(
@@ -178,21 +184,21 @@ class MaskedLmHead(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         (inner,) = column_parallel(x, [(self.dense.weight, None)])
         return self.layernorm(self.kernels.bias_activation(inner, self.dense.bias, self.activation))  # type: ignore[no-any-return]
 
     def partitions(self) -> dict[str, Partition]:
-        """The decoder's bias is divided as its weight is."""
+        """Return the partition of the output bias, divided like its weight."""
         return {"bias": Partition(0, self.tp.rank, self.tp.size)}
 
     def partial_gradients(self) -> frozenset[str]:
-        """With sequence parallelism each rank's head sees its own positions."""
+        """Return the parameters that see only the rank's positions with sequence parallelism."""
         return parameters_of(self, "dense", "layernorm") if self.sequence_parallel else frozenset()
 
 
 class Pooler(nn.Module):
-    """tanh(dense(x)) of the first token, [CLS]; the same on every rank."""
+    """tanh(dense(x)) of the first token, [CLS]; identical on every rank."""
 
     def __init__(
         self,
@@ -207,10 +213,10 @@ class Pooler(nn.Module):
         self.dense = ColumnParallelLinear(hidden_size, hidden_size, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h], with sequence parallelism [b, s/t, h] -> [b, h]."""
+        """Map [b, s, h] (with sequence parallelism [b, s/t, h]) to [b, h]."""
         first = x[:, 0]
         if self.sequence_parallel:
-            # The first rank has the first token: each gets all ranks' first, and the gradient goes
-            # there alone.
+            # The first token is on the first rank. All ranks get the first token of each rank; the
+            # gradient only flows to the first rank.
             first = gather_from_tensor_parallel_region(first, self.tp)[:, : x.shape[2]]
         return torch.tanh(self.dense(first))

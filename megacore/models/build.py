@@ -1,7 +1,4 @@
-"""From a configuration to a model with its initial weights.
-
-Or from a checkpoint's description to one without.
-"""
+"""Construction of models: with initial weights from a configuration, or bare from a checkpoint."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,17 +26,17 @@ def build_model(
     kernels: Kernels | None = None,
     initial_weights: bool = True,
 ) -> Model:
-    """The model of a run, in fp32, with initial weights of `config.seed` in every layout.
+    """Build the model of a run in fp32, with initial weights that do not depend on the layout.
 
     Args:
-        config: the run.
+        config: the run's configuration; `config.seed` determines the weights.
         vocab_size: entries of the tokenizer, before padding.
-        mesh: this process's groups; it gets its own part of each layer. Sequence parallelism is off
-            where one rank holds the whole layer.
-        device: where the parameters are; "meta" builds shapes alone, for planning.
-        chunk: the part of the model to build; None is all of it.
-        kernels: what computes; None is plain torch.
-        initial_weights: whether parameters get their values here; else they are left uninitialised.
+        mesh: this process's groups; the model has this rank's part of each layer. Sequence
+            parallelism is off if one rank has the whole layer.
+        device: device of the parameters; "meta" builds only shapes, for planning.
+        chunk: part of the model to build; None means the whole model.
+        kernels: kernels to compute with; None means plain torch.
+        initial_weights: initialise the parameters; otherwise they are left uninitialised.
 
     Raises:
         ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
@@ -70,12 +67,12 @@ def build_model(
 
 
 def build_bare(spec: ModelSpec, mesh: ProcessMesh, *, device: torch.device | str = "meta") -> Model:
-    """A whole model for reading weights into, without initial weights and not for training.
+    """Build a whole uninitialised model to load weights into; it is not for training.
 
     Args:
-        spec: what the checkpoint says of it.
-        mesh: this process's groups; it gets its own part of each layer.
-        device: where the parameters are; on "meta" weights are assigned later.
+        spec: description of the model in the checkpoint.
+        mesh: this process's groups; the model has this rank's part of each layer.
+        device: device of the parameters; on "meta" weights are assigned later.
 
     Raises:
         ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
@@ -91,7 +88,7 @@ def build_bare(spec: ModelSpec, mesh: ProcessMesh, *, device: torch.device | str
 
 
 def _class_of(family: Family) -> Callable[..., Model]:
-    """The class of a family; a model's file is read when it is needed."""
+    """Return the class of a family; BERT and T5 are imported only when needed."""
     match family:
         case "gpt":
             return GPTModel

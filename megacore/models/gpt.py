@@ -1,9 +1,7 @@
 """Causal language models with Megatron-LM's parameter names.
 
-GPT-2 (Radford et al. 2019) and its descendants.
-
-What makes a Llama or a GPT-NeoX of it are values of the configuration: norms, positions,
-activation, heads, biases.
+These are GPT-2 (Radford et al. 2019) and its descendants. Llama and GPT-NeoX differ only by values
+of the configuration: norms, positions, activation, heads, biases.
 """
 
 import torch
@@ -37,16 +35,16 @@ class GPTModel(Model):
         present: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Logits of the next token, by the whole model, gathered over the ranks.
+        """Return the whole model's logits of the next token, gathered over the ranks.
 
         Args:
-            tokens: [b, s] ids.
-            position_ids: [b, s]; None counts on from what the cache holds.
-            present: [b, s] bool, with a cache of all its tokens and these: False is padding.
-            cache: keys and values of the tokens before; those of `tokens` are added.
+            tokens: ids [b, s].
+            position_ids: positions [b, s]; None continues after the tokens in the cache.
+            present: bool mask [b, s], with a cache of all its tokens and these: False for padding.
+            cache: keys and values of the previous tokens; those of `tokens` are added.
 
         Returns:
-            [b, s, v].
+            Logits [b, s, v].
         """
         assert self.has_embedding
         assert self.has_head
@@ -60,38 +58,37 @@ class GPTModel(Model):
         return gather_from_tensor_parallel_region(self._local_logits(hidden), self.tp)
 
     def loss(self, tokens: Tensor, labels: Tensor, *, dropout_seed: int | None = None) -> Tensor:
-        """Loss of each label, by the whole model: [b, s] ids and [b, s] ids -> [b, s] in fp32."""
+        """Return the whole model's loss of each label: ids [b, s] and [b, s] to fp32 [b, s]."""
         assert self.has_embedding
-        found = self.run(ModelInput(tokens, labels), dropout_seed=dropout_seed)
-        assert isinstance(found, dict)
-        return found[LM_LOSS].losses
+        losses = self.run(ModelInput(tokens, labels), dropout_seed=dropout_seed)
+        assert isinstance(losses, dict)
+        return losses[LM_LOSS].losses
 
     def run(
         self,
-        given: ModelInput | None,
+        inputs: ModelInput | None,
         hidden: Tensor | None = None,
         *,
         dropout_seed: int | None = None,
     ) -> Tensor | Losses:
-        """Activations [b, s, h]; from the head the loss of each label, [b, s].
+        """Return activations [b, s, h]; from a chunk with the head the loss of each label, [b, s].
 
-        With sequence parallelism activations are [b, s/t, h].
-
-        Losses are fp32; the logits are not gathered for them.
+        With sequence parallelism activations are [b, s/t, h]. Losses are fp32; the logits are not
+        gathered for them.
         """
-        positions = None if given is None else given.position_ids
+        positions = None if inputs is None else inputs.position_ids
         if self.has_embedding:
-            assert given is not None
-            hidden = self.embedding(given.tokens, dropout_seed, position_ids=positions)
+            assert inputs is not None
+            hidden = self.embedding(inputs.tokens, dropout_seed, position_ids=positions)
         assert hidden is not None
         shared = self._shared(
-            hidden, positions, documents=None if given is None else given.documents
+            hidden, positions, documents=None if inputs is None else inputs.documents
         )
         hidden = self.encoder(hidden, dropout_seed, shared=shared)
         if not self.has_head:
             return hidden
-        assert given is not None
-        return {LM_LOSS: self._label_losses(hidden, given)}
+        assert inputs is not None
+        return {LM_LOSS: self._label_losses(hidden, inputs)}
 
     def _shared(
         self,
@@ -102,7 +99,7 @@ class GPTModel(Model):
         present: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Shared:
-        """What the layers have in common for hidden states [b, s(/t), h]."""
+        """Return the values that all layers share for hidden states [b, s(/t), h]."""
         model, device = self.model, hidden.device
         queries = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
         keys = queries + (0 if cache is None else cache.length)
@@ -131,7 +128,7 @@ class GPTModel(Model):
         return Shared(bias, rotary, cache=cache)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, v/t]."""
+        """Map [b, s, h] to [b, s, v/t]."""
         return column_parallel(
             hidden, [(self._output_weight(), None)], self.tp, self.sequence_parallel
         )[0]

@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and on global names, not on how the model is divided."""
+"""Initial weights, which depend on the seed and on global names but not on the layout."""
 
 import math
 from collections.abc import Callable
@@ -12,26 +12,26 @@ from megacore.parallel.rng import parameter_generator
 from megacore.tensor_parallel import Partition, partitions
 
 RESIDUAL_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
-"""Weights whose output is added to the residual stream."""
+"""Suffixes of weights with an output that is added to the residual stream."""
 VOCABULARY_ROWS = ("word_embeddings.weight", "output_layer.weight")
-"""Weights with a row for each entry of the vocabulary."""
+"""Suffixes of weights with one row per entry of the vocabulary."""
 
 Deviation = Callable[[str, tuple[int, ...]], float | Tensor]
-"""Global name and whole shape of a weight -> standard deviation of its elements, or of each of its
-rows [rows, 1]."""
+"""Function of a weight's global name and global shape that returns the standard deviation of its
+elements, or one per row [rows, 1]."""
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
     """Fill every parameter with its initial values.
 
-    Norms have ones and zeros, biases zeros, weights normal distributions.
+    Norms start with weights of one, biases with zeros, other weights with normal distributions.
 
-    GPT (Radford et al. 2019): std init_method_std, of projections into the residual divided by
-    sqrt(2 x num_layers). BERT (Devlin et al. 2018): the same; with norms after sums nothing is
-    divided. T5 (Raffel et al. 2019, as in the public Mesh TensorFlow code): by the widths of its
-    matrices. The rows of the vocabulary that are padding are drawn after the others, whose values
-    thus do not depend on the amount of padding.
+    GPT (Radford et al. 2019): std init_method_std, for projections into the residual stream divided
+    by sqrt(2 x num_layers). BERT (Devlin et al. 2018): the same, undivided if norms come after the
+    sums. T5 (Raffel et al. 2019, as in the public Mesh TensorFlow code): std from the widths of
+    the matrices. The padding rows of the vocabulary are drawn after the others, so that the values
+    of the others do not depend on the amount of padding.
     """
     divided = partitions(model)
     for name, parameter in model.named_parameters():
@@ -50,28 +50,28 @@ def initial_weight(
     seed: int,
     partition: Partition | None = None,
 ) -> Tensor:
-    """The initial values of one parameter, see `initialize`: fp32 on the CPU.
+    """Return the initial values of one parameter, see `initialize`: fp32 on the CPU.
 
     Args:
         name: global name.
-        shape: of this rank's part of it.
+        shape: shape of this rank's part.
         spec: the model.
-        seed: of the run.
-        partition: which part of the whole that is; None when it is all of it.
+        seed: seed of the run.
+        partition: position of this part in the whole parameter; None if it is not divided.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
     if "layernorm" in name:
         return torch.ones(shape)
     part = partition or Partition(0, 0, 1)
-    whole = part.global_shape(shape)
+    global_shape = part.global_shape(shape)
     deviation = t5_deviation(spec.model) if spec.family == "t5" else gpt_deviation(spec.model)
     rows = spec.vocab_size if name.endswith(VOCABULARY_ROWS) else None
-    return part.shard(_normal(whole, deviation(name, whole), seed, name, rows))
+    return part.shard(_normal(global_shape, deviation(name, global_shape), seed, name, rows))
 
 
 def gpt_deviation(model: ModelConfig) -> Deviation:
-    """Of GPT and BERT."""
+    """Return the standard deviations of GPT and BERT."""
     std = model.init_method_std
     residual = std / math.sqrt(2 * model.num_layers) if model.norm_position == "pre" else std
 
@@ -82,7 +82,10 @@ def gpt_deviation(model: ModelConfig) -> Deviation:
 
 
 def t5_deviation(model: ModelConfig) -> Deviation:
-    """Of T5, whose scores are not divided by sqrt(d): the queries' weights are smaller instead."""
+    """Return the standard deviations of T5.
+
+    T5 does not divide scores by sqrt(d); the weights of its queries are smaller instead.
+    """
     hidden, head = model.hidden_size, model.head_dim
     keys, queries = float(hidden**-0.5), float((hidden * head) ** -0.5)
 
@@ -96,8 +99,8 @@ def t5_deviation(model: ModelConfig) -> Deviation:
             return float(model.attention_size**-0.5)
         if name.endswith("mlp.dense_4h_to_h.weight"):
             return float(model.ffn_size**-0.5)
-        # A head of its own is a matrix as the others; transformers draws it with std 1, and logits
-        # spread by sqrt(h).
+        # A separate output layer is a matrix like the others. transformers draws it with std 1,
+        # which spreads the logits by sqrt(h).
         return 1.0 if name.endswith("word_embeddings.weight") else keys
 
     return deviation
@@ -106,7 +109,7 @@ def t5_deviation(model: ModelConfig) -> Deviation:
 def _normal(
     shape: tuple[int, ...], std: float | Tensor, seed: int, name: str, first_rows: int | None
 ) -> Tensor:
-    """A whole parameter in fp32 on the CPU, drawn in two goes when `first_rows` is given."""
+    """Draw a whole parameter in fp32 on the CPU; rows from `first_rows` on are drawn last."""
     generator = parameter_generator(seed, name)
     values = torch.empty(shape)
     split = shape[0] if first_rows is None else first_rows

@@ -1,10 +1,7 @@
-"""What a batch of ids says by itself.
-
-What a model reads, what it is to predict, and what may see what.
+"""Conversion of batches of ids to model inputs: tokens, labels, positions and masks.
 
 The rules for documents are Megatron-LM's (https://github.com/NVIDIA/Megatron-LM,
-core/datasets/gpt_dataset.py): a document goes on until its <|endoftext|>, that token included; -1
-is padding.
+core/datasets/gpt_dataset.py): a document ends with its <|endoftext|>, inclusive; -1 is padding.
 """
 
 from dataclasses import dataclass
@@ -21,47 +18,47 @@ from megacore.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One micro batch, as the model takes it."""
+    """One micro batch in the form that the models take."""
 
     tokens: Tensor
-    """[b, s] ids; 0 where there is padding. Of T5, the encoder's."""
+    """Ids [b, s], 0 at padding; T5: of the encoder."""
     labels: Tensor
-    """[b, s] ids to be predicted, of T5 [b, s_d]; 0 where there is nothing to predict."""
+    """Ids to predict, [b, s], T5: [b, s_d]; 0 where there is nothing to predict."""
     loss_mask: Tensor | None = None
-    """Bool of the labels' shape: whether a label counts; None: all do."""
+    """Bool mask of the labels' shape: True for labels that count; None: all count."""
     position_ids: Tensor | None = None
-    """[b, s]; None: 0 … s-1."""
+    """Positions [b, s]; None: 0 … s-1."""
     documents: Tensor | None = None
-    """[b, s] numbers of the documents that tokens must not look beyond; None: a token sees all
-    before it."""
+    """Document numbers [b, s], which restrict attention to the token's document; None: a token sees
+    all previous ones."""
     present: Tensor | None = None
-    """[b, s] bool: whether there is a token instead of padding; None: everywhere. BERT's, and of T5
-    the encoder's."""
+    """Bool mask [b, s]: True for tokens, False for padding; None: no padding. Used by BERT and T5's
+    encoder."""
     tokentypes: Tensor | None = None
-    """[b, s] number of the segment of each of BERT's tokens."""
+    """Segment number of each token [b, s], for BERT."""
     sentence_labels: Tensor | None = None
-    """[b] what BERT's binary head is to predict: 0 for segments in their order, 1 for others."""
+    """Labels [b] of BERT's binary head: 0 for segments in order, 1 otherwise."""
     decoder_tokens: Tensor | None = None
-    """[b, s_d] what T5's decoder reads: its labels, one place later."""
+    """Input ids [b, s_d] of T5's decoder: its labels, shifted right by one."""
 
 
 class InputRules(Protocol):
-    """How a model's family reads batches."""
+    """Interface that converts the batches of a model family."""
 
     @property
     def for_every_stage(self) -> bool:
-        """Whether pipeline stages without embedding and head need the batch too."""
+        """True if pipeline stages without embedding and head need the batch too."""
         ...
 
     def read(self, batch: Tensor) -> ModelInput:
-        """[b, width] ids -> what the model takes, on the same device and without waiting for it."""
+        """Convert ids [b, width] to model inputs on the same device, without synchronization."""
         ...
 
 
 def input_rules(config: RunConfig, special_tokens: SpecialTokens) -> InputRules:
-    """How the batches of a run are read.
+    """Return the rules that read the batches of a run.
 
-    Raises ConfigError where the vocabulary lacks a token that this takes.
+    Raises ConfigError if the vocabulary lacks a token that they need.
     """
     match config.family:
         case "gpt":
@@ -80,25 +77,25 @@ def input_rules(config: RunConfig, special_tokens: SpecialTokens) -> InputRules:
 
 @dataclass(frozen=True)
 class MaskRules:
-    """Of a causal model's rows: s + 1 ids, inputs and labels, shifted by one."""
+    """Rules for a causal model's rows: s + 1 ids, inputs and labels shifted by one."""
 
     eod_id: int | None
-    """Id of the token that ends a document; None where no rule asks for it."""
+    """Id of the token that ends a document; None if no rule needs it."""
     reset_position_ids: bool
     reset_attention_mask: bool
     eod_mask_loss: bool
     padded: bool
-    """Whether batches may have padding."""
+    """True if batches may contain padding."""
     rotary: bool = False
-    """Whether every layer asks for positions."""
+    """True if every layer needs positions."""
 
     @classmethod
     def of(cls, config: DataConfig, eod_id: int | None, *, rotary: bool = False) -> Self:
-        """The rules of a run.
+        """Return the rules of a run.
 
-        Without padding, and with the masks off, batches are taken as they are.
+        Without padding and document masks, batches are used unchanged.
         """
-        whole = (
+        never_padded = (
             config.packing == "packed"
             and config.add_extra_token
             and config.drop_last_partial
@@ -109,17 +106,17 @@ class MaskRules:
             reset_position_ids=config.reset_position_ids,
             reset_attention_mask=config.reset_attention_mask,
             eod_mask_loss=config.eod_mask_loss,
-            padded=not whole,
+            padded=not never_padded,
             rotary=rotary,
         )
 
     @property
     def for_every_stage(self) -> bool:
-        """Stages in between may need to know where documents end."""
+        """True if middle stages need the boundaries of documents."""
         return self.reset_attention_mask or (self.rotary and self.reset_position_ids)
 
     def read(self, batch: Tensor) -> ModelInput:
-        """[b, s + 1] ids -> what the model takes, on the same device and without waiting for it."""
+        """Convert ids [b, s + 1] to model inputs on the same device, without synchronization."""
         tokens, labels = batch[:, :-1], batch[:, 1:]
         loss_mask = self._loss_mask(tokens, labels)
         positions = documents = None
@@ -145,16 +142,16 @@ class MaskRules:
 
 @dataclass(frozen=True)
 class BertRules:
-    """Of BERT's rows, 3 s + 1 ids.
+    """Rules for BERT's rows of 3 s + 1 ids.
 
-    Tokens, labels (-1 where nothing is predicted), segments, and the sentence label.
+    A row has tokens, labels (-1 where nothing is predicted), segments and the sentence label.
     """
 
     for_every_stage: bool = True
-    """Every stage needs to know where padding is."""
+    """True: every stage needs the positions of padding."""
 
     def read(self, batch: Tensor) -> ModelInput:
-        """[b, 3 s + 1] ids -> what the model takes, on the same device, without waiting."""
+        """Convert ids [b, 3 s + 1] to model inputs on the same device, without synchronization."""
         tokens, labels, segments = batch[:, :-1].chunk(3, dim=1)
         return ModelInput(
             tokens.clamp(min=0),
@@ -168,20 +165,20 @@ class BertRules:
 
 @dataclass(frozen=True)
 class T5Rules:
-    """Of T5's rows, s + s_d ids: what the encoder reads, and what the decoder writes.
+    """Rules for T5's rows of s + s_d ids: the encoder's input, then the decoder's labels.
 
     -1 is padding.
     """
 
     seq_length: int
-    """Of the encoder (s)."""
+    """Sequence length of the encoder (s)."""
     start: int
-    """Id with which the decoder begins."""
+    """Id of the decoder's first input token."""
     for_every_stage: bool = True
-    """Every stage needs to know where padding is."""
+    """True: every stage needs the positions of padding."""
 
     def read(self, batch: Tensor) -> ModelInput:
-        """[b, s + s_d] ids -> what the model takes, on the same device, without waiting."""
+        """Convert ids [b, s + s_d] to model inputs on the same device, without synchronization."""
         tokens, labels = batch[:, : self.seq_length], batch[:, self.seq_length :]
         counts, labels = labels >= 0, labels.clamp(min=0)
         decoder = torch.cat([labels.new_full((len(labels), 1), self.start), labels[:, :-1]], 1)
@@ -195,6 +192,6 @@ class T5Rules:
 
 
 def _positions(begins: Tensor) -> Tensor:
-    """[b, s] whether a document begins -> [b, s] each token's distance from its beginning."""
+    """Return each token's distance [b, s] from its document's beginning, marked in `begins`."""
     place = torch.arange(begins.shape[1], device=begins.device)
     return place - torch.where(begins, place, 0).cummax(1).values

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and a rank's part of it, counted without building it."""
+"""Parameter counts of a model and of a rank's part, computed without building the model."""
 
 from collections.abc import Iterator
 
@@ -7,25 +7,25 @@ from megacore.config.spec import ModelSpec
 from megacore.pipeline_parallel.partition import ModelChunk
 
 _SEGMENTS = 2
-_ANSWERS = 2
+_BINARY_CLASSES = 2
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Count the whole model, tied embeddings once, the vocabulary's padding included."""
+    """Count the whole model's parameters, tied embeddings once, including vocabulary padding."""
     decoder = spec.model.decoder_layers if spec.family == "t5" else 0
-    whole = ModelChunk(
+    whole_model = ModelChunk(
         range(spec.model.num_layers),
         has_embedding=True,
         has_head=True,
         decoder_layers=range(decoder),
     )
-    return sum(chunk_sizes(spec, whole, 1))
+    return sum(chunk_sizes(spec, whole_model, 1))
 
 
 def chunk_sizes(spec: ModelSpec, chunk: ModelChunk, tensor: int) -> Iterator[int]:
-    """Yield the elements of each parameter tensor of a chunk on one of `tensor` ranks.
+    """Yield the number of elements of each parameter of a chunk on one of `tensor` ranks.
 
-    A head whose table of tokens is elsewhere too has a copy.
+    A tied head in another chunk than the embedding has its own copy of the token table.
     """
     model, family = spec.model, spec.family
     table = spec.padded_vocab_size // tensor * model.hidden_size
@@ -47,15 +47,15 @@ def chunk_sizes(spec: ModelSpec, chunk: ModelChunk, tensor: int) -> Iterator[int
         for stack in (chunk.layers, chunk.decoder_layers):
             if stack:
                 yield model.relative_attention_num_buckets * model.num_attention_heads // tensor
-        # The encoder's final norm is where its last layer is, and not with the head.
+        # The encoder's final norm is in the chunk with its last layer, not with the head.
         if chunk.layers and chunk.layers.stop == model.num_layers:
             yield from _norm(model)
 
 
 def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -> list[int]:
-    """Elements of each parameter tensor of a layer on one of `tensor` ranks.
+    """Return the number of elements of each parameter of a layer on one of `tensor` ranks.
 
-    Norms and the biases of row-parallel layers are whole. `decoder` is for a layer with cross
+    Norms and the biases of row-parallel layers are not divided. A `decoder` layer has cross
     attention.
     """
     hidden, inner, keys = (
@@ -81,12 +81,12 @@ def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -
 
 
 def _norm(model: ModelConfig, width: int | None = None) -> list[int]:
-    """Parameters of a norm, of hidden states unless `width` says otherwise."""
+    """Return the sizes of a norm's parameters; `width` defaults to the hidden size."""
     return [width or model.hidden_size] * (2 if model.normalization == "layernorm" else 1)
 
 
 def _embedding_sizes(spec: ModelSpec) -> list[int]:
-    """Return the sizes of what is beside the table of tokens."""
+    """Return the sizes of the embedding's parameters other than the token table."""
     model = spec.model
     rows = (
         [spec.max_position_embeddings]
@@ -100,11 +100,13 @@ def _embedding_sizes(spec: ModelSpec) -> list[int]:
 
 
 def _bert_head(spec: ModelSpec, tensor: int) -> list[int]:
-    """Return the sizes of the masked LM's dense layer, norm and vocabulary bias.
+    """Return the sizes of the masked-LM head's dense layer, norm and vocabulary bias.
 
-    With the pooler and the binary head, where there are any.
+    The pooler and the binary head are included if there are any.
     """
     model, hidden = spec.model, spec.model.hidden_size
     dense = [hidden * hidden, hidden]
     sizes = [*dense, *_norm(model), spec.padded_vocab_size // tensor]
-    return sizes + ([*dense, _ANSWERS * hidden, _ANSWERS] if model.bert_binary_head else [])
+    return sizes + (
+        [*dense, _BINARY_CLASSES * hidden, _BINARY_CLASSES] if model.bert_binary_head else []
+    )

@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds: its chunks, and how micro batches pass through them."""
+"""The chunks of a model on one rank, and the passes of micro batches through them."""
 
 from collections.abc import Iterator, Sequence
 from itertools import tee
@@ -30,7 +30,7 @@ from megacore.tensor_parallel import Partition, partitions
 
 
 class Stage:
-    """One rank's chunks of a model; with one pipeline stage a single chunk, the model itself."""
+    """One rank's chunks of a model; without pipeline parallelism one chunk, the whole model."""
 
     def __init__(
         self,
@@ -43,17 +43,16 @@ class Stage:
         kernels: Kernels | None = None,
         initial_weights: bool = True,
     ) -> None:
-        """Build the chunks with their initial weights, the same for every layout.
+        """Build the chunks with initial weights that do not depend on the layout.
 
         Args:
-            config: the run.
+            config: the run's configuration.
             vocab_size: entries of the tokenizer, before padding.
             mesh: this process's groups.
-            special_tokens: ids of the tokens that have a role.
-            device: where the parameters are.
-            kernels: what computes; None is plain torch.
-            initial_weights: whether parameters get their values here; else they are left
-                uninitialised.
+            special_tokens: ids of the tokens with a role.
+            device: device of the parameters.
+            kernels: kernels to compute with; None means plain torch.
+            initial_weights: initialise the parameters; otherwise they are left uninitialised.
 
         Raises:
             ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the
@@ -62,13 +61,13 @@ class Stage:
         self.mesh = mesh
         self.kernels = kernels or plain_kernels()
         self.parameter_count = parameter_count(ModelSpec.of(config, vocab_size))
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         self.rules = input_rules(config, special_tokens)
         self._config = config
         stages = mesh.pipeline_parallel
         virtual = config.parallel.virtual_pipeline_model_parallel_size if stages.size > 1 else 1
         self._parts = chunks_of(config, vocab_size) if stages.size > 1 else []
-        own: list[ModelChunk | None] = [*self._parts[stages.rank :: stages.size]] or [None]
+        local_chunks: list[ModelChunk | None] = [*self._parts[stages.rank :: stages.size]] or [None]
         self.chunks = [
             build_model(
                 config,
@@ -79,7 +78,7 @@ class Stage:
                 kernels=kernels,
                 initial_weights=initial_weights,
             )
-            for part in own
+            for part in local_chunks
         ]
         self.device = torch.device(device)
         self._pipeline = Pipeline(stages.size, virtual)
@@ -87,55 +86,55 @@ class Stage:
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter of this rank by its global name."""
+        """Parameters of this rank by global name."""
         return {
             name: parameter for chunk in self.chunks for name, parameter in chunk.named_parameters()
         }
 
     @property
     def partitions(self) -> dict[str, Partition]:
-        """How those that are divided over tensor-parallel ranks are divided."""
+        """Partitions of the parameters that are divided over tensor-parallel ranks."""
         return {name: part for chunk in self.chunks for name, part in partitions(chunk).items()}
 
     @property
     def shared_parameters(self) -> dict[str, ParallelGroup]:
-        """Those that other pipeline stages hold too, with the stages' group.
+        """Groups of the parameters that other pipeline stages also have copies of, by name.
 
-        The mesh was built with all of them.
+        The mesh was built with all of these groups.
         """
         copied, rank = self.copied_parameters, self.mesh.pipeline_parallel.rank
         return {name: self.mesh.copies[stages] for name, stages in copied.items() if rank in stages}
 
     @property
     def copied_parameters(self) -> dict[str, tuple[int, ...]]:
-        """The pipeline stages that hold a parameter, where there are several, in the whole model.
+        """Pipeline stages that have a copy of each shared parameter of the whole model.
 
-        By the parameter's global name.
+        The keys are the parameters' global names.
         """
         return copied_parameters(self._parts, self.mesh.pipeline_parallel.size, self._config.model)
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses whose sum is minimised, `lm_loss` first."""
+        """Names of the losses in the minimised sum, `lm_loss` first."""
         return self.chunks[0].loss_names
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return self.chunks[0].padded_vocab_size
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples.
+        """True if this rank needs the samples.
 
-        Stages in between take hidden states, and some need masks as well.
+        Middle stages take hidden states, and some need masks as well.
         """
         return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.for_every_stage
 
     def hidden_shape(self, samples: int, chunk: int) -> torch.Size:
-        """Shape of the hidden states that one of the model's chunks takes: [b, s(/t), h].
+        """Return the shape [b, s(/t), h] of the hidden states that one of the model's chunks takes.
 
-        T5's decoder hands on what the encoder returned and its own: [b, (s_e + s_d)(/t), h].
+        T5's decoder chunks pass on the encoder's output with their own: [b, (s_e + s_d)(/t), h].
         """
         data, parallel = self._config.data, self._config.parallel
         length = data.seq_length
@@ -153,18 +152,19 @@ class Stage:
         *,
         scale: float,
     ) -> list[Tensor]:
-        """Forward and backward of all micro batches of an iteration.
+        """Run forward and backward passes of all micro batches of an iteration.
 
         Args:
             batches: ids [b, width] of each micro batch, on this rank's device; empty unless
                 `reads_tokens`.
-            seeds: of the dropout of each micro batch.
-            syncs: of each chunk; its last backward pass lets gradients travel.
+            seeds: dropout seed of each micro batch.
+            syncs: gradient synchronization of each chunk, which starts with the chunk's last
+                backward pass.
             scale: factor on the loss of a micro batch, the sum of its mean losses.
 
         Returns:
-            The mean losses of each micro batch in the order of `loss_names`, [terms], on the last
-            stage; nothing on the others.
+            The mean losses [terms] of each micro batch in the order of `loss_names`, on the last
+            stage; an empty list on the others.
         """
         work = _Training(self, batches, seeds, syncs, scale)
         samples = self._config.train.micro_batch_size
@@ -175,7 +175,7 @@ class Stage:
 
     @torch.inference_mode()
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Of each loss the sum over all that counts, and its number, without dropout.
+        """Return the sum and number of the values of each loss that count, without dropout.
 
         Args:
             batches: ids [b, width] of each micro batch, on this rank's device; empty unless
@@ -194,9 +194,9 @@ class Stage:
                 if sizes
                 else ((),) * self._pipeline.stages
             )
-            own = passes[self.mesh.pipeline_parallel.rank]
+            local_passes = passes[self.mesh.pipeline_parallel.rank]
             self._executor().run(
-                own, work, lambda message: self._shape(message, sizes[message.micro_batch])
+                local_passes, work, lambda message: self._shape(message, sizes[message.micro_batch])
             )
         finally:
             for chunk in self.chunks:
@@ -204,13 +204,13 @@ class Stage:
         return work.total
 
     def _shape(self, message: Message, samples: int) -> torch.Size:
-        """Of hidden states, or their gradient, which goes back to the chunk before."""
+        """Return the shape of hidden states, or of their gradient for the previous chunk."""
         return self.hidden_shape(samples, message.chunk + (message.direction is Direction.BACKWARD))
 
     def _training_passes(self, micro_batches: int) -> tuple[Pass, ...]:
-        """This rank's passes, made once for each number of micro batches.
+        """Return this rank's passes, built once for each number of micro batches.
 
-        A ramp-up of the batch has several.
+        A ramp-up of the batch size needs several.
         """
         if micro_batches not in self._passes:
             style = self._config.parallel.pipeline_schedule
@@ -226,13 +226,13 @@ class Stage:
 
 
 class _Work:
-    """Computes a chunk's passes."""
+    """Base of the computations of a schedule's passes."""
 
     def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
         self._stage = stage
         self._time = stage.mesh.time
-        # Micro batches come to each chunk in order; where several of a rank's chunks read them,
-        # each does so in turn.
+        # Micro batches reach each chunk in order. If several of a rank's chunks read them, each has
+        # its own iterator.
         readers = [
             number
             for number, model in enumerate(stage.chunks)
@@ -242,14 +242,14 @@ class _Work:
         self._batches = dict(zip(readers, shares, strict=False))
 
     def _run(self, chunk: int, hidden: Tensor | None, dropout_seed: int | None) -> Tensor | Losses:
-        """What a chunk makes of its next micro batch.
+        """Run a chunk on its next micro batch.
 
-        Hidden states, or from a chunk with the head the losses.
+        Return hidden states, or from a chunk with the head the losses.
         """
         batch = next(self._batches[chunk]) if chunk in self._batches else None
         with self._time("forward-compute"):
-            given = None if batch is None else self._stage.rules.read(batch)
-            return self._stage.chunks[chunk].run(given, hidden, dropout_seed=dropout_seed)
+            inputs = None if batch is None else self._stage.rules.read(batch)
+            return self._stage.chunks[chunk].run(inputs, hidden, dropout_seed=dropout_seed)
 
 
 class _Training(_Work):
@@ -267,7 +267,7 @@ class _Training(_Work):
         self.losses: list[Tensor] = []
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
-        """The hidden states that leave the chunk, or the scaled sum of the mean losses."""
+        """Return the chunk's hidden states, or the scaled sum of the mean losses."""
         output = self._run(chunk, hidden, self._seeds[micro_batch])
         if isinstance(output, Tensor):
             return output
@@ -278,7 +278,7 @@ class _Training(_Work):
     def backward(
         self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
     ) -> None:
-        """Gradients of the chunk's parameters, added to the main gradients, and of its input."""
+        """Accumulate the gradients of the chunk's parameters, and compute that of its input."""
         self._left[chunk] -= 1
         with (
             self._time("backward-compute"),
@@ -293,7 +293,7 @@ class _Scoring(_Work):
         self.total = torch.zeros(len(stage.loss_names), 2, dtype=torch.float64, device=stage.device)
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
-        """The hidden states that leave the chunk, or what all losses add up to by now."""
+        """Return the chunk's hidden states, or the sums of all losses so far."""
         output = self._run(chunk, hidden, None)
         if isinstance(output, Tensor):
             return output
@@ -303,5 +303,5 @@ class _Scoring(_Work):
     def backward(
         self, micro_batch: int, chunk: int, output: GradientEdge, grad: Tensor | None
     ) -> None:
-        """Never called: the schedule has forward passes alone."""
+        """Raise an error: the schedule only has forward passes."""
         raise AssertionError("a forward-only schedule has a backward pass")

@@ -1,1 +1,1 @@
-"""What training tells the outside: events, log lines, rates."""
+"""Reporting of training: events, log lines, rates and heartbeats."""

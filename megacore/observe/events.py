@@ -1,4 +1,7 @@
-"""`events.jsonl`: the only channel out of training, append-only, one JSON object per line."""
+"""Writer and reader of `events.jsonl`: append-only, one JSON object per line.
+
+It is the only output channel of training.
+"""
 
 import json
 import math
@@ -19,14 +22,14 @@ _NUMBERS = {
     "checkpoint": ("time", "iteration"),
     "checkpoint_deleted": ("iteration",),
 }
-"""What all readers rely on, by kind."""
+"""Numeric fields that all readers rely on, by kind of event."""
 
 
 class EventWriter:
-    """Appends events; each line reaches the file before the call returns."""
+    """Writer that appends events; each line reaches the file before the call returns."""
 
     def __init__(self, path: Path, attempt: int) -> None:
-        """Open the file, closing off a line that a killed writer left torn.
+        """Open the file and cut off a torn line that a killed writer left.
 
         Args:
             path: events.jsonl of a run directory.
@@ -37,12 +40,12 @@ class EventWriter:
         with workspace_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(path)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the writer
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one event with its time (Unix seconds).
 
-        Values that JSON has no number for become null.
+        Floats that JSON cannot represent become null.
 
         Raises:
             WorkspaceError: the disk is full or not writable.
@@ -56,12 +59,12 @@ class EventWriter:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file. Raises WorkspaceError when it takes no more."""
+        """Close the file. Raises WorkspaceError if the last write fails."""
         with workspace_errors(self._path):
             self._file.close()
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return the writer."""
         return self
 
     def __exit__(
@@ -75,11 +78,10 @@ class EventWriter:
 
 
 class EventReader:
-    """Iterates over (event, offset of the next event) from a byte offset on.
+    """Iterator over pairs (event, offset of the next event), starting at a byte offset.
 
-    A torn last line is left for later.
-
-    Raises DataFormatError for a complete line that is no event.
+    It stops before a torn last line. It raises DataFormatError for a complete line that is not an
+    event.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -88,7 +90,7 @@ class EventReader:
         self._offset = offset
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield what is complete by now."""
+        """Yield the events that are complete now."""
         if not self._path.exists():
             return
         offset = self._offset
@@ -115,9 +117,9 @@ def _parse(line: bytes, path: Path, end: int) -> dict[str, Any]:
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether it has what readers of its kind rely on.
+    """Return True if the event has the fields that readers of its kind rely on.
 
-    A disk can change a letter of a name and leave it JSON.
+    Disk corruption can change a letter of a field's name and leave valid JSON.
     """
     kind = event.get("kind")
     if not isinstance(kind, str) or (
@@ -130,12 +132,12 @@ def _is_whole(event: dict[str, Any]) -> bool:
 
 def _json_value(key: str, value: Any) -> Any:
     if isinstance(value, str):
-        return redact(value, environment=key != "path")  # which is read back
+        return redact(value, environment=key != "path")  # paths are read back
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut the file after its last complete line: no reader has taken more than that."""
+    """Cut the file after its last complete line; no reader has read further."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step and what share of the hardware's peak they use."""
+"""Floating-point operations of a training step, and peak rates of devices."""
 
 import time
 from dataclasses import dataclass, replace
@@ -16,32 +16,32 @@ _MEASURING_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """What the operation count of a model depends on."""
+    """The sizes of a model that determine its operation count."""
 
     num_layers: int
-    """Of T5, the encoder's."""
+    """Number of layers; T5: of the encoder."""
     hidden_size: int
     ffn_size: int
     seq_length: int
-    """Of T5, the encoder's."""
+    """Tokens per sample; T5: of the encoder."""
     vocab_size: int
-    """Padded entries of the vocabulary."""
+    """Size of the vocabulary, including padding."""
     key_value_size: int | None = None
-    """Width of the keys of all key-value heads (g x d); None means that of the queries."""
+    """Width of the keys of all key-value heads (g x d); None: the same as the queries'."""
     query_size: int | None = None
-    """Width of all heads (n x d); None means hidden_size."""
+    """Width of all heads (n x d); None: hidden_size."""
     mlp_matrices: int = 2
-    """Three for a gated unit."""
+    """Weight matrices per MLP: 2, or 3 if gated."""
     decoder_layers: int = 0
-    """Of T5."""
+    """Number of T5's decoder layers."""
     decoder_seq_length: int = 0
-    """Of T5; 0 where there is no decoder."""
+    """Tokens per sample of T5's decoder; 0 without a decoder."""
     head_layers: int = 0
-    """Square linear layers before the output layer: BERT's head has one."""
+    """Square linear layers before the output layer; BERT's head has one."""
 
     @classmethod
     def of(cls, config: RunConfig, padded_vocab_size: int) -> "TransformerShape":
-        """The shape of a configuration's model."""
+        """Return the shape of a configuration's model."""
         model, t5 = config.model, config.family == "t5"
         return cls(
             model.num_layers,
@@ -58,7 +58,7 @@ class TransformerShape:
         )
 
     def part(self, layers: int, decoder_layers: int, *, head: bool) -> "TransformerShape":
-        """So many layers of the model, with its head or without."""
+        """Return the shape of a part of the model, with or without its head."""
         return replace(
             self,
             num_layers=layers,
@@ -69,9 +69,9 @@ class TransformerShape:
 
     @property
     def layer_forward(self) -> int:
-        """Operations of one layer's matrix products, forward, for one sample of s tokens.
+        """Forward operations of one layer's matrix products, for one sample of s tokens.
 
-        Of T5 they are the encoder's.
+        For T5 this is a layer of the encoder.
         """
         s, h, q = self.seq_length, self.hidden_size, self._query_size
         key_value = q if self.key_value_size is None else self.key_value_size
@@ -79,12 +79,12 @@ class TransformerShape:
 
     @property
     def attention_forward(self) -> int:
-        """The part of a layer's operations between q, k, v and attention's output."""
+        """Forward operations of one layer's attention core: from q, k, v to its output."""
         return 4 * self.seq_length**2 * self._query_size
 
     @property
     def decoder_layer_forward(self) -> int:
-        """Operations of one layer of T5's decoder, forward, for one sample."""
+        """Forward operations of one layer of T5's decoder, for one sample."""
         s, d, h, q = self.seq_length, self.decoder_seq_length, self.hidden_size, self._query_size
         self_attention, inter_attention = 8 * d * h * q, 4 * (d + s) * h * q
         return (
@@ -93,7 +93,7 @@ class TransformerShape:
 
     @property
     def decoder_attention_forward(self) -> int:
-        """The part of them between q, k, v and the outputs of both attentions."""
+        """Forward operations of a decoder layer's two attention cores, for one sample."""
         return (
             4
             * self.decoder_seq_length
@@ -103,7 +103,7 @@ class TransformerShape:
 
     @property
     def logits_forward(self) -> int:
-        """Operations of the head, forward, for one sample."""
+        """Forward operations of the head, for one sample."""
         s, h = self.decoder_seq_length or self.seq_length, self.hidden_size
         return 2 * s * h * (self.vocab_size + self.head_layers * h)
 
@@ -122,27 +122,29 @@ def step_flops(
     recomputed_layers: int | None = None,
     recomputed_decoder_layers: int | None = None,
 ) -> int:
-    """Operations that the hardware makes for `samples` samples.
+    """Return the number of operations that the hardware performs for `samples` samples.
 
     See Narayanan et al. 2021, appendix; arXiv:2104.04473.
 
-    Backward costs twice the forward pass; full recomputation makes the layers' forward pass once
-    more, which gives the paper's 96 B s l h^2 (1 + s/6h + V/16lh), selective recomputation
-    attention's alone (Korthikanti et al. 2022). With "none" these are the model's operations, which
-    MFU counts.
+    The backward pass costs twice the forward pass. Full recomputation repeats the forward pass of
+    the layers, which gives the paper's 96 B s l h^2 (1 + s/6h + V/16lh). Selective recomputation
+    repeats only attention (Korthikanti et al. 2022). With "none" the result is the model's
+    operations, which MFU counts.
 
     Args:
-        shape: of the model.
-        samples: of s tokens each.
-        recompute: what is computed again in the backward pass.
-        recomputed_layers: how many layers of the whole model do that, of T5 the encoder's; None
+        shape: shape of the model.
+        samples: number of samples of s tokens each.
+        recompute: part that is recomputed in the backward pass.
+        recomputed_layers: number of recomputed layers of the whole model (T5: of the encoder); None
             means all.
-        recomputed_decoder_layers: how many of T5's decoder; None means all.
+        recomputed_decoder_layers: number of recomputed layers of T5's decoder; None means all.
     """
-    again = {"none": 0, "selective": shape.attention_forward, "full": shape.layer_forward}[
-        recompute
-    ]
-    decoder_again = {
+    layer_recompute = {
+        "none": 0,
+        "selective": shape.attention_forward,
+        "full": shape.layer_forward,
+    }[recompute]
+    decoder_layer_recompute = {
         "none": 0,
         "selective": shape.decoder_attention_forward,
         "full": shape.decoder_layer_forward,
@@ -156,19 +158,21 @@ def step_flops(
         + shape.decoder_layers * shape.decoder_layer_forward
         + shape.logits_forward
     )
-    return samples * (3 * forward + layers * again + decoder_layers * decoder_again)
+    return samples * (
+        3 * forward + layers * layer_recompute + decoder_layers * decoder_layer_recompute
+    )
 
 
 @dataclass(frozen=True)
 class PeakRate:
-    """Dense matrix products of one device, in TFLOP/s, without sparsity."""
+    """Peak rates of one device for dense matrix products (no sparsity), in TFLOP/s."""
 
     low: float
-    """In bf16 or fp16 with fp32 accumulation."""
+    """Rate in bf16 or fp16 with fp32 accumulation."""
     fp32: float
-    """In fp32 without TF32."""
+    """Rate in fp32 without TF32."""
     has_bf16: bool = True
-    """Whether its tensor cores multiply bf16; before Ampere they know fp16 alone."""
+    """True if the tensor cores support bf16; before Ampere they only support fp16."""
 
 
 PEAK_TFLOPS: dict[str, PeakRate] = {
@@ -203,21 +207,20 @@ PEAK_TFLOPS: dict[str, PeakRate] = {
     "RTX 3090": PeakRate(71.2, 35.6),
     "RTX 3080": PeakRate(59.5, 29.8),
 }
-"""From the vendors' data sheets and architecture papers, by words of the device's name; the first
-that matches counts.
+"""Peak rates by words of the device's name, from data sheets and architecture papers.
 
-A GeForce card accumulates in fp32 at half the rate that is advertised for it, which is in fp16.
+The first entry that matches counts. GeForce cards accumulate in fp32 at half their advertised rate,
+which is for accumulation in fp16.
 """
 _OTHER_CARDS = frozenset({"Laptop", "Mobile", "Max", "SUPER", "Ti", "D"})
-"""Words that make of a card's name that of a slower or faster one: they match only where the table
-has them."""
+"""Words that denote a slower or faster variant of a card: an entry of the table without them does
+not match."""
 
 
 def peak_tflops(device: "torch.device", precision: str) -> float | None:
-    """Peak of one device in TFLOP/s, None for a GPU that is not in the table.
+    """Return the peak rate of one device in TFLOP/s, or None for a GPU that is not in the table.
 
-    A CPU has no figure to look up: a short run of matrix products is timed, on this process's
-    threads.
+    A CPU's rate is measured with matrix products on this process's threads.
     """
     import torch
 
@@ -227,9 +230,9 @@ def peak_tflops(device: "torch.device", precision: str) -> float | None:
 
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Peak of a GPU by its name in TFLOP/s.
+    """Return the peak rate of a GPU in TFLOP/s by its name.
 
-    None when it is not in the table or does not multiply in this precision.
+    Return None if it is not in the table or does not support the precision.
     """
     words = set(device_name.replace("-", " ").split())
     for name, rate in PEAK_TFLOPS.items():
@@ -242,9 +245,9 @@ def peak_by_name(device_name: str, precision: str) -> float | None:
 
 
 def measured_matmul_tflops(precision: str, seconds: float = _MEASURING_SECONDS) -> float:
-    """Best rate of square matrix products on this process's CPU threads, in TFLOP/s.
+    """Measure the best rate of square matrix products on this process's CPU threads, in TFLOP/s.
 
-    It is timed for about `seconds`.
+    The measurement takes about `seconds`.
     """
     import torch
 

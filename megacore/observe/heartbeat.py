@@ -1,9 +1,7 @@
-"""What a rank is doing now, in a small file that it maps into its memory.
+"""Heartbeats: the current activity of a rank, in a small memory-mapped file.
 
-Telling it takes no system call.
-
-Nobody is asked for it: whoever looks at the file sees the rank's iteration, its phase and its last
-collective, also when the rank hangs or is gone. Imports no torch.
+Updating it takes no system call. Readers see the rank's iteration, phase and last collective
+without asking the rank, even if it hangs or has died. This module does not import torch.
 """
 
 import contextlib
@@ -16,81 +14,81 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WAIT = " wait"
-"""How the name of a phase ends in which a rank waits for others; such phases lie within other
-ones."""
+"""Suffix of the names of phases in which a rank waits for others. These phases are nested in
+others."""
 ENDED = "ended"
-"""The phase of a rank that has done its work; nobody waits for a further change."""
+"""Phase of a rank that has finished its work; no further change is expected."""
 
 _MAGIC = b"MCHB0002"
 _OWNER = struct.Struct("<8sqQQ64s")
-"""Magic, process id, start of the process, its namespace of ids, host."""
+"""Magic number, process id, start time of the process, its PID namespace, host name."""
 _NUMBER = struct.Struct("<Q")
-"""Number of changes up to a state, in front of it."""
+"""Sequence number of a state, stored before it."""
 _STATE = struct.Struct("<qqd64s64s")
 """Iteration (-1: none yet), collectives, Unix time of the change, phase, last collective."""
 _SLOT = _NUMBER.size + _STATE.size
 _SLOTS = 2
-"""States that are written by turns: a rank that is stopped or killed while it writes one has left
-the other whole."""
+"""Number of states, written in turn: if a rank is stopped or killed while it writes one, the other
+is intact."""
 _SIZE = _OWNER.size + _SLOTS * _SLOT
 _READS = 5
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank's heartbeat says."""
+    """Content of a rank's heartbeat."""
 
     rank: int
-    """The rank, by the name of the file."""
+    """Rank, taken from the file's name."""
     host: str
-    """Name of its machine."""
+    """Name of the rank's host."""
     pid: int
-    """Id of its process there."""
+    """Process id on that host."""
     process_start: int
-    """When that process started, in clock ticks since the machine did: another one may have its id
-    by now."""
+    """Start time of the process, in clock ticks since the host booted. It detects a reused process
+    id."""
     namespace: int
-    """Where its id is valid: a container has ids of its own; 0 where that is not known."""
+    """PID namespace in which the process id is valid (a container has its own); 0 if unknown."""
     changes: int
-    """How often the heartbeat changed: it stands still while the rank does."""
+    """Number of changes of the heartbeat; it does not increase while the rank hangs."""
     iteration: int | None
-    """Training iteration, None before the first."""
+    """Training iteration; None before the first."""
     phase: str
-    """What the rank does."""
+    """Current activity of the rank."""
     collectives: int
-    """How often the rank began to wait for others."""
+    """Number of times the rank began to wait for others."""
     collective: str
-    """The last wait for others; empty before the first."""
+    """Name of the last wait for others; empty before the first."""
     time: float
-    """Unix time of the last change, by the clock of its machine, in seconds."""
+    """Unix time of the last change in seconds, by the clock of the rank's host."""
 
     @property
     def here(self) -> bool:
-        """Whether the process is on this machine, under the id that the heartbeat says."""
+        """True if the process is on this host, in the same PID namespace."""
         return self.host == _host() and self.namespace == _namespace()
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there and no zombie; to be asked of one that is `here`."""
+        """True if the process exists and is not a zombie; only valid if it is `here`."""
         return process_start(self.pid) == self.process_start
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits for others now."""
+        """True if the rank waits for others now."""
         return self.phase.endswith(WAIT)
 
 
 class Heartbeat:
-    """Writes one rank's heartbeat. Not for several threads at a time."""
+    """Writer of one rank's heartbeat. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file, in the phase "start".
+        """Create the file with the phase "start".
 
         Raises:
             OSError: the file cannot be written.
         """
         self.phase = "start"
-        """What the rank does now."""
+        """Current phase of the rank."""
         self._iteration, self._changes, self._collectives, self._collective = -1, 0, 0, b""
         start = process_start(os.getpid()) or 0
         owner = _OWNER.pack(_MAGIC, os.getpid(), start, _namespace(), _host().encode())
@@ -104,9 +102,9 @@ class Heartbeat:
         os.replace(temporary, path)
 
     def beat(self, phase: str, iteration: int | None = None) -> None:
-        """Tell a phase and, where it is given, the iteration.
+        """Record a phase and, if given, the iteration.
 
-        One whose name ends in " wait" counts as a collective.
+        A phase with a name that ends in " wait" counts as a collective.
         """
         if iteration is not None:
             self._iteration = iteration
@@ -115,8 +113,8 @@ class Heartbeat:
             self._collective = phase.encode()
         self._write(phase)
 
-    def back_to(self, phase: str) -> None:
-        """Tell that the rank is in an outer phase again, which counts as no further collective."""
+    def leave_phase(self, phase: str) -> None:
+        """Record the return to an outer phase, without counting another collective."""
         self._write(phase)
 
     def _write(self, phase: str) -> None:
@@ -127,25 +125,25 @@ class Heartbeat:
         )
         slot = _OWNER.size + self._changes % _SLOTS * _SLOT
         self._memory[slot + _NUMBER.size : slot + _SLOT] = state
-        # Only now is it the newest; until then whoever looks takes the other.
+        # The number makes the new state valid; until then readers take the other slot.
         self._memory[slot : slot + _NUMBER.size] = _NUMBER.pack(self._changes)
 
 
 def beat_path(directory: Path, rank: int) -> Path:
-    """Where a rank's heartbeat lies."""
+    """Return the path of a rank's heartbeat."""
     return directory / f"rank_{rank:05d}.beat"
 
 
 def stack_path(directory: Path, rank: int) -> Path:
-    """Where a rank writes its Python stacks when it gets SIGUSR2."""
+    """Return the path of the file to which a rank writes its Python stacks on SIGUSR2."""
     return directory / f"rank_{rank:05d}.stack"
 
 
 def read_heartbeat(path: Path) -> Beat | None:
-    """What a rank's heartbeat says; None where there is none yet."""
+    """Read a rank's heartbeat; return None if there is none yet."""
     data = b""
     with contextlib.suppress(OSError):
-        for _ in range(_READS):  # until it did not change while it was read
+        for _ in range(_READS):  # until two reads are equal
             earlier, data = data, path.read_bytes()
             if data == earlier:
                 break
@@ -173,30 +171,28 @@ def read_heartbeat(path: Path) -> Beat | None:
 
 
 def read_heartbeats(directory: Path) -> list[Beat]:
-    """All ranks' heartbeats in a directory, by rank."""
+    """Return the heartbeats in a directory, sorted by rank."""
     beats = [read_heartbeat(path) for path in directory.glob("rank_*.beat")]
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
 
 
 def process_start(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since the machine did.
+    """Return the start time of a process on this host, in clock ticks since the host booted.
 
-    None where it is gone.
-
-    A zombie is gone. None, too, where there is no /proc.
+    Return None if the process is gone or a zombie, or if there is no /proc.
     """
     fields = _stat(pid)
     return None if not fields or fields[0] in ("Z", "X") else int(fields[19])
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does (R S D T t Z …); empty where it is gone."""
+    """Return the kernel's state letter of a process (R S D T t Z …), or "" if it is gone."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process behind its name."""
+    """Return the fields of /proc/PID/stat after the process name; empty if it is gone."""
     try:
         return (
             Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The log lines that users of Megatron-LM know."""
+"""Log lines in the format of Megatron-LM."""
 
 import logging
 import math
@@ -11,14 +11,14 @@ from typing import Any
 from megacore.redact import redact_log
 
 logger = logging.getLogger("megacore")
-"""Parent of the library's loggers; a library user configures it as any other."""
+"""Parent of the library's loggers; users of the library configure it like any other logger."""
 
 
 @dataclass(frozen=True)
 class StepReport:
     """Means over one log interval.
 
-    The fields are those of a step event, where each further loss has its own name.
+    The fields are those of a step event, in which each further loss is a separate field.
     """
 
     iteration: int
@@ -30,39 +30,39 @@ class StepReport:
     """Learning rate of the last update."""
     global_batch_size: int
     lm_loss: float
-    """Mean over the interval's iterations that have a finite loss, and over data-parallel ranks, in
-    nats per token."""
+    """Mean over the interval's iterations with a finite loss, and over data-parallel ranks, in nats
+    per token."""
     loss_scale: float
     grad_norm: float
-    """Of the last update, before clipping."""
+    """Gradient norm of the last update, before clipping."""
     skipped_iterations: int
-    """In this interval."""
+    """Number of skipped iterations in this interval."""
     nan_iterations: int
-    """In this interval."""
+    """Number of iterations with a NaN loss in this interval."""
     samples_per_second: float
     tokens_per_second: float
     tflops: float
-    """Per rank, recomputation included."""
+    """Rate per rank, including recomputation."""
     mfu: float | None
-    """Model FLOPs utilisation (Chowdhery et al. 2022) between 0 and 1; None where the peak is not
-    known."""
+    """Model FLOPs utilisation (Chowdhery et al. 2022) between 0 and 1; None if the peak rate is
+    unknown."""
     exposed_communication_ms: float
-    """Of an iteration, on this rank: waiting for other ranks while nothing is computed."""
+    """Time per iteration in which this rank waits for others and computes nothing."""
     memory_mb: float
-    """Peak of this rank in MiB: allocated on the GPU, resident on a CPU."""
+    """Peak memory of this rank in MiB: allocated on a GPU, resident on a CPU."""
     further_losses: Mapping[str, float] = field(default_factory=dict)
-    """By name, the means of what else is minimised, as `sop_loss`, in nats per sample."""
+    """Means of further minimised losses by name, such as `sop_loss`, in nats per sample."""
 
     @property
     def event(self) -> dict[str, Any]:
-        """The values of a step event."""
+        """Values of a step event."""
         values = asdict(self)
         further = values.pop("further_losses")
         return {**values, **further}
 
 
 def configure_logging(rank: int) -> None:
-    """Let rank 0 write its log to standard output and every other rank its warnings."""
+    """Log to standard output: rank 0 everything from INFO, other ranks only warnings."""
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
@@ -73,7 +73,7 @@ def configure_logging(rank: int) -> None:
 
 
 def step_line(report: StepReport, now: datetime | None = None) -> str:
-    """One line per log interval."""
+    """Return the log line of one interval."""
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
     mfu = "unknown" if report.mfu is None else f"{100 * report.mfu:.1f}%"
     parts = [
@@ -84,7 +84,7 @@ def step_line(report: StepReport, now: datetime | None = None) -> str:
         f"learning rate: {report.lr:.3E}",
         f"global batch size: {report.global_batch_size:5d}",
         f"lm loss: {report.lm_loss:.6E}",
-        *(f"{spoken(name)}: {loss:.6E}" for name, loss in report.further_losses.items()),
+        *(f"{display_name(name)}: {loss:.6E}" for name, loss in report.further_losses.items()),
         f"loss scale: {report.loss_scale:.1f}",
         f"grad norm: {report.grad_norm:.3f}",
         f"number of skipped iterations: {report.skipped_iterations:3d}",
@@ -100,25 +100,25 @@ def step_line(report: StepReport, now: datetime | None = None) -> str:
 
 
 def time_line(milliseconds: Mapping[str, float]) -> str:
-    """Where the time of an iteration went, on this rank."""
+    """Return the log line with the time of each phase of an iteration, on this rank."""
     return "time (ms) | " + " | ".join(
         f"{phase}: {value:.1f}" for phase, value in milliseconds.items()
     )
 
 
 def validation_line(iteration: int, losses: Mapping[str, float]) -> str:
-    """Result of one validation: the losses by name, `lm_loss` first."""
+    """Return the log line of one validation: losses by name, `lm_loss` first."""
     lm_loss, *further = losses.items()
     values = [f"lm loss value: {lm_loss[1]:.6E}", f"lm loss PPL: {perplexity(lm_loss[1]):.6E}"]
-    values += [f"{spoken(name)} value: {loss:.6E}" for name, loss in further]
+    values += [f"{display_name(name)} value: {loss:.6E}" for name, loss in further]
     return f" validation loss at iteration {iteration} | {' | '.join(values)} | "
 
 
-def spoken(name: str) -> str:
-    """A loss as log lines and TensorBoard name it: `sop loss` for `sop_loss`."""
+def display_name(name: str) -> str:
+    """Return the name of a loss in log lines and TensorBoard: `sop loss` for `sop_loss`."""
     return name.replace("_", " ")
 
 
 def perplexity(loss: float) -> float:
-    """Exponential of a loss in nats per token, infinite where that overflows."""
+    """Return the exponential of a loss in nats per token, infinity if it overflows."""
     return math.exp(loss) if loss < 709.0 else math.inf

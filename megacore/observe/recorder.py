@@ -1,4 +1,4 @@
-"""One account of a run in three forms: events, log lines, and TensorBoard files."""
+"""Recorder of a run: events, log lines and TensorBoard files."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from megacore.errors import ConfigError
 from megacore.observe.events import EventReader, EventWriter
 from megacore.observe.logging import (
     StepReport,
+    display_name,
     logger,
     perplexity,
-    spoken,
     step_line,
     time_line,
     validation_line,
@@ -25,13 +25,16 @@ EVENTS_NAME = "events.jsonl"
 
 
 class Recorder:
-    """Writes for rank 0 and is silent on others, so that the loop is the same everywhere."""
+    """Recorder that writes on rank 0 and does nothing on the others.
+
+    The training loop can call it on every rank.
+    """
 
     def __init__(self, run_directory: Path, *, attempt: int, rank: int, tensorboard: bool) -> None:
-        """Open `events.jsonl` and, if asked, `tensorboard/` of a run directory.
+        """Open `events.jsonl` and, if requested, `tensorboard/` of a run directory.
 
         Raises:
-            ConfigError: TensorBoard files are asked for and the package is missing.
+            ConfigError: TensorBoard files are requested, but the package is missing.
             WorkspaceError: the directory is not writable.
         """
         writes = rank == 0
@@ -47,15 +50,15 @@ class Recorder:
             self._events.write(kind, **values)
 
     def reported_checkpoints(self) -> dict[int, str]:
-        """Path by iteration of every checkpoint that the events call kept; of use on rank 0."""
-        kept: dict[int, str] = {}
+        """Return the paths of existing checkpoints by iteration, from the events (rank 0 only)."""
+        checkpoints: dict[int, str] = {}
         if self._events:
             for event, _ in EventReader(self._path):
                 if event["kind"] == "checkpoint":
-                    kept[int(event["iteration"])] = str(event["path"])
+                    checkpoints[int(event["iteration"])] = str(event["path"])
                 elif event["kind"] == "checkpoint_deleted":
-                    kept.pop(int(event["iteration"]), None)
-        return kept
+                    checkpoints.pop(int(event["iteration"]), None)
+        return checkpoints
 
     def warning(self, message: str) -> None:
         """Log a warning and write it as an event."""
@@ -73,7 +76,7 @@ class Recorder:
         if self._board:
             values = {
                 "lm loss": report.lm_loss,
-                **{spoken(name): loss for name, loss in report.further_losses.items()},
+                **{display_name(name): loss for name, loss in report.further_losses.items()},
                 "learning-rate": report.lr,
                 "grad-norm": report.grad_norm,
                 "loss-scale": report.loss_scale,
@@ -92,7 +95,7 @@ class Recorder:
         consumed_samples: int,
         consumed_tokens: int,
     ) -> None:
-        """Record one validation: its losses by name, `lm_loss` first."""
+        """Record one validation; `losses` are by name, `lm_loss` first."""
         if not self._events:
             return
         line = validation_line(iteration, losses)
@@ -110,7 +113,7 @@ class Recorder:
             samples=samples,
         )
         if self._board:
-            tags = {f"{spoken(name)} validation": loss for name, loss in losses.items()}
+            tags = {f"{display_name(name)} validation": loss for name, loss in losses.items()}
             self._board.scalars(tags | {"lm loss validation ppl": ppl}, iteration)
 
     def close(self) -> None:
@@ -121,7 +124,7 @@ class Recorder:
             self._board.close()
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return the recorder."""
         return self
 
     def __exit__(
@@ -135,7 +138,7 @@ class Recorder:
 
 
 def check_tensorboard() -> None:
-    """Raise ConfigError when `tracking.tensorboard` is asked for and the package is missing."""
+    """Raise ConfigError if the package for `tracking.tensorboard` is missing."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "tracking.tensorboard is true and the package tensorboard is not installed: "
@@ -144,24 +147,23 @@ def check_tensorboard() -> None:
 
 
 class TensorBoardWriter:
-    """Writes scalars by iteration, with the tags of Megatron-LM."""
+    """Writer of scalars by iteration, with the tags of Megatron-LM."""
 
     def __init__(self, directory: Path) -> None:
-        """Write into `directory`, from the first values on.
+        """Write into `directory`, starting with the first values.
 
-        Raises ConfigError when the package is missing.
+        Raises ConfigError if the package is missing.
         """
         check_tensorboard()
         self._directory = directory
         self._writer: SummaryWriter | None = None
 
     def scalars(self, values: Mapping[str, float | None], iteration: int) -> None:
-        """Write values by tag; None is left out."""
+        """Write values by tag; skip None."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # A run that resumed repeats iterations: what an earlier file has from here on is
-            # hidden.
+            # A resumed run repeats iterations; hide values of earlier files from here on.
             self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=iteration)
         for tag, value in values.items():
             if value is not None:
@@ -169,6 +171,6 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def close(self) -> None:
-        """Finish the file."""
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()

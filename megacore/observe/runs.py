@@ -1,4 +1,4 @@
-"""What the workspace itself tells about its runs, without a tracking server."""
+"""State and progress of the runs in a workspace, read without a tracking server."""
 
 import fcntl
 import os
@@ -19,52 +19,53 @@ RunState = Literal["running", "finished", "incomplete", "damaged"]
 RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 _NAMED = 8
-"""Runs that a message names."""
+"""Maximum number of runs that a message names."""
 _REMOTE_SILENCE = 3600.0
-"""Seconds after which a rank of another machine that tells nothing is taken for gone."""
+"""Seconds without a heartbeat after which a rank on another host counts as dead."""
 
 
 def runs(workspace: Workspace) -> list[dict[str, Any]]:
-    """The pretrainings and fine-tunings of a workspace, the one that reported last first.
+    """Return the pretrainings and fine-tunings of a workspace, last updated first.
 
     Each has name, key, state, iteration, train_iters, consumed_tokens, valid_ppl (of the last
     validation), test_ppl, metric (of a fine-tuning's best model, as text), size_bytes, path and
-    updated (Unix seconds); what is not known is None. A run is `finished` once its manifest is
-    there, `running` while a process holds its lock, `damaged` when its files cannot be read.
+    updated (Unix seconds); unknown values are None. A run is `running` while a process holds its
+    lock, else `finished` if it has a manifest, else `incomplete`. It is `damaged` if its files
+    cannot be read.
     """
     test_ppl = _test_perplexities(workspace)
     folders = (workspace.folder("train"), workspace.folder("finetune"))
-    found = [
+    descriptions = [
         _describe(directory, test_ppl)
         for folder in folders
         for directory in _run_directories(folder)
     ]
-    return sorted(found, key=lambda run: run["updated"] or 0.0, reverse=True)
+    return sorted(descriptions, key=lambda run: run["updated"] or 0.0, reverse=True)
 
 
 def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
-    """Directory of the one run in `state` whose key is, or begins with, or whose name is `name`.
+    """Return the directory of the one run in `state` with the name, key or key prefix `name`.
 
-    Raises ConfigError when there is none, or more than one.
+    Raises ConfigError if there is none, or more than one.
     """
-    every = runs(workspace)
-    found = [run for run in every if run["state"] == state and _is_called(run, name)]
-    if len(found) != 1:
-        shown = found or [run for run in every if _is_called(run, name)] or every
-        named = (
-            ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in shown[:_NAMED])
+    all_runs = runs(workspace)
+    matches = [run for run in all_runs if run["state"] == state and _is_called(run, name)]
+    if len(matches) != 1:
+        listed = matches or [run for run in all_runs if _is_called(run, name)] or all_runs
+        listing = (
+            ", ".join(f"{run['key']} ({run['name']}, {run['state']})" for run in listed[:_NAMED])
             or "none"
         )
-        named += f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
-        what = f"{len(found)} runs are {state}" if found else f"no run is {state}"
+        listing += f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+        problem = f"{len(matches)} runs are {state}" if matches else f"no run is {state}"
         raise ConfigError(
-            f"{what} under {name!r} in {workspace.root}, where there are {named}: give one key"
+            f"{problem} under {name!r} in {workspace.root}, where there are {listing}: give one key"
         )
-    return Path(found[0]["path"])
+    return Path(matches[0]["path"])
 
 
 def is_training(directory: Path) -> bool:
-    """Whether a task holds a run's lock, or a rank started by hand has a heartbeat there."""
+    """Return True if a task holds the run's lock or a manually started rank has a heartbeat."""
     if _locked(directory.with_name(f".{directory.name}.lock")):
         return True
     beats = [beat for beat in read_heartbeats(directory / "exit") if beat.phase != ENDED]
@@ -113,7 +114,7 @@ def _describe(directory: Path, test_ppl: dict[str, float]) -> dict[str, Any]:
 
 
 def _progress(events: Path) -> dict[str, Any]:
-    """Where the run is: of an iteration that is reported again, the later report counts."""
+    """Return the progress of a run; for a repeated iteration the later event counts."""
     progress: dict[str, Any] = {}
     for event, _ in EventReader(events):
         progress["updated"] = event["time"]
@@ -129,9 +130,9 @@ def _progress(events: Path) -> dict[str, Any]:
 
 
 def _planned_iterations(train: dict[str, Any]) -> int | None:
-    """How far a configuration leads.
+    """Return the planned number of iterations of a configuration, or None if it is unknown.
 
-    A fine-tuning's epochs are steps only once its samples are counted.
+    The number of steps of a fine-tuning's epochs is unknown until its samples are counted.
     """
     planned: int | None = train["max_steps" if "num_epochs" in train else "train_iters"]
     return planned
@@ -144,7 +145,7 @@ def _state(directory: Path, *, finished: bool) -> RunState:
 
 
 def _locked(path: Path) -> bool:
-    """Whether a process holds the lock that `megacore.artifact.lock` takes."""
+    """Return True if a process holds the lock that `megacore.artifact.lock` takes."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -159,7 +160,7 @@ def _locked(path: Path) -> bool:
 
 
 def _size(directory: Path) -> int:
-    """Bytes of all files below; files that retention deletes meanwhile count as gone."""
+    """Return the size of all files in bytes, ignoring files that are deleted while counting."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -171,11 +172,11 @@ def _size(directory: Path) -> int:
 
 
 def _test_perplexities(workspace: Workspace) -> dict[str, float]:
-    """The `test_ppl` that evaluations counted, by the digest of the run that they read.
+    """Return the `test_ppl` of evaluations by the digest of the evaluated run.
 
-    The newest counts.
+    If there are several, the newest counts.
     """
-    found: dict[str, float] = {}
+    perplexities: dict[str, float] = {}
     folder = workspace.folder("evaluate")
     for path in sorted(folder.glob(f"*/{MANIFEST_NAME}"), key=lambda path: path.stat().st_mtime):
         try:
@@ -184,5 +185,5 @@ def _test_perplexities(workspace: Workspace) -> dict[str, float]:
         except ArtifactError:
             continue
         if ppl is not None:
-            found.update(dict.fromkeys(manifest.inputs.values(), float(ppl)))
-    return found
+            perplexities.update(dict.fromkeys(manifest.inputs.values(), float(ppl)))
+    return perplexities

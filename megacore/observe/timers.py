@@ -1,6 +1,6 @@
-"""Where an iteration's time goes.
+"""Time of an iteration by phase.
 
-Phases, of which those named `… wait` are communication that nothing hides.
+Phases with names that end in " wait" are communication that is not overlapped with computation.
 """
 
 import time
@@ -13,15 +13,18 @@ from megacore.observe.heartbeat import WAIT, Heartbeat
 
 
 def exposed_communication(milliseconds: Mapping[str, float]) -> float:
-    """Milliseconds of waiting for other ranks."""
+    """Return the milliseconds spent waiting for other ranks."""
     return sum(value for phase, value in milliseconds.items() if phase.endswith(WAIT))
 
 
 class Timers:
-    """Accumulates milliseconds by phase, on a GPU by its own clock, without any waiting."""
+    """Accumulator of milliseconds by phase.
+
+    On a GPU it records CUDA events, so that timing does not wait for the device.
+    """
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None) -> None:
-        """Measure what runs on `device`, and tell each phase to `heartbeat`, while paused too."""
+        """Measure phases on `device` and record each in `heartbeat`, even while paused."""
         self._events = device.type == "cuda"
         self._heartbeat = heartbeat
         self._running = True
@@ -30,7 +33,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time of the body to `phase`."""
+        """Add the duration of the block to `phase`."""
         if self._heartbeat is None:
             with self._timed(phase):
                 yield
@@ -41,10 +44,10 @@ class Timers:
             with self._timed(phase):
                 yield
         finally:
-            self._heartbeat.back_to(outer)
+            self._heartbeat.leave_phase(outer)
 
     def beat(self, phase: str, iteration: int | None = None) -> None:
-        """Tell the heartbeat, if there is one, what this rank does outside of measured phases."""
+        """Record a phase in the heartbeat, if there is one, without measuring it."""
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, iteration)
 
@@ -65,7 +68,7 @@ class Timers:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the body's phases out."""
+        """Exclude the phases of the block from the measurement."""
         self._running = False
         try:
             yield
@@ -73,7 +76,7 @@ class Timers:
             self._running = True
 
     def take(self, iterations: int) -> dict[str, float]:
-        """Milliseconds per iteration by phase since the last call, and start anew."""
+        """Return the milliseconds per iteration by phase since the last call, and reset them."""
         for phase, begin, end in self._pending:
             end.synchronize()
             self._add(phase, begin.elapsed_time(end))

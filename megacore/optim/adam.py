@@ -1,9 +1,10 @@
 """AdamW (Loshchilov and Hutter 2019) over fp32 main weights (Micikevicius et al. 2018).
 
 Gradients are clipped by their global norm (Pascanu et al. 2013) without a transfer to the host.
-Main weights and moments are whole, or divided over the replicas (ZeRO-1; Rajbhandari et al. 2020,
-arXiv:1910.02054): each replica then sums, updates and keeps in fp32 its shard of every bucket
-alone, and all gather the weights. An all-reduce of gradients would move as much.
+Main weights and moments are either complete on each replica or divided over the replicas (ZeRO-1;
+Rajbhandari et al. 2020, arXiv:1910.02054). In the latter case each replica sums, updates and keeps
+in fp32 only its shard of every bucket, and all replicas gather the weights. An all-reduce of
+gradients would move as many bytes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,20 +21,20 @@ from megacore.data_parallel.grad_sync import Bucket, GradSync
 from megacore.kernels.adamw import AdamTensors, Hyperparameters
 from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.parallel.collectives import Pending
-from megacore.parallel.mesh import ALONE
+from megacore.parallel.mesh import SINGLE_RANK
 from megacore.tensor_parallel.partition import Partition
 
 EPSILON = 1e-6
-"""Added to the norm before it divides the limit, as torch and Megatron-LM do."""
+"""Value added to the norm before it divides the limit, as in torch and Megatron-LM."""
 _KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
-"""Where a checkpoint keeps what of a main weight."""
+"""Field of a main weight for each prefix of names in a checkpoint."""
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are divided by to be at most `max_norm`: a scalar >= 1.
+    """Return the scalar divisor >= 1 that clips gradients of this norm to `max_norm`.
 
     Args:
-        norm: a scalar.
+        norm: norm of the gradients, a scalar.
         max_norm: limit of the norm; 0 does not clip.
     """
     return (
@@ -43,27 +44,26 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters that share their hyperparameters."""
+    """Parameters with the same hyperparameters."""
 
     names: tuple[str, ...]
-    """Global names."""
+    """Global names of the parameters."""
     decays: bool
-    """Whether weight decay applies to them."""
+    """True if weight decay applies to them."""
 
 
 def has_weight_decay(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter decays.
+    """Return True if a parameter decays.
 
-    Biases and the gains of layer norms (all vectors) do not, as in Megatron-LM.
-
-    `parameter` is the model's, whole or a tensor-parallel part; a flattened piece of it has lost
-    what decides.
+    Biases and the gains of layer norms (all vectors) do not, as in Megatron-LM. `parameter` must be
+    the model's, whole or a tensor-parallel part: a flattened piece lacks the dimensions that
+    decide.
     """
     return parameter.dim() > 1 and not name.endswith(".bias")
 
 
 def param_groups(named_parameters: Iterable[tuple[str, Tensor]]) -> tuple[ParamGroup, ...]:
-    """Divide parameters into those that decay and those that do not; empty groups are left out."""
+    """Divide parameters into those that decay and those that do not; omit empty groups."""
     decayed: list[str] = []
     undecayed: list[str] = []
     for name, parameter in named_parameters:
@@ -74,7 +74,7 @@ def param_groups(named_parameters: Iterable[tuple[str, Tensor]]) -> tuple[ParamG
 
 @dataclass(frozen=True)
 class MainWeight:
-    """Elements of one parameter that this rank updates; all tensors are fp32 and of one shape."""
+    """Elements of one parameter that this rank updates, in fp32 tensors of the same shape."""
 
     name: str
     """Global name of the parameter."""
@@ -87,8 +87,8 @@ class MainWeight:
     exp_avg_sq: Tensor
     """Second moment."""
     target: Tensor | None = None
-    """The model's weight of lower precision, into which an update rounds; None where the main
-    weight is the model's."""
+    """Lower-precision weight of the model, into which an update is rounded; None if the main weight
+    is the model's weight."""
 
 
 class MainWeights(Protocol):
@@ -96,22 +96,22 @@ class MainWeights(Protocol):
 
     @property
     def weights(self) -> Sequence[MainWeight]:
-        """What this rank updates."""
+        """Main weights that this rank updates."""
         ...
 
     def publish(self) -> Pending:
-        """Begin to bring what an update wrote into the targets to whoever computes with it."""
+        """Start sending the updated targets to the ranks that compute with them."""
         ...
 
 
 class WholeWeights:
     """All main weights of a model chunk.
 
-    Where it computes in fp32, they are the model's weights.
+    If the chunk computes in fp32, they are the model's weights.
     """
 
     def __init__(self, sync: GradSync, dtype: torch.dtype) -> None:
-        """Take over the parameters of `sync`, fp32, and cast them to `dtype`.
+        """Take the fp32 parameters of `sync` and cast them to `dtype`.
 
         The main weights keep their bits.
         """
@@ -124,34 +124,34 @@ class WholeWeights:
             self.weights.append(MainWeight(name, 0, main, sync.gradients[name], *moments, target))
 
     def publish(self) -> Pending:
-        """The targets are the model's weights: nothing is left to do."""
-        return Pending(ALONE, (), lambda: self.weights[0].weight)
+        """Return a completed operation, since the targets are the model's weights."""
+        return Pending(SINGLE_RANK, (), lambda: self.weights[0].weight)
 
 
 class ShardedWeights:
-    """The model's weights of one bucket in a flat buffer, and this rank's shard of them in fp32.
+    """Model weights of one bucket in a flat buffer, and this rank's shard of them in fp32.
 
-    Shards begin at multiples of the alignment within every parameter: the fused AdamW rounds an
-    element in its vector loop and in the remainder after it differently, and so updates each as it
-    would without shards.
+    Shards begin at multiples of the alignment within every parameter. The fused AdamW rounds an
+    element differently in its vector loop and in the remainder after it; with the alignment, each
+    element is updated as it would be without shards.
     """
 
     def __init__(self, sync: GradSync, bucket: Bucket, dtype: torch.dtype) -> None:
-        """Take over a bucket's parameters, fp32, into a flat buffer, cast to `dtype`."""
+        """Move a bucket's fp32 parameters into a flat buffer, cast to `dtype`."""
         self._replicas = sync.mesh.data_parallel
         device = bucket.buffer.device
         self._buffer = torch.zeros(bucket.layout.length, dtype=dtype, device=device)
         shard = self._buffer[bucket.shard.start : bucket.shard.stop]
-        # An fp32 model's own weights are the main weights.
-        whole_precision = dtype == torch.float32
-        main = shard if whole_precision else torch.zeros_like(shard, dtype=torch.float32)
+        # The weights of an fp32 model are the main weights.
+        is_fp32 = dtype == torch.float32
+        main = shard if is_fp32 else torch.zeros_like(shard, dtype=torch.float32)
         exp_avg, exp_avg_sq = torch.zeros_like(main), torch.zeros_like(main)
         pieces = list(bucket.layout.within(bucket.shard))
         for piece in pieces:
             piece.of(main).copy_(_run(sync.parameters[piece.name], piece))
-        for whole in bucket.layout.pieces:
-            parameter = sync.parameters[whole.name]
-            view = whole.of(self._buffer).view(parameter.shape)
+        for piece in bucket.layout.pieces:
+            parameter = sync.parameters[piece.name]
+            view = piece.of(self._buffer).view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
         self.weights = [
@@ -162,13 +162,13 @@ class ShardedWeights:
                 piece.of(bucket.reduced),
                 piece.of(exp_avg),
                 piece.of(exp_avg_sq),
-                None if whole_precision else piece.of(shard),
+                None if is_fp32 else piece.of(shard),
             )
             for piece in pieces
         ]
 
     def publish(self) -> Pending:
-        """Begin to gather the other ranks' shards."""
+        """Start gathering the other ranks' shards."""
         return start_all_gather_(self._buffer, self._replicas)
 
 
@@ -177,12 +177,12 @@ def _run(parameter: nn.Parameter, piece: Piece) -> Tensor:
 
 
 class MainWeightAdamW:
-    """Updates fp32 main weights by a fused kernel, which rounds them into the model's weights too.
+    """AdamW optimizer of fp32 main weights.
 
-    Where the model computes in fp32, its weights are the main weights and nothing is copied. Under
-    a distributed optimizer this rank has its shard of them, and of the moments, alone. The kernel
-    also divides the gradients, so that averaging, clipping and the loss scale take no pass of their
-    own.
+    A fused kernel updates them and rounds them into the model's weights. If the model computes in
+    fp32, its weights are the main weights and nothing is copied. With a distributed optimizer this
+    rank has only its shard of the main weights and moments. The kernel also divides the gradients,
+    so that averaging, clipping and the loss scale need no separate pass.
     """
 
     def __init__(
@@ -193,15 +193,15 @@ class MainWeightAdamW:
         partitions: Mapping[str, Partition] | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """Take over the parameters of this rank's model chunks and cast them to the compute type.
+        """Take the parameters of this rank's model chunks and cast them to the compute type.
 
         Args:
             syncs: gradients and fp32 parameters of each chunk, all of one mesh.
-            config: betas and epsilon; what changes from step to step is given to `step`.
-            dtype: type of the model's weights from now on; the main weights keep their bits.
-            partitions: how parameters are divided over tensor-parallel ranks; those not named are
-                whole on each.
-            kernels: what computes; None is plain torch.
+            config: betas and epsilon; values that change from step to step are arguments of `step`.
+            dtype: new type of the model's weights; the main weights keep their bits.
+            partitions: division of parameters over tensor-parallel ranks; parameters that are not
+                named are whole on each rank.
+            kernels: implementation of the operations; None is plain torch.
         """
         kernels = kernels or plain_kernels()
         self._adamw, self._sum_of_squares = kernels.optimizer, kernels.sum_of_squares
@@ -223,19 +223,18 @@ class MainWeightAdamW:
             else:
                 self._parts.append(WholeWeights(sync, dtype))
         self.steps = 0
-        """Updates made so far; it corrects the bias of the moments."""
+        """Number of updates so far, for the bias correction of the moments."""
 
     @torch.no_grad()
     def grad_norm(self, *, scale: float = 1.0) -> Tensor:
-        """Global norm of the mean gradient, after `GradSync.finish`: an fp32 scalar.
+        """Return the global norm of the mean gradient, after `GradSync.finish`: an fp32 scalar.
 
-        Its bits are the same on every rank.
-
-        Each parameter counts once, however many ranks hold it or a part of it. Collective over the
-        replica's ranks, and over the replicas too where each has its shard alone.
+        It has the same bits on every rank. Each parameter counts once, even if several ranks hold
+        it or a part of it. Collective over the replica's ranks, and over the replicas too if each
+        has only its shard.
 
         Args:
-            scale: loss scale that the gradients still carry.
+            scale: loss scale still contained in the gradients.
         """
         total = self._sum_of_squares(self._counted, self._device)
         groups = [self._mesh.data_parallel] * self._syncs[0].sharded + [self._mesh.model_parallel]
@@ -253,14 +252,14 @@ class MainWeightAdamW:
         max_norm: float = 0.0,
         scale: float = 1.0,
     ) -> None:
-        """Make one update from the gradients in the buckets, which are used up.
+        """Make one update from the gradients in the buckets, which are overwritten.
 
         Args:
             lr: learning rate of this update.
-            weight_decay: decoupled weight decay of this update, of the parameters that decay.
-            norm: what `grad_norm` returned; needed to clip.
+            weight_decay: decoupled weight decay of this update, for the parameters that decay.
+            norm: result of `grad_norm`; needed for clipping.
             max_norm: limit of the global norm; 0 does not clip.
-            scale: loss scale that the gradients still carry.
+            scale: loss scale still contained in the gradients.
         """
         divisor = torch.full((), self._replicas * scale, device=self._device)
         if max_norm > 0:
@@ -278,9 +277,9 @@ class MainWeightAdamW:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Publish the main weights to the model; to be called after they were loaded.
+        """Publish the main weights to the model; call it after loading them.
 
-        Collective when sharded.
+        Collective if sharded.
         """
         for part in self._parts:
             for main in part.weights:
@@ -290,28 +289,27 @@ class MainWeightAdamW:
             work.wait()
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """Main weights and moments under the names and shapes of a checkpoint.
+        """Return the main weights and moments under the names and shapes of a checkpoint.
 
-        They are loaded in place.
-
-        Of a parameter that other ranks hold parts of, this rank's part; it may be empty.
+        They are loaded in place. For a parameter that is divided over ranks, the tensor is this
+        rank's part, which may be empty.
         """
-        held: dict[str, list[MainWeight]] = {
+        weights_by_name: dict[str, list[MainWeight]] = {
             name: [] for sync in self._syncs for name in sync.parameters
         }
         for part in self._parts:
             for main in part.weights:
-                held[main.name].append(main)
+                weights_by_name[main.name].append(main)
         return {
             f"{kind}.{name}": self._global(
                 name, [(main.start, getattr(main, field)) for main in weights]
             )
             for kind, field in _KINDS.items()
-            for name, weights in held.items()
+            for name, weights in weights_by_name.items()
         }
 
     def _global(self, name: str, runs: Sequence[tuple[int, Tensor]]) -> Tensor | TensorShard:
-        """A tensor as the checkpoint sees it."""
+        """Return a tensor in the form that a checkpoint takes."""
         partition = self._partitions.get(name)
         if partition is None and not self._syncs[0].sharded:
             return runs[0][1]
@@ -341,13 +339,13 @@ class MainWeightAdamW:
         )
 
     def _counted_runs(self, sync: GradSync) -> Iterator[Tensor]:
-        """The gradients of `sync` that this rank counts for the global norm, and no other."""
-        own = frozenset(
+        """Yield the gradients of `sync` that only this rank counts in the global norm."""
+        counted_names = frozenset(
             name
             for name in sync.parameters
             if (name in self._partitions or self._mesh.tensor_parallel.rank == 0)
             and (name not in sync.shared or sync.shared[name].rank == 0)
         )
         for bucket in sync.buckets:
-            for run in bucket.layout.runs(bucket.shard, own):
+            for run in bucket.layout.runs(bucket.shard, counted_names):
                 yield bucket.reduced[run]

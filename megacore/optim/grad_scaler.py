@@ -1,6 +1,6 @@
-"""Loss scaling for fp16 with the hysteresis of Megatron-LM's DynamicGradScaler.
+"""Loss scaling for fp16 (Micikevicius et al. 2018).
 
-See Micikevicius et al. 2018.
+The hysteresis is that of Megatron-LM's DynamicGradScaler.
 """
 
 from typing import NotRequired, TypedDict
@@ -12,23 +12,22 @@ BACKOFF_FACTOR = 0.5
 
 
 class LossScaleState(TypedDict):
-    """What a checkpoint keeps of a scaler."""
+    """State of a scaler in a checkpoint."""
 
     scale: float
     growth_tracker: int
     hysteresis_tracker: int
     skipped_at_minimum: NotRequired[int]
-    """Absent from checkpoints of versions that did not count."""
+    """Missing in checkpoints of older versions."""
 
 
 class DynamicLossScaler:
-    """Doubles the scale after `window` steps without overflow.
+    """Dynamic loss scale with hysteresis.
 
-    Halves it once `hysteresis` overflows were met.
-
-    The count of overflows starts afresh only when the scale grows, as in Megatron-LM: after the
-    first backoff each further overflow halves the scale. At its minimum it waits: what `patience`
-    iterations in a row could not bring down is no matter of scale.
+    The scale doubles after `window` steps without overflow and is halved after `hysteresis`
+    overflows. The count of overflows is reset only when the scale grows, as in Megatron-LM: after
+    the first backoff each further overflow halves the scale. At its minimum the scale stays: if
+    `patience` iterations in a row overflow there, the scale is not the cause.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -45,14 +44,14 @@ class DynamicLossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether a lower scale cannot help.
+        """True if a lower scale cannot help.
 
         The last `patience` iterations in a row overflowed at the minimum.
         """
         return self._skipped_at_minimum >= self._config.patience
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of one iteration's outcome; every rank is given the same one."""
+        """Update the scale after an iteration; `overflow` must be the same on every rank."""
         if overflow:
             self._skipped_at_minimum += self._scale <= self._config.minimum
             self._growth_tracker = 0
@@ -68,7 +67,7 @@ class DynamicLossScaler:
             self._scale *= GROWTH_FACTOR
 
     def state(self) -> LossScaleState:
-        """Values for a checkpoint."""
+        """Return the values for a checkpoint."""
         return {
             "scale": self._scale,
             "growth_tracker": self._growth_tracker,
@@ -77,7 +76,7 @@ class DynamicLossScaler:
         }
 
     def load_state(self, state: LossScaleState) -> None:
-        """Continue from a checkpoint's values."""
+        """Restore a checkpoint's values."""
         self._scale = float(state["scale"])
         self._growth_tracker = int(state["growth_tracker"])
         self._hysteresis_tracker = int(state["hysteresis_tracker"])

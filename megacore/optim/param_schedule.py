@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of the optimizer steps made so far.
+"""Learning rate and weight decay as pure functions of the number of optimizer steps.
 
 The formulas are Megatron-LM's (`OptimizerParamScheduler`).
 """
@@ -13,12 +13,12 @@ from megacore.config.run import RunConfig
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Warm-up, then a decay to a floor."""
+    """Learning rate schedule: warm-up, then a decay to a floor."""
 
     lr: float
-    """Peak, reached at `warmup_steps`."""
+    """Peak value, reached at `warmup_steps`."""
     min_lr: float
-    """Value after `decay_steps`, whatever the style, unless it is constant."""
+    """Value after `decay_steps` for every style but constant."""
     warmup_steps: int
     """Optimizer steps of warm-up."""
     decay_steps: int
@@ -36,7 +36,7 @@ class LrSchedule:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """The schedule that a configuration describes."""
+        """Return the schedule that a configuration describes."""
         optim = config.optim
         return cls(
             lr=optim.lr,
@@ -51,9 +51,9 @@ class LrSchedule:
         )
 
     def at(self, step: int) -> float:
-        """Learning rate of optimizer step number `step`, counted from 1.
+        """Return the learning rate of optimizer step number `step`, counted from 1.
 
-        Skipped iterations are no steps.
+        Skipped iterations do not count as steps.
         """
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self._warm_up(step)
@@ -66,17 +66,17 @@ class LrSchedule:
         return self.min_lr + self._share(step) * (self.lr - self.min_lr)
 
     def _warm_up(self, step: int) -> float:
-        """The rate of a step up to `warmup_steps`."""
+        """Return the learning rate of a step up to `warmup_steps`."""
         rise = self.lr - self.init_lr
         if self.warmup_style == "linear":
             return self.init_lr + rise * step / self.warmup_steps
-        # As DeepSpeed's WarmupLR: at the peak one step early, and never of fewer than two steps.
+        # Like DeepSpeed's WarmupLR: at the peak one step early, and at least two steps.
         return self.init_lr + rise * min(
             1.0, math.log(step + 1) / math.log(max(2, self.warmup_steps))
         )
 
     def _share(self, step: int) -> float:
-        """How much of the way from `min_lr` up to `lr` is left at a step after the warm-up."""
+        """Return the remaining share of `lr - min_lr` at a step after the warm-up."""
         if self.style == "WSD":
             start = self.decay_steps - self.wsd_steps
             return (
@@ -89,7 +89,7 @@ class LrSchedule:
 
 
 def _wsd_share(style: LrWsdDecayStyle, ratio: float) -> float:
-    """From 1 at ratio 0 to 0 at ratio 1."""
+    """Return the share for a ratio: 1 at ratio 0, 0 at ratio 1."""
     match style:
         case "linear":
             return 1.0 - ratio
@@ -103,7 +103,7 @@ def _wsd_share(style: LrWsdDecayStyle, ratio: float) -> float:
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """A change from one weight decay to another, most often an increase."""
+    """Weight decay schedule: a change from one value to another, most often an increase."""
 
     start: float
     """Value before the first step."""
@@ -112,14 +112,14 @@ class WeightDecaySchedule:
     steps: int
     """Optimizer steps that the change takes."""
     style: Literal["constant", "linear", "cosine"]
-    """Shape of the change; constant is `end` all along."""
+    """Shape of the change; constant is always `end`."""
 
     @classmethod
     def of(cls, optim: OptimConfig, steps: int) -> Self:
         """Return the schedule that a configuration describes.
 
         Args:
-            optim: the section.
+            optim: section of the configuration.
             steps: optimizer steps that the change takes, those of the learning rate's decay.
         """
         first, last = optim.start_weight_decay, optim.end_weight_decay
@@ -131,9 +131,9 @@ class WeightDecaySchedule:
         )
 
     def at(self, step: int) -> float:
-        """Weight decay of optimizer step number `step`, counted from 1.
+        """Return the weight decay of optimizer step number `step`, counted from 1.
 
-        Skipped iterations are no steps.
+        Skipped iterations do not count as steps.
         """
         if self.style == "constant" or step > self.steps:
             return self.end

@@ -1,4 +1,1 @@
-"""Which rank holds what.
-
-Layout arithmetic, the process mesh, and random numbers that do not depend on either.
-"""
+"""Rank layout, process mesh, collectives, and layout-independent random numbers."""

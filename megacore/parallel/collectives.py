@@ -1,10 +1,8 @@
-"""Communication among the ranks of a group.
+"""Collectives among the ranks of a group.
 
-Nothing here is differentiable (see `tensor_parallel.mappings`).
-
-Every function leaves its input to a group of one as it is. The time that a rank waits is added to
-the group's timers under `wait_phase(group)`. Ranks must start the same collectives in the same
-order.
+They are not differentiable (see `tensor_parallel.mappings`). In a group of one rank every function
+returns its input unchanged. The time that a rank waits is added to the group's timers under
+`wait_phase(group)`. Ranks must start the same collectives in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +18,19 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 class Pending:
-    """A collective that is under way.
+    """Collective in progress.
 
-    What it was given must not be changed before `wait`, which is called once.
+    Its input must not be changed before `wait`, which is called once.
     """
 
     def __init__(
         self, group: ParallelGroup, works: Sequence[dist.Work | None], finish: Callable[[], Tensor]
     ) -> None:
-        """`finish` makes the result of what `works` have brought."""
+        """Store the asynchronous `works`; `finish` computes the result after they are complete."""
         self._group, self._works, self._finish = group, works, finish
 
     def wait(self) -> Tensor:
-        """The result; on a GPU the current stream waits, not the process."""
+        """Wait for the result and return it; on a GPU only the current stream waits."""
         if not self._works:
             return self._finish()
         with _waiting(self._group):
@@ -43,12 +41,12 @@ class Pending:
 
 
 def wait_phase(group: ParallelGroup) -> str:
-    """What the step timer calls the time that a rank waits for the group."""
+    """Return the step timer's name for the time that a rank waits for the group."""
     return f"{group.name}-parallel wait"
 
 
 def all_reduce(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
-    """The reduction of `x` over the ranks as a new tensor, the same bits on every rank."""
+    """Return the reduction of `x` over the ranks in a new tensor, bitwise equal on all ranks."""
     return (
         x
         if group.size == 1
@@ -57,54 +55,53 @@ def all_reduce(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpType = SU
 
 
 def all_reduce_(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
-    """The same in place; `x` is contiguous."""
+    """Reduce the contiguous tensor `x` over the ranks in place."""
     return start_all_reduce(x, group, op).wait()
 
 
 def start_all_reduce(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
-    """`all_reduce_` that other work can run beside."""
+    """Start `all_reduce_` asynchronously."""
     if group.size == 1:
         return Pending(group, (), lambda: x)
     if op == SUM and (
         shared := _start_shared(x, group, lambda parts: _sum_into(x, parts, group.rank))
     ):
         return shared
-    # Of gloo's collectives this one is as fast as two ranks that swap and add (measured at 0.5–8
-    # MiB).
+    # For gloo this collective is as fast as two ranks that swap and add (measured at 0.5–8 MiB).
     return Pending(group, [dist.all_reduce(x, op, group=group.group, async_op=True)], lambda: x)
 
 
 def all_gather(x: Tensor, group: ParallelGroup, dim: int) -> Tensor:
-    """The ranks' tensors joined along `dim`, in rank order, as a new tensor."""
+    """Concatenate the ranks' tensors along `dim`, in rank order, in a new tensor."""
     return start_all_gather(x, group, dim).wait()
 
 
 def start_all_gather(x: Tensor, group: ParallelGroup, dim: int) -> Pending:
-    """`all_gather` that other work can run beside."""
+    """Start `all_gather` asynchronously."""
     if group.size == 1:
         return Pending(group, (), lambda: x)
     if shared := _start_shared(x, group, lambda parts: torch.cat(list(parts), dim)):
         return shared
-    own, dim = x.contiguous(), dim % x.dim()
+    local, dim = x.contiguous(), dim % x.dim()
     if _swaps(x, group):
-        other, works = _swap(own, group)
-        pair = (own, other) if group.rank == 0 else (other, own)
+        other, works = _swap(local, group)
+        pair = (local, other) if group.rank == 0 else (other, local)
         return Pending(group, works, lambda: torch.cat(pair, dim))
-    parts = own.new_empty(group.size, *own.shape)
-    work = dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=group.group, async_op=True)
+    parts = local.new_empty(group.size, *local.shape)
+    work = dist.all_gather_into_tensor(parts.flatten(0, 1), local, group=group.group, async_op=True)
     return Pending(group, [work], lambda: parts.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def reduce_scatter(x: Tensor, group: ParallelGroup, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of `x` over the ranks, as a new tensor.
+    """Return this rank's part along `dim` of the sum of `x` over the ranks, in a new tensor.
 
-    The ranks divide `dim`.
+    The size of `dim` must be a multiple of the number of ranks.
     """
     return start_reduce_scatter(x, group, dim).wait()
 
 
 def start_reduce_scatter(x: Tensor, group: ParallelGroup, dim: int) -> Pending:
-    """`reduce_scatter` that other work can run beside."""
+    """Start `reduce_scatter` asynchronously."""
     if group.size == 1:
         return Pending(group, (), lambda: x)
     assert x.shape[dim] % group.size == 0
@@ -126,7 +123,10 @@ def start_reduce_scatter(x: Tensor, group: ParallelGroup, dim: int) -> Pending:
 def _start_shared(
     x: Tensor, group: ParallelGroup, read: Callable[[Sequence[Tensor]], Tensor]
 ) -> Pending | None:
-    """What `read` makes of every rank's `x` in memory that they share; None where they do not."""
+    """Start a collective that applies `read` to every rank's `x` in shared memory.
+
+    Return None if the ranks cannot use shared memory.
+    """
     memory = group.shared
     parts = memory.put(x) if memory else None
     if memory is None or parts is None:
@@ -144,9 +144,9 @@ def _start_shared(
 
 
 def _sum_into(x: Tensor, parts: Sequence[Tensor], rank: int) -> Tensor:
-    """The sum in rank order, so that all ranks get the same bits.
+    """Sum in rank order, so that all ranks get the same bits.
 
-    `x`, this rank's part, becomes the sum.
+    `x`, this rank's part, is overwritten with the sum.
     """
     first, second = (x if number == rank else parts[number] for number in (0, 1))
     torch.add(first, second, out=x)
@@ -156,15 +156,15 @@ def _sum_into(x: Tensor, parts: Sequence[Tensor], rank: int) -> Tensor:
 
 
 def _sum_of_parts(parts: Sequence[Tensor], rank: int, dim: int) -> Tensor:
-    own = [part.chunk(len(parts), dim)[rank] for part in parts]
-    total = own[0] + own[1]
-    for part in own[2:]:
+    local_parts = [part.chunk(len(parts), dim)[rank] for part in parts]
+    total = local_parts[0] + local_parts[1]
+    for part in local_parts[2:]:
         total.add_(part)
     return total
 
 
 def _swaps(x: Tensor, group: ParallelGroup) -> bool:
-    """Whether two ranks exchange plain messages.
+    """Return True if two ranks exchange plain messages.
 
     gloo's gather and scatter take twice as long (measured at 1–8 MiB).
     """
@@ -172,7 +172,7 @@ def _swaps(x: Tensor, group: ParallelGroup) -> bool:
 
 
 def _swap(x: Tensor, group: ParallelGroup) -> tuple[Tensor, list[dist.Work | None]]:
-    """Send `x` to the other of two ranks, and where what it sends is going to be."""
+    """Start exchanging `x` with the other of two ranks; return receive buffer and works."""
     received, other = torch.empty_like(x), 1 - group.rank
     works = [
         dist.irecv(received, group=group.group, group_src=other),

@@ -1,8 +1,8 @@
-"""The one description of who works with whom: built at launch, passed explicitly, global nowhere.
+"""Process groups of a layout, built at launch and passed explicitly; there is no global state.
 
 The ranks of one host may share memory, so that their activations do not go through sockets. As in
-DeepSpeed and vLLM on CPUs (`csrc/cpu/comm/shm.cpp` and `csrc/cpu/shm.cpp` there) a rank writes what
-it gives into its own slot, tells the others by a message, and reads their slots.
+DeepSpeed and vLLM on CPUs (`csrc/cpu/comm/shm.cpp` and `csrc/cpu/shm.cpp` there), a rank writes its
+data into its own slot, notifies the others by a message, and reads their slots.
 """
 
 import mmap
@@ -22,35 +22,36 @@ from megacore.observe.timers import Timers
 from megacore.parallel.rank_layout import AXES, RankLayout
 
 CHANNELS = 4
-"""Forward and backward messages, from even and from odd stages."""
+"""Number of channels: forward and backward messages, from even and from odd stages."""
 _TURNS = 2
-"""Slots of each rank, used in turn: while one collective is read the next one is written."""
+"""Slots of each rank, used in turn: the next collective is written while one is read."""
 _MIB = 1 << 20
 _SECRET = 8
-"""Bytes at the end of the file by which the others know it: another machine may have a process of
-that number."""
+"""Bytes at the end of the file that identify it, since another host may have a process with the
+same number."""
 
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """This rank's place among the ranks that share one kind of work."""
+    """Group of ranks that share one kind of work, and this rank's position in it."""
 
     group: dist.ProcessGroup | None = None
-    """The process group; None when this rank works alone, and then nothing is communicated."""
+    """Process group; None if this is the only rank, which then communicates nothing."""
     rank: int = 0
     """This rank's number within the group."""
     size: int = 1
-    """Ranks in the group."""
+    """Number of ranks in the group."""
     name: str = "alone"
-    """What the group's communication is called in the step timer."""
+    """Name of the group's communication in the step timer."""
     timers: Timers | None = field(default=None, compare=False)
-    """Take the time that this rank waits for the group's communication; None takes none."""
+    """Timers of the time that this rank waits for the group's communication; None measures
+    nothing."""
     shared: "SharedMemory | None" = field(default=None, compare=False)
-    """Memory through which the ranks may communicate; None is none."""
+    """Memory through which the ranks can communicate; None if there is none."""
 
 
-ALONE = ParallelGroup()
-"""A group of one."""
+SINGLE_RANK = ParallelGroup()
+"""Group of one rank."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +62,27 @@ class ProcessMesh:
     """Sizes of the axes."""
     rank: int = 0
     """This process's number in the world."""
-    data_parallel: ParallelGroup = ALONE
-    """Ranks that hold the same weights and see other samples."""
-    pipeline_parallel: ParallelGroup = ALONE
-    """Ranks that hold the other stages of this replica."""
-    tensor_parallel: ParallelGroup = ALONE
-    """Ranks that hold the other parts of the same layers."""
-    model_parallel: ParallelGroup = ALONE
-    """Ranks that hold the other parts of this replica: pipeline x tensor."""
+    data_parallel: ParallelGroup = SINGLE_RANK
+    """Ranks with the same weights and other samples."""
+    pipeline_parallel: ParallelGroup = SINGLE_RANK
+    """Ranks with the other stages of this replica."""
+    tensor_parallel: ParallelGroup = SINGLE_RANK
+    """Ranks with the other parts of the same layers."""
+    model_parallel: ParallelGroup = SINGLE_RANK
+    """Ranks with the other parts of this replica: pipeline x tensor."""
     copies: Mapping[tuple[int, ...], ParallelGroup] = field(default_factory=dict)
-    """Groups of pipeline stages that hold the same parameters, as tied embeddings, by the stages;
-    those that this rank belongs to."""
+    """This rank's groups of pipeline stages that share parameters, such as tied embeddings, by the
+    stages."""
     channels: tuple[dist.ProcessGroup, ...] = ()
-    """Four groups over the pipeline's ranks, for messages whose order must not depend on each
-    other's (see `pipeline_parallel.executor`); all the same where the back end matches messages by
-    tag."""
+    """Four groups over the pipeline's ranks, for messages whose order must be independent (see
+    `pipeline_parallel.executor`). If the back end matches messages by tag, all four are the same
+    group."""
     timers: Timers | None = field(default=None, compare=False)
-    """Take the time of each phase of this rank's work; None takes none."""
+    """Timers of the phases of this rank's work; None measures nothing."""
 
     @classmethod
     def serial(cls) -> "ProcessMesh":
-        """One process that works alone; needs no process group."""
+        """Return the mesh of a single process; needs no process group."""
         return cls()
 
     @classmethod
@@ -93,18 +94,18 @@ class ProcessMesh:
         device_type: str = "cpu",
         timers: Timers | None = None,
     ) -> "ProcessMesh":
-        """This process's mesh; every rank of the default process group calls it.
+        """Build this process's mesh; every rank of the default process group must call it.
 
         Args:
             layout: sizes of the axes; their product is the number of processes.
-            shared_stages: sets of pipeline stages that hold the same parameters, in one order on
-                all ranks (see `pipeline_parallel.partition`).
+            shared_stages: sets of pipeline stages that share parameters, in the same order on all
+                ranks (see `pipeline_parallel.partition`).
             device_type: "cpu" (gloo) or "cuda" (NCCL).
-            timers: take the time that this rank waits for others, by group.
+            timers: timers of the time that this rank waits for others, by group.
 
         Raises:
-            ParallelLayoutError: the layout has another number of ranks than the default process
-                group.
+            ParallelLayoutError: the number of ranks in the layout differs from that in the default
+                process group.
         """
         if layout.world_size != dist.get_world_size():
             raise ParallelLayoutError(
@@ -119,7 +120,7 @@ class ProcessMesh:
         axes = {
             axis: ParallelGroup(mesh.get_group(axis), mesh.get_local_rank(axis), size, axis, timers)
             if size > 1
-            else ALONE
+            else SINGLE_RANK
             for axis, size in zip(AXES, layout.shape, strict=True)
         }
         pipeline = layout.pipeline > 1
@@ -149,40 +150,42 @@ class ProcessMesh:
         return nullcontext() if self.timers is None else self.timers(phase)
 
     def beat(self, phase: str, iteration: int | None = None) -> None:
-        """Tell the rank's heartbeat, if it has one, what this rank does now.
-
-        The iteration is told where it is given.
-        """
+        """Report this rank's current phase, and iteration if given, to its heartbeat, if any."""
         if self.timers is not None:
             self.timers.beat(phase, iteration)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank's pipeline stage takes the tokens."""
+        """True if this rank's pipeline stage takes the tokens."""
         return self.pipeline_parallel.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank's pipeline stage computes the losses."""
+        """True if this rank's pipeline stage computes the losses."""
         return self.pipeline_parallel.rank == self.pipeline_parallel.size - 1
 
 
 def _group(members: list[list[int]], name: str, timers: Timers | None) -> ParallelGroup:
-    """This rank's group of a list that every rank passes alike; alone when it is in none."""
-    own = ALONE
+    """Create the listed groups, in the same order on every rank; return this rank's group.
+
+    It is SINGLE_RANK for a rank that is in none of them.
+    """
+    local_group = SINGLE_RANK
     for ranks in members:
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            own = ParallelGroup(group, ranks.index(dist.get_rank()), len(ranks), name, timers)
-    return own
+            local_group = ParallelGroup(
+                group, ranks.index(dist.get_rank()), len(ranks), name, timers
+            )
+    return local_group
 
 
 def _copies(
     layout: RankLayout, shared_stages: Sequence[tuple[int, ...]], timers: Timers | None
 ) -> dict[tuple[int, ...], ParallelGroup]:
-    """This rank's groups among those of `shared_stages`.
+    """Return this rank's groups among those of `shared_stages`.
 
-    All ranks make all of them, in one order.
+    All ranks create all groups, in the same order.
     """
     pipelines = layout.groups("pipeline")
     groups = {
@@ -195,7 +198,7 @@ def _copies(
 
 
 def _with_memory(group: ParallelGroup) -> ParallelGroup:
-    """The group with shared memory, where all its ranks are on one host."""
+    """Return the group with shared memory, which works if all its ranks are on one host."""
     return (
         replace(group, shared=SharedMemory(group.group, group.rank, group.size))
         if group.group
@@ -204,64 +207,62 @@ def _with_memory(group: ParallelGroup) -> ParallelGroup:
 
 
 def _channels(layout: RankLayout, device_type: str) -> tuple[dist.ProcessGroup, ...]:
-    """Gloo matches messages by tag, so one group serves.
+    """Create the channels of this rank's pipeline.
 
-    NCCL takes them in order, so each channel has its own.
+    gloo matches messages by tag, so one group is enough. NCCL takes messages in order, so each
+    channel needs a separate group.
     """
     count = 1 if device_type == "cpu" else CHANNELS
     members = layout.groups("pipeline")
     groups = [_group(members, "pipeline", None).group for _ in range(count)]
-    found = tuple(group for group in groups if group is not None)
+    channels = tuple(group for group in groups if group is not None)
     if device_type != "cpu":
-        _open_channels(found, layout, torch.device(device_type, torch.cuda.current_device()))
-    return found * (CHANNELS // len(found))
+        _open_channels(channels, layout, torch.device(device_type, torch.cuda.current_device()))
+    return channels * (CHANNELS // len(channels))
 
 
 def _open_channels(
     channels: tuple[dist.ProcessGroup, ...], layout: RankLayout, device: torch.device
 ) -> None:
-    """Let every pair of neighbours meet once, in one order.
+    """Exchange one message between every pair of neighbours, in the same order on all ranks.
 
     NCCL's first message of a pair waits for both sides.
     """
-    own = layout.coordinate(dist.get_rank()).pipeline
+    local_stage = layout.coordinate(dist.get_rank()).pipeline
     token = torch.zeros(1, device=device)
     for number, group in enumerate(channels):
         step = 1 if number < CHANNELS // 2 else -1
         for source in range(number % 2, layout.pipeline, 2):
             destination = (source + step) % layout.pipeline
-            if own == source:
+            if local_stage == source:
                 dist.send(token, group=group, group_dst=destination)
-            elif own == destination:
+            elif local_stage == destination:
                 dist.recv(token, group=group, group_src=source)
 
 
 class SharedMemory:
-    """Slots of the ranks of one group, which grow with what is put there.
+    """Memory slots of the ranks of one group, which grow with the data.
 
-    Where the ranks share no memory it says so.
-
-    A slot is written again two collectives later. By then every rank has read it, because each ends
-    a collective before it begins the next (`busy` until then), and because it began the one
-    between.
+    If the ranks cannot share memory, `put` returns None. A slot is written again two collectives
+    later. By then every rank has read it: each rank ends a collective before it starts the next
+    (`busy` until then), and it has started the collective in between.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        """Nothing is allocated yet."""
+        """Create the slots without allocating memory."""
         self._group, self._rank, self._size = group, rank, size
         self._slots = torch.empty(_TURNS, size, 0, dtype=torch.uint8)
         self._turn = 0
         self._possible = hasattr(os, "memfd_create")
         self.busy = False
-        """Whether the last collective is still to be read by this rank."""
+        """True if this rank has yet to read the last collective."""
 
     def put(self, x: Tensor) -> Sequence[Tensor] | None:
-        """Write `x` and return where every rank writes its own.
+        """Write `x` into this rank's slot and return the slots of all ranks.
 
-        It is to be read once all have told that they did.
-
-        Every rank calls it alike, with a tensor of the same shape. None means that there is no
-        room: the collective has to go another way.
+        They may be read once all ranks have notified each other. Every rank must call this with a
+        tensor of the same shape. Return None if there is no memory: the collective must then use
+        another way.
         """
         if self.busy or not self._possible:
             return None
@@ -275,15 +276,14 @@ class SharedMemory:
         return slots.unbind(0)
 
     def done(self) -> None:
-        """This rank has read what was put last."""
+        """Release the slots: this rank has read the last collective."""
         self.busy = False
 
     def _grow(self, size: int) -> bool:
-        """Replace the slots by larger ones, in a file without a name.
+        """Replace the slots by larger ones, in an anonymous file. Collective.
 
-        The first rank makes it and the others open it.
-
-        Collective. The file is gone when the last process that has it open ends, however that ends.
+        The first rank creates the file and the others open it. The kernel removes the file when the
+        last process that has it open ends, even by a crash.
         """
         capacity = -(-size // _MIB) * _MIB
         length = _TURNS * self._size * capacity + _SECRET
@@ -292,15 +292,15 @@ class SharedMemory:
             descriptor = os.memfd_create("megacore")
             os.truncate(descriptor, length)
             os.pwrite(descriptor, secret.to_bytes(_SECRET, "little"), length - _SECRET)
-        where = torch.tensor([os.getpid(), descriptor, secret])
-        dist.broadcast(where, group=self._group, group_src=0)
-        process, opened, expected = where.tolist()
+        file_id = torch.tensor([os.getpid(), descriptor, secret])
+        dist.broadcast(file_id, group=self._group, group_src=0)
+        process, opened, expected = file_id.tolist()
         memory = _map_file(process, opened, expected, length)
-        everywhere = torch.tensor(memory is not None, dtype=torch.uint8)
-        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._group)
+        mapped = torch.tensor(memory is not None, dtype=torch.uint8)
+        dist.all_reduce(mapped, dist.ReduceOp.MIN, group=self._group)
         if self._rank == 0:
             os.close(descriptor)
-        self._possible = bool(everywhere)
+        self._possible = bool(mapped)
         if memory is not None and self._possible:
             slots = torch.frombuffer(memory, dtype=torch.uint8, count=length - _SECRET)
             self._slots = slots.view(_TURNS, self._size, capacity)
@@ -308,9 +308,9 @@ class SharedMemory:
 
 
 def _map_file(process: int, descriptor: int, secret: int, length: int) -> mmap.mmap | None:
-    """Map the file that is open in another process.
+    """Map a file that is open in another process.
 
-    Return None where that is none of this machine's or out of reach.
+    Return None if the process is on another host or not accessible.
     """
     try:
         with open(f"/proc/{process}/fd/{descriptor}", "r+b") as file:

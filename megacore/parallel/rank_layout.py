@@ -1,8 +1,7 @@
 """Rank arithmetic of 3D parallelism, without processes (Narayanan et al. 2021, arXiv:2104.04473).
 
-Ranks are numbered as Megatron-LM numbers them: tensor parallel fastest, so that a group shares a
-node's links, then data parallel, then pipeline parallel. Every group falls out of one reshaped
-arange.
+Ranks are numbered as in Megatron-LM: tensor parallel fastest, so that a group shares a host's
+links, then data parallel, then pipeline parallel. Every group is a slice of one reshaped arange.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ AXES = ("pipeline", "data", "tensor")
 
 
 class Coordinate(NamedTuple):
-    """A rank's place along each axis."""
+    """Position of a rank along each axis."""
 
     pipeline: int
     data: int
@@ -27,14 +26,14 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How many ranks share each kind of work; the world has data x pipeline x tensor ranks."""
+    """Sizes of data, pipeline and tensor parallelism; their product is the number of ranks."""
 
     data: int = 1
-    """Replicas, each with its own part of the batch (dp)."""
+    """Number of replicas, each with a separate part of the batch (dp)."""
     pipeline: int = 1
-    """Stages of consecutive layers (pp)."""
+    """Number of stages of consecutive layers (pp)."""
     tensor: int = 1
-    """Parts of each layer (tp)."""
+    """Number of parts of each layer (tp)."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -46,9 +45,9 @@ class RankLayout:
 
     @classmethod
     def of_world(cls, world_size: int, *, pipeline: int = 1, tensor: int = 1) -> "RankLayout":
-        """The layout of `world_size` ranks, data parallel over what `pipeline` and `tensor` leave.
+        """Return the layout of `world_size` ranks; data parallelism gets the ranks that remain.
 
-        Raises ParallelLayoutError when they do not divide it.
+        Raises ParallelLayoutError if `pipeline` x `tensor` does not divide `world_size`.
         """
         model_ranks = pipeline * tensor
         if model_ranks < 1 or world_size < 1 or world_size % model_ranks:
@@ -71,22 +70,22 @@ class RankLayout:
 
     @property
     def grid(self) -> npt.NDArray[np.int64]:
-        """Every rank at its coordinates (pp, dp, tp)."""
+        """Array of the ranks at their coordinates (pp, dp, tp)."""
         return np.arange(self.world_size, dtype=np.int64).reshape(self.shape)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where `rank` is in the grid."""
+        """Return the coordinate of `rank` in the grid."""
         return Coordinate(*(int(index) for index in np.unravel_index(rank, self.shape)))
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Who is at `coordinate`."""
+        """Return the rank at `coordinate`."""
         return int(self.grid[coordinate])
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The groups of ranks that differ along `axes` alone, in rank order; they partition all.
+        """Return the groups of ranks that differ only along `axes`.
 
-        `groups("tensor")` are the tensor-parallel groups, `groups("pipeline", "tensor")` the
-        model-parallel ones.
+        Every rank is in one group, and the ranks of a group are in order. `groups("tensor")` are
+        the tensor-parallel groups, `groups("pipeline", "tensor")` the model-parallel groups.
         """
         together = [AXES.index(axis) for axis in AXES if axis in axes]
         apart = [index for index in range(len(AXES)) if index not in together]

@@ -1,6 +1,6 @@
-"""Random numbers as a function of where they are used.
+"""Random numbers as a function of their place of use.
 
-What ran before, or how ranks are laid out, never matters.
+They do not depend on earlier computations or on the layout.
 """
 
 import hashlib
@@ -14,47 +14,45 @@ from torch import Tensor
 from megacore.parallel.mesh import ParallelGroup
 
 EMBEDDING = -1
-"""The number under which the embedding draws its dropout; a layer's is its index in the whole
-model."""
+"""Layer number of the embedding in dropout seeds; a layer's is its index in the complete model."""
 
 
 def stable_seed(*parts: int | str) -> int:
-    """A 63-bit seed from numbers and names, the same on every machine and process."""
+    """Return a 63-bit seed of numbers and names, the same on every machine and in every process."""
     content = json.dumps(parts).encode("ascii")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:
-    """The generator of a parameter's initial values, on the CPU wherever the parameter is.
+    """Return the generator of a parameter's initial values, on the CPU for any device.
 
-    A parameter is drawn whole and then sliced, so its values depend on `seed` and on its global
-    name alone.
+    A parameter is drawn as a whole and then sliced, so its values depend only on `seed` and on its
+    global name.
     """
     return torch.Generator().manual_seed(stable_seed("parameter", seed, name))
 
 
 def micro_batch_seed(seed: int, first_sample: int) -> int:
-    """The `dropout_seed` of one micro batch: resuming needs no saved generator state.
+    """Return the `dropout_seed` of one micro batch; a resume needs no saved generator state.
 
-    It depends on the run's seed and on the number of the micro batch's first sample, not on who
-    computes it when.
+    It depends on the run's seed and on the number of the micro batch's first sample, but not on the
+    rank or time of the computation.
     """
     return stable_seed("micro batch", seed, first_sample)
 
 
 def seed_dropout(dropout_seed: int | None, number: int, part: str | None = None) -> None:
-    """Seed what a layer draws for one micro batch, just before it draws.
+    """Seed the random numbers of a layer for one micro batch, just before they are drawn.
 
-    Recomputation then repeats it.
-
-    Tensor-parallel ranks draw alike; `tensor_parallel_region` sets them apart where they hold
-    different parts of an activation.
+    Recomputation then repeats them. Tensor-parallel ranks draw the same numbers;
+    `tensor_parallel_region` makes them differ where the ranks have different parts of an
+    activation.
 
     Args:
-        dropout_seed: of the micro batch, see `micro_batch_seed`; a model that trains with dropout
-            must be given one.
-        number: the layer's index in the whole model, or `EMBEDDING`.
-        part: of the layer, where several draw by themselves.
+        dropout_seed: seed of the micro batch, see `micro_batch_seed`; required in training with
+            dropout.
+        number: the layer's index in the complete model, or `EMBEDDING`.
+        part: name of a part of the layer, if several parts draw separately.
     """
     assert dropout_seed is not None, (
         "a model that trains with dropout needs the dropout_seed of its micro batch"
@@ -66,12 +64,11 @@ def seed_dropout(dropout_seed: int | None, number: int, part: str | None = None)
 
 @contextmanager
 def tensor_parallel_region(tp: ParallelGroup, tensor: Tensor) -> Iterator[None]:
-    """Random numbers that differ between tensor-parallel ranks, on the device of `tensor`.
+    """Make random numbers in the body differ between tensor-parallel ranks.
 
-    They are for activations.
-
-    Outside, the ranks draw alike, as replicated activations need. The inner seed is drawn from the
-    outer generator, so whoever seeds the outer one alike repeats the inner numbers too.
+    This is for activations on the device of `tensor`. Outside, the ranks draw the same numbers, as
+    replicated activations require. The inner seed is drawn from the outer generator, so the same
+    outer seed also repeats the inner numbers.
     """
     if tp.size == 1:
         yield

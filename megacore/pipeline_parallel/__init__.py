@@ -1,4 +1,1 @@
-"""Stages of consecutive layers.
-
-Who holds which, in which order they work, and what they send each other.
-"""
+"""Pipeline stages of consecutive layers: partition, schedules and execution."""

@@ -1,7 +1,7 @@
-"""Runs any schedule: what a stage does, in the order that the schedule says.
+"""Executor of pipeline schedules.
 
-Of the messages between stages receives are posted ahead of their use, and sends are never waited
-for in between.
+Receives between stages are posted before their use. Sends are waited for only at the end, or when
+too many are in transit.
 """
 
 from collections import deque
@@ -18,16 +18,16 @@ from megacore.parallel.mesh import ProcessMesh
 from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline
 
 AHEAD = 2
-"""Receives that are posted at any time: the one that is waited for and the next, which then travels
-meanwhile."""
+"""Number of receives posted at any time: the current one, and the next, which is transferred at the
+same time."""
 _InFlight = dict[tuple[int, int], tuple[Tensor | None, GradientEdge]]
 
 
 class Mailbox:
-    """One stage's messages of one run through a schedule.
+    """Messages of one stage during one run of a schedule.
 
-    NCCL takes the messages of a process group in order, so those whose order on both sides is not
-    the same by nature travel on different channels of the mesh; gloo matches them by tag.
+    NCCL takes the messages of a process group in order. Messages that could be in different orders
+    on the two sides therefore use different channels of the mesh. gloo matches messages by tag.
     """
 
     def __init__(
@@ -40,16 +40,17 @@ class Mailbox:
         *,
         backlog: int | None = None,
     ) -> None:
-        """Prepare to receive.
+        """Post the first receives.
 
         Args:
             mesh: this process's groups.
-            expected: everything that this stage receives, in the order of its passes.
-            shape: of a message.
-            dtype: of every message.
-            device: where messages are received.
-            backlog: messages that may be on their way at a time; None where the schedule bounds
-                them. Needed for forward passes alone, in which a stage may run ahead of the next.
+            expected: all messages that this stage receives, in the order of its passes.
+            shape: function that returns a message's shape.
+            dtype: type of every message.
+            device: device that receives the messages.
+            backlog: maximum number of messages in transit; None if the schedule limits them. Needed
+                only for forward passes without backward passes, in which a stage may run ahead of
+                the next.
         """
         self._mesh = mesh
         self._expected: Iterator[Message] = iter(expected)
@@ -69,7 +70,7 @@ class Mailbox:
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Send without waiting; `tensor` is kept until it is gone."""
+        """Send without waiting; `tensor` is kept until it is sent."""
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()
         if self._backlog is not None and len(self._sent) >= self._backlog:
@@ -82,7 +83,7 @@ class Mailbox:
         self._sent.append((tensor, work))
 
     def close(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all messages have been sent."""
         while self._sent:
             self._wait_for_oldest()
 
@@ -107,12 +108,12 @@ class Mailbox:
 
 
 class StageWork(Protocol):
-    """What a stage computes for one micro batch and one of its chunks."""
+    """Computation of a stage for one micro batch and one of its chunks."""
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
-        """From the hidden states that arrived to those that leave, or a loss.
+        """Compute the outgoing hidden states, or a loss, from the incoming hidden states.
 
-        None arrived where the chunk takes tokens.
+        `hidden` is None for the chunk that takes tokens.
         """
         ...
 
@@ -124,18 +125,18 @@ class StageWork(Protocol):
 
 
 class Executor:
-    """One rank's part of a pipeline; with one stage it just runs the passes."""
+    """Executor of one rank's part of a pipeline; a single stage only runs the passes."""
 
     def __init__(
         self, mesh: ProcessMesh, pipeline: Pipeline, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Prepare for runs.
+        """Create the executor.
 
         Args:
             mesh: this process's groups.
             pipeline: stages and chunks.
-            dtype: of hidden states.
-            device: where they are.
+            dtype: type of the hidden states.
+            device: device of the hidden states.
         """
         self._mesh, self._pipeline = mesh, pipeline
         self._dtype, self._device = dtype, device
@@ -144,12 +145,12 @@ class Executor:
     def run(
         self, passes: Sequence[Pass], work: StageWork, shape: Callable[[Message], torch.Size]
     ) -> None:
-        """Make all passes of this stage.
+        """Run all passes of this stage.
 
         Args:
-            passes: of this stage, in order.
-            work: what a pass computes.
-            shape: of a message that this stage receives.
+            passes: passes of this stage, in order.
+            work: computation of a pass.
+            shape: function that returns the shape of a message that this stage receives.
         """
         receives = (self._pipeline.receive(self._stage, each) for each in passes)
         mailbox = Mailbox(
@@ -175,7 +176,7 @@ class Executor:
             hidden.requires_grad_()
         output = work.forward(each.micro_batch, each.chunk, hidden)
         if training:
-            # The graph keeps what it needs: the output itself may go as soon as it was sent.
+            # The graph keeps what it needs: the output can be freed as soon as it is sent.
             in_flight[each.micro_batch, each.chunk] = hidden, get_gradient_edge(output)
         self._send(each, mailbox, output.detach())
 

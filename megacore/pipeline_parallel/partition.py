@@ -1,8 +1,8 @@
-"""Which layers each chunk of a pipeline holds, and which parameters several stages hold.
+"""Partition of a model's layers into pipeline chunks, and parameters shared by several stages.
 
-The slowest stage sets the pace of all, so layers are divided by what they cost, embedding and head
-counted: a head over a large vocabulary costs as much as several layers. The gradients of parameters
-that several stages hold are summed, and the norm counts them once.
+The slowest stage determines the speed, so layers are divided by cost. Embedding and head count as
+well: a head over a large vocabulary costs as much as several layers. The gradients of parameters
+shared by several stages are summed, and the norm counts them once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,50 +22,52 @@ from megacore.errors import ParallelLayoutError
 from megacore.observe.flops import TransformerShape, step_flops
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-"""The table of tokens, of a tied model the weight of the output layer too (Press and Wolf 2017)."""
+"""Token embedding table; in a tied model also the weight of the output layer (Press and Wolf
+2017)."""
 ENCODER_BIAS = "encoder.relative_attention_bias.weight"
-"""T5's relative bias, which all layers of the encoder share (Raffel et al. 2019)."""
+"""T5's relative bias, shared by all layers of the encoder (Raffel et al. 2019)."""
 DECODER_BIAS = "decoder.relative_attention_bias.weight"
-"""The same of the decoder."""
+"""T5's relative bias, shared by all layers of the decoder."""
 _ROUNDING = 1e-9
-"""Sums of costs that differ by less, relative to the cost of the whole model, count as equal."""
+"""Tolerance for equal sums of costs, relative to the cost of the whole model."""
 
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """A part of the model that is on one stage as a whole."""
+    """Part of the model that is on one stage."""
 
     layers: range
-    """Transformer layers, by their number in the model; of T5, the encoder's. May be empty beside
-    the head."""
+    """Transformer layers, by their number in the model; the encoder's for T5. May be empty in the
+    chunk with the head."""
     has_embedding: bool
-    """Whether it takes tokens; else the hidden states of the chunk before."""
+    """True if the chunk takes tokens, False if it takes the hidden states of the previous chunk."""
     has_head: bool
-    """Whether it has the final norm and the output layer, and gives losses; else hidden states."""
+    """True if the chunk has the final norm and output layer and returns losses, False if it returns
+    hidden states."""
     decoder_layers: range = range(0)
-    """Layers of T5's decoder; a chunk has these or the encoder's, and both only when it is the
-    whole model."""
+    """Layers of T5's decoder. A chunk has either these or the encoder's layers, or both if it is
+    the whole model."""
 
     @property
     def has_decoder_embedding(self) -> bool:
-        """Whether it takes the decoder's tokens: T5's first chunk with layers of the decoder."""
+        """True if the chunk takes the decoder's tokens (T5's first chunk with decoder layers)."""
         return len(self.decoder_layers) > 0 and self.decoder_layers.start == 0
 
 
 def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
-    """The chunks of a configuration's model by their number in the model.
+    """Return the chunks of a configuration's model by their number in the model.
 
-    Chunk c is on stage c mod pp.
-
-    A layer counts with its matrix products, forward, backward and, where all layers do that,
-    recomputed; the head with the logits'; looking up an embedding costs next to nothing.
+    Chunk c is on stage c mod pp. The cost of a layer is that of its matrix products: forward,
+    backward and, if all layers are recomputed, the recomputation. The head's cost is that of the
+    logits. The lookup of an embedding costs almost nothing.
 
     Args:
-        config: the run; `config.parallel` says stages, chunks per stage and the kind of partition.
+        config: configuration of the run; `config.parallel` has the stages, chunks per stage and
+            kind of partition.
         vocab_size: entries of the vocabulary, without padding.
 
     Raises:
-        ParallelLayoutError: what `gpt_chunks` or `t5_chunks` refuses.
+        ParallelLayoutError: `gpt_chunks` or `t5_chunks` refuses the partition.
     """
     model, parallel, train = config.model, config.parallel, config.train
     shape = TransformerShape.of(config, model.padded_vocab_size(vocab_size))
@@ -102,21 +104,21 @@ def gpt_chunks(
     embedding_cost: float = 0.0,
     head_cost: float = 0.0,
 ) -> list[ModelChunk]:
-    """The chunks of a model with one list of equal layers, by their number in the model.
+    """Return the chunks of a model with one list of equal layers, by their number in the model.
 
     Args:
-        num_layers: of the model.
-        stages: pp.
-        chunks: per stage (v).
+        num_layers: number of layers of the model.
+        stages: number of stages (pp).
+        chunks: chunks per stage (v).
         style: balanced minimises the largest stage's cost, uniform gives every chunk the same
-            number of layers, a list says each chunk's number.
-        layer_cost: of one layer, in any unit.
-        embedding_cost: of the embedding, in that unit; counts for balanced alone.
-        head_cost: of final norm, output layer and loss.
+            number of layers, a list has each chunk's number of layers.
+        layer_cost: cost of one layer, in any unit.
+        embedding_cost: cost of the embedding, in that unit; used only by balanced.
+        head_cost: cost of final norm, output layer and loss.
 
     Raises:
-        ParallelLayoutError: fewer layers than chunks, a number of layers that uniform cannot
-            divide, or a list that has another length or sum.
+        ParallelLayoutError: there are fewer layers than chunks, uniform cannot divide the number of
+            layers, or a list has another length or sum.
     """
     if isinstance(style, str):
         _check_layers(num_layers, stages, chunks, style)
@@ -137,55 +139,62 @@ def gpt_chunks(
 
 
 def t5_chunks(
-    asked: T5Stages, *, encoder_cost: float = 1.0, decoder_cost: float = 1.0, head_cost: float = 0.0
+    division: T5Stages,
+    *,
+    encoder_cost: float = 1.0,
+    decoder_cost: float = 1.0,
+    head_cost: float = 0.0,
 ) -> list[ModelChunk]:
-    """The chunks of an encoder and a decoder of equal layers each, by their stage.
+    """Return the chunks of an encoder and a decoder, each with equal layers, by their stage.
 
-    Where the split is left open, it is the one with the cheapest largest stage, and among those the
-    one whose stages are most even (by the sum of squares).
+    If the split is not specified, it is the one with the cheapest largest stage and, among several,
+    the one with the most even stages (by the sum of squares).
 
     Args:
-        asked: layers of both stacks, stages, and how they are divided.
-        encoder_cost: of one layer of the encoder, in any unit.
-        decoder_cost: of one layer of the decoder, in that unit.
-        head_cost: of final norm, output layer and loss.
+        division: layers of both stacks, stages, and the kind of division.
+        encoder_cost: cost of one layer of the encoder, in any unit.
+        decoder_cost: cost of one layer of the decoder, in that unit.
+        head_cost: cost of final norm, output layer and loss.
 
     Raises:
-        ParallelLayoutError: no division of this kind can work.
+        ParallelLayoutError: no division of this kind is possible.
     """
-    problem = asked.problem()
+    problem = division.problem()
     if problem is not None:
         raise ParallelLayoutError(": ".join(part for part in problem if part))
-    if asked.stages == 1:
-        return [ModelChunk(range(asked.encoder), True, True, range(asked.decoder))]
+    if division.stages == 1:
+        return [ModelChunk(range(division.encoder), True, True, range(division.decoder))]
 
     def sizes(split: int) -> list[int]:
-        last = [decoder_cost] * (asked.decoder - 1) + [decoder_cost + head_cost]
+        last = [decoder_cost] * (division.decoder - 1) + [decoder_cost + head_cost]
         return [
-            *_t5_sizes(asked, [encoder_cost] * asked.encoder, range(split)),
-            *_t5_sizes(asked, last, range(split, asked.stages)),
+            *_t5_sizes(division, [encoder_cost] * division.encoder, range(split)),
+            *_t5_sizes(division, last, range(split, division.stages)),
         ]
 
     def rating(split: int) -> tuple[float, float, int]:
-        layers = [encoder_cost] * split + [decoder_cost] * (asked.stages - split)
+        layers = [encoder_cost] * split + [decoder_cost] * (division.stages - split)
         costs = [size * cost for size, cost in zip(sizes(split), layers, strict=True)]
         costs[-1] += head_cost
         return max(costs), sum(cost**2 for cost in costs), split
 
-    split = min(asked.splits(), key=rating)
-    found = sizes(split)
-    encoder, decoder = _ranges(found[:split]), _ranges(found[split:])
+    split = min(division.splits(), key=rating)
+    layer_counts = sizes(split)
+    encoder, decoder = _ranges(layer_counts[:split]), _ranges(layer_counts[split:])
     return [
         *(ModelChunk(layers, layers.start == 0, False) for layers in encoder),
-        *(ModelChunk(range(0), False, layers.stop == asked.decoder, layers) for layers in decoder),
+        *(
+            ModelChunk(range(0), False, layers.stop == division.decoder, layers)
+            for layers in decoder
+        ),
     ]
 
 
-def _t5_sizes(asked: T5Stages, costs: Sequence[float], stages: range) -> Sequence[int]:
-    """Layers of each of the stages of one stack, whose layers have these costs."""
-    if isinstance(asked.style, tuple):
-        return asked.style[stages.start : stages.stop]
-    if asked.style == "uniform":
+def _t5_sizes(division: T5Stages, costs: Sequence[float], stages: range) -> Sequence[int]:
+    """Return the number of layers of each stage of one stack, whose layers have these costs."""
+    if isinstance(division.style, tuple):
+        return division.style[stages.start : stages.stop]
+    if division.style == "uniform":
         return [len(costs) // len(stages)] * len(stages)
     return [len(layers) for (layers,) in partition([costs], len(stages))]
 
@@ -195,7 +204,7 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 
 
 def _check_layers(num_layers: int, stages: int, chunks: int, style: str) -> None:
-    """Refuse what cannot be divided, with the nearest that can."""
+    """Refuse a number of layers that cannot be divided, and suggest the nearest that can."""
     parts = stages * chunks
     into = f"parallel.pipeline_model_parallel_size {stages}"
     if chunks > 1:
@@ -215,7 +224,10 @@ def _check_layers(num_layers: int, stages: int, chunks: int, style: str) -> None
 
 
 def _nearest_layouts(num_layers: int, stages: int, chunks: int) -> str:
-    """The two nearest numbers of chunks that divide the layers, as `pipeline 5 or pipeline 2`."""
+    """Return the two nearest numbers of chunks that divide the layers.
+
+    The form is `pipeline 5 or pipeline 2`.
+    """
     possible = [
         (pipeline, virtual)
         for pipeline in range(1, num_layers + 1)
@@ -230,7 +242,10 @@ def _nearest_layouts(num_layers: int, stages: int, chunks: int) -> str:
 
 
 def _check_list(sizes: Sequence[int], num_layers: int, stages: int, chunks: int) -> None:
-    """A list says every chunk's layers; only beside the head there may be none."""
+    """Check a list of every chunk's number of layers.
+
+    Only the chunk with the head may have none.
+    """
     parts, name = stages * chunks, f"parallel.pipeline_partition {list(sizes)}"
     if len(sizes) != parts:
         raise ParallelLayoutError(
@@ -239,8 +254,8 @@ def _check_list(sizes: Sequence[int], num_layers: int, stages: int, chunks: int)
         )
     if min((*sizes[:-1], sizes[-1] + (parts > 1))) < 1:
         raise ParallelLayoutError(
-            f"{name} has a chunk of {min(sizes)} layers: give each at least 1, or 0 to the last "
-            "alone, beside the head"
+            f"{name} has a chunk of {min(sizes)} layers: give each at least 1, or 0 only to the "
+            "last, which has the head"
         )
     if sum(sizes) != num_layers:
         raise ParallelLayoutError(
@@ -252,25 +267,25 @@ def _check_list(sizes: Sequence[int], num_layers: int, stages: int, chunks: int)
 def copied_parameters(
     chunks: Sequence[ModelChunk], stages: int, model: ModelConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Return the stages that hold a parameter, by its global name, where there are several.
+    """Return the stages of each parameter that several stages hold, by its global name.
 
     Args:
-        chunks: of the whole model, by their number in it.
-        stages: pp; chunk c is on stage c mod pp.
+        chunks: chunks of the whole model, by their number in it.
+        stages: number of stages (pp); chunk c is on stage c mod pp.
         model: the architecture.
     """
     holders: dict[str, list[int]] = {}
     for number, chunk in enumerate(chunks):
         for name in _candidates(model, chunk):
             holders.setdefault(name, []).append(number % stages)
-    found = {name: tuple(sorted(set(numbers))) for name, numbers in holders.items()}
-    return {name: numbers for name, numbers in found.items() if len(numbers) > 1}
+    stages_by_name = {name: tuple(sorted(set(numbers))) for name, numbers in holders.items()}
+    return {name: numbers for name, numbers in stages_by_name.items() if len(numbers) > 1}
 
 
 def shared_stages(config: RunConfig, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return every set of stages that hold the same parameters: the groups that a mesh needs.
+    """Return every set of stages that share parameters, for the groups of a mesh.
 
-    Raises ParallelLayoutError where the model cannot be divided.
+    Raises ParallelLayoutError if the model cannot be divided.
     """
     stages = config.parallel.pipeline_model_parallel_size
     copied = copied_parameters(chunks_of(config, vocab_size), stages, config.model)
@@ -278,7 +293,7 @@ def shared_stages(config: RunConfig, vocab_size: int) -> tuple[tuple[int, ...], 
 
 
 def _candidates(model: ModelConfig, chunk: ModelChunk) -> Iterator[str]:
-    """Yield the parameters of a chunk that other chunks may hold too."""
+    """Yield the parameters of a chunk that other chunks may share."""
     tied = not model.untie_embeddings_and_output_weights
     if chunk.has_embedding or chunk.has_decoder_embedding or (chunk.has_head and tied):
         yield WORD_EMBEDDINGS
@@ -299,25 +314,25 @@ def partition(
 ) -> list[tuple[range, ...]]:
     """Divide stacks of layers in turn over `stages` x `chunks` parts of consecutive layers.
 
-    Part c is on stage c mod `stages`. The largest stage's cost is as small as can be, and the
-    stages then as even as can be (by the sum of squares); the same then for parts; among equals
-    earlier parts have fewer layers, because earlier stages keep the activations of more micro
-    batches. With one chunk per stage this is exact; with several no move of one layer between two
-    parts improves it, which is exact too when all layers cost the same.
+    Part c is on stage c mod `stages`. The largest stage's cost is minimal; then the stages are as
+    even as possible (by the sum of squares); then the same criteria apply to the parts. Among equal
+    divisions, earlier parts have fewer layers, because earlier stages keep the activations of more
+    micro batches. With one chunk per stage the result is exact. With several, no move of one layer
+    between two parts improves it, which is also exact if all layers cost the same.
 
     Args:
-        stacks: the cost of each layer of each stack, as in an encoder's and a decoder's.
-        stages: pp.
+        stacks: cost of each layer of each stack, such as an encoder's and a decoder's.
+        stages: number of stages (pp).
         chunks: parts per stage (v).
-        first: cost of what the first part holds beside layers.
-        last: cost of what the last part holds beside layers; if it has any, the last part may be
-            without layers.
+        first: cost of the first part in addition to its layers.
+        last: cost of the last part in addition to its layers; if positive, the last part may have
+            no layers.
 
     Returns:
-        Of each part, the layers of each stack by their number in the stack, empty ranges included.
+        For each part, the layers of each stack by their number in the stack, with empty ranges.
 
     Raises:
-        ParallelLayoutError: fewer layers than parts.
+        ParallelLayoutError: there are fewer layers than parts.
     """
     costs, parts = [cost for stack in stacks for cost in stack], stages * chunks
     if len(costs) < parts:
@@ -344,15 +359,15 @@ class _Problem:
     """Cost of the first 0, 1, 2, ... layers."""
     stages: int
     extra: tuple[float, ...]
-    """What each part costs beside layers."""
+    """Cost of each part in addition to its layers."""
     least: tuple[int, ...]
-    """Layers that each part needs."""
+    """Minimum number of layers of each part."""
 
     @classmethod
     def of(
         cls, costs: Sequence[float], stages: int, chunks: int, first: float, last: float
     ) -> "_Problem":
-        """The problem that `partition` describes."""
+        """Return the problem that `partition` describes."""
         parts, total = stages * chunks, (sum(costs) + first + last) or 1.0
         extra, least = [0.0] * parts, [1] * parts
         extra[0] += first / total
@@ -363,29 +378,29 @@ class _Problem:
         return cls(sums, stages, tuple(extra), tuple(least))
 
     def consecutive(self) -> tuple[int, ...]:
-        """Layers of each part with the smallest largest part, and then smallest sum of squares.
+        """Return the layers per part that minimise the largest part, then the sum of squares.
 
-        Dynamic programming from the last part back: `best[i]` is for layers i to the end in the
-        parts from here on.
+        Uses dynamic programming from the last part to the first: `best[i]` is for layers i to the
+        end in the current and the following parts.
         """
         sums = np.array(self.sums)
         count = np.arange(len(sums))[None, :] - np.arange(len(sums))[:, None]
         segment = sums[None, :] - sums[:, None]
 
         def costs(part: int, limit: float) -> npt.NDArray[np.float64]:
-            """Of a part from layer i (rows) to before layer j (columns).
+            """Return the costs of a part from layer i (rows) to before layer j (columns).
 
             Infinite where that is not allowed.
             """
             cost = segment + self.extra[part]
             return np.where((count >= self.least[part]) & (cost <= limit), cost, np.inf)
 
-        nothing = np.where(np.arange(len(sums)) == len(sums) - 1, 0.0, np.inf)
-        best = nothing
+        terminal = np.where(np.arange(len(sums)) == len(sums) - 1, 0.0, np.inf)
+        best = terminal
         for part in reversed(range(len(self.extra))):
             best = np.maximum(costs(part, np.inf), best[None, :]).min(axis=1)
         limit = best[0] + _ROUNDING
-        squares = [nothing]
+        squares = [terminal]
         for part in reversed(range(len(self.extra))):
             squares.append((costs(part, limit) ** 2 + squares[-1][None, :]).min(axis=1))
         sizes, start = [], 0
@@ -397,9 +412,9 @@ class _Problem:
         return tuple(sizes)
 
     def spread(self) -> tuple[int, ...]:
-        """Layers of each part as if all cost the same.
+        """Return the number of layers of each part as if all layers cost the same.
 
-        Each goes to the smallest part of the smallest stage.
+        Each layer is added to the smallest part of the smallest stage.
         """
         layers, sizes = len(self.sums) - 1, list(self.least)
         for _ in range(layers - sum(sizes)):
@@ -417,13 +432,13 @@ class _Problem:
         return tuple(sizes)
 
     def improved(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Move one layer from a part to another, via those between, as long as that helps."""
+        """Move one layer between two parts, shifting the parts in between, while that helps."""
         while (better := min(self._neighbours(sizes), key=self._rating)) != sizes:
             sizes = better
         return sizes
 
     def _neighbours(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """The division itself and those that one move leads to."""
+        """Yield the division and those that one move leads to."""
         yield sizes
         for giver, taker in permutations(range(len(sizes)), 2):
             if sizes[giver] > self.least[giver]:
@@ -432,7 +447,7 @@ class _Problem:
                 )
 
     def _rating(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """How good a division is; less is better, in this order."""
+        """Return the rating of a division as values in order of importance; smaller is better."""
         ends = accumulate(sizes, initial=0)
         parts = [
             self.sums[end] - self.sums[begin] + extra

@@ -1,10 +1,8 @@
-"""Pipeline schedules as pure data.
-
-The passes of each stage in order, and the messages that follow from them.
+"""Pipeline schedules as data: the passes of each stage in order, and their messages.
 
 A stage owns `chunks` chunks of consecutive layers (v). The model's chunks are numbered in the order
-of its layers; chunk c belongs to stage c mod pp, so that with v > 1 a micro batch goes round the
-stages v times.
+of its layers. Chunk c belongs to stage c mod pp, so that with v > 1 a micro batch passes through
+the stages v times.
 """
 
 from collections.abc import Sequence
@@ -17,64 +15,64 @@ from megacore.errors import ParallelLayoutError
 
 
 class Direction(Enum):
-    """Which way a pass goes through the model."""
+    """Direction of a pass through the model."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Pass(NamedTuple):
-    """One micro batch through one of a stage's chunks."""
+    """Pass of one micro batch through one of a stage's chunks."""
 
     direction: Direction
     micro_batch: int
     chunk: int
-    """The stage's own numbering: 0 to v - 1."""
+    """Number of the chunk on the stage: 0 to v - 1."""
 
 
 Schedule = tuple[tuple[Pass, ...], ...]
-"""The passes of every stage, each in the order in which the stage makes them."""
+"""Passes of every stage, in the order in which the stage runs them."""
 
 
 class Message(NamedTuple):
-    """A tensor handed from one pass to another: hidden states (forward) or gradient (backward)."""
+    """Tensor sent from one pass to another: hidden states (forward) or gradient (backward)."""
 
     direction: Direction
     micro_batch: int
     chunk: int
-    """The model's chunk it is for."""
+    """The receiving chunk of the model."""
     source: int
-    """The stage that sends it."""
+    """The sending stage."""
     destination: int
-    """The stage that receives it."""
+    """The receiving stage."""
     number: int
-    """No other message of the same schedule has it."""
+    """Number that is unique among the messages of a schedule."""
 
     @property
     def channel(self) -> int:
-        """Which of four channels it takes, 0 to 3: two for each direction, by the sender's parity.
+        """Channel of the message, 0 to 3: two for each direction, by the parity of the sender.
 
-        NCCL takes the messages of two ranks in a process group in order, whoever sends. On one of
-        these channels two stages only ever talk one way: forward and backward messages are apart,
-        and where both stages send forward (pp 2 with v > 1: 0 to 1, and 1 to 0 at the wrap) one of
-        them is even. What then remains in order is sent and received in the same order, because all
-        stages take micro batches and chunks in the same order.
+        NCCL takes the messages of two ranks in a process group in order, whoever sends. On one
+        channel, two stages only ever communicate one way: forward and backward messages are
+        separate, and if both stages send forward (pp 2 with v > 1: 0 to 1, and 1 to 0 at the wrap),
+        one of them is even. The remaining messages are sent and received in the same order, because
+        all stages take micro batches and chunks in the same order.
         """
         return (2 if self.direction is Direction.BACKWARD else 0) + self.source % 2
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How many stages there are, and chunks on each."""
+    """Numbers of stages and of chunks on each stage."""
 
     stages: int
-    """Ranks that hold consecutive layers (pp)."""
+    """Number of ranks with consecutive layers (pp)."""
     chunks: int = 1
-    """Chunks on each stage (v)."""
+    """Number of chunks on each stage (v)."""
 
     @classmethod
     def of(cls, schedule: Sequence[Sequence[Pass]]) -> "Pipeline":
-        """The pipeline that a schedule is for."""
+        """Return the pipeline of a schedule."""
         return cls(
             len(schedule),
             1 + max((each.chunk for passes in schedule for each in passes), default=0),
@@ -82,22 +80,22 @@ class Pipeline:
 
     @property
     def model_chunks(self) -> int:
-        """Chunks of the whole model (pp x v)."""
+        """Number of chunks of the whole model (pp x v)."""
         return self.stages * self.chunks
 
     def model_chunk(self, stage: int, chunk: int) -> int:
-        """The model's number of a stage's chunk."""
+        """Return the number in the model of a stage's chunk."""
         return chunk * self.stages + stage
 
     def receive(self, stage: int, each: Pass) -> Message | None:
-        """What a pass of `stage` waits for.
+        """Return the message that a pass of `stage` waits for.
 
         None for the first chunk forward and for the last chunk backward.
         """
         return self._to(each.direction, each.micro_batch, self.model_chunk(stage, each.chunk))
 
     def send(self, stage: int, each: Pass) -> Message | None:
-        """What a pass of `stage` sends.
+        """Return the message that a pass of `stage` sends.
 
         None for the last chunk forward and for the first chunk backward.
         """
@@ -107,7 +105,7 @@ class Pipeline:
         )
 
     def _to(self, direction: Direction, micro_batch: int, chunk: int) -> Message | None:
-        """The message to one of the model's chunks, None when it or the one before is missing."""
+        """Return the message to one of the model's chunks; None if chunk or sender do not exist."""
         backward = direction is Direction.BACKWARD
         origin = chunk + 1 if backward else chunk - 1
         if not (0 <= chunk < self.model_chunks and 0 <= origin < self.model_chunks):
@@ -119,10 +117,10 @@ class Pipeline:
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965).
+    """Return all forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965).
 
     A stage keeps the activations of all m micro batches; the bubble is (pp - 1) / m of the compute
-    time. Backward passes come in the order of the forward passes, so that gradients add up in the
+    time. Backward passes are in the order of the forward passes, so that gradients add up in the
     same order as in 1F1B.
     """
     _check_counts(stages, micro_batches, 1)
@@ -131,12 +129,10 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """Forward and backward passes in turn: PipeDream-flush, as in Narayanan et al.
+    """Return forward and backward passes in turn (PipeDream-flush).
 
-    2021 (arXiv:2104.04473).
-
-    The bubble is GPipe's; a stage keeps the activations of at most min(m, pp - stage) micro
-    batches.
+    See Narayanan et al. 2021 (arXiv:2104.04473). The bubble is GPipe's; a stage keeps the
+    activations of at most min(m, pp - stage) micro batches.
     """
     _check_counts(stages, micro_batches, 1)
     return tuple(
@@ -145,12 +141,12 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """1F1B over v chunks per stage (Narayanan et al. 2021, section 2.2), in Megatron-LM's order.
+    """Return 1F1B over v chunks per stage (Narayanan et al. 2021, section 2.2).
 
-    Micro batches go in groups of pp: a stage takes a group through its first chunk, then through
-    the next. Stage i starts with 2 (pp - i - 1) + (v - 1) pp forward passes and keeps the
-    activations of at most one pass more. The bubble is (pp - 1) / (m v) of the compute time: v
-    times smaller, for v times the messages.
+    The order is Megatron-LM's. Micro batches are processed in groups of pp: a stage takes a group
+    through its first chunk, then through the next. Stage i starts with 2 (pp - i - 1) + (v - 1) pp
+    forward passes and keeps the activations of at most one pass more. The bubble is (pp - 1) / (m
+    v) of the compute time: v times smaller, for v times as many messages.
 
     Raises:
         ParallelLayoutError: m is not a multiple of pp, or there is one stage.
@@ -179,9 +175,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The forward passes alone, for evaluation.
+    """Return only the forward passes, for evaluation.
 
-    Of any number of micro batches: the last group may be smaller.
+    Any number of micro batches is allowed: the last group may be smaller.
     """
     _check_counts(stages, micro_batches, chunks)
     return (_in_order(Direction.FORWARD, stages, micro_batches, chunks),) * stages
@@ -190,19 +186,19 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
 def build_schedule(
     kind: Literal["gpipe", "1f1b"], stages: int, micro_batches: int, chunks: int = 1
 ) -> Schedule:
-    """The schedule that `parallel.pipeline_schedule` names.
+    """Return the schedule named by `parallel.pipeline_schedule`.
 
-    With more than one chunk per stage, interleaved 1F1B.
+    With more than one chunk per stage it is interleaved 1F1B.
 
     Args:
         kind: gpipe or 1f1b.
-        stages: pp.
-        micro_batches: m, of one step on each data-parallel rank.
-        chunks: v.
+        stages: number of stages (pp).
+        micro_batches: micro batches of one step on each data-parallel rank (m).
+        chunks: chunks per stage (v).
 
     Raises:
-        ParallelLayoutError: a count below 1, gpipe with several chunks, or what `interleaved`
-            refuses.
+        ParallelLayoutError: a count is below 1, gpipe has several chunks, or `interleaved` refuses
+            the counts.
     """
     if chunks > 1 and kind == "gpipe":
         raise ParallelLayoutError(
@@ -216,7 +212,7 @@ def build_schedule(
 
 
 def max_in_flight(passes: Sequence[Pass]) -> int:
-    """The most forward passes of one stage that wait for their backward pass at once."""
+    """Return the maximum number of a stage's forward passes that await their backward pass."""
     steps = (1 if each.direction is Direction.FORWARD else -1 for each in passes)
     return max(accumulate(steps), default=0)
 
@@ -224,9 +220,9 @@ def max_in_flight(passes: Sequence[Pass]) -> int:
 def _in_order(
     direction: Direction, stages: int, micro_batches: int, chunks: int = 1
 ) -> tuple[Pass, ...]:
-    """One direction's passes, the same on every stage.
+    """Return the passes of one direction, the same on every stage.
 
-    A group of pp micro batches goes through one chunk after another.
+    A group of pp micro batches passes through one chunk after another.
     """
     backward = direction is Direction.BACKWARD
     return tuple(
@@ -238,7 +234,7 @@ def _in_order(
 
 
 def _in_turn(stages: int, micro_batches: int, chunks: int, *, warm_up: int) -> tuple[Pass, ...]:
-    """`warm_up` forward passes, then forward and backward in turn, then backward ones."""
+    """Return `warm_up` forward passes, then forward and backward in turn, then backward passes."""
     forwards = _in_order(Direction.FORWARD, stages, micro_batches, chunks)
     backwards = _in_order(Direction.BACKWARD, stages, micro_batches, chunks)
     steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))

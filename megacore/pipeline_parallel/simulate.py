@@ -1,7 +1,4 @@
-"""What a schedule would take if passes took known times.
-
-Start and end of each pass, and the bubble.
-"""
+"""Simulation of a schedule with given durations: start and end of each pass, and the bubble."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,11 +10,11 @@ from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipel
 
 
 class ScheduleError(MegacoreError):
-    """A schedule in which a stage waits for ever."""
+    """Error of a schedule in which a stage waits forever."""
 
 
 class Span(NamedTuple):
-    """A pass and when it is made."""
+    """Pass with its start and end."""
 
     work: Pass
     start: float
@@ -26,16 +23,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time, from 0 on, in the unit of the passes' durations."""
+    """Times of a schedule, starting at 0, in the unit of the passes' durations."""
 
     spans: tuple[tuple[Span, ...], ...]
-    """Of every stage, one after another."""
+    """Passes of every stage, in order."""
     chunks: int
-    """Chunks on each stage (v)."""
+    """Number of chunks on each stage (v)."""
 
     @cached_property
     def makespan(self) -> float:
-        """When the last stage is done."""
+        """Time at which the last stage ends."""
         return max(spans[-1].end for spans in self.spans)
 
     @cached_property
@@ -48,7 +45,7 @@ class Timeline:
         """Idle time over compute time, summed over all stages.
 
         With equal chunks and no latency this is (pp - 1) / (m v) (Narayanan et al. 2021, section
-        2.2); stages of unequal load wait for the largest one, which counts as idle too.
+        2.2). Stages of unequal load wait for the largest one, which counts as idle time too.
         """
         return len(self.spans) * self.makespan / sum(self.busy) - 1
 
@@ -60,51 +57,51 @@ def simulate(
     *,
     latency: float = 0.0,
 ) -> Timeline:
-    """Make every pass as early as its stage is free and its message there.
+    """Simulate a schedule with given durations.
 
-    A stage sends without waiting, and travelling messages keep nobody busy.
+    Every pass starts as soon as its stage is free and its message has arrived. A stage sends
+    without waiting, and messages in transit block no stage.
 
     Args:
-        schedule: the passes of every stage.
+        schedule: passes of every stage.
         forward: time of a forward pass through each of the model's chunks; None means 1 for all.
         backward: time of a backward pass; None means twice the forward pass.
-        latency: between the end of a pass and the arrival of its message.
+        latency: time between the end of a pass and the arrival of its message.
 
     Raises:
-        ScheduleError: the stages wait for each other, or a backward pass comes before its forward
-            pass.
+        ScheduleError: the stages wait for each other, or a backward pass precedes its forward pass.
     """
     pipeline = Pipeline.of(schedule)
     forward = (1.0,) * pipeline.model_chunks if forward is None else forward
     backward = [2 * duration for duration in forward] if backward is None else backward
     world = _World(pipeline, {Direction.FORWARD: forward, Direction.BACKWARD: backward}, latency)
     spans: list[list[Span]] = [[] for _ in schedule]
-    left = sum(map(len, schedule))
-    while left:
-        made = sum(
+    remaining = sum(map(len, schedule))
+    while remaining:
+        completed = sum(
             world.advance(stage, schedule[stage], spans[stage]) for stage in range(pipeline.stages)
         )
-        if not made:
+        if not completed:
             raise ScheduleError(_deadlock(schedule, spans))
-        left -= made
+        remaining -= completed
     return Timeline(tuple(map(tuple, spans)), pipeline.chunks)
 
 
 @dataclass
 class _World:
-    """What the stages share."""
+    """State shared by the stages."""
 
     pipeline: Pipeline
     durations: dict[Direction, Sequence[float]]
-    """Of a pass through each of the model's chunks."""
+    """Duration of a pass through each of the model's chunks."""
     latency: float
     arrivals: dict[Message, float] = field(default_factory=dict)
-    """Of every message that was sent."""
+    """Arrival time of every message sent so far."""
     forwards: set[tuple[int, int]] = field(default_factory=set)
-    """Micro batch and chunk of the model, of every forward pass that was made."""
+    """Micro batch and model chunk of every completed forward pass."""
 
     def advance(self, stage: int, passes: Sequence[Pass], spans: list[Span]) -> int:
-        """Make the passes of a stage after `spans`, until one has to wait; returns how many."""
+        """Run the passes of a stage after `spans` until one has to wait; return their number."""
         before = len(spans)
         for each in passes[before:]:
             chunk = self.pipeline.model_chunk(stage, each.chunk)
@@ -131,8 +128,8 @@ def _deadlock(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> str:
             f"stage {stage} waits with {each.direction.value} of micro batch {each.micro_batch} in "
             f"chunk {each.chunk}"
         )
-        for stage, (passes, made) in enumerate(zip(schedule, spans, strict=True))
-        for each in passes[len(made) : len(made) + 1]
+        for stage, (passes, completed) in enumerate(zip(schedule, spans, strict=True))
+        for each in passes[len(completed) : len(completed) + 1]
     ]
     return (
         f"the schedule of {len(schedule)} stages ends in a deadlock: {', '.join(stuck)}: correct "

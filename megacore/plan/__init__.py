@@ -1,1 +1,1 @@
-"""What a run needs before it starts: memory, time, processes. Nothing here imports torch."""
+"""Estimates of a run's memory, time and processes before it starts, without importing torch."""

@@ -1,6 +1,6 @@
-"""Settings that make a rank need less memory.
+"""Search for settings that reduce a rank's memory.
 
-Each change estimated by the planner, and those that save most.
+The planner estimates each change, and those that save most are proposed.
 """
 
 import json
@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from megacore.config.deepspeed import FIELD_OF, Asked, DeepSpeedConfig, asked_of, zero_of
+from megacore.config.deepspeed import (
+    FIELD_BY_KEY,
+    DeepSpeedConfig,
+    UserSettings,
+    user_settings_of,
+    zero_of,
+)
 from megacore.config.run import RunConfig
 from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
@@ -20,30 +26,30 @@ from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, estimate_stages
 
 COUNT = 3
-"""Settings that a message names."""
+"""Maximum number of settings in a message."""
 _STAGE = "zero_optimization.stage"
 _GATHERED = "zero_optimization.allgather_bucket_size"
-"""Which stage 3 does not have."""
+"""Key that ZeRO stage 3 does not have."""
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a configuration is estimated for."""
+    """Ranks and hardware for which a configuration is estimated."""
 
     ranks: int
-    """Processes of the job."""
+    """Number of ranks of the job."""
     vocab_size: int
-    """Entries of the vocabulary before padding."""
+    """Number of vocabulary entries before padding."""
     precision: str
-    """fp32, bf16 or fp16."""
+    """Data type of the computation: fp32, bf16 or fp16."""
     device_type: str
-    """cpu or cuda."""
+    """Type of the device: cpu or cuda."""
     host: int
-    """Bytes of main memory that a rank may use beside its GPU."""
+    """Bytes of host memory available to a rank in addition to its GPU."""
 
     def estimate(self, config: RunConfig, rank: int | None = None) -> MemoryEstimate:
-        """What `rank` needs, or, without one, a rank of the stage that needs most.
+        """Return the memory of `rank`, or of a rank on the stage that needs most if `rank` is None.
 
         Raises ParallelLayoutError.
         """
@@ -59,24 +65,24 @@ class Deployment:
 
 
 class Saving(NamedTuple):
-    """A valid configuration that needs less."""
+    """Valid change of the configuration that needs less memory."""
 
     kind: str
-    """What is changed: batch, recompute, zero, offload, tensor, pipeline, sequence or ranks."""
+    """Kind of change: batch, recompute, zero, offload, tensor, pipeline, sequence or ranks."""
     setting: str
-    """As in `train.micro_batch_size: 16 -> 8`."""
+    """Changed setting as text, such as `train.micro_batch_size: 16 -> 8`."""
     before: MemoryEstimate
     after: MemoryEstimate
     share: float = 1.0
-    """Ranks that share the memory afterwards, as a part of those before."""
+    """Ratio of the number of ranks after the change to the number before."""
 
     @property
     def bytes(self) -> float:
-        """What a rank saves of the memory that it had."""
+        """Bytes that the change saves in the memory of one previous rank."""
         return self.before.total - self.after.total * self.share
 
     def __str__(self) -> str:
-        """The setting with both predictions."""
+        """Return the setting with both predictions as text."""
         fewer = " for each of them" if self.share < 1 else ""
         return f"{self.setting} (predicted {pair(self.before.total, self.after.total)}{fewer})"
 
@@ -84,7 +90,7 @@ class Saving(NamedTuple):
 class _Change(NamedTuple):
     kind: str
     values: dict[str, Any]
-    """By dotted keys of the configuration."""
+    """New values by dotted name."""
     share: float = 1.0
 
 
@@ -95,14 +101,14 @@ def savings(
     fits: Callable[["Saving"], bool] = lambda saving: False,
     rank: int | None = None,
 ) -> list[Saving]:
-    """The changes that save most, at most one of each kind, the greatest saving first.
+    """Return the changes that save most memory, at most one of each kind, in descending order.
 
     Args:
-        config: the run, valid where it is.
-        deployment: its ranks.
-        fits: whether a change suffices: those that do come first, and of a kind the least that
-            does.
-        rank: whose memory it is, None for a rank of the stage that needs most.
+        config: configuration of the run, which must be valid.
+        deployment: ranks and hardware.
+        fits: function that returns True if a change suffices. Sufficient changes come first, and
+            the smallest sufficient change of each kind is chosen.
+        rank: rank whose memory is reduced; None for a rank on the stage that needs most.
     """
     before, dump = deployment.estimate(config, rank), config.model_dump()
     best: dict[str, Saving] = {}
@@ -110,33 +116,35 @@ def savings(
         changed = _valid(dump, change.values)
         if changed is None:
             continue
-        there = _elsewhere(deployment, change.share)
+        target = _elsewhere(deployment, change.share)
         try:
-            layout_of(changed, there.ranks, there.vocab_size)
-            after = there.estimate(changed, rank if change.kind not in _MOVES else None)
-        except ConfigError:  # not with this number of ranks, or this vocabulary
+            layout_of(changed, target.ranks, target.vocab_size)
+            after = target.estimate(changed, rank if change.kind not in _MOVES else None)
+        except ConfigError:  # invalid with this number of ranks or this vocabulary
             continue
         saving = Saving(
             change.kind, _spoken(config, dump, change.values), before, after, change.share
         )
-        known = best.get(change.kind)
-        better = known is None or (not fits(known) and (fits(saving) or saving.bytes > known.bytes))
+        previous = best.get(change.kind)
+        better = previous is None or (
+            not fits(previous) and (fits(saving) or saving.bytes > previous.bytes)
+        )
         if saving.bytes > 0 and after.host <= deployment.host and better:
             best[change.kind] = saving
     return sorted(best.values(), key=lambda saving: (not fits(saving), -saving.bytes))
 
 
 _MOVES = ("tensor", "pipeline", "ranks")
-"""Kinds after which a rank has another place in the layout."""
+"""Kinds of changes that move ranks to other places in the layout."""
 
 
 def memory_advice(config: RunConfig, deployment: Deployment, rank: int | None = None) -> str:
-    """What was predicted for a rank, part by part, and the settings that help most, as one clause.
+    """Return one clause with the predicted memory of a rank by parts and the best savings.
 
     Args:
-        config: the run.
-        deployment: its ranks.
-        rank: which one; None stands for the one that needs most.
+        config: configuration of the run.
+        deployment: ranks and hardware.
+        rank: rank to describe; None for the rank that needs most.
     """
     need, best = deployment.estimate(config, rank), savings(config, deployment, rank=rank)[:COUNT]
     who = "the rank that needs most" if rank is None else f"rank {rank}"
@@ -149,7 +157,7 @@ def memory_advice(config: RunConfig, deployment: Deployment, rank: int | None = 
 
 
 def parts_of(need: MemoryEstimate) -> str:
-    """An estimate with each of its parts, as in `12.3 GiB (weights 4.1, …)`."""
+    """Return an estimate with its parts as text, such as `12.3 GiB (weights 4.1, …)`."""
     names = (
         "weights",
         "gradients",
@@ -161,19 +169,19 @@ def parts_of(need: MemoryEstimate) -> str:
         "process",
     )
     shown = [f"{name} {getattr(need, name) / GIB:.2f}" for name in names if getattr(need, name)]
-    beside = f", and {need.host / GIB:.2f} GiB of main memory" if need.host else ""
-    return f"{need.total / GIB:.2f} GiB ({', '.join(shown)}{beside})"
+    host = f", and {need.host / GIB:.2f} GiB of host memory" if need.host else ""
+    return f"{need.total / GIB:.2f} GiB ({', '.join(shown)}{host})"
 
 
 def pair(before: int, after: int) -> str:
-    """Two numbers of bytes in one unit, as in `61.2 -> 37.5 GiB`."""
+    """Return two numbers of bytes in the same unit, such as `61.2 -> 37.5 GiB`."""
     unit, name = (GIB, "GiB") if before >= GIB else (2**20, "MiB")
     digits = 1 if before >= 10 * unit else 2
     return f"{before / unit:.{digits}f} -> {after / unit:.{digits}f} {name}"
 
 
 def _elsewhere(deployment: Deployment, share: float) -> Deployment:
-    """The same deployment with a part of the ranks."""
+    """Return the deployment with the fraction `share` of its ranks."""
     if share == 1:
         return deployment
     ranks = round(deployment.ranks * share)
@@ -183,10 +191,11 @@ def _elsewhere(deployment: Deployment, share: float) -> Deployment:
 
 
 def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:
-    """Whatever could help, of each kind from little to much; not all of it is valid."""
+    """Yield candidate changes, from small to large for each kind; not all are valid."""
     train, parallel, launch = config.train, config.parallel, config.launch
     gpu = deployment.device_type == "cuda"
-    # A divisor divides whatever the size does: half of it, of an odd one the next smaller.
+    # A divisor of the size keeps the batch divisible: half the size if it is even, else the next
+    # smaller divisor.
     smaller = (
         size
         for size in range(train.micro_batch_size // 2, 0, -1)
@@ -206,21 +215,26 @@ def _changes(config: RunConfig, deployment: Deployment) -> Iterator[_Change]:
         key = f"{name}_model_parallel_size"
         yield _Change(name, {f"parallel.{key}": 2 * getattr(parallel, key)})
     yield _Change("sequence", {"data.seq_length": config.data.seq_length // 2})
-    alone = launch.hostfile is None and launch.kind in ("torchrun", "deepspeed")
-    if not gpu and alone and isinstance(launch.nproc_per_node, int) and deployment.ranks % 2 == 0:
+    single_host = launch.hostfile is None and launch.kind in ("torchrun", "deepspeed")
+    if (
+        not gpu
+        and single_host
+        and isinstance(launch.nproc_per_node, int)
+        and deployment.ranks % 2 == 0
+    ):
         yield _Change("ranks", {"launch.nproc_per_node": deployment.ranks // 2}, share=0.5)
 
 
 def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
-    """What of ZeRO a configuration does not use yet, from little to much."""
+    """Yield changes that use more of ZeRO and offload, from small to large."""
     if config.engine == "native" and not config.parallel.use_distributed_optimizer:
         yield _Change("zero", {"parallel.use_distributed_optimizer": True})
     zero, most = zero_of(config), 3 if config.parallel.pipeline_model_parallel_size == 1 else 1
-    asked = asked_of(config) if config.engine == "deepspeed" else None
+    asked = user_settings_of(config) if config.engine == "deepspeed" else None
     first = zero.stage + 1 if asked else max(2, zero.stage + 1)
     for stage in range(first, most + 1):
         yield _Change("zero", _asking(config.deepspeed, asked, {_STAGE: stage}))
-    if not gpu:  # there is one memory alone
+    if not gpu:  # the CPU has only one memory
         return
     divided = max(most, zero.stage)
     stage_too = {_STAGE: divided} if divided > zero.stage or asked is None else {}
@@ -237,36 +251,38 @@ def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
 
 
 def _asking(
-    section: DeepSpeedConfig, asked: Asked | None, wanted: Mapping[str, Any]
+    section: DeepSpeedConfig, asked: UserSettings | None, requested: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return keys of the configuration that ask DeepSpeed for something.
+    """Return values, by dotted name of the configuration, that request an option of DeepSpeed.
 
-    They are in the user's own JSON where there is one.
+    They are in the user's JSON if there is one.
     """
     engine = {} if asked else {"engine": "deepspeed"}
-    if wanted.get(_STAGE) == 3 and asked is not None and _GATHERED in asked.values:
-        wanted = {**wanted, _GATHERED: None}
+    if requested.get(_STAGE) == 3 and asked is not None and _GATHERED in asked.values:
+        requested = {**requested, _GATHERED: None}
     if asked is None or not asked.in_file:
-        return engine | {f"deepspeed.{FIELD_OF[key]}": value for key, value in wanted.items()}
+        return engine | {
+            f"deepspeed.{FIELD_BY_KEY[key]}": value for key, value in requested.items()
+        }
     content = section.config
     assert isinstance(content, dict)
     return {
-        f"deepspeed.{FIELD_OF[key]}"
+        f"deepspeed.{FIELD_BY_KEY[key]}"
         if _found(content, key) == AUTO
         else f"deepspeed.config.{key}": value
-        for key, value in wanted.items()
+        for key, value in requested.items()
     }
 
 
 def _valid(dump: Mapping[str, Any], values: Mapping[str, Any]) -> RunConfig | None:
-    """The changed configuration, None where it is refused."""
+    """Return the changed configuration; None if it is refused."""
     changed = deepcopy(dict(dump))
     for key, value in values.items():
         *parents, leaf = key.split(".")
         target: Any = changed
         for parent in parents:
             target = target.setdefault(parent, {})
-            if not isinstance(target, dict):  # as "zero_optimization": true
+            if not isinstance(target, dict):  # for example "zero_optimization": true
                 return None
         target[leaf] = value
     try:
@@ -278,28 +294,28 @@ def _valid(dump: Mapping[str, Any], values: Mapping[str, Any]) -> RunConfig | No
 
 
 def _spoken(config: RunConfig, dump: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """As in `engine: native -> deepspeed, deepspeed.zero_stage: null -> 2`."""
+    """Return changed values as text, such as `engine: native -> deepspeed`."""
     inside = "deepspeed.config."
-    spoken = []
+    changes = []
     for key, value in values.items():
         name = f"{key.removeprefix(inside)} of deepspeed.config" if key.startswith(inside) else key
-        now = _found(dump, key)
-        if key.startswith(inside) and now is None:
-            now = asked_of(config).values.get(key.removeprefix(inside))
-        if now == value:
+        current = _found(dump, key)
+        if key.startswith(inside) and current is None:
+            current = user_settings_of(config).values.get(key.removeprefix(inside))
+        if current == value:
             continue
-        spoken.append(f"{name}: {_plain(now)} -> {_plain(value)}")
-    return ", ".join(spoken)
+        changes.append(f"{name}: {_plain(current)} -> {_plain(value)}")
+    return ", ".join(changes)
 
 
 def _found(values: Mapping[str, Any], key: str) -> Any:
-    """What a dotted key holds, None where it is absent."""
-    found: Any = values
+    """Return the value of a dotted key; None if it is absent."""
+    value: Any = values
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _plain(value: Any) -> str:
-    whole = isinstance(value, float) and value.is_integer()
-    return value if isinstance(value, str) else json.dumps(int(value) if whole else value)
+    integral = isinstance(value, float) and value.is_integer()
+    return value if isinstance(value, str) else json.dumps(int(value) if integral else value)

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a picture: who works on what, when, and where the bubble is."""
+"""Drawing of a pipeline schedule with its passes and its bubble."""
 
 import importlib.util
 from pathlib import Path
@@ -15,43 +15,44 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 
 _COLORS = {Direction.FORWARD: (0.122, 0.306, 0.475), Direction.BACKWARD: (0.784, 0.369, 0.118)}
-"""Of the first chunk; those of later chunks are lighter."""
+"""RGB colors of the first chunk's passes; later chunks have lighter shades."""
 _LIGHTEST = 0.58
-"""Share of white in the last chunk's shade."""
+"""Fraction of white in the color of the last chunk."""
 _IDLE_COLOR = "#f0f0f0"
 _IDLE_LINES = "#c9c9c9"
 _BAR = 0.82
-"""Height of a bar; a row is 1 high."""
+"""Height of a bar relative to its row."""
 _GAPS = (0.1, 0.7)
-"""Between boxes: relative to the shortest, and at most, in points."""
+"""Gap between boxes: relative to the shortest box, and maximum in points."""
 _ROW_INCHES = 0.42
 _BOX_INCHES = 0.2
-"""Width that the shortest pass gets, as long as the figure stays within its limits."""
+"""Width of the shortest pass, if the figure stays within its limits."""
 _WIDTHS = (8.0, 32.0)
 _MARGIN_INCHES = 1.0
 _LEGEND_INCHES = 1.6
-"""Width of an entry."""
+"""Width of a legend entry."""
 _TEXT_INCHES = 0.34
 """Height of the text between axis and legend."""
 _DIGIT_WIDTH = 0.7
-"""Of a digit with its share of the space around the number, relative to the font's size."""
+"""Width of a digit, including its share of the space around the number, relative to the font
+size."""
 _FONT_SIZES = (4.0, 8.0)
 
 
 def draw(timeline: Timeline, path: Path, name: str) -> Path:
-    """Write the picture of a schedule in time and return its path.
+    """Draw a schedule over time and return the path of the picture.
 
-    A row per stage; forward and backward passes in two colours, chunks in shades of them, the
-    number of the micro batch in each box where it fits, idle time hatched. The title has pp, v, m
-    and the bubble.
+    The picture has a row per pipeline stage. Forward and backward passes have two colors, with a
+    shade per chunk. Each box has the number of its micro batch if it fits, and idle time is
+    hatched. The title has pp, v, m and the bubble.
 
     Args:
-        timeline: from `simulate`.
-        path: to write, .svg or .png.
-        name: of the schedule.
+        timeline: result of `simulate`.
+        path: path of the file to write, .svg or .png.
+        name: name of the schedule.
 
     Raises:
-        ConfigError: another suffix, or matplotlib is not installed.
+        ConfigError: the suffix is not supported, or matplotlib is not installed.
         WorkspaceError: the file cannot be written.
     """
     check_drawable(path)
@@ -59,7 +60,7 @@ def draw(timeline: Timeline, path: Path, name: str) -> Path:
 
     figure = schedule_figure(timeline, name)
     try:
-        # else the same picture has other ids each time
+        # A fixed salt keeps the ids of equal pictures equal.
         with rc_context({"svg.hashsalt": "megacore"}):
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
@@ -70,11 +71,11 @@ def draw(timeline: Timeline, path: Path, name: str) -> Path:
 
 
 def check_drawable(path: Path) -> None:
-    """Raise ConfigError when `draw` could not write this kind of file."""
+    """Raise ConfigError if `draw` cannot write this type of file."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(
             f"--draw {path}: pictures are written as {' or '.join(SUFFIXES)}, not as "
-            f"{path.suffix or 'a name alone'}"
+            f"{path.suffix or 'a name without a suffix'}"
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
@@ -83,7 +84,7 @@ def check_drawable(path: Path) -> None:
 
 
 def schedule_figure(timeline: Timeline, name: str) -> "Figure":
-    """The picture that `draw` writes; see there."""
+    """Return the figure that `draw` writes."""
     from matplotlib.figure import Figure
 
     spans = [span for row in timeline.spans for span in row]
@@ -109,7 +110,7 @@ def schedule_figure(timeline: Timeline, name: str) -> "Figure":
 
 
 def _plot_idle(axes: "Axes", timeline: Timeline) -> None:
-    """Each row from start to end; what no pass covers is idle."""
+    """Plot each row over the whole time as idle; the passes are drawn over it."""
     for stage in range(len(timeline.spans)):
         axes.broken_barh(
             [(0, timeline.makespan)],
@@ -150,9 +151,9 @@ def _plot_passes(
 def _write_number(
     axes: "Axes", stage: int, span: Span, chunks: int, points: float, digits: int
 ) -> None:
-    """Write the micro batch into its box, if `digits` digits fit.
+    """Write the number of the micro batch into its box if `digits` digits fit.
 
-    It is `points` points wide per unit of time.
+    A unit of time is `points` points wide.
     """
     size = min((span.end - span.start) * points / (digits * _DIGIT_WIDTH), _FONT_SIZES[1])
     if size < _FONT_SIZES[0]:
@@ -196,11 +197,11 @@ def _label(figure: "Figure", axes: "Axes", timeline: Timeline, name: str) -> Non
 
 
 def _place_legend(figure: "Figure", axes: "Axes") -> None:
-    """Below the axis and its text, in as many columns as there is room for."""
+    """Place the legend below the axis and its text, in as many columns as fit."""
     from matplotlib.transforms import ScaledTranslation
 
     handles, labels = axes.get_legend_handles_labels()
-    order = [*range(1, len(handles)), 0]  # idle, which was plotted first, comes last
+    order = [*range(1, len(handles)), 0]  # the idle entry was plotted first and is listed last
     axes.legend(
         [handles[index] for index in order],
         [labels[index] for index in order],
@@ -216,12 +217,12 @@ def _place_legend(figure: "Figure", axes: "Axes") -> None:
 
 
 def _shade(direction: Direction, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The colour of a pass: the later the chunk, the lighter."""
+    """Return the RGB color of a pass; later chunks are lighter."""
     white = _LIGHTEST * chunk / max(1, chunks - 1)
     red, green, blue = (part + (1 - part) * white for part in _COLORS[direction])
     return red, green, blue
 
 
 def _luminance(color: tuple[float, float, float]) -> float:
-    """Perceived brightness, 0 to 1 (ITU-R BT.601)."""
+    """Return the perceived brightness, from 0 to 1 (ITU-R BT.601)."""
     return 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2]

@@ -1,4 +1,4 @@
-"""How many processes and CPU threads a launch comes to, and the layout that they make."""
+"""Numbers of ranks and CPU threads of a launch, and the resulting layout."""
 
 from collections.abc import Mapping
 
@@ -12,19 +12,18 @@ from megacore.parallel.rank_layout import RankLayout
 
 
 def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> RankLayout:
-    """The layout of `ranks` ranks.
+    """Return the layout of `ranks` ranks.
 
-    Tensor and pipeline sizes as configured, data parallel over what they leave.
+    Tensor and pipeline sizes are as configured; the remaining ranks are data parallel.
 
     Args:
-        config: the run.
-        ranks: processes of the job.
-        vocab_size: entries of the tokenizer before padding, None where they are not known yet.
+        config: configuration of the run.
+        ranks: number of ranks of the job.
+        vocab_size: entries of the tokenizer before padding; None if not yet known.
 
     Raises:
-        ParallelLayoutError: model, batch and ranks do not divide as they must, or not as a
-            DeepSpeed JSON says; the message has all the numbers and the nearest layouts of as many
-            ranks that work.
+        ParallelLayoutError: model, batch and ranks cannot be divided, or contradict a DeepSpeed
+            JSON; the message has all the numbers and the nearest valid layouts of as many ranks.
     """
     padded = None if vocab_size is None else config.model.padded_vocab_size(vocab_size)
     try:
@@ -45,17 +44,18 @@ def launched_ranks(
     without_gpu: int = 1,
     hosts: Mapping[str, int] | None = None,
 ) -> tuple[int, int]:
-    """Ranks of a job and CPU threads of each.
+    """Return the number of ranks of a job and of CPU threads per rank.
 
     Args:
-        launch: what starts them, and where.
-        hardware: of this machine; the others are taken to be like it.
-        without_gpu: ranks that `launch.nproc_per_node: auto` means on a machine without a GPU.
-        hosts: that take part and their ranks, None for all that may.
+        launch: launch options.
+        hardware: hardware of this host; the other hosts are assumed to be equal.
+        without_gpu: number of ranks for `launch.nproc_per_node: auto` on a host without a GPU.
+        hosts: participating hosts and their ranks; None means all hosts of the configuration.
 
     Raises:
         ParallelLayoutError: there are more ranks than GPUs.
-        ConfigError: the hostfile cannot be used, or a scheduler's machines have no number of ranks.
+        ConfigError: the hostfile is invalid, or the number of ranks on a scheduler's hosts is
+            missing.
     """
     if launch.kind in ("slurm", "kubernetes"):
         return _of_a_scheduler(launch, hardware)
@@ -64,30 +64,30 @@ def launched_ranks(
         if launch.nproc_per_node == "auto"
         else launch.nproc_per_node
     )
-    here, setting = ranks, f"launch.nproc_per_node is {ranks}"
+    local_ranks, setting = ranks, f"launch.nproc_per_node is {ranks}"
     hosts = hosts_of(launch) if hosts is None else hosts
     if hosts:
-        ranks, here = sum(hosts.values()), local_slots(hosts)
-        setting = f"slots of this machine in {launch.hostfile} is {here}"
-    if hardware.gpus and here > len(hardware.gpus):
+        ranks, local_ranks = sum(hosts.values()), local_slots(hosts)
+        setting = f"slots of this machine in {launch.hostfile} is {local_ranks}"
+    if hardware.gpus and local_ranks > len(hardware.gpus):
         raise ParallelLayoutError(
             f"{setting} and this machine has {len(hardware.gpus)} visible "
             f"GPU{'s' if len(hardware.gpus) > 1 else ''}: set it to {len(hardware.gpus)} or to auto"
         )
-    # a machine that only starts the others is taken to be like them
-    beside = here or max(hosts.values(), default=1)
-    return ranks, launch.threads_per_rank or max(1, hardware.cores // beside)
+    # A host that only starts the others is assumed to equal them.
+    ranks_per_host = local_ranks or max(hosts.values(), default=1)
+    return ranks, launch.threads_per_rank or max(1, hardware.cores // ranks_per_host)
 
 
 def _of_a_scheduler(launch: LaunchConfig, hardware: Hardware) -> tuple[int, int]:
-    """The machines of a scheduler have a number of ranks each, whatever this one has.
+    """Return the ranks and the CPU threads per rank of a scheduler's job.
 
-    Of a range all are expected.
+    For a range of hosts, the maximum is used.
     """
     if launch.nproc_per_node == "auto":
         raise ConfigError(
-            f"launch.nproc_per_node is auto and launch.kind is {launch.kind}, whose machines "
-            "nobody has seen yet: give the number of ranks of each, one per GPU"
+            f"launch.nproc_per_node is auto and launch.kind is {launch.kind}, whose machines are "
+            "not known yet: give the number of ranks of each, one per GPU"
         )
     nodes = (launch.node_range or (1, 1))[1]
     return nodes * launch.nproc_per_node, launch.threads_per_rank or max(

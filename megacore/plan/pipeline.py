@@ -1,4 +1,4 @@
-"""What each pipeline stage of a configuration holds, when it works, and how long it waits."""
+"""Plan of a pipeline: content, memory, busy time and idle time of each stage."""
 
 from dataclasses import dataclass
 
@@ -20,22 +20,22 @@ from megacore.plan.throughput import chunk_flops
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """One step of a configuration on its layout."""
+    """Plan of one optimizer step of a configuration."""
 
     config: RunConfig
     layout: RankLayout
     micro_batches: int
-    """Of one step on each data-parallel rank (m)."""
+    """Number of micro batches of one step on each data-parallel rank (m)."""
     chunks: tuple[ModelChunk, ...]
-    """By their number in the model."""
+    """Chunks in the order of the model."""
     memory: tuple[MemoryEstimate, ...]
-    """Of a rank of each stage."""
+    """Estimated memory of a rank of each stage."""
     timeline: Timeline
-    """In operations of the chunks, without latency."""
+    """Simulated step, with operations of the chunks as time and without latency."""
 
     @property
     def name(self) -> str:
-        """Of configuration and schedule."""
+        """Names of the configuration and the schedule."""
         kind = "GPipe" if self.config.parallel.pipeline_schedule == "gpipe" else "1F1B"
         return f"{self.config.name}, {'interleaved ' if self.timeline.chunks > 1 else ''}{kind}"
 
@@ -45,7 +45,7 @@ class PipelinePlan:
         return (self.layout.pipeline - 1) / (self.micro_batches * self.timeline.chunks)
 
     def summary(self) -> str:
-        """The layout and the bubble, a line each."""
+        """Return two lines with the layout and the bubble."""
         train, layout = self.config.train, self.layout
         engine = (
             ""
@@ -62,7 +62,7 @@ class PipelinePlan:
         )
 
     def table(self) -> Table:
-        """A row per stage."""
+        """Return a table with a row per pipeline stage."""
         table = Table()
         chunks = self.timeline.chunks
         layers = (
@@ -101,16 +101,16 @@ class PipelinePlan:
 def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> PipelinePlan:
     """Divide a configuration's model and batch, and simulate a step.
 
-    The ranks are those of the hostfile, or `launch.nproc_per_node`, whether this machine has them
-    or not; for auto they are its GPUs, or one replica without any.
+    The number of ranks is that of the hostfile or `launch.nproc_per_node`, whether this host has as
+    many or not. For auto it is the number of GPUs, or one replica without GPUs.
 
     Args:
-        config: the run.
+        config: configuration of the run.
         vocab_size: entries of the vocabulary before padding.
-        hardware: says device and precision, for memory.
+        hardware: hardware that determines device and precision for the memory estimate.
 
     Raises:
-        ParallelLayoutError: model, batch and ranks do not divide as they must.
+        ParallelLayoutError: model, batch and ranks cannot be divided.
     """
     parallel, train = config.parallel, config.train
     stages, replica = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
@@ -152,7 +152,7 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
 
 
 def _content(chunk: ModelChunk) -> str:
-    """As in `embedding, 0-3`."""
+    """Return the content of a chunk as text, such as `embedding, 0-3`."""
     encoder, decoder = _numbers(chunk.layers), _numbers(chunk.decoder_layers)
     parts = [encoder] if encoder else []
     if decoder:
@@ -165,7 +165,7 @@ def _content(chunk: ModelChunk) -> str:
 
 
 def _numbers(layers: range) -> str:
-    """As in `0-3`; empty where there are none."""
+    """Return layer numbers as text, such as `0-3`; empty if there are none."""
     if not layers:
         return ""
     return str(layers.start) if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"

@@ -1,6 +1,6 @@
-"""Whether a configuration can run on this machine, and what it will cost, before anything starts.
+"""Checks before the start that a configuration can run on this host, with estimates of its cost.
 
-A run that needs more memory than a rank has is refused with what would make it fit.
+A run that needs more memory than a rank has is refused with advice on what would make it fit.
 """
 
 import shutil
@@ -27,42 +27,42 @@ from megacore.plan.vocabulary import is_on_the_hub
 
 __all__ = ["Gpu", "Hardware", "RunEstimate", "preflight", "resolve_launch"]
 CPU_DAYS_LIMIT = 7.0
-"""A run that is expected to take longer on CPUs was meant for GPUs, unless launch.allow_cpu says
-otherwise."""
+"""Days above which a run on CPUs is refused as meant for GPUs, unless launch.allow_cpu is true."""
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What a run is expected to need."""
+    """Estimated needs of a run."""
 
     parameters: int
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     layout: RankLayout
     threads_per_rank: int
     device_type: str
     precision: str
     engine: str
-    """With the ZeRO stage, and what is offloaded."""
+    """Name of the engine, with the ZeRO stage and the offload."""
     memory: MemoryEstimate
-    """Of one rank of the pipeline stage that needs most."""
+    """Memory of a rank on the pipeline stage that needs most."""
     memory_available: int
-    """Bytes of one GPU, or of main memory divided by the ranks of a machine."""
+    """Bytes of one GPU, or of host memory divided by the ranks of a host."""
     host_available: int
-    """Bytes of main memory divided by the ranks of a machine."""
+    """Bytes of host memory divided by the ranks of a host."""
     days: float
-    """The pipeline's bubble included."""
+    """Duration in days, including the pipeline's bubble."""
     flops_per_second: float
-    """Assumed, all ranks together."""
+    """Assumed rate of all ranks together."""
     unseen: str | None = None
-    """The scheduler whose machines have what nobody here knows; None where this machine tells."""
+    """Scheduler whose hosts have hardware that is unknown here; None if this host's hardware
+    applies."""
 
     @property
     def ranks(self) -> int:
-        """Processes of the job."""
+        """Number of ranks of the job."""
         return self.layout.world_size
 
     def summary(self) -> str:
-        """One line with every number."""
+        """Return all numbers on one line."""
         if self.unseen is not None:
             return (
                 f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} GPU "
@@ -84,9 +84,9 @@ class RunEstimate:
         )
 
     def _offloaded(self) -> str:
-        """What is elsewhere than where the model computes."""
+        """Return text about the memory of offloaded state."""
         host = (
-            f" and {gib(self.memory.host)} of {gib(self.host_available)} of main memory"
+            f" and {gib(self.memory.host)} of {gib(self.host_available)} of host memory"
             if self.memory.host
             else ""
         )
@@ -94,25 +94,27 @@ class RunEstimate:
 
 
 def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEstimate:
-    """Estimate memory and time; refuse what this machine lacks.
+    """Estimate memory and time, and refuse a run that this host cannot execute.
 
-    Raises ParallelLayoutError when ranks do not fit together with the model, its batch or the GPUs,
-    and ConfigError when TensorBoard or DeepSpeed is asked for and not installed, when fp16 is asked
-    for without a GPU, when memory, or the disk for what is offloaded, does not suffice, or when
-    CPUs would need more than CPU_DAYS_LIMIT days; `launch.allow_cpu: true` permits any time on CPUs
-    and, with the native engine, fp16. Of GPUs that a scheduler is to give nothing is known on a
-    machine without one, and nothing but the layout is checked.
+    If a scheduler will provide GPUs and this host has none, only the layout is checked.
+
+    Raises:
+        ParallelLayoutError: the ranks do not fit the model, its batch or the GPUs.
+        ConfigError: TensorBoard or DeepSpeed is requested but not installed; fp16 is requested
+            without a GPU; memory, or the disk for offloaded state, is too small; or CPUs would need
+            more than CPU_DAYS_LIMIT days. `launch.allow_cpu: true` permits any duration on CPUs
+            and, with the native engine, fp16.
     """
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
     ranks, threads = resolve_launch(config, hardware, vocab_size if known else None)
-    beside = _ranks_beside(config.launch, ranks)
+    ranks_per_host = _ranks_beside(config.launch, ranks)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
     rate = assumed_flops_per_second(hardware, precision, ranks, threads)
 
     deployment = Deployment(
-        ranks, vocab_size, precision, hardware.device_type, hardware.memory // beside
+        ranks, vocab_size, precision, hardware.device_type, hardware.memory // ranks_per_host
     )
     estimate = RunEstimate(
         parameters=parameter_count(ModelSpec.of(config, vocab_size)),
@@ -124,8 +126,8 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         memory=estimate_memory(config, vocab_size, precision, hardware.device_type, layout.data),
         memory_available=min(gpu.memory for gpu in hardware.gpus)
         if hardware.gpus
-        else hardware.memory // beside,
-        host_available=hardware.memory // beside,
+        else hardware.memory // ranks_per_host,
+        host_available=hardware.memory // ranks_per_host,
         days=training_days(config, vocab_size, rate, layout.data),
         flops_per_second=rate,
         unseen=_unseen(config.launch, hardware),
@@ -136,7 +138,9 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         return estimate
     if not hardware.gpus:
         _check_meant_for_cpu(config, estimate)
-    room = Room(estimate.memory_available, estimate.host_available, estimate.device_type, beside)
+    room = Room(
+        estimate.memory_available, estimate.host_available, estimate.device_type, ranks_per_host
+    )
     check_memory(config, estimate.memory, room, deployment)
     return estimate
 
@@ -148,18 +152,19 @@ def resolve_launch(
     *,
     hosts: Mapping[str, int] | None = None,
 ) -> tuple[int, int]:
-    """Ranks of the job and CPU threads of each.
+    """Return the number of ranks of the job and of CPU threads per rank.
 
     Args:
-        config: the run.
-        hardware: of this machine; the others are taken to be like it.
-        vocab_size: the tokenizer's, None where it is not known yet.
-        hosts: that take part and their ranks, None for all that may.
+        config: configuration of the run.
+        hardware: hardware of this host; the other hosts are assumed to be equal.
+        vocab_size: entries of the tokenizer; None if not yet known.
+        hosts: participating hosts and their ranks; None means all hosts of the configuration.
 
     Raises:
-        ParallelLayoutError: there are more ranks than GPUs, or they cannot share the model and its
+        ParallelLayoutError: there are more ranks than GPUs, or they cannot divide the model and its
             batch.
-        ConfigError: the hostfile cannot be used, or a scheduler's machines have no number of ranks.
+        ConfigError: the hostfile is invalid, or the number of ranks on a scheduler's hosts is
+            missing.
     """
     parallel = config.parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -169,7 +174,7 @@ def resolve_launch(
 
 
 def _unseen(launch: LaunchConfig, hardware: Hardware) -> str | None:
-    """Return the scheduler that is to give GPUs, where the submitting machine has none."""
+    """Return the scheduler that will provide GPUs if the submitting host has none, else None."""
     gpus = launch.slurm.gpus_per_node if launch.kind == "slurm" else "auto"
     asked = not launch.allow_cpu if gpus == "auto" else gpus > 0
     return (
@@ -180,7 +185,7 @@ def _unseen(launch: LaunchConfig, hardware: Hardware) -> str | None:
 
 
 def _ranks_beside(launch: LaunchConfig, ranks: int) -> int:
-    """Count the ranks that share a machine."""
+    """Return the number of ranks that share a host."""
     if launch.kind in ("slurm", "kubernetes") and launch.nproc_per_node != "auto":
         return launch.nproc_per_node
     return max(hosts_of(launch).values(), default=ranks)
@@ -192,7 +197,7 @@ def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate) -> None:
     if estimate.precision == "fp16" and (deepspeed or not allowed):
         raise ConfigError(
             "train.precision is fp16, which "
-            f"{'DeepSpeed has on GPUs alone' if deepspeed else 'needs a GPU'}, and this machine "
+            f"{'DeepSpeed has only on GPUs' if deepspeed else 'needs a GPU'}, and this machine "
             f"has none: for {config.name} its CPUs would need {needs}: set train.precision to "
             f"auto, or {'engine to native and ' if deepspeed else ''}launch.allow_cpu to true to "
             "start it all the same"
@@ -214,35 +219,35 @@ def _duration(days: float) -> str:
 
 @dataclass(frozen=True)
 class Room:
-    """What a rank may use, and how many ranks share the machine."""
+    """Memory available to a rank, and the number of ranks on its host."""
 
     device: int
-    """Bytes of one GPU, or of main memory divided by the ranks."""
+    """Bytes of one GPU, or of host memory divided by the ranks."""
     host: int
-    """Bytes of main memory, divided by the ranks."""
+    """Bytes of host memory divided by the ranks."""
     device_type: str
-    """cpu or cuda."""
+    """Type of the device: cpu or cuda."""
     ranks: int
-    """On this machine."""
+    """Number of ranks on this host."""
 
     def holds(self, need: MemoryEstimate) -> bool:
-        """Whether it suffices."""
+        """Return True if the memory suffices."""
         return need.total <= self.device and need.host <= self.host
 
 
 def check_memory(
     config: RunConfig, need: MemoryEstimate, room: Room, deployment: Deployment
 ) -> None:
-    """Refuse what does not fit into a GPU, main memory or the disk of what is offloaded.
+    """Check that a run fits into a GPU, host memory and the disk for offloaded state.
 
     Args:
-        config: the run.
-        need: of its ranks.
-        room: of its ranks.
-        deployment: what a changed configuration is estimated for.
+        config: configuration of the run.
+        need: memory that a rank needs.
+        room: memory available to a rank.
+        deployment: ranks and hardware for which changed configurations are estimated.
 
     Raises:
-        ConfigError: it does not fit; the message has the numbers and what would help.
+        ConfigError: the run does not fit; the message has the numbers and what would help.
     """
     if need.total > room.device:
         raise ConfigError(
@@ -260,14 +265,14 @@ def check_memory(
         where = "deepspeed.config" if config.deepspeed.config is not None else "deepspeed.offload_*"
         ways.append(f"offload less or to nvme ({where})")
         raise ConfigError(
-            f"{config.name} offloads about {gib(need.host)} per rank to main memory and this "
+            f"{config.name} offloads about {gib(need.host)} per rank to host memory and this "
             f"machine has {gib(room.host)} of it per rank: {', or '.join(ways)}"
         )
     _check_nvme(config.name, zero_of(config).nvme_path, need, room)
 
 
 def gib(count: int) -> str:
-    """Bytes for people."""
+    """Return a number of bytes as text in GiB."""
     return f"{count / GIB:.1f} GiB"
 
 
@@ -288,7 +293,7 @@ def _check_nvme(run: str, directory: str | None, need: MemoryEstimate, room: Roo
 
 
 def _advice(config: RunConfig, room: Room, deployment: Deployment) -> str:
-    """What suffices by itself, or, where nothing does, what saves most."""
+    """Return the settings that each suffice, or those that save most if none does."""
 
     def fits(saving: Saving) -> bool:
         return (
@@ -309,7 +314,7 @@ def _advice(config: RunConfig, room: Room, deployment: Deployment) -> str:
 
 
 def _returned(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """What of the offloading could be left out: a sentence, and the configuration without it."""
+    """Yield settings that undo an offload: text, and the configuration without it."""
     if config.deepspeed.config is None:
         for name in ("offload_param", "offload_optimizer"):
             if getattr(config.deepspeed, name) == "cpu":

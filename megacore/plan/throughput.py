@@ -1,4 +1,4 @@
-"""How long a run takes, from the operations of its iterations and an assumed rate."""
+"""Estimates of a run's duration from its operations and an assumed rate."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 
 SECONDS_PER_DAY = 86_400.0
 UTILISATION = {"cuda": 0.25, "cpu": 0.4}
-"""Share of the matrix products' peak that training reaches: an order of magnitude, not a promise.
-The published 345M recipe makes 70 of an A100's 312 TFLOP/s."""
+"""Fraction of the peak rate of matrix products that training is assumed to reach. It is an order of
+magnitude, not a promise: the published 345M recipe reaches 70 of an A100's 312 TFLOP/s."""
 
 _CPU_GFLOPS_FP32 = (("avx512f", 125.0), ("avx2", 60.0))
 """Measured or typical GFLOP/s of one core in fp32 matrix products, by instruction set."""
@@ -24,7 +24,7 @@ _FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 
 
 def training_flops(config: RunConfig, vocab_size: int) -> int:
-    """Operations of the whole run, all ranks and validations (Narayanan et al. 2021)."""
+    """Return the operations of the run over all ranks, with validations (Narayanan et al. 2021)."""
     shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
     train = config.train
     consumed = BatchSchedule.of(train).consumed_after(train.train_iters)
@@ -35,11 +35,11 @@ def training_flops(config: RunConfig, vocab_size: int) -> int:
 
 
 def recomputed_layers(chunks: Sequence[ModelChunk], limit: int | None) -> tuple[int, int]:
-    """Count the layers of the whole model that recompute, those of T5's decoder by themselves.
+    """Return the number of recomputed layers of the model, with T5's decoder separately.
 
     Args:
-        chunks: of the whole model.
-        limit: how many of the first layers of each chunk recompute, None for all.
+        chunks: chunks of the whole model.
+        limit: number of layers at the start of each chunk that recompute; None for all.
     """
     encoder, decoder = zip(*(_recomputed(chunk, limit) for chunk in chunks), strict=True)
     return sum(encoder), sum(decoder)
@@ -48,13 +48,13 @@ def recomputed_layers(chunks: Sequence[ModelChunk], limit: int | None) -> tuple[
 def chunk_flops(
     model: TransformerShape, train: TrainConfig, chunk: ModelChunk, *, forward: bool = False
 ) -> int:
-    """Count the operations of a chunk for one training sample, over its tensor-parallel ranks.
+    """Return the operations of a chunk for one training sample, over its tensor-parallel ranks.
 
     Args:
         model: shape of the whole model.
-        train: what is computed again.
-        chunk: which part.
-        forward: count the forward pass only.
+        train: training options, which select the recomputation.
+        chunk: chunk to count.
+        forward: True to count only the forward pass.
     """
     shape = model.part(len(chunk.layers), len(chunk.decoder_layers), head=chunk.has_head)
     if forward:
@@ -63,9 +63,9 @@ def chunk_flops(
 
 
 def _recomputed(chunk: ModelChunk, limit: int | None) -> tuple[int, int]:
-    """Count the layers of a chunk that recompute, of the encoder and T5's decoder.
+    """Return the number of a chunk's recomputed layers, in the encoder and in T5's decoder.
 
-    They are the first ones of both together.
+    The first layers of the chunk recompute, those of the encoder before those of the decoder.
     """
     encoder, decoder = len(chunk.layers), len(chunk.decoder_layers)
     if limit is None:
@@ -74,9 +74,9 @@ def _recomputed(chunk: ModelChunk, limit: int | None) -> tuple[int, int]:
 
 
 def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
-    """Operations of each pipeline stage for one training sample, over all its ranks.
+    """Return the operations of each pipeline stage for one training sample, over all its ranks.
 
-    Raises ParallelLayoutError when the layers cannot be divided over the stages.
+    Raises ParallelLayoutError if the layers cannot be divided over the stages.
     """
     stages, chunks = config.parallel.pipeline_model_parallel_size, chunks_of(config, vocab_size)
     model = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
@@ -87,24 +87,25 @@ def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
 
 
 def pipeline_slowdown(stages: Sequence[int], micro_batches: int, chunks: int) -> float:
-    """Return how many times longer an iteration takes than its operations alone, at least 1.
+    """Return the ratio of an iteration's duration to the time of its operations, at least 1.
 
-    The stage with the most operations sets the pace of all, and filling and draining the pipeline
-    leaves a bubble of (pp - 1) / (m v) of the compute time (Narayanan et al. 2021, section 2.2).
+    The pipeline stage with the most operations determines the pace, and filling and draining the
+    pipeline adds a bubble of (pp - 1) / (m v) of the compute time (Narayanan et al. 2021, section
+    2.2).
 
     Args:
-        stages: operations of each.
-        micro_batches: of one step on each replica (m).
-        chunks: of each stage (v).
+        stages: operations of each pipeline stage.
+        micro_batches: number of micro batches of one step on each replica (m).
+        chunks: number of chunks of each stage (v).
     """
     bubble = (len(stages) - 1) / (micro_batches * chunks)
     return max(stages) * len(stages) / sum(stages) * (1.0 + bubble)
 
 
 def assumed_flops_per_second(hardware: Hardware, precision: str, ranks: int, threads: int) -> float:
-    """FLOP/s that `ranks` of `threads` CPU threads each are assumed to reach here together.
+    """Return the FLOP/s that `ranks` ranks of `threads` CPU threads each are assumed to reach.
 
-    A GPU that is not in the table of data sheets counts as the slowest one there.
+    A GPU that is not in the table of data sheets counts as the slowest one in the table.
     """
     if not hardware.gpus:
         busy = min(hardware.cores, ranks * threads)
@@ -115,9 +116,9 @@ def assumed_flops_per_second(hardware: Hardware, precision: str, ranks: int, thr
 
 
 def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
-    """GFLOP/s of one core in matrix products.
+    """Return the GFLOP/s of one core in matrix products.
 
-    Half precision without instructions for it is emulated.
+    Half precision is emulated on CPUs without instructions for it.
     """
     if precision == "bf16":
         return _CPU_GFLOPS_NATIVE_HALF if hardware.native_bf16 else _CPU_GFLOPS_EMULATED_BF16
@@ -135,7 +136,7 @@ def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
 def training_days(
     config: RunConfig, vocab_size: int, flops_per_second: float, data_parallel_size: int = 1
 ) -> float:
-    """Days of training at a rate that all ranks reach while none waits for another stage."""
+    """Return the days of training at the rate of all ranks without waiting for other stages."""
     train, chunks = config.train, config.parallel.virtual_pipeline_model_parallel_size
     micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
     seconds = training_flops(config, vocab_size) / flops_per_second

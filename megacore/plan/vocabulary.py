@@ -1,6 +1,6 @@
-"""How large a vocabulary will be, known before the tokenizer stage ran.
+"""Vocabulary sizes that are known before the tokenizer stage has run.
 
-The model's size depends on it.
+The model's size depends on them.
 """
 
 from pathlib import Path
@@ -18,20 +18,20 @@ from megacore.config.data import (
 from megacore.errors import ConfigError
 
 HUB_VOCAB_SIZE = 50_257
-"""What a tokenizer that is still on the hub counts as: GPT-2's entries."""
+"""Assumed number of entries of a tokenizer that is not yet downloaded from the hub: GPT-2's."""
 
 
 def expected_vocab_size(tokenizer: TokenizerChoice) -> int:
-    """Return the entries of the vocabulary as far as they are known before the tokenizer stage ran.
+    """Return the number of vocabulary entries that can be known before the tokenizer stage.
 
-    A tokenizer that is on the hub counts as GPT-2's. Raises ConfigError for a vocabulary file that
-    is missing or damaged.
+    A tokenizer on the hub counts as GPT-2's. Raises ConfigError if a vocabulary file is missing or
+    damaged.
     """
     return _own_entries(tokenizer) + tokenizer.vocab_extra_ids
 
 
 def _own_entries(tokenizer: TokenizerChoice) -> int:
-    """Entries without the sentinels that are added."""
+    """Return the number of entries without the added sentinels."""
     match tokenizer:
         case TrainBpeTokenizer() | TrainWordPieceTokenizer() as choice:
             return choice.vocab_size
@@ -51,12 +51,12 @@ def _own_entries(tokenizer: TokenizerChoice) -> int:
 
 
 def is_on_the_hub(choice: TokenizerChoice) -> bool:
-    """Whether a tokenizer is still to be downloaded."""
+    """Return True if the tokenizer must be downloaded."""
     return isinstance(choice, HfTokenizer) and choice.local_file is None
 
 
 def _lines(file: Path, setting: str) -> int:
-    """Entries in a vocab.txt."""
+    """Return the number of entries of a vocab.txt."""
     try:
         with file.open(encoding="utf-8", newline="\n") as lines:
             return sum(1 for _ in lines)
@@ -67,7 +67,7 @@ def _lines(file: Path, setting: str) -> int:
 
 
 def _pieces(file: Path, setting: str) -> int:
-    """Entries in a SentencePiece model."""
+    """Return the number of entries of a SentencePiece model."""
     from sentencepiece import SentencePieceProcessor
 
     try:
@@ -79,7 +79,7 @@ def _pieces(file: Path, setting: str) -> int:
 
 
 def _entries(file: Path, setting: str) -> int:
-    """Entries in a vocab.json or a tokenizer.json."""
+    """Return the number of entries of a vocab.json or a tokenizer.json."""
     try:
         content = read_json(file)
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""What a rank holds under ZeRO, as formulas.
+"""Formulas for the memory of a rank under ZeRO.
 
 A replica of ψ parameters in a 2-byte type has 2ψ bytes of weights, 2ψ of gradients and 12ψ of fp32
-main weights and Adam's two moments, of which N replicas divide more with each stage (Rajbhandari et
+main weights and Adam's two moments. With each stage, N replicas divide more of them (Rajbhandari et
 al. 2020, section 5):
 
 | stage | bytes of a rank |
@@ -11,10 +11,10 @@ al. 2020, section 5):
 | 2 | 2ψ + 2ψ/N + 12ψ/N |
 | 3 | 2ψ/N + 2ψ/N + 12ψ/N |
 
-Offloading moves what lies in the columns of the optimizer and of the gradients, or of the weights,
-to main memory (Ren et al. 2021) or to disk (Rajbhandari et al. 2021). Buckets, and what is gathered
-for a moment, come on top: `DeepSpeedMemory` has what DeepSpeed allocates beside the state of the
-model, with its copies for the step.
+Offloading moves the optimizer state and the gradients, or the weights, to host memory (Ren et al.
+2021) or to disk (Rajbhandari et al. 2021). Buckets and temporarily gathered weights are added:
+`DeepSpeedMemory` computes what DeepSpeed allocates in addition to the state of the model, including
+its copies for the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,61 +30,61 @@ DEFAULTS = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_param_persistence_threshold": 100_000,
 }
-"""DeepSpeed's own, in elements."""
+"""DeepSpeed's defaults, in elements."""
 _ALLREDUCE_ELEMENTS = 500_000_000
-"""Gradients that travel at a time without ZeRO."""
+"""Elements of gradients per communication without ZeRO."""
 _OPTIMIZER_SWAP_BUFFERS = 4
 _PARAMETER_SWAP_BUFFERS = (5, 100_000_000)
-"""How many, and elements of each, while what is on NVMe is read and written."""
+"""Number of buffers, and elements of each, for reading and writing weights on NVMe."""
 
 
 class ModelState(NamedTuple):
-    """Bytes of a model's state, by what they hold."""
+    """Bytes of a model's state by type."""
 
     parameters: int = 0
-    """The weights that the model computes with."""
+    """Weights that the model computes with."""
     gradients: int = 0
-    """Of all weights, or of those that this rank updates."""
+    """Gradients of all weights, or of those that this rank updates."""
     main_weights: int = 0
-    """fp32 copies that the optimizer updates."""
+    """fp32 copies of the weights, which the optimizer updates."""
     moments: int = 0
-    """Adam's two, in fp32."""
+    """Adam's two moments in fp32."""
 
     @property
     def optimizer(self) -> int:
-        """The optimizer's state: main weights and moments."""
+        """Optimizer state: main weights and moments."""
         return self.main_weights + self.moments
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
+        """Sum of all parts."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class ZeroBytes:
-    """The state of a model on one rank, by where it lies."""
+    """Bytes of a model's state on a rank by storage."""
 
     device: ModelState
-    """Where the model computes."""
+    """State on the device that computes."""
     cpu: ModelState
-    """Offloaded to main memory."""
+    """State offloaded to host memory."""
     nvme: ModelState
-    """Offloaded to disk."""
+    """State offloaded to disk."""
 
     @property
     def parameters(self) -> int:
-        """The weights that the model computes with, wherever they lie."""
+        """Weights that the model computes with, on all storages."""
         return self.device.parameters + self.cpu.parameters + self.nvme.parameters
 
     @property
     def gradients(self) -> int:
-        """Gradients, wherever they lie."""
+        """Gradients on all storages."""
         return self.device.gradients + self.cpu.gradients + self.nvme.gradients
 
     @property
     def optimizer(self) -> int:
-        """The optimizer's state, wherever it lies."""
+        """Optimizer state on all storages."""
         return self.device.optimizer + self.cpu.optimizer + self.nvme.optimizer
 
 
@@ -99,24 +99,26 @@ def zero_bytes(
     offload_optimizer: OffloadDevice = "none",
     offload_param: OffloadDevice = "none",
 ) -> ZeroBytes:
-    """Bytes on one of `data_parallel_size` replicas.
+    """Return the bytes of a model's state on one of `data_parallel_size` replicas.
 
     Args:
-        parameters: that the replicas hold, the rank's part of tensor and pipeline parallelism (ψ).
-        stage: 0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 weights too.
-        data_parallel_size: replicas that divide (N).
-        precision: compute type, fp32, bf16 or fp16.
-        gradient_bytes: of one gradient where it accumulates; None means as of a weight.
-        main_weights: whether the optimizer has copies of the weights; None means in bf16 and fp16
-            alone.
-        offload_optimizer: where its state goes, and with stage 2 and 3 the gradients: to main
-            memory in any case.
-        offload_param: where weights go, with stage 3.
+        parameters: number of parameters of a replica on the rank, after tensor and pipeline
+            parallelism (ψ).
+        stage: ZeRO stage: 0 divides nothing, 1 the optimizer state, 2 also gradients, 3 also
+            weights.
+        data_parallel_size: number of replicas (N).
+        precision: data type of the computation: fp32, bf16 or fp16.
+        gradient_bytes: bytes of an accumulated gradient; None means those of a weight.
+        main_weights: True if the optimizer has copies of the weights; None means only in bf16 and
+            fp16.
+        offload_optimizer: storage of the optimizer state. If it is offloaded, the gradients are
+            offloaded to host memory with stages 2 and 3.
+        offload_param: storage of the weights with stage 3.
     """
     element = ELEMENT_BYTES[precision]
 
     def share(divides_from: int) -> int:
-        """Parameters of which a rank keeps something that is divided from a stage on."""
+        """Return the parameters of a rank for state that ZeRO divides from a stage on."""
         return -(-parameters // data_parallel_size) if stage >= divides_from else parameters
 
     copies = precision != "fp32" if main_weights is None else main_weights
@@ -131,49 +133,52 @@ def zero_bytes(
     places["cpu" if offloads_gradients else "none"].append(gradients)
     places[offload_optimizer].append(optimizer)
     return ZeroBytes(
-        *(ModelState(*map(sum, zip(ModelState(), *held, strict=True))) for held in places.values())
+        *(
+            ModelState(*map(sum, zip(ModelState(), *parts, strict=True)))
+            for parts in places.values()
+        )
     )
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes on one rank beside its part of weights, gradients and optimizer state."""
+    """Bytes of a rank's buffers, in addition to weights, gradients and optimizer state."""
 
     device: int = 0
-    """While the model computes: buckets of gradients, and with ZeRO stage 3 gathered and persisted
-    weights."""
+    """Buffers during forward and backward passes: gradient buckets, and with ZeRO stage 3 gathered
+    and persistent weights."""
     step: int = 0
-    """For the optimizer's step alone, when there are no activations."""
+    """Buffers of the optimizer step only, when no activations exist."""
     cpu: int = 0
-    """In main memory, of what is offloaded."""
+    """Buffers in host memory for offloaded state."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedMemory:
-    """Settings of DeepSpeed's that say how much memory it takes."""
+    """DeepSpeed's settings that determine its memory."""
 
     settings: Mapping[str, Any]
-    """What `deepspeed.initialize` gets."""
+    """Settings passed to `deepspeed.initialize`."""
     precision: str
-    """Compute type: fp32, bf16 or fp16."""
+    """Data type of the computation: fp32, bf16 or fp16."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a gradient where those of micro batches accumulate."""
+        """Bytes of a gradient that accumulates over micro batches."""
         return ELEMENT_BYTES[self.settings["data_types"]["grad_accum_dtype"]]
 
     @property
     def main_weights(self) -> bool:
-        """Whether the optimizer has copies of the weights: ZeRO makes them in fp32 as well."""
+        """True if the optimizer has copies of the weights; with ZeRO this is so in fp32 too."""
         return self.precision != "fp32" or self.stage > 0
 
     @property
     def stage(self) -> int:
-        """ZeRO's."""
+        """ZeRO stage."""
         return int(self._zero["stage"])
 
     def buffers(self, sizes: Sequence[int], data_parallel_size: int) -> Buffers:
-        """What a rank allocates for parameters of these sizes, which the replicas divide."""
+        """Return the buffers of a rank for parameters of these sizes, which the replicas divide."""
         share = -(-sum(sizes) // data_parallel_size)
         if self.stage == 3:
             return self._stage3(sizes, share)
@@ -189,17 +194,17 @@ class DeepSpeedMemory:
             self.gradient_bytes > self._element,
         )
         if self.stage == 1 and self.precision == "bf16" and widens and not offloads:
-            # BF16_Optimizer adds to one flat buffer, of which the step takes its part as it is;
-            # what it adds stays.
+            # BF16_Optimizer accumulates in one flat buffer, of which the step uses its part
+            # directly. The buffer persists.
             return Buffers(min(bucket, sum(sizes) * self._travels) + sum(sizes) * self._element)
         device = bucket * (2 if self._zero.get("overlap_comm") else 1)
         # Gradients that accumulate in a wider type are in one flat buffer of this rank's part, with
-        # stage 2 all along.
+        # stage 2 permanently.
         flat = 4 * share
         if not offloads:
             return Buffers(device, 0 if self.stage == 2 and widens else flat)
         largest = max(sizes) * self._element
-        cpu = largest + share * self._element  # updated weights on their way back
+        cpu = largest + share * self._element  # updated weights, before they are copied back
         if self.stage == 1 or not widens:
             cpu += flat
         return Buffers(device + largest + (flat if widens else 0), 0, cpu)
@@ -212,15 +217,15 @@ class DeepSpeedMemory:
         )
         device = self._elements("reduce_bucket_size") * self._travels + gathered * self._element
         group = min(share, self._elements("sub_group_size"))
-        where, cpu = self._offloaded("optimizer"), 0
-        if where == "cpu":
+        optimizer_device, cpu = self._offloaded("optimizer"), 0
+        if optimizer_device == "cpu":
             cpu = 4 * share
-        elif where == "nvme":
+        elif optimizer_device == "nvme":
             cpu = _OPTIMIZER_SWAP_BUFFERS * 4 * group
         if self._offloaded("param") == "nvme":
             number, elements = _PARAMETER_SWAP_BUFFERS
             cpu += number * elements * self._element
-        return Buffers(device, 4 * group if where == "none" else 0, cpu)
+        return Buffers(device, 4 * group if optimizer_device == "none" else 0, cpu)
 
     @property
     def _zero(self) -> Mapping[str, Any]:
@@ -233,7 +238,7 @@ class DeepSpeedMemory:
 
     @property
     def _travels(self) -> int:
-        """Bytes of a gradient on its way to other ranks."""
+        """Bytes of a gradient in communication."""
         return ELEMENT_BYTES[self.settings["communication_data_type"]]
 
     def _elements(self, name: str) -> int:

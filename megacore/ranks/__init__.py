@@ -1,1 +1,1 @@
-"""The entry points of the ranks, and the stages that start them."""
+"""Entry points of the ranks, and the stages that start them."""

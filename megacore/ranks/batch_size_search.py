@@ -1,6 +1,6 @@
-"""The largest micro batch of each distribution, and one epoch at that size.
+"""Search for the largest micro batch of each distribution, and one epoch at that size.
 
-Every probe has fresh ranks.
+Every probe runs on new ranks.
 """
 
 import importlib.util
@@ -26,34 +26,35 @@ from megacore.ranks.stages import attempt_log, nothing
 
 FIND_BATCH_SIZE_VERSION = 1
 FREE_SHARE = 0.8
-"""Of the main memory that is free: what the ranks of a machine without a GPU may take together."""
+"""Share of the free host memory that the ranks of a host without a GPU may use together."""
 
 _SEARCHED = ("train_batch_size", "train_micro_batch_size_per_gpu")
-"""What DeepSpeed's JSON may say of the batch."""
+"""Settings of the batch in DeepSpeed's JSON."""
 _ABORTS = ("std::bad_alloc", "Thread creation failed: Resource temporarily unavailable")
-"""What C++ and OpenMP write when they end a process because memory is denied to them."""
+"""Messages of C++ and OpenMP when a failed allocation ends the process."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told what happens."""
+    """Callbacks of a search."""
 
     on_poll: Callable[[], None] = nothing
-    """Called a few times a second."""
+    """Callback a few times a second."""
     on_start: Callable[[Path], None] = lambda log: None
-    """Called before ranks are started, with the file that their output goes to."""
+    """Callback before each start of ranks, with the path of their log."""
     on_answer: Callable[[int, Answer], None] = lambda batch, answer: None
-    """Called after each probe."""
+    """Callback after each probe, with the micro batch and the answer."""
 
 
 def method_config(config: FinetuneConfig, method: Distribution, batch: int) -> FinetuneConfig:
-    """The configuration of one epoch with a distribution and a micro batch.
+    """Return the configuration of one epoch with a distribution and a micro batch.
 
-    A DeepSpeed JSON is for one stage of ZeRO: it is kept for the method that the configuration has
-    already, its batch left open; the other methods have the project's own settings.
+    A DeepSpeed JSON is written for one stage of ZeRO. It is therefore used only with the method
+    that is configured already, with its batch sizes set to "auto". The other methods use megacore's
+    settings.
 
     Raises:
-        ConfigError: the rest of the configuration does not go with them.
+        ConfigError: the rest of the configuration is incompatible with them.
     """
     settings = config.launch.deepspeed_config if method == config.launch.distributed else None
     if isinstance(settings, dict):
@@ -74,11 +75,11 @@ def method_config(config: FinetuneConfig, method: Distribution, batch: int) -> F
 
 
 def check_methods(config: FinetuneConfig, hardware: Hardware) -> None:
-    """Refuse what cannot be compared here, before anything runs.
+    """Refuse methods that cannot run here, before any rank starts.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, the configuration does not go with a method, or the
-            memory limit is beyond the memory that there is.
+        ConfigError: DeepSpeed is not installed, the configuration is incompatible with a method,
+            or the memory limit exceeds the available memory.
     """
     for method in config.find_batch_size.methods:
         if method.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
@@ -92,21 +93,21 @@ def check_methods(config: FinetuneConfig, hardware: Hardware) -> None:
 
 
 def memory_limit_of(config: FinetuneConfig, ranks: int, hardware: Hardware) -> int | None:
-    """Bytes that each rank may have; None where its GPU says so.
+    """Return the memory limit of each rank in bytes; None means the memory of its GPU.
 
     Raises:
-        ConfigError: the limit that is asked for is more than the memory that there is.
+        ConfigError: the configured limit exceeds the available memory.
     """
-    asked = config.find_batch_size.memory_limit_gb
+    limit_gb = config.find_batch_size.memory_limit_gb
     device = min(gpu.memory for gpu in hardware.gpus) if hardware.gpus else hardware.memory
-    if asked is not None and asked * 1e9 > device:
+    if limit_gb is not None and limit_gb * 1e9 > device:
         raise ConfigError(
-            f"find_batch_size.memory_limit_gb is {asked:g} and "
+            f"find_batch_size.memory_limit_gb is {limit_gb:g} and "
             f"{'a GPU' if hardware.gpus else 'this machine'} has {device / 1e9:.1f} GB: lower it, "
             "or leave it out"
         )
-    if asked is not None:
-        return round(asked * 1e9)
+    if limit_gb is not None:
+        return round(limit_gb * 1e9)
     if hardware.gpus:
         return None
     free = min(memory_info()["MemAvailable"], hardware.memory)
@@ -114,7 +115,10 @@ def memory_limit_of(config: FinetuneConfig, ranks: int, hardware: Hardware) -> i
 
 
 def _ranks_here(config: FinetuneConfig, ranks: int) -> int:
-    """Ranks of this machine; one that only starts the others is taken to be like them."""
+    """Return the number of ranks on this host.
+
+    For a host that only starts the ranks of others, return the largest number of any host.
+    """
     launch = config.launch
     if launch.kind in ("slurm", "kubernetes"):
         return ranks // (launch.node_range or (1, 1))[1]
@@ -132,20 +136,22 @@ def compare(
     scratch: Path,
     watch: Watch = Watch(),
 ) -> dict[str, Any]:
-    """One method's row of the table: its largest micro batch, and the result of an epoch with it.
+    """Return the table row of one method: its largest micro batch and the result of an epoch.
 
-    That the epoch runs out of memory all the same (its evaluation may) is an answer, too.
+    If the epoch runs out of memory nevertheless, for example in its evaluation, the row contains
+    that failure.
 
     Args:
-        config: the fine-tuning.
-        method: its distribution here.
+        config: configuration of the fine-tuning.
+        method: distribution to test.
         pretrained_directory: artifact of the stage `pretrained`.
         examples_directory: artifact of the stage `examples`.
-        samples: of its training split.
-        scratch: an empty directory for all that is run.
-        watch: who is told.
+        samples: number of samples of the training split.
+        scratch: empty directory for the probes and the epoch.
+        watch: callbacks.
 
-    Raises the typed error of a rank that failed for another reason than memory.
+    Raises:
+        MegacoreError: the typed error of a rank that failed for a reason other than memory.
     """
     hardware = Hardware.detect()
     ranks, threads = resolve_ranks(config, hardware)
@@ -160,11 +166,11 @@ def compare(
         ranks=ranks,
         threads_per_rank=threads,
     )
-    found = find_batch(job, limit=limit, memory_limit=memory_limit, scratch=scratch, watch=watch)
+    search = find_batch(job, limit=limit, memory_limit=memory_limit, scratch=scratch, watch=watch)
     epoch, failure = None, None
-    if found.batch:
+    if search.batch:
         try:
-            epoch = measure_epoch(job, found.batch, scratch, watch)
+            epoch = measure_epoch(job, search.batch, scratch, watch)
         except MemoryExhaustedError as error:
             failure = str(error)
     return {
@@ -174,10 +180,10 @@ def compare(
         "samples": samples,
         "memory_limit": memory_limit,
         "limit": limit,
-        "batch": found.batch,
-        "peak_memory": found.peak_memory,
-        "reason": found.reason,
-        "tried": {str(batch): vars(answer) for batch, answer in found.tried.items()},
+        "batch": search.batch,
+        "peak_memory": search.peak_memory,
+        "reason": search.reason,
+        "tried": {str(batch): vars(answer) for batch, answer in search.tried.items()},
         "epoch": epoch,
         "epoch_failure": failure,
     }
@@ -191,16 +197,19 @@ def find_batch(
     scratch: Path,
     watch: Watch = Watch(),
 ) -> Found:
-    """The largest micro batch of the job's distribution that fits, searched from the job's own on.
+    """Search for the largest micro batch of the job's distribution that fits.
+
+    The search starts with the job's configured micro batch.
 
     Args:
         job: the fine-tuning; nothing is written to its run directory.
-        limit: the largest micro batch that is tried.
-        memory_limit: bytes that each rank may have; None means what its GPU has.
-        scratch: directory for a folder of each probe.
-        watch: who is told.
+        limit: largest micro batch to try.
+        memory_limit: memory limit of each rank in bytes; None means the memory of its GPU.
+        scratch: directory for one folder per probe.
+        watch: callbacks.
 
-    Raises the typed error of a probe that failed for another reason than memory.
+    Raises:
+        MegacoreError: the typed error of a probe that failed for a reason other than memory.
     """
 
     def probe(batch: int) -> Answer:
@@ -213,17 +222,18 @@ def find_batch(
 
 
 def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: Watch) -> Answer:
-    """Whether the job's micro batch fits, found out by new ranks.
+    """Try the job's micro batch on new ranks and return whether it fits.
 
-    After one that did not, DeepSpeed's are unreliable.
+    Ranks are not reused, because DeepSpeed is unreliable after it has run out of memory.
 
     Args:
         job: the fine-tuning with this micro batch.
-        memory_limit: bytes that each rank may have; None means what its GPU has.
-        folder: an empty directory for the job file, the log and the result.
-        watch: who is told.
+        memory_limit: memory limit of each rank in bytes; None means the memory of its GPU.
+        folder: empty directory for the job file, the log and the result.
+        watch: callbacks.
 
-    Raises the typed error of the rank that failed first for another reason than memory.
+    Raises:
+        MegacoreError: the typed error of the rank that failed first for a reason other than memory.
     """
     output, log, job_file = folder / "result.json", folder / "probe.log", folder / "job.json"
     steps = job.config.find_batch_size.steps
@@ -236,24 +246,25 @@ def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: W
         return TooLarge(str(error))
     except RankLostError as error:
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        if (said := next((phrase for phrase in _ABORTS if phrase in text), None)) is None:
+        if (abort := next((phrase for phrase in _ABORTS if phrase in text), None)) is None:
             raise
-        return TooLarge(f"{said}: {error}")
+        return TooLarge(f"{abort}: {error}")
     return Fits(int(read_json(output)["peak_memory"]))
 
 
 def measure_epoch(
     job: FinetuneJob, batch: int, scratch: Path, watch: Watch = Watch()
 ) -> dict[str, Any]:
-    """The result of the real fine-tuning with a micro batch, of one epoch as configured.
+    """Run the real fine-tuning of one epoch with a micro batch and return its result.
 
     Args:
         job: the fine-tuning.
-        batch: samples per rank and forward pass.
-        scratch: directory for the folder `epoch`, whose weights are removed again.
-        watch: who is told.
+        batch: micro batch: samples per rank and forward pass.
+        scratch: directory for the folder `epoch`, whose weights are removed afterwards.
+        watch: callbacks.
 
-    Raises the typed error of the rank that failed first.
+    Raises:
+        MegacoreError: the typed error of the rank that failed first.
     """
     folder = scratch / "epoch"
     measured = _in_folder(job, folder, batch)
@@ -266,7 +277,7 @@ def measure_epoch(
 
 
 def _in_folder(job: FinetuneJob, folder: Path, batch: int) -> FinetuneJob:
-    """The job with a micro batch, in a directory of its own, which is made."""
+    """Create `folder` and return the job with it as its directory and with a micro batch."""
     folder.mkdir(parents=True)
     train = job.config.train.model_copy(update={"micro_batch_size": batch})
     places = {"run_directory": str(folder), "exit_directory": str(folder / "exit")}

@@ -1,4 +1,4 @@
-"""The process that exports one checkpoint to a transformers directory, with its gate.
+"""Entry point of the rank that exports a checkpoint to a transformers directory, with its gate.
 
 python -m megacore.ranks.convert --config job.json
 """
@@ -17,7 +17,7 @@ _OFFLINE = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-"""transformers reads these when it is imported: an export is compared without a network."""
+"""Variables that transformers reads on import, so that the gate does not use the network."""
 
 
 def convert_checkpoint(job: ConvertJob) -> None:
@@ -25,7 +25,8 @@ def convert_checkpoint(job: ConvertJob) -> None:
 
     Raises:
         ConfigError: the job asks for more than one rank.
-        ConversionError: the model has no counterpart, or the export differs from it.
+        ConversionError: the model has no counterpart in transformers, or the export differs from
+            it.
         CheckpointError: the checkpoint is damaged or of another model.
         DataFormatError: the validation split has no samples.
         WorkspaceError: the output cannot be written.
@@ -44,7 +45,7 @@ def convert_checkpoint(job: ConvertJob) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert, and report why it ended if it fails."""
+    """Convert the checkpoint, and write an exit reason if that fails."""
     run_rank(ConvertJob, convert_checkpoint, arguments)
 
 

@@ -1,4 +1,4 @@
-"""The ranks that measure the perplexities of finished checkpoints.
+"""Entry point of the ranks that measure the perplexities of finished checkpoints.
 
 python -m megacore.ranks.evaluate --config job.json
 """
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 def evaluate_checkpoints(job: EvaluateJob) -> None:
     """Write both perplexities of every checkpoint of the job to `job.output`, atomically.
 
-    Under `checkpoints` the file maps each path to iteration, test_loss, test_ppl, test_samples,
-    valid_loss, valid_ppl and valid_samples, and of a model with a binary head to test_sop_loss and
-    valid_sop_loss, or nsp_loss; under `unigram` lies the perplexity of the train split's token
-    frequencies on the same tokens. Losses are in nats per token; of each split
-    `evaluate.max_samples` are scored, or all.
+    The entry `checkpoints` maps each path to iteration, test_loss, test_ppl, test_samples,
+    valid_loss, valid_ppl and valid_samples. For a model with a binary head it also contains
+    test_sop_loss and valid_sop_loss, or nsp_loss. The entry `unigram` contains the perplexity of
+    the train split's token frequencies on the same tokens. Losses are in nats per token.
+    `evaluate.max_samples` samples of each split are scored, or all.
 
     Raises:
         DataFormatError: tokens or index maps are missing or damaged, or a split has no sample.
         CheckpointError: a checkpoint is damaged or of another model.
-        TrainingError: memory does not suffice.
+        TrainingError: memory is insufficient.
         WorkspaceError: the output cannot be written.
     """
     from megacore.observe.logging import configure_logging
@@ -56,7 +56,7 @@ def _score_all(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate on this rank, and report why it ended if it fails."""
+    """Evaluate on this rank, and write an exit reason if it fails."""
     run_rank(EvaluateJob, evaluate_checkpoints, arguments)
 
 

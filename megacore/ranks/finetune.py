@@ -1,4 +1,4 @@
-"""The ranks of a fine-tuning, under a launcher or alone.
+"""Entry point of the ranks of a fine-tuning, with or without a launcher.
 
 python -m megacore.ranks.finetune --config run.json
 """
@@ -26,20 +26,22 @@ _QUIET = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
 }
-"""transformers and datasets read these when they are imported: no rank downloads anything."""
+"""Variables that transformers and datasets read on import, so that no rank downloads anything."""
 
 
 @contextmanager
 def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbeat]]":
     """Join the job's other ranks and leave them when the body has succeeded.
 
-    A failed rank just ends.
+    A rank that fails does not leave: it ends, and the others notice. The heartbeat's phases are
+    start, rendezvous, build, and ended after the body has succeeded or training was stopped on
+    request.
 
-    Yields this rank, its device and its heartbeat, whose phases here are start, rendezvous, build
-    from then on, and ended once the body has succeeded or training was stopped on request.
+    Yields:
+        This rank's number, its device and its heartbeat.
 
     Raises:
-        ParallelLayoutError: another number of processes was started than the job says.
+        ParallelLayoutError: the number of started ranks differs from the job's.
         WorkspaceError: the heartbeat cannot be written.
     """
     os.environ.update(_QUIET)
@@ -66,13 +68,12 @@ def finetune(job: FinetuneJob) -> None:
     """Fine-tune on this rank to the last step, from the run's newest complete checkpoint.
 
     Raises:
-        ConfigError: the job cannot run as configured on this machine, or with this model.
+        ConfigError: the job cannot run as configured on this host, or with this model.
         DataFormatError: a split has no sample.
-        LaunchError: Accelerate came to another kind of distribution than was asked for.
-        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it
-            stands.
-        TrainingError: a loss is not finite, or memory does not suffice.
-        CheckpointError: the checkpoint to go on from is of another number of ranks.
+        LaunchError: Accelerate chose another kind of distribution than the configured one.
+        TrainingStoppedError: the run was stopped early on request, after it saved a checkpoint.
+        TrainingError: a loss is not finite, or memory is insufficient.
+        CheckpointError: the checkpoint to resume from is of another number of ranks.
         WorkspaceError: the run directory cannot be written.
     """
     started = time.monotonic()
@@ -97,7 +98,7 @@ def finetune(job: FinetuneJob) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fine-tune on this rank, and report why it ended if it fails."""
+    """Fine-tune on this rank, and write an exit reason if it fails."""
     run_rank(FinetuneJob, finetune, arguments)
 
 

@@ -1,4 +1,4 @@
-"""The ranks that export the best model of a fine-tuning, with its gate.
+"""Entry point of the rank that exports the best model of a fine-tuning, with its gate.
 
 python -m megacore.ranks.finetune_export --config job.json
 """
@@ -16,7 +16,7 @@ def export_finetuned(job: FinetuneExportJob) -> None:
 
     Raises:
         ConfigError: the job asks for more than one rank.
-        ConversionError: the directory is not the model that was trained.
+        ConversionError: the export differs from the trained model.
         CheckpointError: the best model is damaged or incomplete.
         DataFormatError: the validation split has no sample.
         WorkspaceError: the output cannot be written.
@@ -30,7 +30,7 @@ def export_finetuned(job: FinetuneExportJob) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Export, and report why it ended if it fails."""
+    """Export the model, and write an exit reason if that fails."""
     run_rank(FinetuneExportJob, export_finetuned, arguments)
 
 

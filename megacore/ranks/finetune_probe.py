@@ -1,6 +1,6 @@
-"""`python -m megacore.ranks.finetune_probe --config job.json`, on each rank.
+"""Entry point of the ranks that test whether a micro batch fits in memory.
 
-Does a micro batch fit?
+python -m megacore.ranks.finetune_probe --config job.json
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ MODULE = "megacore.ranks.finetune_probe"
 
 
 def probe(job: ProbeJob) -> None:
-    """Take the job's optimizer steps with its micro batch; write peak memory to `job.output`.
+    """Take the job's optimizer steps with its micro batch and write peak memory to `job.output`.
 
     Raises:
         MemoryExhaustedError: the micro batch does not fit.
-        ConfigError: the memory limit is less than what a rank has before it builds the model, or
-            beyond its GPU.
+        ConfigError: the memory limit is below the memory of a rank before it builds the model, or
+            above the memory of its GPU.
         DataFormatError: samples or the pretrained model are missing or damaged.
         WorkspaceError: the output cannot be written.
     """
@@ -33,7 +33,7 @@ def probe(job: ProbeJob) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Probe on this rank, and report why it ended if it fails."""
+    """Run the probe on this rank, and write an exit reason if it fails."""
     run_rank(ProbeJob, probe, arguments)
 
 

@@ -1,6 +1,6 @@
-"""The stages of a fine-tuning that start processes.
+"""Stages of a fine-tuning that start ranks.
 
-Each writes its job file and runs it under the guard.
+Each writes its job file and runs the ranks under the guard.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,13 @@ FINETUNE_EXPORT_VERSION = 1
 def finetune(job: FinetuneJob, on_poll: Callable[[], None] = nothing) -> None:
     """Fine-tune to the last step, from the newest complete checkpoint of the run directory.
 
-    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError;
-    LaunchError when a launcher is missing, or a host does not see the directories;
-    MemoryExhaustedError, with what helps, also for a rank that the kernel killed.
+    Raises:
+        MegacoreError: the typed error of the rank that failed first.
+        RankLostError: a rank died without a reason.
+        StageTimeoutError: the ranks exceeded `launch.timeout_minutes`.
+        LaunchError: a launcher is missing, or a host does not see the directories.
+        MemoryExhaustedError: memory ran out; the message contains advice, also for a rank that the
+            kernel killed.
     """
     run_directory = Path(job.run_directory)
     log = attempt_log(job)
@@ -46,19 +50,20 @@ def run_ranks(
     on_poll: Callable[[], None] = nothing,
     minutes: float | None = None,
 ) -> None:
-    """Start the job's ranks as `config.launch` says, and supervise.
+    """Start the job's ranks with the settings of `config.launch`, and supervise them.
 
-    Hosts were proven to see its directories.
+    First it checks that all hosts see the job's directories.
 
     Args:
-        job: what the ranks do; it is written to `job_file` already.
-        module: entry point of each.
-        job_file: its JSON.
-        log: where their output goes.
-        on_poll: called a few times a second.
-        minutes: that they may take at most; None means any time.
+        job: the job of the ranks, already written to `job_file`.
+        module: entry point of each rank.
+        job_file: path of the job's JSON file.
+        log: path of the ranks' log.
+        on_poll: callback, a few times a second.
+        minutes: time limit in minutes; None means no limit.
 
-    Raises as `finetune`.
+    Raises:
+        MegacoreError: the errors of `finetune`.
     """
     launch = job.config.launch
     hosts = job.hosts or hosts_of(launch)
@@ -75,9 +80,11 @@ def export(
 ) -> dict[str, Any]:
     """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
 
-    Returns the gate's report.
+    Returns:
+        The gate's report.
 
-    Raises ConversionError when the export is not the model that was trained.
+    Raises:
+        ConversionError: the export differs from the trained model.
     """
     job_file = scratch / "job.json"
     job.write(job_file)

@@ -1,4 +1,7 @@
-"""`python -m megacore.ranks.generate --config job.json`, on each rank: continuations of prompts."""
+"""Entry point of the ranks that generate continuations of prompts.
+
+python -m megacore.ranks.generate --config job.json
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +18,7 @@ def continue_prompts(job: GenerateJob) -> None:
     """Write the continuation of every prompt of the job to `job.output`, atomically.
 
     Raises:
-        ConfigError: a prompt is empty or too long, or has an id that the vocabulary lacks.
+        ConfigError: a prompt is empty or too long, or contains an id outside of the vocabulary.
         CheckpointError: the weights are damaged or of another model.
         ParallelLayoutError: the ranks cannot share the model.
         WorkspaceError: the output cannot be written.
@@ -27,7 +30,7 @@ def continue_prompts(job: GenerateJob) -> None:
 
     with joined_model(job) as (model, mesh, _):
         assert isinstance(model, (GPTModel, T5Model)), f"{job.source.directory} cannot generate"
-        found = generate(
+        continuations = generate(
             model,
             job.prompts,
             job.options,
@@ -39,12 +42,12 @@ def continue_prompts(job: GenerateJob) -> None:
         if mesh.rank == 0:
             write_json(
                 Path(job.output),
-                {"continuations": [asdict(continuation) for continuation in found]},
+                {"continuations": [asdict(continuation) for continuation in continuations]},
             )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Generate on this rank, and report why it ended if it fails."""
+    """Generate on this rank, and write an exit reason if it fails."""
     run_rank(GenerateJob, continue_prompts, arguments)
 
 

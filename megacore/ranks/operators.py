@@ -1,8 +1,10 @@
-"""The step before the ranks: DeepSpeed's operators are compiled, within a time limit.
+"""Compilation of DeepSpeed's operators before the ranks start, within a time limit.
+
+The command
 
     python -m megacore.ranks.operators --config run.json
 
-builds what a job needs.
+builds the operators that a job needs.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from megacore.launch.exit_reason import read_reasons, reported_exit
 from megacore.launch.supervise import supervise
 
 REPORT = "operators.json"
-"""Beside the job: why an operator is not there, or null, by its name."""
+"""Name of the file, next to the job file, that maps each operator to its build error or null."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +36,14 @@ _log = logging.getLogger(__name__)
 def prepare_operators(
     job: TrainJob, job_file: Path, log: Path, on_poll: Callable[[], None]
 ) -> dict[str, str]:
-    """Build what the job's ranks will load; returns the variables that tell them what came of it.
+    """Build the operators that the job's ranks load.
 
-    Raises LaunchError (or StageTimeoutError) for an operator that the run cannot do without.
+    Returns:
+        Environment variables that point the ranks to the report of the builds.
+
+    Raises:
+        LaunchError: an operator that the run requires cannot be built.
+        StageTimeoutError: the build of an operator that the run requires took too long.
     """
     needed = needed_operators(job.config)
     if not needed:
@@ -81,20 +88,20 @@ def _build(
         reasons = read_reasons(exit_directory)
         if not reasons:
             raise LaunchError(f"DeepSpeed's operator {name} cannot be compiled: {error}") from error
-        # this is no rank's failure
+        # The message must not name a rank.
         raise ERROR_TYPES[reasons[0].error](reasons[0].message) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Build what a job needs, or one operator, and say where it is.
+    """Build the operators that a job needs, or one of them, and print their paths.
 
-    A failure is reported as a rank's would be.
+    A failure is written as an exit reason, like that of a rank.
     """
     parser = argparse.ArgumentParser(
         description="Compile the operators of DeepSpeed that a job needs."
     )
     parser.add_argument("--config", type=Path, required=True, help="the job, as JSON")
-    parser.add_argument("--operator", choices=OPERATORS, help="build this one alone")
+    parser.add_argument("--operator", choices=OPERATORS, help="build only this one")
     options = parser.parse_args(arguments)
     job = TrainJob.read(options.config)
     with reported_exit(Path(job.exit_directory), 0):

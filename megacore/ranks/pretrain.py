@@ -1,4 +1,7 @@
-"""`python -m megacore.ranks.pretrain --config run.json`, on each rank, under torchrun or alone."""
+"""Entry point of the ranks of a pretraining, with or without torchrun.
+
+python -m megacore.ranks.pretrain --config run.json
+"""
 
 import time
 from collections.abc import Sequence
@@ -12,13 +15,11 @@ def pretrain(job: TrainJob) -> None:
     """Train on this rank until `train.train_iters`, from the run's newest complete checkpoint.
 
     Raises:
-        ConfigError: the job cannot run as configured on this machine.
+        ConfigError: the job cannot run as configured on this host.
         DataFormatError: tokens or index maps are missing or damaged.
-        LaunchError: DeepSpeed's operators, which the configuration cannot do without, are not
-            built.
-        TrainingStoppedError: the run was asked to end early, and a checkpoint holds where it
-            stands.
-        TrainingError: a loss is not finite, or memory does not suffice.
+        LaunchError: a DeepSpeed operator that the configuration requires is not built.
+        TrainingStoppedError: the run was stopped early on request, after it saved a checkpoint.
+        TrainingError: a loss is not finite, or memory is insufficient.
         CheckpointError: the newest checkpoint, or the pretrained one, is of another model or
             damaged.
         WorkspaceError: the run directory cannot be written.
@@ -87,7 +88,7 @@ def pretrain(job: TrainJob) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train on this rank, and report why it ended if it fails."""
+    """Train on this rank, and write an exit reason if it fails."""
     run_rank(TrainJob, pretrain, arguments)
 
 

@@ -1,4 +1,4 @@
-"""What a rank does before its work: its threads, its device, its place among the others."""
+"""Setup of a rank before its work: threads, device and process groups."""
 
 import os
 from collections.abc import Iterator
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def choose_device() -> torch.device:
-    """This rank's GPU, by LOCAL_RANK, else the CPU.
+    """Return the GPU with the number LOCAL_RANK, or the CPU if there is no GPU.
 
-    Raises ParallelLayoutError for a rank without a GPU of its own.
+    Raises:
+        ParallelLayoutError: there are fewer GPUs than ranks on this host.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -43,9 +44,10 @@ def choose_device() -> torch.device:
 
 
 def started_ranks(job: RankJob) -> int:
-    """Number of processes of this job.
+    """Return the number of started ranks.
 
-    Raises ParallelLayoutError when the job is for another number.
+    Raises:
+        ParallelLayoutError: the job is for another number of ranks.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != job.ranks:
@@ -60,16 +62,16 @@ def started_ranks(job: RankJob) -> int:
 def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     """Join the job's other ranks and leave them when the body has succeeded.
 
-    A failed rank just ends.
+    A rank that fails does not leave: it ends, and the others notice.
 
-    The mesh carries the step timer, which takes the time that a rank waits for others, and with it
-    the heartbeat of this rank, a file in the job's `exit_directory`. Its phases here are start,
-    rendezvous, build from then on, and ended once the body has succeeded or training was stopped on
-    request.
+    The mesh contains the step timer, which also measures how long a rank waits for others, and with
+    the timer the heartbeat of this rank, a file in the job's `exit_directory`. The heartbeat's
+    phases are start, rendezvous, build, and ended after the body has succeeded or training was
+    stopped on request.
 
     Raises:
-        ParallelLayoutError: another number of processes was started than the job says, or they
-            cannot share the model and its batch.
+        ParallelLayoutError: the number of started ranks differs from the job's, or they cannot
+            share the model and its batch.
         WorkspaceError: the heartbeat cannot be written.
     """
     world_size = started_ranks(job)
@@ -94,25 +96,26 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
 
 @contextmanager
 def leaving(heartbeat: Heartbeat) -> Iterator[None]:
-    """Leave the other ranks, and say so, once the body has succeeded or stopped on request.
+    """Leave the other ranks and write the last heartbeat after the body.
 
-    A rank that failed just ends: the others learn of it by its absence.
+    Training that stopped on request only writes the heartbeat. A rank that fails does neither: the
+    others notice its absence.
     """
     try:
         yield
     except TrainingStoppedError:
         heartbeat.beat(ENDED)
         raise
-    if dist.is_initialized():  # DeepSpeed wants a group even of one process
+    if dist.is_initialized():  # DeepSpeed needs a group even for one process
         heartbeat.beat("leave")
         dist.destroy_process_group()
     heartbeat.beat(ENDED)
 
 
 def set_up_arithmetic(threads: int) -> None:
-    """Threads, and the same bits for the same input."""
+    """Set the number of CPU threads and make the arithmetic deterministic."""
     torch.set_num_threads(threads)
-    # Moments of rare tokens decay into denormals, on which a CPU is many times slower.
+    # Adam's moments of rare tokens decay to denormals, which are many times slower on a CPU.
     torch.set_flush_denormal(True)
     if torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -122,11 +125,16 @@ def set_up_arithmetic(threads: int) -> None:
 
 @contextmanager
 def joined_model(job: "ModelJob") -> "Iterator[tuple[Model, ProcessMesh, torch.device]]":
-    """This rank's part of the job's model, among the others; left when the body has succeeded.
+    """Join the job's other ranks and load this rank's part of the model.
+
+    The rank leaves the others when the body has succeeded.
+
+    Yields:
+        The model, the mesh and the device.
 
     Raises:
-        ParallelLayoutError: another number of processes was started than the job says, or they
-            cannot share the model.
+        ParallelLayoutError: the number of started ranks differs from the job's, or they cannot
+            share the model.
         CheckpointError: the weights are damaged or of another model.
     """
     from megacore.generate.weights import load_model

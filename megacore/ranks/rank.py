@@ -1,4 +1,4 @@
-"""The frame of every entry point that a launcher starts once per rank; imports no torch."""
+"""Common frame of the entry points that a launcher starts once per rank; imports no torch."""
 
 import argparse
 import faulthandler
@@ -22,15 +22,15 @@ J = TypeVar("J", bound=RankJob)
 def run_rank(
     kind: type[J], work: Callable[[J], None], arguments: Sequence[str] | None = None
 ) -> None:
-    """Read the job of `--config`, do its work, and report why this rank ended if it fails.
+    """Read the job of `--config` and do this rank's work; write an exit reason if it fails.
 
     Args:
-        kind: what the file holds.
-        work: what this rank does.
-        arguments: of the command line; None takes the process's own.
+        kind: class of the job.
+        work: function that does the work of this rank; its docstring is the command's help.
+        arguments: command line arguments; None means those of the process.
     """
     if sys.platform == "linux" and "RANK" in os.environ:
-        die_with_parent()  # not when started by hand: then the parent is a shell
+        die_with_parent()  # not if started by hand, when the parent is a shell
     parser = argparse.ArgumentParser(
         description=work.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,9 +61,9 @@ def run_rank(
 
 
 def write_stacks_on_signal(directory: Path, rank: int) -> None:
-    """Let SIGUSR2 write all threads' Python stacks to `rank_<rank>.stack`.
+    """Register SIGUSR2 to write the Python stacks of all threads to `rank_<rank>.stack`.
 
-    It works also while the rank is stuck in C.
+    This also works while the rank is stuck in C code.
 
     Raises:
         WorkspaceError: the file cannot be written.
@@ -71,12 +71,12 @@ def write_stacks_on_signal(directory: Path, rank: int) -> None:
     path = stack_path(directory, rank)
     with workspace_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  open for as long as the process runs
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  stays open until the process ends
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
 def begin_heartbeat(job: RankJob) -> Heartbeat:
-    """This rank's heartbeat, where whoever supervises the job looks for it.
+    """Start this rank's heartbeat in the job's `exit_directory`, where the supervisor reads it.
 
     Raises:
         WorkspaceError: the file cannot be written.
@@ -87,27 +87,28 @@ def begin_heartbeat(job: RankJob) -> Heartbeat:
 
 
 def _take_local_rank(local_rank: int | None) -> None:
-    """Set LOCAL_RANK to what the command line says.
+    """Set LOCAL_RANK to the local rank of the command line.
 
-    Raises ConfigError when the two differ: one GPU has one rank.
+    Raises:
+        ConfigError: LOCAL_RANK is set to another number; two ranks would share a GPU.
     """
     if local_rank is None:
         return
     if local_rank < 0:
         raise ConfigError(f"--local_rank is {local_rank}: ranks of a machine are counted from 0")
-    known = os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    if known != str(local_rank):
+    current = os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    if current != str(local_rank):
         raise ConfigError(
-            f"--local_rank is {local_rank} and the environment's LOCAL_RANK is {known}: unset "
+            f"--local_rank is {local_rank} and the environment's LOCAL_RANK is {current}: unset "
             "LOCAL_RANK, or leave --local_rank out"
         )
 
 
 def _leave() -> NoReturn:
-    """End a rank that has done its work and written it, without the interpreter's teardown.
+    """End a rank that has finished its work, without the interpreter's teardown.
 
-    torch's communication threads may abort that ("terminate called without an active exception"),
-    and a finished rank would count as lost.
+    torch's communication threads may abort the teardown ("terminate called without an active
+    exception"), and the finished rank would count as lost.
     """
     logging.shutdown()
     sys.stdout.flush()

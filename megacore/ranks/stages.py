@@ -1,4 +1,4 @@
-"""The stages that start processes: each writes its job file and runs it under the guard."""
+"""Stages that start ranks: each writes its job file and runs the ranks under the guard."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,11 +32,11 @@ CONVERT_VERSION = 2
 
 
 def nothing() -> None:
-    """Called on each poll where nobody watches."""
+    """Do nothing; the default callback of a poll."""
 
 
 def next_attempt(run_directory: Path) -> int:
-    """Number of the coming start of this run, counted from 1."""
+    """Return the number of this run's next attempt, counted from 1."""
     try:
         return int(read_json(run_directory / "run.json")["attempt"]) + 1
     except (OSError, ValueError, KeyError, TypeError):
@@ -44,18 +44,22 @@ def next_attempt(run_directory: Path) -> int:
 
 
 def attempt_log(job: TrainJob | FinetuneJob) -> Path:
-    """Where the output of this attempt's ranks goes."""
+    """Return the path of this attempt's log."""
     return Path(job.run_directory) / "logs" / f"attempt-{job.attempt:03d}.log"
 
 
 def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
     """Train until `train.train_iters`, from the newest complete checkpoint of the run directory.
 
-    What DeepSpeed compiles is compiled first, on this machine.
+    DeepSpeed's operators are compiled first, on this host.
 
-    Raises the typed error of the rank that failed first, RankLostError or StageTimeoutError;
-    LaunchError when a launcher or a compiler is missing; MemoryExhaustedError, with what was
-    predicted and what helps, also for a rank that the kernel killed.
+    Raises:
+        MegacoreError: the typed error of the rank that failed first.
+        RankLostError: a rank died without a reason.
+        StageTimeoutError: the ranks or the compilation exceeded their time limit.
+        LaunchError: a launcher or a compiler is missing.
+        MemoryExhaustedError: memory ran out; the message contains the predicted memory and advice,
+            also for a rank that the kernel killed.
     """
     run_directory = Path(job.run_directory)
     with workspace_errors(run_directory):
@@ -72,9 +76,9 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
 
 @contextmanager
 def advising(exit_directory: Path, advice: Callable[[], str]) -> Iterator[None]:
-    """Add `advice` to the error of the body where the kernel killed a rank for want of memory.
+    """Add `advice` to the error of the body if the kernel killed a rank because memory ran out.
 
-    A rank that could still write a reason into `exit_directory` has said what helps.
+    A rank that could still write its reason to `exit_directory` has included the advice itself.
     """
     try:
         yield
@@ -86,18 +90,18 @@ def advising(exit_directory: Path, advice: Callable[[], str]) -> Iterator[None]:
 
 
 def _memory_advice(job: TrainJob) -> str:
-    """What the planner says of a job whose rank the kernel killed."""
+    """Return the planner's advice for a job whose rank the kernel killed."""
     hardware = Hardware.detect()
     hosts = job.hosts or hosts_of(job.config.launch)
     precision = hardware.resolve_precision(job.config.train.precision)
     host = hardware.memory // max((*hosts.values(), 1 if hosts else job.ranks))
     deployment = Deployment(job.ranks, job.vocab_size, precision, hardware.device_type, host)
     advice = memory_advice(job.config, deployment)
-    return f"{advice} ({hardware.memory / GIB:.1f} GiB of main memory on this machine)"
+    return f"{advice} ({hardware.memory / GIB:.1f} GiB of host memory on this machine)"
 
 
 def _prepare_hosts(job: Job) -> None:
-    """Prove, or bring about, that every machine has what its ranks will read.
+    """Check that every host has the files that its ranks read, or copy them there.
 
     Raises LaunchError.
     """
@@ -111,7 +115,7 @@ def _prepare_hosts(job: Job) -> None:
 def evaluate(
     job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing
 ) -> dict[str, Any]:
-    """Perplexities of each checkpoint; also written to `job.output`."""
+    """Return the perplexities of each checkpoint, which are also written to `job.output`."""
     job_file = scratch / "job.json"
     job.write(job_file)
     _prepare_hosts(job)
@@ -140,11 +144,17 @@ def supervise_job(
     on_poll: Callable[[], None],
     minutes: float | None,
 ) -> None:
-    """Run what `start` says to its end, as the job's `config.launch` asks.
+    """Run the command of `start` to its end, with the settings of the job's `config.launch`.
 
-    It may take at most `minutes` (None: any time).
+    Args:
+        start: command that starts the ranks, with its environment and hosts.
+        job: the job of the ranks.
+        log: file that the output is appended to.
+        on_poll: callback at each poll.
+        minutes: time limit in minutes; None means no limit.
 
-    Raises what `supervise` does.
+    Raises:
+        MegacoreError: any error of `supervise`.
     """
     supervise(
         start.command,
@@ -162,7 +172,7 @@ def supervise_job(
 
 
 def _ranks_to_come(job: Job | FinetuneJob) -> int | None:
-    """How many ranks will have a heartbeat; None where a scheduler may give fewer machines."""
+    """Return the number of expected ranks; None if a scheduler may grant fewer hosts."""
     launch = job.config.launch
     return None if launch.elastic and launch.kind in ("slurm", "kubernetes") else job.ranks
 
@@ -172,20 +182,22 @@ def run_job(
     job: ModelJob,
     scratch: Path,
     *,
-    launch: LaunchConfig = LaunchConfig(),  # noqa: B008  it is frozen
+    launch: LaunchConfig = LaunchConfig(),  # noqa: B008  the default is frozen
     on_poll: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Start the job's ranks and return what they wrote to `job.output`.
+    """Run the job's ranks and return the result that they wrote to `job.output`.
 
     Args:
         module: entry point of each rank.
-        job: what they do.
+        job: the job of the ranks.
         scratch: directory for the job file and the log.
-        launch: what starts the ranks, and where.
-        on_poll: called a few times a second.
+        launch: launcher and hosts.
+        on_poll: callback, a few times a second.
 
-    Raises the typed error of the rank that failed first, or RankLostError, and LaunchError for a
-    host that lacks what its ranks read.
+    Raises:
+        MegacoreError: the typed error of the rank that failed first.
+        RankLostError: a rank died without a reason.
+        LaunchError: a host lacks files that its ranks read.
     """
     job_file = scratch / "job.json"
     job.write(job_file)
@@ -209,5 +221,5 @@ def run_job(
 
 
 def log_name(module: str) -> str:
-    """Name of the file with the ranks' output."""
+    """Return the name of the log of the ranks of `module`."""
     return f"{module.rpartition('.')[2]}.log"

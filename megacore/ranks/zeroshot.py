@@ -1,4 +1,7 @@
-"""`python -m megacore.ranks.zeroshot --config job.json`, on each rank: WikiText and LAMBADA."""
+"""Entry point of the ranks that score a model on WikiText and LAMBADA.
+
+python -m megacore.ranks.zeroshot --config job.json
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +17,7 @@ MODULE = "megacore.ranks.zeroshot"
 def evaluate_zero_shot(job: ZeroShotJob) -> None:
     """Write the scores of the job's model to `job.output`, atomically.
 
-    One entry per text that was given.
+    The file has one entry for each configured text.
 
     Raises:
         DataFormatError: a text is missing or malformed.
@@ -37,23 +40,23 @@ def evaluate_zero_shot(job: ZeroShotJob) -> None:
         scorer = ZeroshotScorer(
             model, mesh, device, vocab_size=job.source.spec.vocab_size, batch_size=job.batch_size
         )
-        found = {}
+        scores = {}
         if job.wikitext is not None:
             from megacore.zeroshot.texts import read_wikitext
 
             text = read_wikitext(Path(job.wikitext), tokenizer)
-            found["wikitext"] = asdict(scorer.wikitext(text, job.seq_length, job.overlapping_eval))
+            scores["wikitext"] = asdict(scorer.wikitext(text, job.seq_length, job.overlapping_eval))
         if job.lambada is not None:
             from megacore.zeroshot.texts import read_lambada
 
             passages = read_lambada(Path(job.lambada), tokenizer)
-            found["lambada"] = asdict(scorer.lambada(passages, job.seq_length))
+            scores["lambada"] = asdict(scorer.lambada(passages, job.seq_length))
         if mesh.rank == 0:
-            write_json(Path(job.output), found)
+            write_json(Path(job.output), scores)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Evaluate on this rank, and report why it ended if it fails."""
+    """Evaluate on this rank, and write an exit reason if it fails."""
     run_rank(ZeroShotJob, evaluate_zero_shot, arguments)
 
 

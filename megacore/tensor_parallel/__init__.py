@@ -1,6 +1,6 @@
 """Layers divided over ranks (Shoeybi et al. 2019, arXiv:1909.08053).
 
-For a group of one they are the serial layers.
+In a group of one rank they are the serial layers.
 """
 
 from megacore.tensor_parallel.cross_entropy import linear_cross_entropy

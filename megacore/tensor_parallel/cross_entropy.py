@@ -1,6 +1,6 @@
-"""The output layer and the cross entropy of its logits in one.
+"""Output layer fused with the cross entropy of its logits.
 
-Ranks exchange a few numbers per token, never logits.
+Ranks exchange a few numbers per token, but no logits.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from megacore.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.tensor_parallel.linear import affine, matmul_gradient, sink_of
 from megacore.tensor_parallel.mappings import SEQUENCE
 
 _FP16_SCALE = 4096.0
-"""What the logits' gradient is multiplied by where it takes their place in fp16, whose smallest
-normal number, 6e-5, is larger than most probabilities."""
+"""Factor on the logits' gradient when it overwrites fp16 logits: the smallest normal fp16 number,
+6e-5, is larger than most probabilities."""
 
 
 def linear_cross_entropy(
@@ -31,37 +31,36 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    tp: ParallelGroup = ALONE,
+    tp: ParallelGroup = SINGLE_RANK,
     sequence_parallel: bool = False,
     kernel: CrossEntropy = REFERENCE,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Negative log-likelihood of each label under the logits hidden Wᵀ + b.
+    """Return the negative log-likelihood of each label under the logits hidden Wᵀ + b.
 
-    These exist once, in hidden's type.
-
-    In the forward pass already the gradient takes the logits' place, for an upstream gradient of
-    one per token; the real one scales the rows of the small factors in the backward pass.
+    The logits exist once, in the type of `hidden`. The forward pass already overwrites them with
+    their gradient, for an upstream gradient of one per token; the backward pass scales the rows of
+    the small factors by the actual upstream gradient.
 
     Args:
         hidden: replicated, [b, s, h], or with sequence parallelism this rank's part of the
             sequence, [b, s/t, h].
         weight: this rank's rows of the output layer, [v/t, h].
         labels: ids in the whole vocabulary, [b, s].
-        bias: of the output layer, [v/t].
+        bias: bias of the output layer, [v/t].
         tp: the ranks that share the vocabulary.
-        sequence_parallel: whether `hidden` is a part of the sequence.
-        kernel: what computes losses and gradients of logits.
-        label_smoothing: the target is (1 - ε) onehot + ε / v (Szegedy et al. 2016), as in
-            `torch.nn.CrossEntropyLoss`; v counts the padding too, which is a row of logits like any
+        sequence_parallel: True if `hidden` is a part of the sequence.
+        kernel: implementation of the losses and the logits' gradients.
+        label_smoothing: ε of the target (1 - ε) onehot + ε / v (Szegedy et al. 2016), as in
+            `torch.nn.CrossEntropyLoss`; v includes the padding, which is a row of logits like any
             other here.
-        z_loss: adds this times logsumexp² (Chowdhery et al. 2022, section 5), which keeps logits
-            near zero.
+        z_loss: factor of the added term logsumexp² (Chowdhery et al. 2022, section 5), which keeps
+            logits near zero.
 
     Returns:
-        The loss of each token, [b, s], fp32 (fp64 for fp64), the same on every rank; NaN, if not an
-        error, where the label is no token's.
+        The loss of each token, [b, s], fp32 (fp64 for fp64), the same on every rank; NaN, or an
+            error, for an invalid label.
     """
     terms = _Terms(
         tp,
@@ -83,16 +82,14 @@ class _Terms:
     smoothing: float
     z_loss: float
     trains: bool
-    """Whether gradients may be asked for."""
+    """True if gradients may be requested."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward leaves G, the gradient of each row's loss, in place of the logits.
+    """Autograd function that overwrites the logits with G, the gradient of each row's loss.
 
-    The rows have upstream gradients g.
-
-    dx = diag(g) (G W), dW = Gᵀ (diag(g) x), db = Gᵀ g. A gathered input is not kept but gathered
-    again.
+    With upstream gradients g of the rows: dx = diag(g) (G W), dW = Gᵀ (diag(g) x), db = Gᵀ g. A
+    gathered input is not kept but gathered again.
     """
 
     @staticmethod
@@ -104,8 +101,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         terms: _Terms,
     ) -> Tensor:
-        whole = all_gather(hidden, terms.tp, SEQUENCE) if terms.sequence_parallel else hidden
-        logits = affine(whole, weight, bias).view(-1, weight.shape[0])
+        full_input = all_gather(hidden, terms.tp, SEQUENCE) if terms.sequence_parallel else hidden
+        logits = affine(full_input, weight, bias).view(-1, weight.shape[0])
         flat = labels.reshape(-1)
         ctx.scale = _FP16_SCALE if logits.dtype == torch.float16 else 1.0
         if terms.tp.size == 1 and terms.trains:
@@ -124,49 +121,51 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, gradient = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         gathering = start_all_gather(hidden, ctx.tp, SEQUENCE) if ctx.sequence_parallel else None
         upstream = (grads[0] / ctx.scale).reshape(-1, 1)
-        travelling = None
-        if wants_hidden:
+        reduction = None
+        if needs_hidden:
             dx = (gradient @ weight).mul_(upstream).view(*grads[0].shape, -1)
-            travelling = (
+            reduction = (
                 start_reduce_scatter(dx, ctx.tp, SEQUENCE)
                 if ctx.sequence_parallel
                 else start_all_reduce(dx, ctx.tp)
             )
-        whole = gathering.wait() if gathering else hidden
-        rows = (whole.reshape(-1, whole.shape[-1]) * upstream).to(weight.dtype)
-        weight_grad = matmul_gradient(ctx.sink, gradient, rows) if wants_weight else None
-        bias_grad = (gradient.t() @ upstream.to(gradient.dtype)).view(-1) if wants_bias else None
-        return travelling.wait() if travelling else None, weight_grad, bias_grad, None, None
+        full_input = gathering.wait() if gathering else hidden
+        rows = (full_input.reshape(-1, full_input.shape[-1]) * upstream).to(weight.dtype)
+        weight_grad = matmul_gradient(ctx.sink, gradient, rows) if needs_weight else None
+        bias_grad = (gradient.t() @ upstream.to(gradient.dtype)).view(-1) if needs_bias else None
+        return reduction.wait() if reduction else None, weight_grad, bias_grad, None, None
 
 
 def _divided_loss_(logits: Tensor, labels: Tensor, terms: _Terms, scale: float) -> Tensor:
-    """The losses of rows [n, v/t] of which each rank has a part.
+    """Return the losses of rows [n, v/t] that are divided over the ranks.
 
-    In training the gradient takes their place.
+    In training the gradient overwrites the logits.
     """
     tp, kernel, smoothing, z_loss = terms.tp, terms.kernel, terms.smoothing, terms.z_loss
     width = logits.shape[1]
     local = labels - tp.rank * width
     columns = local.masked_fill((local < 0) | (local >= width), -1)
-    found = kernel.statistics(logits, columns, smoothing > 0)
+    statistics = kernel.statistics(logits, columns, smoothing > 0)
     # each [t, n]
-    maxima, label_logits, totals, *sums = all_gather(found.unsqueeze(0), tp, 0).unbind(1)
+    maxima, label_logits, totals, *sums = all_gather(statistics.unsqueeze(0), tp, 0).unbind(1)
     maximum = maxima.amax(0)
     log_total = (totals * (maxima - maximum).exp()).sum(0).log()
     log_normaliser = log_total + maximum
-    # Relative to the maximum, which cancels: with large logits the difference keeps its digits.
+    # Relative to the maximum, which cancels: with large logits the difference keeps its precision.
     losses = log_total - (1.0 - smoothing) * (label_logits.sum(0) - maximum)
     if smoothing:
         losses -= smoothing * (sums[0].sum(0) / (width * tp.size) - maximum)
     if z_loss:
         losses += z_loss * log_normaliser.square()
-    # A label that no rank has is an error in the data, which is not to be passed over.
+    # A label outside the vocabulary is an error in the data that must not go unnoticed.
     losses.masked_fill_((labels < 0) | (labels >= width * tp.size), torch.nan)
     if terms.trains:
         factor = scale * (1.0 + 2.0 * z_loss * log_normaliser) if z_loss or scale != 1.0 else None
-        evenly = scale * smoothing / (width * tp.size)
-        kernel.gradient_(logits, columns, log_normaliser, factor, scale * (1.0 - smoothing), evenly)
+        uniform = scale * smoothing / (width * tp.size)
+        kernel.gradient_(
+            logits, columns, log_normaliser, factor, scale * (1.0 - smoothing), uniform
+        )
     return losses

@@ -1,11 +1,11 @@
-"""A table of embeddings divided by vocabulary."""
+"""Embedding table divided by vocabulary."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.tensor_parallel.linear import lookup_gradient, sink_of
 from megacore.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
@@ -15,14 +15,14 @@ from megacore.tensor_parallel.partition import Partition, divide
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a [v, h] table, of which each rank holds v / t consecutive ones; left uninitialised.
+    """Embedding table [v, h] of which each rank has v / t consecutive rows; not initialized.
 
     Args:
         num_embeddings: rows of the whole table (v).
         embedding_dim: width of a row (h).
-        tp: the ranks that share the table; a group of one makes it `torch.nn.Embedding`.
-        sequence_parallel: the output is this rank's part of the sequence.
-        device: where the parameter is.
+        tp: the ranks that share the table; with one rank this is `torch.nn.Embedding`.
+        sequence_parallel: True if the output is this rank's part of the sequence.
+        device: device of the parameter.
 
     Raises:
         ParallelLayoutError: num_embeddings is not a multiple of t.
@@ -33,7 +33,7 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings: int,
         embedding_dim: int,
         *,
-        tp: ParallelGroup = ALONE,
+        tp: ParallelGroup = SINGLE_RANK,
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -44,19 +44,19 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(local, embedding_dim, device=device))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[b, s] ids -> [b, s, h], with sequence parallelism [b, s/t, h]."""
-        found: Tensor = _Lookup.apply(self.weight, ids, self.tp)  # type: ignore[no-untyped-call]
+        """Look up ids [b, s]; return [b, s, h], or [b, s/t, h] with sequence parallelism."""
+        rows: Tensor = _Lookup.apply(self.weight, ids, self.tp)  # type: ignore[no-untyped-call]
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(found, self.tp)
-        return reduce_from_tensor_parallel_region(found, self.tp)
+            return reduce_scatter_to_sequence_parallel_region(rows, self.tp)
+        return reduce_from_tensor_parallel_region(rows, self.tp)
 
     def partitions(self) -> dict[str, Partition]:
-        """The table is divided along its rows."""
+        """Return the division of the table along its rows."""
         return {"weight": Partition(0, self.tp.rank, self.tp.size)}
 
 
 class _Lookup(torch.autograd.Function):
-    """The rows that this rank has, and zeros for the others."""
+    """Autograd function that looks up this rank's rows, with zeros for the others."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, tp: ParallelGroup) -> Tensor:
@@ -67,10 +67,10 @@ class _Lookup(torch.autograd.Function):
             elsewhere = (local < 0) | (local >= weight.shape[0])
             local.masked_fill_(elsewhere, 0)
         ctx.save_for_backward(weight, local, elsewhere)
-        # Into a tensor that is no view, so that the caller may go on to change it in place.
-        found = weight.new_empty(*ids.shape, weight.shape[1])
-        torch.index_select(weight, 0, local.flatten(), out=found.view(-1, weight.shape[1]))
-        return found if elsewhere is None else found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        # Write into a tensor that is not a view, so that the caller may change it in place.
+        rows = weight.new_empty(*ids.shape, weight.shape[1])
+        torch.index_select(weight, 0, local.flatten(), out=rows.view(-1, weight.shape[1]))
+        return rows if elsewhere is None else rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:

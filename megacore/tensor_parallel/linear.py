@@ -1,6 +1,6 @@
 """Linear layers divided by output (column) or by input (row) features.
 
-The gradient of a weight goes straight into an fp32 main gradient, if the weight has one.
+The gradient of a weight is added directly to an fp32 main gradient, if the weight has one.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megacore.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.tensor_parallel.mappings import (
     SEQUENCE,
     reduce_from_tensor_parallel_region,
@@ -27,34 +27,37 @@ from megacore.tensor_parallel.mappings import (
 from megacore.tensor_parallel.partition import Partition, divide
 
 Affine = tuple[Tensor, Tensor | None]
-"""A weight [o, i] and its bias [o]."""
+"""Weight [o, i] and its bias [o]."""
 
 
-class InputOn(Enum):
-    """What the ranks hold of a linear layer's input, which says how its gradient is made whole."""
+class InputDistribution(Enum):
+    """Distribution of a linear layer's input over the ranks.
 
-    OWN_FEATURES = "own features"
-    """Each rank its own; nothing is communicated."""
+    It determines the reduction of the input's gradient.
+    """
+
+    LOCAL_FEATURES = "own features"
+    """Each rank has different features; nothing is communicated."""
     EVERY_RANK = "every rank"
-    """All the same; the gradients are summed by all-reduce."""
+    """All ranks have the same input; the gradients are summed by all-reduce."""
     OWN_POSITIONS = "own positions"
-    """Parts of the sequence, [b, s/t, h], which are gathered; the gradients are summed by
-    reduce-scatter."""
+    """Each rank has a part of the sequence, [b, s/t, h]; the parts are gathered, and the gradients
+    are summed by reduce-scatter."""
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x Wᵀ + b with the rows of W, the output features, divided over the ranks.
+    """Linear layer y = x Wᵀ + b with the rows of W, the output features, divided over the ranks.
 
-    Parameters are left uninitialised.
+    Parameters are not initialized.
 
     Args:
         in_features: width of the input, replicated on every rank.
         out_features: width of the whole output; each rank computes out_features / t of it.
-        bias: whether there is a b.
-        tp: the ranks that share the layer; a group of one makes it `torch.nn.Linear`.
-        sequence_parallel: the input is this rank's part of the sequence, the output is of the whole
-            sequence.
-        device: where the parameters are.
+        bias: True to add b.
+        tp: the ranks that share the layer; with one rank this is `torch.nn.Linear`.
+        sequence_parallel: True if the input is this rank's part of the sequence; the output is of
+            the whole sequence.
+        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: out_features is not a multiple of t.
@@ -66,7 +69,7 @@ class ColumnParallelLinear(nn.Module):
         out_features: int,
         *,
         bias: bool = True,
-        tp: ParallelGroup = ALONE,
+        tp: ParallelGroup = SINGLE_RANK,
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -78,28 +81,28 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(local, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features / t]."""
+        """Apply the layer to [..., in_features]; return [..., out_features / t]."""
         return column_parallel(x, [(self.weight, self.bias)], self.tp, self.sequence_parallel)[0]
 
     def partitions(self) -> dict[str, Partition]:
-        """Both parameters are divided along their rows."""
+        """Return the division of both parameters along their rows."""
         part = Partition(0, self.tp.rank, self.tp.size)
         return {"weight": part} if self.bias is None else {"weight": part, "bias": part}
 
 
 class RowParallelLinear(nn.Module):
-    """y = x Wᵀ + b with the columns of W, the input features, divided over the ranks.
+    """Linear layer y = x Wᵀ + b with the columns of W, the input features, divided over the ranks.
 
-    The partial results, each with its share b / t of the bias that is whole on every rank, are
-    summed over the ranks. Parameters are left uninitialised.
+    Each rank's partial result includes the share b / t of the bias, which every rank has as a
+    whole; the partial results are summed over the ranks. Parameters are not initialized.
 
     Args:
-        in_features: width of the whole input; each rank is given in_features / t of it.
+        in_features: width of the whole input; each rank receives in_features / t of it.
         out_features: width of the output, replicated on every rank.
-        bias: whether there is a b.
-        tp: the ranks that share the layer; a group of one makes it `torch.nn.Linear`.
-        sequence_parallel: the output is this rank's part of the sequence.
-        device: where the parameters are.
+        bias: True to add b.
+        tp: the ranks that share the layer; with one rank this is `torch.nn.Linear`.
+        sequence_parallel: True if the output is this rank's part of the sequence.
+        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: in_features is not a multiple of t.
@@ -111,7 +114,7 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         *,
         bias: bool = True,
-        tp: ParallelGroup = ALONE,
+        tp: ParallelGroup = SINGLE_RANK,
         sequence_parallel: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -123,46 +126,54 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features / t] -> [..., out_features].
+        """Apply the layer to [..., in_features / t]; return [..., out_features].
 
         With sequence parallelism [b, s, …] -> [b, s/t, …].
         """
-        partial = _linear(x, [(self.weight, self.bias)], self.tp, InputOn.OWN_FEATURES)[0]
+        partial = _linear(x, [(self.weight, self.bias)], self.tp, InputDistribution.LOCAL_FEATURES)[
+            0
+        ]
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
         return reduce_from_tensor_parallel_region(partial, self.tp)
 
     def partitions(self) -> dict[str, Partition]:
-        """The weight is divided along its columns, the bias not at all."""
+        """Return the division of the weight along its columns; the bias is not divided."""
         return {"weight": Partition(1, self.tp.rank, self.tp.size)}
 
 
 def column_parallel(
-    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup = ALONE, sequence_parallel: bool = False
+    x: Tensor,
+    layers: Sequence[Affine],
+    tp: ParallelGroup = SINGLE_RANK,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, ...]:
-    """One input through several layers y = x Wᵀ + b divided by rows.
+    """Apply several layers y = x Wᵀ + b, divided by rows, to one input.
 
-    They share the input's communication.
+    The layers share the communication of the input.
 
     Args:
         x: replicated, [..., i], or with sequence parallelism this rank's part of the sequence, [b,
             s/t, i].
         layers: this rank's part of each weight, [o/t, i], and of its bias.
         tp: the ranks that share the layers.
-        sequence_parallel: whether `x` is a part of the sequence.
+        sequence_parallel: True if `x` is a part of the sequence.
 
     Returns:
         [..., o/t] for each layer, of the whole sequence.
     """
     if tp.size == 1:
-        return _linear(x, layers, tp, InputOn.OWN_FEATURES)
+        return _linear(x, layers, tp, InputDistribution.LOCAL_FEATURES)
     return _linear(
-        x, layers, tp, InputOn.OWN_POSITIONS if sequence_parallel else InputOn.EVERY_RANK
+        x,
+        layers,
+        tp,
+        InputDistribution.OWN_POSITIONS if sequence_parallel else InputDistribution.EVERY_RANK,
     )
 
 
 def _linear(
-    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputOn
+    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputDistribution
 ) -> tuple[Tensor, ...]:
     parameters = [parameter for layer in layers for parameter in layer]
     outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, input_on, *parameters)  # type: ignore[no-untyped-call]
@@ -170,25 +181,31 @@ def _linear(
 
 
 class _Linear(torch.autograd.Function):
-    """The matmuls of one or several layers, with communication beside those of the backward pass.
+    """Autograd function of one or several linear layers; backward overlaps with communication.
 
-    The weight gradients are computed while the input gradient travels, as in Megatron-LM's
-    LinearWithGradAccumulationAndAsyncCommunication. A gathered input is not kept but gathered
-    again, beside the input-gradient matmul (Korthikanti et al. 2022, section 4.2.2).
+    The weight gradients are computed during the communication of the input gradient, as in
+    Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication. A gathered input is not kept but
+    gathered again during the input-gradient matmul (Korthikanti et al. 2022, section 4.2.2).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tp: ParallelGroup, input_on: InputOn, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        tp: ParallelGroup,
+        input_on: InputDistribution,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights = [weight for weight in parameters[::2] if weight is not None]
         ctx.tp, ctx.input_on = tp, input_on
         ctx.sinks = [sink_of(weight) for weight in weights]
         ctx.save_for_backward(x, *weights)
-        whole = all_gather(x, tp, SEQUENCE) if input_on is InputOn.OWN_POSITIONS else x
-        share = 1.0 / tp.size if input_on is InputOn.OWN_FEATURES else 1.0
+        full_input = (
+            all_gather(x, tp, SEQUENCE) if input_on is InputDistribution.OWN_POSITIONS else x
+        )
+        share = 1.0 / tp.size if input_on is InputDistribution.LOCAL_FEATURES else 1.0
         return tuple(
-            affine(whole, weight, bias, share)
+            affine(full_input, weight, bias, share)
             for weight, bias in zip(weights, parameters[1::2], strict=True)
         )
 
@@ -196,7 +213,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         gathering = (
-            start_all_gather(x, ctx.tp, SEQUENCE) if ctx.input_on is InputOn.OWN_POSITIONS else None
+            start_all_gather(x, ctx.tp, SEQUENCE)
+            if ctx.input_on is InputDistribution.OWN_POSITIONS
+            else None
         )
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         dx = (
@@ -205,22 +224,22 @@ class _Linear(torch.autograd.Function):
             else None
         )
         x = gathering.wait() if gathering else x
-        travelling = _start_sum(dx, ctx.tp, ctx.input_on) if dx is not None else None
+        reduction = _start_sum(dx, ctx.tp, ctx.input_on) if dx is not None else None
         columns = x.reshape(-1, x.shape[-1])
         parameter_grads: list[Tensor | None] = []
         for number, (dy, sink) in enumerate(zip(rows, ctx.sinks, strict=True)):
-            wants_weight, wants_bias = ctx.needs_input_grad[3 + 2 * number : 5 + 2 * number]
+            needs_weight, needs_bias = ctx.needs_input_grad[3 + 2 * number : 5 + 2 * number]
             parameter_grads += [
-                matmul_gradient(sink, dy, columns) if wants_weight else None,
-                dy.sum(0) if wants_bias else None,
+                matmul_gradient(sink, dy, columns) if needs_weight else None,
+                dy.sum(0) if needs_bias else None,
             ]
-        return travelling.wait() if travelling else None, None, None, *parameter_grads
+        return reduction.wait() if reduction else None, None, None, *parameter_grads
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float = 1.0) -> Tensor:
-    """The output x Wᵀ + share · b, in a tensor that is no view.
+    """Return x Wᵀ + share · b in a tensor that is not a view.
 
-    So the caller may go on to change it in place.
+    The caller may therefore change it in place.
     """
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
     rows = x.reshape(-1, x.shape[-1])
@@ -238,45 +257,45 @@ def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
     return dx
 
 
-def _start_sum(dx: Tensor, tp: ParallelGroup, input_on: InputOn) -> Pending:
-    """Sum the ranks' input gradients, where they are of the same input."""
-    if input_on is InputOn.OWN_POSITIONS:
+def _start_sum(dx: Tensor, tp: ParallelGroup, input_on: InputDistribution) -> Pending:
+    """Start summing the ranks' input gradients, if the reduction requires it."""
+    if input_on is InputDistribution.OWN_POSITIONS:
         return start_reduce_scatter(dx, tp, SEQUENCE)
-    return start_all_reduce(dx, tp if input_on is InputOn.EVERY_RANK else ALONE)
+    return start_all_reduce(dx, tp if input_on is InputDistribution.EVERY_RANK else SINGLE_RANK)
 
 
 class GradSink(Protocol):
-    """What a weight has as `grad_sink` when autograd is not to accumulate its gradient."""
+    """Interface of a weight's `grad_sink`, which replaces autograd's gradient accumulation."""
 
     main_grad: Tensor
-    """Takes the sum of all contributions: fp32, shaped like the weight."""
+    """Sum of all contributions: fp32, in the weight's shape."""
 
     @property
     def add_product(self) -> WeightGradient:
-        """Adds the weight gradient of a linear layer to a main gradient."""
+        """Function that adds the weight gradient of a linear layer to a main gradient."""
         ...
 
     def accumulated(self) -> None:
-        """One contribution has been added."""
+        """Record that one contribution has been added."""
         ...
 
 
 def sink_of(weight: Tensor) -> GradSink | None:
-    """The weight's sink, if any.
+    """Return the weight's sink, if any.
 
-    To be asked in the forward pass: recomputation hands over a weight without it.
+    Call it in the forward pass: recomputation passes a weight without the sink.
     """
     sink: GradSink | None = getattr(weight, "grad_sink", None)
     return sink
 
 
 def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient dyᵀ x of a weight [o, i].
+    """Compute the gradient dyᵀ x of a weight [o, i].
 
-    Returned without a sink, else added to it, and None is returned.
+    Return it if there is no sink, else add it to the sink and return None.
 
     Args:
-        sink: of the weight.
+        sink: sink of the weight.
         dy: gradient of the output, [rows, o].
         x: input, [rows, i].
     """
@@ -290,15 +309,15 @@ def matmul_gradient(sink: GradSink | None, dy: Tensor, x: Tensor) -> Tensor | No
 def lookup_gradient(
     sink: GradSink | None, weight: Tensor, ids: Tensor, dy: Tensor
 ) -> Tensor | None:
-    """The gradient of the rows `ids` of a table.
+    """Compute the gradient of the rows `ids` of a table.
 
-    Returned without a sink, else added to it, and None is returned.
+    Return it if there is no sink, else add it to the sink and return None.
 
     Args:
-        sink: of the table.
+        sink: sink of the table.
         weight: the table, [v, h], for its shape and type.
-        ids: rows that were looked up, [n]; equal ones are summed.
-        dy: gradient of each, [n, h].
+        ids: rows that were looked up, [n]; the gradients of equal rows are summed.
+        dy: gradient of each row, [n, h].
     """
     if sink is None:
         gradient = torch.zeros_like(weight)
@@ -310,9 +329,9 @@ def lookup_gradient(
 
 
 def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """`table[ids] += rows` in an order that does not change.
+    """Compute `table[ids] += rows` in a deterministic order.
 
-    On a GPU index_add_ has atomics, index_put_ sorts.
+    On a GPU index_add_ uses atomics, while index_put_ sorts.
     """
     if table.is_cuda:
         table.index_put_((ids,), rows, accumulate=True)

@@ -1,9 +1,10 @@
-"""Communication of activations with its conjugate as gradient, named by the region it crosses.
+"""Communication of activations, with the conjugate communication of their gradients.
 
-See Shoeybi et al. 2019, figure 3. Between the tensor-parallel regions of a sequence-parallel model
-(Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) each rank holds the positions r·s/t … of
-every sample: a gather and a reduce-scatter move as much as the all-reduce they replace, while
-norms, dropout and residuals are divided by t. Each mapping is the identity for a group of one.
+The names state the region that is entered or left; see Shoeybi et al. 2019, figure 3. Between the
+tensor-parallel regions of a sequence-parallel model (Korthikanti et al. 2022, arXiv:2205.05198,
+section 4.2.2) each rank has the positions r·s/t … of every sample: a gather and a reduce-scatter
+move as many bytes as the all-reduce they replace, while norms, dropout and residuals are divided by
+t. Each mapping is the identity for a group of one rank.
 """
 
 from collections.abc import Callable
@@ -16,39 +17,39 @@ from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatte
 from megacore.parallel.mesh import ParallelGroup
 
 SEQUENCE = 1
-"""The dimension of a [b, s, h] activation that sequence parallelism divides."""
+"""Dimension of a [b, s, h] activation that sequence parallelism divides."""
 Collective = Callable[[Tensor, ParallelGroup, int], Tensor]
-"""Of a tensor over the ranks of a group along one dimension."""
+"""Collective of a tensor over the ranks of a group along one dimension."""
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Sum partial sums into `x`: all-reduce, backward identity.
+    """Sum partial sums into `x` by all-reduce; the backward pass is the identity.
 
-    `x` is contiguous and no view, and nothing else needs its values.
+    `x` must be contiguous and not a view, and its values must not be needed elsewhere.
     """
     return x if tp.size == 1 else _apply(_Reduce, x, tp)
 
 
 def gather_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Join parts along the last dimension to the replicated whole: [..., k/t] -> [..., k].
+    """Concatenate parts along the last dimension to a replicated tensor: [..., k/t] -> [..., k].
 
-    Backward takes this rank's part.
+    The backward pass takes this rank's part.
     """
     return x if tp.size == 1 else _apply(_Conjugates, x, tp, -1, all_gather, _part)
 
 
 def gather_within_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Join parts along the last dimension to a whole that each rank uses in another way.
+    """Concatenate parts along the last dimension to a tensor that each rank uses differently.
 
-    [..., k/t] -> [..., k]: all-gather, backward reduce-scatter.
+    [..., k/t] -> [..., k] by all-gather; the backward pass is a reduce-scatter.
     """
     return x if tp.size == 1 else _apply(_Conjugates, x, tp, -1, all_gather, reduce_scatter)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Sum partial sums to this rank's positions of the total: [b, s, h] -> [b, s/t, h].
+    """Sum partial sums and return this rank's positions: [b, s, h] -> [b, s/t, h].
 
-    Backward all-gathers.
+    The backward pass is an all-gather.
     """
     return x if tp.size == 1 else _apply(_Conjugates, x, tp, SEQUENCE, reduce_scatter, all_gather)
 
@@ -70,14 +71,19 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Conjugates(torch.autograd.Function):
-    """One communication along a dimension forward, its conjugate backward."""
+    """Autograd function: a collective along a dimension forward, its conjugate backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tp: ParallelGroup, dim: int, there: Collective, back: Collective
+        ctx: Any,
+        x: Tensor,
+        tp: ParallelGroup,
+        dim: int,
+        forward_op: Collective,
+        backward_op: Collective,
     ) -> Tensor:
-        ctx.tp, ctx.dim, ctx.back = tp, dim, back
-        return there(x, tp, dim)
+        ctx.tp, ctx.dim, ctx.back = tp, dim, backward_op
+        return forward_op(x, tp, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -86,5 +92,5 @@ class _Conjugates(torch.autograd.Function):
 
 
 def _part(x: Tensor, tp: ParallelGroup, dim: int) -> Tensor:
-    """Return this rank's part along `dim`, as a tensor of its own."""
+    """Return this rank's part along `dim`, as a separate tensor."""
     return x.chunk(tp.size, dim)[tp.rank].clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Which part of a global parameter a rank holds."""
+"""Division of global parameters over tensor-parallel ranks."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -11,21 +11,21 @@ from megacore.parallel.mesh import ParallelGroup
 
 @dataclass(frozen=True)
 class Partition:
-    """An even division of a tensor along one dimension."""
+    """Even division of a tensor along one dimension."""
 
     dim: int
-    """The dimension that is divided."""
+    """Dimension that is divided."""
     rank: int
-    """Which part this is."""
+    """Number of this part."""
     size: int
     """Number of parts."""
 
     def shard(self, whole: Tensor) -> Tensor:
-        """This part of the whole tensor, as a view."""
+        """Return this part of the whole tensor, as a view."""
         return whole.chunk(self.size, dim=self.dim)[self.rank]
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the whole tensor of which `shape` is one part."""
+        """Return the shape of the whole tensor of which `shape` is one part."""
         return tuple(
             length * self.size if dim == self.dim else length for dim, length in enumerate(shape)
         )
@@ -33,15 +33,15 @@ class Partition:
 
 @runtime_checkable
 class Partitioned(Protocol):
-    """A module that holds parts of parameters."""
+    """Module with divided parameters."""
 
     def partitions(self) -> dict[str, Partition]:
-        """How its own parameters are divided, by name; those not named are whole on every rank."""
+        """Return the division of its own parameters, by name; others are whole on every rank."""
         ...
 
 
 def partitions(model: nn.Module) -> dict[str, Partition]:
-    """The division of every divided parameter below `model`, by global name."""
+    """Return the division of every divided parameter in `model`, by global name."""
     return {
         f"{prefix}.{name}" if prefix else name: partition
         for prefix, module in model.named_modules()
@@ -52,7 +52,7 @@ def partitions(model: nn.Module) -> dict[str, Partition]:
 
 
 def divide(length: int, tp: ParallelGroup, what: str) -> int:
-    """`length / tp.size`. Raises ParallelLayoutError naming `what` when it is not whole."""
+    """Return `length / tp.size`. Raises ParallelLayoutError with `what` if it is not an integer."""
     if length % tp.size:
         raise ParallelLayoutError(
             f"{what} {length} is not a multiple of the tensor parallel size {tp.size}: "
@@ -63,19 +63,20 @@ def divide(length: int, tp: ParallelGroup, what: str) -> int:
 
 @runtime_checkable
 class PartialGradients(Protocol):
-    """A module with replicated parameters that each rank uses on its part of the sequence alone."""
+    """Module with replicated parameters that each rank uses only on its part of the sequence."""
 
     def partial_gradients(self) -> frozenset[str]:
-        """Names below this module of parameters whose gradients tensor-parallel ranks must sum."""
+        """Return the names of this module's parameters with partial gradients.
+
+        The tensor-parallel ranks must sum these gradients.
+        """
         ...
 
 
 def partial_gradients(model: nn.Module) -> frozenset[str]:
-    """Every parameter below `model`, by global name, whose gradient each rank has a part of.
+    """Return the global names of parameters whose gradients are partial on tensor-parallel ranks.
 
-    Ranks are the tensor-parallel ones.
-
-    With sequence parallelism norms and position embeddings; none without.
+    With sequence parallelism these are norms and position embeddings; without it there are none.
     """
     return frozenset(
         f"{prefix}.{name}" if prefix else name

@@ -1,1 +1,1 @@
-"""Token files in the form of Megatron's indexed dataset: `.bin` and `.idx`."""
+"""Token files in the format of Megatron's indexed dataset: `.bin` and `.idx`."""

@@ -1,11 +1,12 @@
-"""Token files: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence and document lies.
+"""Reader of token files: PREFIX.bin with the tokens, PREFIX.idx with sequences and documents.
 
-The form is Megatron-LM's (https://github.com/NVIDIA/Megatron-LM). `.idx`, little endian, unpadded:
-magic (9 bytes), u64 version, u8 dtype code, u64 S sequences, u64 D = documents + 1, i32[S] lengths
-in tokens, i64[S] byte offsets into `.bin`, i64[D] first sequence of each document, and i8[S] modes
-in multimodal files only.
+The format is that of Megatron-LM (https://github.com/NVIDIA/Megatron-LM). `.idx` is little endian
+and unpadded: magic (9 bytes), u64 version, u8 dtype code, u64 S sequences, u64 D = documents + 1,
+i32[S] lengths in tokens, i64[S] byte offsets into `.bin`, i64[D] first sequence of each document,
+and i8[S] modes in multimodal files only.
 
-A tokens directory stands for its own pair of files, or for those of the members of a blend.
+A tokens directory contains a pair of token files, or `members.json` with the tokens directories of
+a blend.
 """
 
 import os
@@ -33,49 +34,48 @@ DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-"""By code in the header."""
+"""Token types by the dtype code in the header."""
 UINT16_LIMIT = 65500
 """Vocabularies below this many entries are stored as u16, others as i32."""
 MAX_LENGTH = 2**31 - 1
-"""Tokens of a sequence: its length is an i32."""
+"""Maximum number of tokens of a sequence, whose length is stored as an i32."""
 _BLOCK = 1 << 20
-"""Rows that are checked or written at a time: temporaries stay small for any number of
-sequences."""
+"""Rows that are checked or written at a time, which bounds the size of temporary arrays."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type that tokens of a vocabulary are stored in."""
+    """Return the type in which tokens of a vocabulary of this size are stored."""
     return DTYPES[8] if vocab_size < UINT16_LIMIT else DTYPES[4]
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Where the tokens of `prefix` are."""
+    """Return the path of the `.bin` file of `prefix`."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Where the index of `prefix` is."""
+    """Return the path of the `.idx` file of `prefix`."""
     return Path(f"{prefix}.idx")
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """The rows 0 … count-1 in slices of bounded size."""
+    """Yield the rows 0 … count-1 as slices of bounded size."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
 
 
 BLEND_VERSION = 1
-"""Of the blend stage; raised when it produces something else."""
+"""Version of the blend stage, increased whenever its output changes."""
 MEMBERS_NAME = "members.json"
 TOKENS_NAMES = ("tokens_text_document", "tokens_text_sentence")
-"""Names of a pair of token files without .bin/.idx: a sequence per document, or per sentence."""
+"""Possible names of token files without .bin/.idx: one sequence per document, or per sentence."""
 
 
 class IndexedDataset:
-    """Reader of a pair of token files, memory-mapped and checked as a whole when it is opened.
+    """A memory-mapped pair of token files, checked completely when it is opened.
 
     `dataset[i]` is sequence i as a read-only view of the tokens. Raises DataFormatError for a file
-    that is missing or damaged; nothing in the files can make a later access leave the mapped range.
+    that is missing or damaged, so that no later access can leave the mapped range.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -84,7 +84,7 @@ class IndexedDataset:
         index = _map_file(idx_path(prefix))
         self.dtype, sequences, entries = _read_header(idx_path(prefix), index)
         self.lengths: npt.NDArray[np.int32] = index[34 : 34 + 4 * sequences].view("<i4")
-        """i32[S]: tokens of each sequence."""
+        """i32[S]: number of tokens of each sequence."""
         self.pointers: npt.NDArray[np.int64] = index[34 + 4 * sequences : 34 + 12 * sequences].view(
             "<i8"
         )
@@ -93,11 +93,11 @@ class IndexedDataset:
         self.document_indices: npt.NDArray[np.int64] = index[start : start + 8 * entries].view(
             "<i8"
         )
-        """i64[D]: sequence at which each document starts; the last entry is S."""
+        """i64[D]: index of the first sequence of each document; the last entry is S."""
         data = _map_file(bin_path(prefix))
         self._check(data.size)
         self.tokens: npt.NDArray[Any] = data.view(self.dtype)
-        """Every token, back to back."""
+        """Tokens of all sequences, concatenated."""
 
     @property
     def documents(self) -> int:
@@ -111,9 +111,9 @@ class IndexedDataset:
         return self.get(sequence)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """`length` tokens (default: all that follow) of a sequence from `offset` on, as a view.
+        """Return a view of `length` tokens (default: the rest) of a sequence, from `offset` on.
 
-        Raises IndexError when the sequence has no such range.
+        Raises IndexError if the sequence has no such range.
         """
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.prefix} has no sequence {sequence}: it has {len(self)}")
@@ -127,11 +127,11 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def token_range(self, first: int, last: int) -> npt.NDArray[Any]:
-        """The tokens of the sequences first … last-1, as one view."""
+        """Return the tokens of the sequences first … last-1 as one view."""
         return self.tokens[self._token_offset(first) : self._token_offset(last)]
 
     def count_tokens(self, first: int, last: int) -> int:
-        """Number of tokens in the sequences first … last-1."""
+        """Return the number of tokens in the sequences first … last-1."""
         return self._token_offset(last) - self._token_offset(first)
 
     def _token_offset(self, sequence: int) -> int:
@@ -140,7 +140,7 @@ class IndexedDataset:
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def _check(self, size: int) -> None:
-        """Every length, pointer and document index, and the size of `.bin`.
+        """Check every length, pointer and document index, and the size of `.bin`.
 
         Raises DataFormatError.
         """
@@ -168,7 +168,7 @@ class IndexedDataset:
 
     def _wrong_size(self, size: int, expected: int) -> str:
         itemsize, starts = self.dtype.itemsize, self.document_indices
-        filled = sum(
+        nonempty = sum(
             int(
                 np.count_nonzero(
                     starts[block.start : block.stop] < starts[block.start + 1 : block.stop + 1]
@@ -176,18 +176,18 @@ class IndexedDataset:
             )
             for block in blocks(len(starts) - 1)
         )
-        found = (
+        difference = (
             f"{bin_path(self.prefix)} has {size} bytes, but its index counts "
             f"{expected // itemsize} tokens of {itemsize} bytes = {expected}: "
         )
-        if size == expected + filled * itemsize:
+        if size == expected + nonempty * itemsize:
             return (
-                f"{found}one token more in each of the {filled} documents is what "
+                f"{difference}one token more in each of the {nonempty} documents is what "
                 "Megatron-DeepSpeed's preprocess_data.py writes with --append-eod, whose index "
                 "does not count the end-of-document tokens; tokenize the text again with `megacore "
                 "tokenize --append-eod`"
             )
-        return f"{found}the two files do not belong together, or one was cut off"
+        return f"{difference}the two files do not belong together, or one was cut off"
 
     def _check_documents(self, path: Path) -> None:
         starts = self.document_indices
@@ -210,7 +210,7 @@ class IndexedDataset:
 
 def _map_file(path: Path) -> npt.NDArray[np.uint8]:
     try:
-        if path.stat().st_size == 0:  # nothing to map: the operating system refuses empty ranges
+        if path.stat().st_size == 0:  # the operating system cannot map an empty file
             return np.empty(0, np.uint8)
         return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
     except FileNotFoundError as error:
@@ -222,7 +222,7 @@ def _map_file(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
-    """(token type, S, D) of an index whose size agrees with them. Raises DataFormatError."""
+    """Return token type, S and D of an index after checking its size. Raises DataFormatError."""
     if index.size < HEADER.size:
         raise DataFormatError(
             f"{path} has {index.size} bytes, less than the header's {HEADER.size}: write it again"
@@ -254,7 +254,7 @@ def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any
 
 
 def write_members(directory: Path, members: Sequence[Path]) -> None:
-    """Make `directory` stand for the token files of several tokens directories, in this order."""
+    """Write `members.json`, which lists the tokens directories of a blend in this order."""
     write_json(
         directory / MEMBERS_NAME,
         {"members": [os.path.relpath(member, directory) for member in members]},
@@ -262,7 +262,7 @@ def write_members(directory: Path, members: Sequence[Path]) -> None:
 
 
 def token_prefixes(directory: str | Path) -> tuple[str, ...]:
-    """Paths of the token files without .bin/.idx. Raises DataFormatError when there are none."""
+    """Return the prefixes of a directory's token files. Raises DataFormatError if it has none."""
     listing = Path(directory, MEMBERS_NAME)
     if listing.exists():
         return tuple(prefix for member in _members(listing) for prefix in token_prefixes(member))

@@ -1,6 +1,6 @@
-"""The header and types of token files, and their writer: in batches, merged, or permuted.
+"""Writer of token files: from batches of documents, by merging files, or permuted.
 
-Both files are written under temporary names and renamed when they are whole, `.idx` last.
+Both files are written under temporary names and renamed when they are complete, `.idx` last.
 """
 
 import hashlib
@@ -31,31 +31,30 @@ from megacore.token_files.indexed_dataset import (
 
 _COPY_BYTES = 1 << 24
 _GATHER_DOCUMENTS = 1 << 14
-"""Documents that are gathered at a time."""
+"""Number of documents gathered at a time."""
 
 
 class IndexedDatasetWriter:
-    """Writes a pair of token files as a context manager.
+    """A context manager that writes a pair of token files.
 
-    Tokens are streamed; 4 bytes per sequence and 8 per document stay in memory. When the block ends
-    with an exception, no file is left and an older pair stays as it was. Raises DataFormatError for
-    a token beyond the vocabulary or a sequence beyond the format, WorkspaceError when the disk
-    refuses.
+    Tokens are streamed; 4 bytes per sequence and 8 per document stay in memory. After an exception
+    no file is left and an older pair is unchanged. Raises DataFormatError for a token outside the
+    vocabulary or a sequence too long for the format, WorkspaceError if writing fails.
     """
 
     def __init__(
         self, prefix: str | Path, dtype: npt.DTypeLike, *, vocab_size: int | None = None
     ) -> None:
-        """Start the files of `prefix` with tokens of `dtype`, one of DTYPES.
+        """Create the files of `prefix` for tokens of `dtype`, one of DTYPES.
 
-        They are below `vocab_size` (None: any).
+        Tokens must be below `vocab_size` (None: no limit).
         """
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.tokens = 0
         self.empty_documents = 0
         self.sha256: dict[str, str] = {}
-        """Hex digests by suffix (`.bin`, `.idx`), known once the files are whole."""
+        """Hex digests by suffix (`.bin`, `.idx`), set when the files are complete."""
         self._limit = vocab_size
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._lengths = array("i")
@@ -69,20 +68,20 @@ class IndexedDatasetWriter:
 
     @property
     def sequences(self) -> int:
-        """Sequences written so far."""
+        """Number of sequences written so far."""
         return len(self._lengths)
 
     @property
     def documents(self) -> int:
-        """Documents written so far, empty ones included."""
+        """Number of documents written so far, empty ones included."""
         return len(self._document_indices) - 1
 
     def add_document(
         self, ids: Sequence[int] | npt.NDArray[Any], lengths: Sequence[int] | None = None
     ) -> None:
-        """Append a document, of one sequence or of sequences with the given lengths.
+        """Append a document of one sequence, or of sequences with the given lengths.
 
-        An empty one has none.
+        An empty document has no sequence.
         """
         tokens = np.asarray(ids)
         if tokens.size == 0:
@@ -102,9 +101,11 @@ class IndexedDatasetWriter:
     ) -> None:
         """Append documents.
 
-        Takes the tokens [n] of all sequences, their lengths [S], and each document's sequences [D].
-
-        Without `sequences` each length is a document's, and a length of 0 an empty document.
+        Args:
+            ids: tokens [n] of all sequences.
+            lengths: number of tokens of each sequence [S].
+            sequences: number of sequences of each document [D]. If None, each length is that of a
+                document, and a length of 0 is an empty document.
         """
         if sequences is None:
             sequences = (lengths > 0).astype(np.int64)
@@ -126,7 +127,7 @@ class IndexedDatasetWriter:
     def append(self, dataset: IndexedDataset) -> None:
         """Append all documents of other token files, a part at a time.
 
-        Raises DataFormatError for another type.
+        Raises DataFormatError if their token type differs.
         """
         if dataset.dtype != self.dtype:
             raise DataFormatError(
@@ -168,7 +169,7 @@ class IndexedDatasetWriter:
         )
         raise DataFormatError(
             f"document {document} has the token id {ids[bad]}, beyond the {limit} that "
-            f"{bin_path(self.prefix)} can hold: the tokenizer's vocabulary is another"
+            f"{bin_path(self.prefix)} can hold: the tokenizer has another vocabulary"
         )
 
     def _write(self, tokens: npt.NDArray[Any]) -> None:
@@ -195,13 +196,13 @@ class IndexedDatasetWriter:
             if kind is None:
                 self._finish()
         finally:
-            with suppress(OSError):  # a full disk: the error that matters is on its way
+            with suppress(OSError):  # on a full disk; the original error is already being raised
                 self._file.close()
             for temporary in self._temporary.values():
                 temporary.unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        """Make both files whole and give them their names."""
+        """Complete both files and rename them."""
         data, index = self._paths
         with workspace_errors(data):
             self._file.flush()
@@ -212,7 +213,7 @@ class IndexedDatasetWriter:
             ".idx": self._write_index(self._temporary[index]),
         }
         with workspace_errors(data):
-            index.unlink(missing_ok=True)  # an older index must not be taken for this file's
+            index.unlink(missing_ok=True)  # an older index must not be combined with the new .bin
             os.replace(self._temporary[data], data)
             os.replace(self._temporary[index], index)
             sync_directory(data.parent)
@@ -244,11 +245,9 @@ class IndexedDatasetWriter:
 def permute(
     dataset: IndexedDataset, order: npt.NDArray[np.int64], writer: IndexedDatasetWriter
 ) -> None:
-    """Append the documents of `dataset` in the given order [D] to `writer`.
+    """Append the documents of `dataset`, with all their sequences, to `writer` in `order` [D].
 
-    Each comes with all of its sequences.
-
-    Reading is random, writing sequential; a small part of the file at a time is in memory.
+    Reading is random, writing sequential; only a small part of the file is in memory at a time.
     """
     with open(bin_path(dataset.prefix), "rb", buffering=0) as file:
         for start in range(0, len(order), _GATHER_DOCUMENTS):
@@ -265,22 +264,22 @@ def permute(
 
 
 def _read(descriptor: int, offset: int, size: int) -> bytes:
-    """Read by call: pages of a mapping would count as this process's memory, and many at a time."""
+    """Read bytes with pread: the pages of a mapping would count as memory of this process."""
     data = os.pread(descriptor, size, offset)
-    while len(data) < size:  # a call ends at 2 GiB
-        more = os.pread(descriptor, size - len(data), offset + len(data))
-        if not more:
+    while len(data) < size:  # a call returns at most 2 GiB
+        rest = os.pread(descriptor, size - len(data), offset + len(data))
+        if not rest:
             raise DataFormatError(
                 "the token files became shorter while they were read: nobody may write to them"
             )
-        data += more
+        data += rest
     return data
 
 
 def _byte_offsets(
     dataset: IndexedDataset, sequences: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Where the sequences [n] begin in `.bin`; the one after the last begins at the end."""
+    """Return the byte offsets of the sequences [n] in `.bin`; index S gives the end of the file."""
     offsets = np.full(sequences.shape, dataset.tokens.nbytes, np.int64)
     inside = sequences < len(dataset)
     offsets[inside] = dataset.pointers[sequences[inside]]
@@ -288,7 +287,7 @@ def _byte_offsets(
 
 
 def _parts(sizes: npt.NDArray[np.int64]) -> Iterator[slice]:
-    """Divide documents into runs of about _COPY_BYTES, at least one document each."""
+    """Yield slices of consecutive documents of about _COPY_BYTES, at least one document each."""
     ends = np.cumsum(sizes)
     start = 0
     while start < len(sizes):
@@ -299,6 +298,6 @@ def _parts(sizes: npt.NDArray[np.int64]) -> Iterator[slice]:
 
 
 def _ranges(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """All numbers first[i] … last[i]-1 for each i, joined."""
+    """Return the numbers first[i] … last[i]-1 of all i, concatenated."""
     counts = last - first
     return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))

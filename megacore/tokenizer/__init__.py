@@ -1,4 +1,4 @@
-"""Text to token ids: building a tokenizer's files, loading them, and tokenizing a corpus."""
+"""Tokenizers: building their files, loading them, and tokenizing a corpus."""
 
 from megacore.tokenizer.load import Tokenizer, load_tokenizer
 

@@ -1,8 +1,8 @@
-"""The tokenizer stage: a directory that this package and `transformers.AutoTokenizer` both load.
+"""The tokenizer stage, whose output megacore and `transformers.AutoTokenizer` can load.
 
-It holds tokenizer_config.json and tokenizer.json, for a byte-level BPE also vocab.json and
-merges.txt; or, of a SentencePiece model, tokenizer.model instead. The tokenizer is trained, read
-from files, or downloaded from the Hugging Face hub.
+The directory contains tokenizer_config.json and tokenizer.json, for a byte-level BPE also
+vocab.json and merges.txt, or tokenizer.model instead of tokenizer.json for a SentencePiece model.
+The tokenizer is trained, read from files, or downloaded from the Hugging Face hub.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,17 +31,17 @@ from megacore.tokenizer.vocabulary import SENTINEL, role_names, special_tokens
 from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece, train_wordpiece
 
 VERSION = 2
-"""Of the tokenizer stage; raised when it produces something else."""
+"""Version of the tokenizer stage, increased whenever its output changes."""
 END_OF_TEXT = "<|endoftext|>"
-"""GPT-2's end of document (Radford et al. 2019)."""
+"""End-of-document token of GPT-2 (Radford et al. 2019)."""
 _GPT2_ROLES = {"bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
 
 
 def fingerprint(choice: TokenizerChoice) -> dict[str, Any]:
-    """Return what decides the tokenizer beside the corpus.
+    """Return the fields that determine the tokenizer, in addition to the corpus.
 
-    Files are known by their content, not by their name. A repository of the hub is known by its
-    name and revision. Raises DataFormatError for a missing file.
+    Files are identified by their content, not by their name. A repository of the hub is identified
+    by its name and revision. Raises DataFormatError for a missing file.
     """
     content: dict[str, Any]
     match choice:
@@ -75,10 +75,9 @@ def build_tokenizer(
 
     Returns vocab_size, eod_id, eod_token, special_tokens.
 
-    One that is trained is trained on the corpus directories `corpora`, in their order. Downloads
-    are cached in `cache_directory` (default: `.huggingface` beside `directory`). Raises
-    DataFormatError for files that are missing or malformed, DownloadError when the hub cannot be
-    reached, WorkspaceError.
+    Training uses the corpus directories `corpora` in order. Downloads are cached in
+    `cache_directory` (default: `.huggingface` next to `directory`). Raises DataFormatError for
+    files that are missing or malformed, DownloadError if the hub cannot be reached, WorkspaceError.
     """
 
     def texts() -> Iterator[str]:
@@ -107,7 +106,7 @@ def build_tokenizer(
 def train_tokenizer(
     choice: TrainBpeTokenizer | TrainWordPieceTokenizer, texts: Callable[[], Iterable[str]]
 ) -> Tokenizer:
-    """A tokenizer trained on all texts, which each call of `texts` gives anew.
+    """Train a tokenizer on all texts; each call of `texts` iterates over all of them.
 
     Raises DataFormatError.
     """
@@ -126,7 +125,7 @@ def open_tokenizer(
     choice: Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer,
     cache_directory: Path,
 ) -> Tokenizer:
-    """A tokenizer that exists already. Raises as `build_tokenizer`."""
+    """Open an existing tokenizer. Raises the same errors as `build_tokenizer`."""
     tokenizer: Tokenizer
     match choice:
         case Gpt2BpeTokenizer():
@@ -137,7 +136,7 @@ def open_tokenizer(
             backend = read_wordpiece(Path(choice.vocab_file), lower_case=choice.lower_case)
             tokenizer = JsonTokenizer(backend, BERT_ROLES["sep_token"])
         case SentencePieceTokenizer():
-            # only such a tokenizer needs it
+            # Imported here because only SentencePiece models need it.
             from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
             tokenizer = SentencePieceModel.read(Path(choice.model_file))
@@ -156,12 +155,12 @@ def _with_sentinels(tokenizer: Tokenizer, count: int) -> Tokenizer:
 def train_bpe(
     texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE of exactly `vocab_size` entries.
+    """Train a byte-level BPE with exactly `vocab_size` entries.
 
-    These are <|endoftext|> (id 0), `special_tokens`, the 256 bytes, merges.
+    The entries are <|endoftext|> (id 0), `special_tokens`, the 256 bytes, and merges.
 
-    Raises DataFormatError when the texts have too few distinct pairs for that many entries, or the
-    special tokens are not distinct.
+    Raises DataFormatError if the texts have too few distinct pairs for that many entries, if
+    `vocab_size` is too small, or if the special tokens are not distinct.
     """
     special = [END_OF_TEXT, *special_tokens]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -193,7 +192,7 @@ def train_bpe(
 
 
 def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> tokenizers.Tokenizer:
-    """GPT-2's tokenizer from vocab.json and merges.txt. Raises DataFormatError."""
+    """Read GPT-2's tokenizer from vocab.json and merges.txt. Raises DataFormatError."""
     vocab = _read_vocab(vocab_file)
     merges = _read_merges(merge_file)
     if END_OF_TEXT not in vocab:
@@ -284,11 +283,11 @@ def _digest(path: Path) -> str:
 
 
 def download_tokenizer(choice: HfTokenizer, cache_directory: Path) -> Path:
-    """Its file in `cache_directory`, fetched unless it is there.
+    """Return the path of a hub tokenizer's file in `cache_directory`, downloading it if needed.
 
     Raises DataFormatError, DownloadError.
     """
-    # Imported here: only a tokenizer of the hub needs it.
+    # Imported here because only a tokenizer of the hub needs it.
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,

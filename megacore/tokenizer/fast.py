@@ -1,6 +1,6 @@
-"""Byte-level BPE through gigatoken, held against `tokenizers` before use.
+"""Fast byte-level BPE with gigatoken, whose results are compared with `tokenizers` before use.
 
-Its source is https://github.com/marcelroed/gigatoken.
+gigatoken: https://github.com/marcelroed/gigatoken.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ import numpy as np
 from megacore.tokenizer.load import Encoded, JsonTokenizer, Tokenizer
 
 SAMPLE_CHARACTERS = 200_000
-"""Text of the corpus that both tokenizers encode at the start of a run."""
+"""Characters of the corpus that both tokenizers encode for the comparison."""
 _CACHE_BYTES = 128 << 20
-"""What a thread's tokenizer may remember."""
+"""Bytes that the cache of one thread's tokenizer may take."""
 _SHOWN_CHARACTERS = 80
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _logger = logging.getLogger(__name__)
@@ -36,27 +36,22 @@ _ADVERSARIAL = (
     " ",
     "a" * 3000,
 )
-"""What has told tokenizers apart before: contractions, white space, digits, marks, emoji, scripts,
-long words."""
+"""Texts on which tokenizers have differed before: contractions, white space, digits, marks, emoji,
+scripts, long words."""
 
 
 class Encoder(Protocol):
-    """What turns texts into ids in several threads at a time.
-
-    A `Tokenizer`, or a faster stand-in.
-    """
+    """Thread-safe encoder of texts: a `Tokenizer` or a faster substitute."""
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
-        """The ids of all texts end to end."""
+        """Return the concatenated ids of all texts."""
 
 
 def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], workers: int) -> Encoder:
-    """Gigatoken for a byte-level BPE when it agrees with `tokenizer` on the sample.
+    """Return gigatoken for a byte-level BPE if it agrees with `tokenizer` on the sample.
 
-    Else the tokenizer itself.
-
-    A disagreement, a gigatoken that is missing, and a tokenizer that it refuses are each logged as
-    a warning.
+    Otherwise return `tokenizer`, and log a warning if gigatoken is missing, refuses the tokenizer,
+    or gives different ids.
     """
     if not (isinstance(tokenizer, JsonTokenizer) and tokenizer.is_bpe):
         return tokenizer
@@ -64,7 +59,7 @@ def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], workers: int) ->
         encoder = GigatokenEncoder(str(tokenizer.backend.to_str()), workers)
         different = first_difference(tokenizer, encoder, [*sample, *adversarial_texts(tokenizer)])
     except BaseException as error:
-        # A panic of the bindings is no Exception.
+        # A panic of the bindings is a BaseException, not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         _logger.warning(
@@ -86,28 +81,32 @@ def choose_encoder(tokenizer: Tokenizer, sample: Sequence[str], workers: int) ->
 
 
 def first_difference(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str]) -> str | None:
-    """The first text that the two encode differently."""
-    expected, found = tokenizer.encode_flat(texts), encoder.encode_flat(texts)
-    if np.array_equal(expected.lengths, found.lengths) and np.array_equal(expected.ids, found.ids):
+    """Return the first text that the two encode differently, or None."""
+    expected, actual = tokenizer.encode_flat(texts), encoder.encode_flat(texts)
+    if np.array_equal(expected.lengths, actual.lengths) and np.array_equal(
+        expected.ids, actual.ids
+    ):
         return None
-    first, second = (np.split(each.ids, np.cumsum(each.lengths)[:-1]) for each in (expected, found))
-    for text, one, other in zip(texts, first, second, strict=True):
-        if not np.array_equal(one, other):
+    first, second = (
+        np.split(each.ids, np.cumsum(each.lengths)[:-1]) for each in (expected, actual)
+    )
+    for text, expected_ids, actual_ids in zip(texts, first, second, strict=True):
+        if not np.array_equal(expected_ids, actual_ids):
             return text
     raise AssertionError("the ids differ as a whole, but in no text")
 
 
 def adversarial_texts(tokenizer: JsonTokenizer) -> list[str]:
-    """Texts that tokenizers tend to differ on, with the tokenizer's own special tokens."""
+    """Return texts on which tokenizers tend to differ, also with the tokenizer's special tokens."""
     special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()][
         :64
     ]
-    around = [f"a{token}b {token} {token}{token}\n{token}" for token in special]
-    return [*_ADVERSARIAL, *around, "".join(special), *(token[:-1] for token in special)]
+    in_context = [f"a{token}b {token} {token}{token}\n{token}" for token in special]
+    return [*_ADVERSARIAL, *in_context, "".join(special), *(token[:-1] for token in special)]
 
 
 def take_sample(texts: Sequence[str]) -> list[str]:
-    """The first texts, about SAMPLE_CHARACTERS together, the last one cut."""
+    """Return the first texts, at most SAMPLE_CHARACTERS in total; the last one may be cut."""
     sample, room = [], SAMPLE_CHARACTERS
     for text in texts:
         sample.append(text[:room])
@@ -124,32 +123,32 @@ class _Instance:
 
 
 class GigatokenEncoder:
-    """A gigatoken tokenizer for each thread that encodes, with bounded memory.
+    """An encoder with one gigatoken tokenizer per thread and bounded memory.
 
-    The library remembers every word it has met. When this process has grown by _CACHE_BYTES for
-    each thread (at least two) since the first tokenizer was made, all are made anew, which takes
-    0.1 s each.
+    The library caches every word. When this process has grown by _CACHE_BYTES per thread (at least
+    two threads) since the first tokenizer was created, all tokenizers are created again, which
+    takes 0.1 s each.
     """
 
     def __init__(self, tokenizer_json: str, workers: int) -> None:
-        """Make the first tokenizer.
+        """Create the first tokenizer.
 
-        Raises what gigatoken raises when it is missing or refuses the JSON.
+        Raises the errors of gigatoken if it is missing or refuses the JSON.
         """
         self.rebuilds = 0
-        """How often the tokenizers were made anew."""
+        """Number of times that the tokenizers were created again."""
         self._json = tokenizer_json
         self._limit = max(workers, 2) * _CACHE_BYTES
         self._lock = threading.Lock()
         self._generation = 0
         self._idle = [self._make(0)]
-        self._old = 0  # instances of earlier generations that are still at work
+        self._old = 0  # instances of earlier generations that are still in use
         self._busy = 0
         self._first = anonymous_memory()
         self._baseline: int | None = self._first
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
-        """The ids of all texts end to end."""
+        """Return the concatenated ids of all texts."""
         if not texts:
             return Encoded(np.zeros(0, np.uint32), np.zeros(0, np.int64))
         instance = self._take()
@@ -161,7 +160,7 @@ class GigatokenEncoder:
         return Encoded(np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets))
 
     def _make(self, generation: int) -> _Instance:
-        import gigatoken  # only a byte-level BPE needs it
+        import gigatoken  # imported here because only a byte-level BPE needs it
 
         if generation:
             _return_freed_memory()
@@ -196,19 +195,19 @@ class GigatokenEncoder:
                 self._idle.clear()
                 self._baseline = None
             elif self._baseline is None and current and not self._old:
-                # Memory that something else in this process took must not make each batch begin
-                # anew.
+                # Memory taken by other parts of this process must not cause a rebuild after each
+                # batch.
                 self._baseline = max(self._first, resident - self._limit // 2)
 
 
 def anonymous_memory() -> int:
-    """Bytes of this process's memory that belong to no file."""
+    """Return the bytes of this process's resident memory that are not backed by files."""
     resident, shared = Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3]
     return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
 def _return_freed_memory() -> None:
-    """Give the pages of earlier tokenizers back, which glibc would keep scattered."""
+    """Return the free pages of earlier tokenizers, which glibc would keep, to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Files to token files outside of a workspace: what `megacore tokenize` does."""
+"""Tokenization of files outside a workspace, implementing `megacore tokenize`."""
 
 import os
 import shutil
@@ -40,20 +40,20 @@ from megacore.tokenizer.tokenize import (
 
 Choice = Gpt2BpeTokenizer | BertWordPieceTokenizer | SentencePieceTokenizer | HfTokenizer
 _SUFFIXES = (f".{DOCUMENTS_NAME}", ".manifest.json", ".bin", ".idx")
-"""In the order in which they appear: an `.idx` means that all are there."""
+"""Suffixes of the output files in the order of creation: an `.idx` implies that all exist."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files of a run, found before anything is written."""
+    """Input files, resolved before anything is written."""
 
     segments: tuple[Segment, ...]
     size: int | None
-    """Bytes of input, for a progress bar; None when some are compressed."""
+    """Bytes of input, for a progress bar; None if some files are compressed or parquet."""
 
     @classmethod
     def find(cls, patterns: Sequence[str], key: str) -> "Inputs":
-        """The files that paths and globs name, with the text under `key`.
+        """Return the files that match paths and globs, with the text under `key`.
 
         Raises DataFormatError.
         """
@@ -64,17 +64,18 @@ class Inputs:
 
 
 def output_prefix(prefix: str, key: str, options: TokenizeOptions) -> str:
-    """What Megatron-LM calls the token files of `prefix`.
+    """Return Megatron-LM's name of the token files, without .bin/.idx.
 
-    PREFIX_KEY_document, or _sentence when these are split.
+    The name is PREFIX_KEY_document, or PREFIX_KEY_sentence if sentences are split.
     """
     return f"{prefix}_{key}_{'sentence' if options.split_sentences else 'document'}"
 
 
 def check_output(target: str, *, overwrite: bool) -> None:
-    """Refuse to replace token files unless that is meant, and what is none at all.
+    """Raise ConfigError if the output cannot be written.
 
-    Raises ConfigError.
+    That is the case if token files exist and `overwrite` is not set, if an output path is a
+    directory, or if a parent of it is a file.
     """
     for path in (Path(f"{target}{suffix}") for suffix in _SUFFIXES):
         if path.is_dir():
@@ -102,9 +103,10 @@ def tokenize_files(
 ) -> dict[str, int]:
     """Write `target`.bin and .idx with the inputs' documents in order, and two JSON files.
 
-    `.documents.json` says which line each document came from, `.manifest.json` what the files are
-    made of and their hashes. The index appears last, and one that was there goes first: files
-    without it are not whole. Returns counts as `tokenize_corpus`, and raises as it does.
+    `.documents.json` maps documents to input lines; `.manifest.json` contains the parameters and
+    the digests of the files. An older index is removed first and the new one appears last, so files
+    without an index are incomplete. Returns the same counts and raises the same errors as
+    `tokenize_corpus`.
     """
     started = time.monotonic()
     folder = Path(f"{target}.tmp-{os.getpid()}")
@@ -151,7 +153,7 @@ def tokenize_files(
 
 
 def _readable(choice: Choice) -> Path | None:
-    """The tokenizer's file, if a single one describes it and `tokenizers` reads it."""
+    """Return the path of a local tokenizer.json, or None if the tokenizer has none."""
     path = Path(choice.name) if isinstance(choice, HfTokenizer) else None
     return path if path is not None and path.exists() else None
 
@@ -181,9 +183,9 @@ def _entries(folder: Path, target: str, digests: dict[str, str]) -> dict[str, Fi
 
 
 def _publish(folder: Path, target: str) -> None:
-    """Move the files to their names.
+    """Move the files to their final names.
 
-    An older index goes first, since it is not of the new tokens.
+    An older index is removed first because it does not describe the new tokens.
     """
     with workspace_errors(folder):
         Path(f"{target}.idx").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A saved tokenizer, as the pipeline uses it: many texts in, in parts of bounded size, ids out."""
+"""Tokenizers as the pipeline uses them: the interface, loading, and encoding in batches."""
 
 import itertools
 import os
@@ -19,86 +19,89 @@ from megacore.errors import DataFormatError
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 MODEL_NAME = "tokenizer.model"
-"""A SentencePiece model, under the name that Hugging Face gives it."""
+"""Name of a SentencePiece model, as used by Hugging Face."""
 _BATCH_CHARACTERS = 1 << 19
-"""Text that `tokenizers` encodes in one call: each token takes about 100 bytes there."""
+"""Characters that `tokenizers` encodes in one call, in which a token takes about 100 bytes."""
 SpecialTokenRoles = Mapping[str, str | Sequence[str]]
-"""Special tokens by their name in tokenizer_config.json."""
+"""Special tokens by their key in tokenizer_config.json."""
 _TEXTS = 256
 
 
 class Encoded(NamedTuple):
-    """The ids of several texts, end to end."""
+    """Concatenated ids of several texts."""
 
     ids: npt.NDArray[np.integer[Any]]
-    """[tokens]"""
+    """[tokens]: ids of all texts."""
     lengths: npt.NDArray[np.int64]
-    """[texts], in tokens."""
+    """[texts]: number of tokens of each text."""
 
 
 class Tokenizer(ABC):
-    """Text to ids and back; no special token is added on its own."""
+    """Base class of tokenizers; encoding adds no special tokens."""
 
     def __init__(self, eod_token: str, eod_id: int, vocab_size: int) -> None:
         self.eod_token = eod_token
-        """The token that ends a document."""
+        """Token that ends a document."""
         self.eod_id = eod_id
         self.vocab_size = vocab_size
-        """Greatest id plus one: the rows that an embedding needs before padding."""
+        """Greatest id plus one: the number of rows of an embedding before padding."""
 
     @abstractmethod
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
-        """The ids of all texts end to end; threads may call it at the same time."""
+        """Return the concatenated ids of all texts. Thread-safe."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
-        """The text of the ids, special tokens written out."""
+        """Return the text of the ids, including special tokens."""
 
     @abstractmethod
     def token_id(self, token: str) -> int | None:
-        """The id of a token of the vocabulary."""
+        """Return the id of a token, or None if the vocabulary lacks it."""
 
     @abstractmethod
     def tokens(self) -> list[str]:
-        """The vocabulary by id, [v]; an id that no token has is an empty text."""
+        """Return the tokens in the order of their ids, [v]; an unused id gives an empty string."""
 
     @abstractmethod
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are no text."""
+        """Return the ids of the special tokens."""
 
     @abstractmethod
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Put special tokens at the end of the vocabulary.
+        """Append special tokens to the vocabulary.
 
-        Raises DataFormatError for one that is there already.
+        Raises DataFormatError if one exists already.
         """
 
     @abstractmethod
     def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
         """Write the files that `load_tokenizer` reads.
 
-        `roles` are further entries of tokenizer_config.json, as in bos_token="<s>". Raises
+        `roles` are further entries of tokenizer_config.json, such as bos_token="<s>". Raises
         WorkspaceError.
         """
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """The ids of each text.
+        """Return the ids of each text.
 
-        `<|endoftext|>` and other special tokens in a text become their own ids.
+        `<|endoftext|>` and other special tokens in a text are encoded as their ids.
         """
         ids, lengths = self.encode_flat(texts)
         return np.split(ids.astype(np.int32), np.cumsum(lengths)[:-1]) if len(lengths) else []
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """The ids of one text."""
+        """Return the ids of one text."""
         return self.encode_batch([text])[0]
 
 
 class JsonTokenizer(Tokenizer):
-    """What a tokenizer.json describes, read by Hugging Face `tokenizers`."""
+    """A tokenizer described by a tokenizer.json, run by Hugging Face `tokenizers`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, eod_token: str) -> None:
-        """`eod_token` ends a document; it must be in the vocabulary. Raises DataFormatError."""
+        """Wrap `backend`.
+
+        `eod_token` ends a document. Raises DataFormatError if the vocabulary lacks it.
+        """
         eod_id = backend.token_to_id(eod_token)
         if eod_id is None:
             raise DataFormatError(
@@ -112,7 +115,7 @@ class JsonTokenizer(Tokenizer):
         self.backend = backend
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
-        """The ids of all texts end to end."""
+        """Return the concatenated ids of all texts."""
         parts: list[npt.NDArray[np.int32]] = []
         lengths: list[int] = []
         for batch in text_batches(texts, _BATCH_CHARACTERS):
@@ -124,16 +127,16 @@ class JsonTokenizer(Tokenizer):
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
-        """The text of the ids, special tokens written out."""
+        """Return the text of the ids, including special tokens."""
         return str(self.backend.decode([int(token) for token in ids], skip_special_tokens=False))
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token of the vocabulary."""
-        found: int | None = self.backend.token_to_id(token)
-        return found
+        """Return the id of a token, or None if the vocabulary lacks it."""
+        number: int | None = self.backend.token_to_id(token)
+        return number
 
     def tokens(self) -> list[str]:
-        """The vocabulary by id, [v]; an id that no token has is an empty text."""
+        """Return the tokens in the order of their ids, [v]; an unused id gives an empty string."""
         by_id = {
             number: token
             for token, number in self.backend.get_vocab(with_added_tokens=True).items()
@@ -141,14 +144,14 @@ class JsonTokenizer(Tokenizer):
         return [by_id.get(number, "") for number in range(self.vocab_size)]
 
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are no text."""
+        """Return the ids of the special tokens."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Put special tokens at the end of the vocabulary.
+        """Append special tokens to the vocabulary.
 
-        Raises DataFormatError for one that is there already.
+        Raises DataFormatError if one exists already or if the vocabulary skips ids.
         """
         check_new(self, tokens)
         self.backend.add_special_tokens(list(tokens))
@@ -163,7 +166,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def is_bpe(self) -> bool:
-        """Whether its model merges pairs, as gigatoken does."""
+        """True if the model is a BPE, the kind that gigatoken supports."""
         return isinstance(self.backend.model, tokenizers.models.BPE)
 
     def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
@@ -180,18 +183,18 @@ class JsonTokenizer(Tokenizer):
 
 @contextmanager
 def _numbered_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError of which the bindings tell only the number, in a plain Exception."""
+    """Raise an OSError for a plain Exception of the bindings that names an OS error number."""
     try:
         yield
     except Exception as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if type(error) is not Exception or found is None:
+        match = re.search(r"os error (\d+)", str(error))
+        if type(error) is not Exception or match is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from error
 
 
 def check_new(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
-    """Raise DataFormatError for a token that the vocabulary has already."""
+    """Raise DataFormatError if the vocabulary already contains one of the tokens."""
     known = next((token for token in tokens if tokenizer.token_id(token) is not None), None)
     if known is not None:
         raise DataFormatError(
@@ -201,7 +204,7 @@ def check_new(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
 
 
 def save_config(directory: Path, eod_token: str, roles: SpecialTokenRoles) -> None:
-    """Write tokenizer_config.json, which names the roles of special tokens.
+    """Write tokenizer_config.json with the roles of special tokens.
 
     Raises WorkspaceError.
     """
@@ -215,7 +218,7 @@ def save_config(directory: Path, eod_token: str, roles: SpecialTokenRoles) -> No
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer that was saved in `directory`. Raises DataFormatError."""
+    """Load the tokenizer that was saved in `directory`. Raises DataFormatError."""
     path = Path(directory, TOKENIZER_CONFIG_NAME)
     try:
         eod_token = read_json(path)["eos_token"]
@@ -226,21 +229,21 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             f"{path} is missing or damaged ({error}): build the tokenizer again"
         ) from error
     if Path(directory, MODEL_NAME).exists():
-        # only such a tokenizer needs it
+        # Imported here because only SentencePiece models need it.
         from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
         return SentencePieceModel.read(Path(directory, MODEL_NAME))
     backend = read_backend(Path(directory, TOKENIZER_NAME))
     if backend.token_to_id(eod_token) is None:
         raise DataFormatError(
-            f"{path} says that {eod_token!r} ends a document, which {TOKENIZER_NAME} beside it "
+            f"{path} says that {eod_token!r} ends a document, which {TOKENIZER_NAME} next to it "
             "does not have: build the tokenizer again"
         )
     return JsonTokenizer(backend, eod_token)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json without its padding and truncation. Raises DataFormatError."""
+    """Read a tokenizer.json and disable its padding and truncation. Raises DataFormatError."""
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -257,7 +260,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def text_batches(texts: Sequence[str], characters: int) -> list[Sequence[str]]:
-    """The texts in runs of about `characters` together, at least one text each."""
+    """Divide texts into batches of about `characters` in total, at least one text each."""
     batches, start, size = [], 0, 0
     for number, text in enumerate(texts):
         size += len(text) + 1
@@ -268,7 +271,7 @@ def text_batches(texts: Sequence[str], characters: int) -> list[Sequence[str]]:
 
 
 def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
-    """The texts some at a time, as trainers of tokenizers take them."""
+    """Yield the texts in lists, for the trainers of `tokenizers`."""
     remaining = iter(texts)
     while batch := list(itertools.islice(remaining, _TEXTS)):
         yield batch

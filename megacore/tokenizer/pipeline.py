@@ -1,6 +1,7 @@
-"""Blocks of documents through parsing, splitting and encoding, in threads, in their order.
+"""Parsing, splitting and encoding of blocks of documents in threads, in the order of the blocks.
 
-Encoded blocks are assembled as they are stored: with end-of-document tokens, checked and narrowed.
+Encoded blocks are assembled for storage: the ids are checked and converted to the stored type, and
+end-of-document tokens are added.
 """
 
 import os
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Consecutive documents as `IndexedDatasetWriter.add_batch` takes them."""
+    """Consecutive documents in the form of the arguments of `IndexedDatasetWriter.add_batch`."""
 
     ids: npt.NDArray[Any]
-    """[tokens] of all sequences, end to end."""
+    """[tokens]: concatenated ids of all sequences."""
     lengths: npt.NDArray[np.int64]
-    """[sequences], none of them 0."""
+    """[sequences]: number of tokens of each sequence, never 0."""
     sequences: npt.NDArray[np.int64]
-    """[documents]: how many sequences each has."""
+    """[documents]: number of sequences of each document."""
 
 
 def assemble(
@@ -43,9 +44,9 @@ def assemble(
     vocab_size: int,
     dtype: np.dtype[Any],
 ) -> TokenBatch:
-    """Make sequences of encoded texts, the next `pieces[i]` (None: one) for document i.
+    """Assemble encoded texts into documents; document i has the next `pieces[i]` texts (None: one).
 
-    A text without a token is no sequence, and a document without one gets no `eod_id` at its end.
+    A text without tokens gives no sequence, and a document without sequences gets no `eod_id`.
     Raises DataFormatError for an id that is not in the vocabulary.
     """
     ids = encoded.ids
@@ -80,7 +81,7 @@ def assemble(
 
 @dataclass(frozen=True)
 class BlockEncoder:
-    """What happens to each block; threads call it at the same time."""
+    """A thread-safe callable that parses, splits and encodes one block."""
 
     encoder: Encoder
     eod_id: int | None
@@ -90,7 +91,7 @@ class BlockEncoder:
     splitter: "SentenceSplitter | None" = None
 
     def __call__(self, block: "Block") -> "EncodedBlock":
-        """The block's tokens. Raises DataFormatError with file and line, WorkerLostError."""
+        """Encode a block. Raises DataFormatError with file and line, WorkerLostError."""
         texts, bad = block.texts()
         if bad and self.on_bad_line == "stop":
             raise DataFormatError(bad[0].reason)
@@ -106,7 +107,7 @@ class BlockEncoder:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """A block and what became of it."""
+    """A block with its tokens and its bad lines."""
 
     block: "Block"
     batch: TokenBatch
@@ -116,9 +117,9 @@ class EncodedBlock:
 def encode_blocks(
     blocks: "Iterable[Block]", encode: "Callable[[Block], EncodedBlock]", workers: int
 ) -> Iterator[EncodedBlock]:
-    """Each block encoded, in order.
+    """Yield the encoded blocks in order.
 
-    `workers` threads work, and at most `workers` blocks more are in memory.
+    `workers` threads encode; at most twice as many blocks are in memory.
     """
     pending: deque[Future[EncodedBlock]] = deque()
     with _one_thread_per_call, ThreadPoolExecutor(workers, "megacore-tokenize") as pool:
@@ -135,12 +136,12 @@ def encode_blocks(
 
 
 class _OneThreadPerCall:
-    """Keeps `tokenizers` from using every core for each call while anybody encodes.
+    """A context manager that keeps `tokenizers` from using every core for a single call.
 
-    Its pool knows no limit per call.
+    The thread pool of `tokenizers` has no limit per call.
 
-    The setting is the process's environment; of several that encode at once the last one puts back
-    what was there.
+    The setting is an environment variable of the process. The last of several concurrent users
+    restores its previous value.
     """
 
     NAME = "TOKENIZERS_PARALLELISM"

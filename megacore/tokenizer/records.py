@@ -1,4 +1,4 @@
-"""`documents.json`: which file and line each stored document came from."""
+"""Records in `documents.json` of the files and lines that the stored documents came from."""
 
 import os
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ FORMAT = 1
 
 @dataclass
 class FileRecord:
-    """The documents that were read from a run of lines of one file."""
+    """Documents read from consecutive lines of one file."""
 
     path: str
     key: str
     documents: int = 0
-    """Read from here, in the order of their lines (or rows)."""
+    """Number of documents read, in the order of their lines (or rows)."""
     skipped_lines: list[int] = field(default_factory=list)
-    """Numbers in the file, from 1, of lines that hold no document."""
+    """Numbers, from 1, of the file's lines without a document."""
     first_line: int | None = 1
-    """Where reading began; None in a shard that begins inside of a file, until it is merged."""
+    """Number of the first line read; None in an unmerged shard that begins inside a file."""
     size: int | None = None
-    """Bytes of the whole file when it was read: another size tells that it has changed."""
+    """Size in bytes of the complete file when it was read; a different size means it changed."""
 
     @classmethod
     def of(cls, segment: "Segment") -> "FileRecord":
-        """The record of a segment before it is read."""
+        """Return the record of a segment that has not been read yet."""
         first_line = None if segment.start else 1
         return cls(
             segment.path, segment.key, first_line=first_line, size=os.path.getsize(segment.path)
@@ -43,18 +43,19 @@ class FileRecord:
 def documents_record(
     files: Sequence[FileRecord], facts: dict[str, Any], directory: Path | None
 ) -> dict[str, Any]:
-    """The content of a documents.json that lies in `directory` (None: anywhere).
+    """Return the content of a documents.json in `directory`.
 
-    `facts` say how and with which tokenizer the files were read.
+    Paths are absolute if `directory` is None. `facts` are further entries, such as the tokenizer
+    and the options of the stage.
     """
     entries = [asdict(file) | {"path": portable(file.path, directory)} for file in files]
     return {"format": FORMAT, "files": entries, **facts}
 
 
 def portable(path: str | Path, directory: Path | None) -> str:
-    """`path` relative to an artifact's `directory` if both are in one workspace; else absolute.
+    """Return `path` relative to the artifact `directory` if both are in one workspace.
 
-    A workspace may be moved.
+    Otherwise return it absolute. Relative paths stay valid when a workspace is moved.
     """
     if directory is None:
         return str(Path(path).absolute())
@@ -66,7 +67,7 @@ def portable(path: str | Path, directory: Path | None) -> str:
 
 
 def read_files(directory: Path) -> list[FileRecord]:
-    """The files that `documents.json` of a directory names. Raises DataFormatError."""
+    """Read the file records in a directory's `documents.json`. Raises DataFormatError."""
     path = directory / DOCUMENTS_NAME
     try:
         values = read_json(path)
@@ -80,9 +81,9 @@ def read_files(directory: Path) -> list[FileRecord]:
 
 
 def join_shards(shards: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
-    """One record for each file of consecutive shards.
+    """Join the records of consecutive shards into one record per file.
 
-    Raises DataFormatError when one does not follow another.
+    Raises DataFormatError if a shard does not continue where the previous one ends.
     """
     joined: list[FileRecord] = []
     for file in (file for shard in shards for file in shard):

@@ -22,20 +22,20 @@ from megacore.tokenizer.load import (
 
 
 class SentencePieceModel(Tokenizer):
-    """Reads a `.model`.
+    """A SentencePiece `.model`.
 
-    A document ends with the model's own end of sentence, as Megatron-LM has it.
+    As in Megatron-LM, the model's end-of-sentence piece ends a document.
 
-    Control symbols such as `</s>` in a text are text: the library never makes them of it.
+    Control symbols such as `</s>` in a text are encoded as ordinary text.
     """
 
     def __init__(self, model: bytes, name: str) -> None:
-        """`model` is the content of the file `name`. Raises DataFormatError."""
+        """Load `model`, the content of the file `name`. Raises DataFormatError."""
         processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(model)
             pieces = processor.get_piece_size()
-        except Exception as error:  # the bindings raise RuntimeError, or what its parser throws
+        except Exception as error:  # the bindings raise RuntimeError or an error of the parser
             raise DataFormatError(
                 f"{name} is not a SentencePiece model ({error}): give another .model"
             ) from error
@@ -51,7 +51,7 @@ class SentencePieceModel(Tokenizer):
 
     @classmethod
     def read(cls, path: Path) -> "SentencePieceModel":
-        """The model in a file. Raises DataFormatError."""
+        """Read a model from a file. Raises DataFormatError."""
         try:
             return cls(path.read_bytes(), str(path))
         except OSError as error:
@@ -60,7 +60,7 @@ class SentencePieceModel(Tokenizer):
             ) from error
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
-        """The ids of all texts end to end."""
+        """Return the concatenated ids of all texts."""
         encoded = self._processor.encode(list(texts), out_type=int, num_threads=1)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         return Encoded(
@@ -68,20 +68,20 @@ class SentencePieceModel(Tokenizer):
         )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
-        """The text of the ids; control symbols have none."""
+        """Return the text of the ids; control symbols are omitted."""
         return str(self._processor.decode([int(token) for token in ids]))
 
     def token_id(self, token: str) -> int | None:
-        """The id of a piece of the vocabulary."""
-        found = int(self._processor.piece_to_id(token))
-        return found if self._processor.id_to_piece(found) == token else None
+        """Return the id of a piece, or None if the vocabulary lacks it."""
+        piece_id = int(self._processor.piece_to_id(token))
+        return piece_id if self._processor.id_to_piece(piece_id) == token else None
 
     def tokens(self) -> list[str]:
-        """The vocabulary by id, [v]."""
+        """Return the vocabulary in the order of the ids, [v]."""
         return [str(self._processor.id_to_piece(number)) for number in range(self.vocab_size)]
 
     def special_ids(self) -> frozenset[int]:
-        """Ids of the pieces that are no text."""
+        """Return the ids of control, unknown and unused pieces."""
         processor = self._processor
         kinds = (processor.IsControl, processor.IsUnknown, processor.IsUnused)
         return frozenset(
@@ -89,13 +89,12 @@ class SentencePieceModel(Tokenizer):
         )
 
     def add_special_tokens(self, tokens: Sequence[str]) -> None:
-        """Put control symbols at the end of the vocabulary.
+        """Append control symbols to the vocabulary.
 
-        Raises DataFormatError for one that is there already.
+        Raises DataFormatError if one exists already.
         """
         check_new(self, tokens)
-        # Serialized messages of protobuf that follow one another are one message with the fields of
-        # both.
+        # Concatenated serialized protobuf messages form one message with the fields of both.
         self._model += b"".join(_control_symbol(token) for token in tokens)
         self._processor.LoadFromSerializedProto(self._model)
         self.vocab_size = int(self._processor.get_piece_size())
@@ -103,20 +102,21 @@ class SentencePieceModel(Tokenizer):
     def save(self, directory: Path, roles: SpecialTokenRoles | None = None) -> None:
         """Write tokenizer.model and tokenizer_config.json.
 
-        `AutoTokenizer` of transformers 5 reads them as well.
-
-        There a control symbol in a text becomes its id. Raises WorkspaceError.
+        `AutoTokenizer` of transformers 5 reads them as well, but encodes control symbols in a text
+        as their ids. Raises WorkspaceError.
         """
         with workspace_errors(directory):
             (directory / MODEL_NAME).write_bytes(self._model)
         processor = self._processor
-        own = {
+        role_ids = {
             "bos_token": processor.bos_id(),
             "pad_token": processor.pad_id(),
             "unk_token": processor.unk_id(),
         }
         named = {
-            role: str(processor.id_to_piece(token)) for role, token in own.items() if token >= 0
+            role: str(processor.id_to_piece(token))
+            for role, token in role_ids.items()
+            if token >= 0
         }
         config = {
             "tokenizer_class": "SentencePieceBackend",
@@ -128,9 +128,9 @@ class SentencePieceModel(Tokenizer):
 
 
 def _control_symbol(token: str) -> bytes:
-    """A piece as it stands in a model: field 1 of the model.
+    """Return a serialized piece, which is field 1 of a model.
 
-    It has its text (1), score (2) and type (3: control).
+    Its fields are the text (1), the score (2) and the type (3: control).
     """
     text = token.encode()
     piece = b"\x0a" + _varint(len(text)) + text + b"\x15" + bytes(4) + b"\x18\x03"

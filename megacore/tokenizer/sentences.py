@@ -1,4 +1,4 @@
-"""Text into sentences: nltk's Punkt (Kiss and Strunk 2006), or plain rules that need no model."""
+"""Sentence splitting with nltk's Punkt (Kiss and Strunk 2006), or with rules without a model."""
 
 import io
 import os
@@ -23,13 +23,13 @@ from megacore.errors import DataFormatError, DownloadError, WorkerLostError
 from megacore.tokenizer.load import text_batches
 
 VERSION = 1
-"""Of the punkt stage; raised when it produces something else."""
+"""Version of the punkt stage, increased whenever its output changes."""
 PIECE_CHARACTERS = 1_000_000
-"""Texts beyond this are cut here first, as in Megatron-LM."""
+"""Longer texts are first cut into pieces of this many characters, as in Megatron-LM."""
 _MODELS = "tokenizers/punkt_tab"
-"""Where nltk keeps them below a directory of its data."""
+"""Path of Punkt's models below a data directory of nltk."""
 _BATCH_CHARACTERS = 1 << 18
-"""Text that a process divides at a time."""
+"""Characters of text that a process splits at a time."""
 
 Split = Callable[[str], list[str]]
 
@@ -45,25 +45,25 @@ _OPENERS = "\"'“‘«([¿¡"
 _END = re.compile(r"""[.!?…](?P<close>["'”’»)\]]*)(?P<space>\s+)|(?P<blank>\n[^\S\n]*\n\s*)""")
 _LAST_WORD = re.compile(r"\S*\Z")
 _LOOK_BACK = 24
-"""Characters before a full stop that are looked at: more than any abbreviation has."""
+"""Number of characters examined before a full stop, longer than any abbreviation."""
 
 
 @dataclass(frozen=True)
 class SplitterChoice:
-    """Which sentences a text has; small enough to be sent to another process."""
+    """Options of a sentence splitter, which are sent to its worker processes."""
 
     kind: Literal["punkt", "rules"]
     language: str = "english"
     keep_newlines: bool = False
-    """Whether the white space between two sentences stays, at the end of the first."""
+    """True if the white space between two sentences is kept at the end of the first."""
     data: str | None = None
     """Directory with Punkt's models."""
 
 
 def make_splitter(choice: SplitterChoice) -> Split:
-    """The function that divides one text.
+    """Return a function that splits a text into sentences.
 
-    Raises DataFormatError when the model is missing or damaged.
+    Raises DataFormatError if the model is missing or damaged.
     """
     split = _rules(choice.keep_newlines) if choice.kind == "rules" else _punkt(choice)
 
@@ -78,12 +78,13 @@ def make_splitter(choice: SplitterChoice) -> Split:
 
 
 def _rules(keep_newlines: bool) -> Split:
-    """A sentence ends at a blank line, and after . ! ? … before white space.
+    """Return a function that splits a text into sentences by rules.
 
-    Closing quotes or brackets may stand between.
+    A sentence ends at a blank line, and after . ! ? … (and closing quotes or brackets) before white
+    space.
 
-    It does not end before a lower-case letter. Nor does a single full stop end it after an
-    abbreviation of a short English list, after a single letter, as in J. R. R. Tolkien, and after a
+    A sentence does not end before a lower-case letter. A single full stop does not end it after an
+    abbreviation of a short English list, after a single letter (J. R. R. Tolkien), or after a
     number at the start of a line.
     """
 
@@ -116,8 +117,8 @@ def _is_end(match: "re.Match[str]", text: str) -> bool:
     if text[mark] != "." or match["close"] or (mark and text[mark - 1] in _MARKS):
         return True
     words = text[max(0, mark - _LOOK_BACK) : mark]
-    found = _LAST_WORD.search(words)
-    word = found.group().lstrip(_OPENERS) if found else ""
+    last_word = _LAST_WORD.search(words)
+    word = last_word.group().lstrip(_OPENERS) if last_word else ""
     if word.lower() in _ABBREVIATIONS or (len(word) == 1 and word.isalpha()):
         return False
     first_of_line = not words[: len(words) - len(word)].rpartition("\n")[2].strip() and (
@@ -127,14 +128,13 @@ def _is_end(match: "re.Match[str]", text: str) -> bool:
 
 
 def _punkt(choice: SplitterChoice) -> Split:
-    # slow to import, and seldom needed
+    # Imported here because it imports slowly and is seldom needed.
     from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer
 
     variables = PunktLanguageVars()
     if choice.keep_newlines:
-        # The white space after a sentence belongs to it, as with Megatron-LM. That a match begins
-        # with a whole word changes nothing but the time that long words take, which would be
-        # quadratic.
+        # The white space after a sentence belongs to it, as in Megatron-LM. The leading (?<!\S)\S*
+        # does not change the sentences, but avoids quadratic time for long words.
         context = rf"(?<!\S)\S*{variables._re_sent_end_chars}\s*"
         after = rf"(?=(?P<after_tok>{variables._re_non_word_chars}|(?P<next_tok>\S+)))"
         variables._re_period_context = re.compile(context + after, re.VERBOSE)
@@ -145,7 +145,7 @@ def _punkt(choice: SplitterChoice) -> Split:
 
 
 def _read_punkt(directory: Path, language: str) -> Any:
-    """The parameters in the four tables of a `punkt_tab` model. Raises DataFormatError."""
+    """Read the parameters from the four tables of a `punkt_tab` model. Raises DataFormatError."""
     from nltk.tabdata import PunktDecoder
     from nltk.tokenize.punkt import PunktParameters
 
@@ -169,9 +169,9 @@ def _punkt_table(path: Path, decode: Callable[[Any], Any]) -> Any:
 
 
 def model_directory(directory: Path, language: str) -> Path:
-    """Where below `directory` the model of a language is.
+    """Return the directory, below `directory`, with the model of a language.
 
-    Raises DataFormatError when there is none.
+    Raises DataFormatError if there is none.
     """
     root = directory / _MODELS
     if (root / language).is_dir():
@@ -188,9 +188,9 @@ def model_directory(directory: Path, language: str) -> Path:
 
 
 def download_punkt(directory: Path, language: str) -> None:
-    """Fill the empty `directory` with nltk's `punkt_tab` models.
+    """Download nltk's `punkt_tab` models into the empty `directory`.
 
-    Raises DownloadError when they cannot be fetched, DataFormatError when none is of the language.
+    Raises DownloadError if the download fails, DataFormatError if no model is for the language.
     """
     from nltk.downloader import Downloader
 
@@ -200,9 +200,9 @@ def download_punkt(directory: Path, language: str) -> None:
             download_dir=str(directory),
             quiet=True,
             raise_on_error=True,
-            print_error_to=io.StringIO(),  # the exception says it too
+            print_error_to=io.StringIO(),  # the exception has the same message
         )
-    except Exception as error:  # nltk raises ValueError, URLError, PermissionError and its own
+    except Exception as error:  # nltk raises ValueError, URLError, PermissionError and others
         raise _unreachable(error) from error
     if not fetched:
         raise _unreachable("nltk gave no reason")
@@ -210,7 +210,7 @@ def download_punkt(directory: Path, language: str) -> None:
 
 
 def find_punkt(language: str) -> Path | None:
-    """The directory of nltk's search path (NLTK_DATA and so on) with a language's model."""
+    """Return the directory of nltk's search path with a language's model, or None."""
     from nltk import data
 
     for name in data.path:
@@ -227,13 +227,14 @@ def _unreachable(reason: object) -> DownloadError:
 
 
 class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
-    """Divides texts in processes of their own, since a splitter is plain Python.
+    """A context manager that splits texts into sentences in worker processes.
 
-    In this one when it is for one.
+    Processes are used because the splitters are pure Python. With one worker, texts are split in
+    this process.
     """
 
     def __init__(self, choice: SplitterChoice, workers: int) -> None:
-        """Check that the model is there, then start. Raises DataFormatError."""
+        """Check that the model exists, then create the pool. Raises DataFormatError."""
         self._choice = choice
         self._split = _splitter_of(choice)
         self._pool: ProcessPoolExecutor | None = None
@@ -245,7 +246,7 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
             )
 
     def split(self, texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-        """All sentences, and how many each text has; threads may call it.
+        """Return all sentences, and the number of sentences of each text. Thread-safe.
 
         Raises WorkerLostError.
         """
@@ -261,8 +262,8 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
             except BrokenExecutor as error:
                 self._broken = True
                 raise WorkerLostError(
-                    "a process that divided text into sentences was killed, perhaps for want of "
-                    "memory: nothing was written; use fewer workers (data.workers, --workers), or "
+                    "a process that divided text into sentences was killed, perhaps because memory "
+                    "ran out: nothing was written; use fewer workers (data.workers, --workers), or "
                     "free memory"
                 ) from error
         counts = np.fromiter(map(len, parts), np.int64, len(parts))
@@ -279,8 +280,8 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
         if not self._broken:
             self._pool.shutdown(cancel_futures=kind is not None)
             return
-        # The pool ends its processes itself, but not one that another thread's text has just made
-        # it start: that one waits for texts with the pipe open, and the pool for ever for it.
+        # The broken pool terminates its processes, but not one that was just started for another
+        # thread. That process waits for texts on the open pipe, and the pool waits for it forever.
         ending = Thread(target=self._pool.shutdown, name="end-of-pool")
         ending.start()
         while ending.is_alive():
@@ -294,27 +295,27 @@ class SentenceSplitter(AbstractContextManager["SentenceSplitter"]):
 
 
 class _RecordingContext(SpawnContext):
-    """Starts fresh processes, and remembers them."""
+    """A spawn context that records the processes it starts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.started: list[SpawnProcess] = []
 
     def Process(self, *values: Any, **named: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        """A process to be started, as the pool asks for it."""
+        """Return a new process for the pool and record it."""
         process = SpawnProcess(*values, **named)
         self.started.append(process)
         return process
 
 
 def split_texts(choice: SplitterChoice, texts: Sequence[str]) -> list[list[str]]:
-    """The sentences of each text; what a process of SentenceSplitter runs."""
+    """Return the sentences of each text; runs in the processes of SentenceSplitter."""
     split = _splitter_of(choice)
     return [split(text) for text in texts]
 
 
 def _end_with_parent() -> None:
-    """Leave interrupts to the parent, and no process behind when the parent is killed."""
+    """Ignore interrupts, which the parent handles, and exit when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None

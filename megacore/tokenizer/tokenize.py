@@ -1,4 +1,4 @@
-"""The tokenize stage: a corpus becomes one pair of token files.
+"""The tokenize stage, which turns a corpus into one pair of token files.
 
 A corpus may be tokenized in shards, which are then merged by streaming.
 """
@@ -45,36 +45,35 @@ if TYPE_CHECKING:
     from megacore.corpus.segments import Segment
 
 VERSION = 2
-"""Of the tokenize stage; raised when it produces something else."""
+"""Version of the tokenize stage, increased whenever its output changes."""
 TOKENS_NAME, SENTENCES_NAME = TOKENS_NAMES
 BLOCK_BYTES = 2 << 20
-"""Input that is encoded in one call: enough to keep a thread busy, little enough to stay in its
-cache."""
+"""Bytes of input encoded in one call: enough to keep a thread busy, few enough for its cache."""
 _BLOCK_TOKENS = 1 << 24
 _SAMPLE_BLOCKS = 64
 _SHOWN_LINES = 3
 _logger = logging.getLogger(__name__)
 Progress = Callable[[int], None]
-"""Called with the bytes of input of each part that is done."""
+"""Callback that receives the bytes of input of each finished block."""
 
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """What decides the tokens beside corpus and tokenizer."""
+    """Options that determine the tokens, in addition to corpus and tokenizer."""
 
     append_eod: bool = True
-    """Whether the end-of-document token follows each document that has tokens."""
+    """True to append the end-of-document token to each document that has tokens."""
     shuffle_seed: int | None = None
-    """Permutes the documents by `numpy.random.RandomState`; None leaves them in order."""
+    """Seed of `numpy.random.RandomState` to permute the documents; None keeps their order."""
     split_sentences: bool = False
-    """Whether each sentence is a sequence."""
+    """True to store each sentence as a sequence."""
     keep_newlines: bool = False
-    """Whether sentences keep the white space that follows them."""
+    """True if sentences keep the white space that follows them."""
     sentence_splitter: Literal["punkt", "rules"] = "punkt"
     language: str = "english"
-    """Whose Punkt model divides sentences."""
+    """Language of the Punkt model."""
     on_bad_line: Literal["stop", "skip"] = "stop"
-    """Whether a line without a document ends the work or is counted."""
+    """Treatment of a line without a document: raise an error, or skip and count it."""
     sentence_data: Path | None = None
     """Directory with Punkt's models (`download_punkt`)."""
 
@@ -85,7 +84,7 @@ class TokenizeOptions:
 
     @property
     def splitter(self) -> SplitterChoice | None:
-        """How texts are divided, if they are."""
+        """Options of the sentence splitter, or None if texts are not split."""
         if not self.split_sentences:
             return None
         data = None if self.sentence_data is None else str(self.sentence_data)
@@ -93,7 +92,7 @@ class TokenizeOptions:
 
 
 def tokens_prefix(directory: str | Path, options: TokenizeOptions | None = None) -> str:
-    """The prefix of the token files in a directory of the tokenize stage."""
+    """Return the prefix of the token files in a directory of the tokenize stage."""
     return str(Path(directory, (options or TokenizeOptions()).name))
 
 
@@ -108,24 +107,24 @@ def tokenize_corpus(
 ) -> dict[str, int]:
     """Write the corpus as token files and documents.json into the empty `directory`.
 
-    The files are `tokens_text_document.{bin,idx}`, or `tokens_text_sentence` when sentences are
+    The files are `tokens_text_document.{bin,idx}`, or `tokens_text_sentence` if sentences are
     split. An empty document becomes a document entry without a sequence. The result does not depend
-    on `workers` (threads; None: one per core). Ready-made token files are linked after their ids
-    were checked, and stay in their order. Returns counts: documents, empty_documents, sequences,
+    on `workers` (threads; None: one per core). For ready-made token files, the ids are checked and
+    the files are linked without reordering. Returns counts: documents, empty_documents, sequences,
     tokens, vocab_size, skipped_lines. Raises DataFormatError, WorkspaceError, and WorkerLostError
-    when a process that splits sentences is killed.
+    if a process that splits sentences is killed.
     """
     tokenizer = load_tokenizer(tokenizer_directory)
     sources = read_sources(corpus_directory)
     if sources is not None and sources[0]["kind"] == "prefix":
         counts = _link(sources[0]["prefix"], tokenizer, directory, options)
         origin = portable(sources[0]["prefix"], directory)
-        # what made them is not known here
+        # The options with which these files were made are unknown.
         facts = {"prefix": origin, "append_eod": None, "shuffle_seed": None}
         record_documents(directory, [], tokenizer, tokenizer_directory, options, **facts)
     else:
         parts = corpus_segments(corpus_directory)
-        with Unshuffled(directory, options) as target:
+        with ShuffleOnExit(directory, options) as target:
             counts, files = write_tokens(
                 parts, tokenizer, target, options, workers=workers, progress=progress
             )
@@ -136,7 +135,7 @@ def tokenize_corpus(
 
 
 def check_tokens(counts: dict[str, int], source: object) -> None:
-    """Raise DataFormatError when the documents of `source` gave no token."""
+    """Raise DataFormatError if `source` has no documents or its documents have no tokens."""
     if not counts["documents"]:
         skipped = (
             f": all {counts['skipped_lines']} lines were skipped" if counts["skipped_lines"] else ""
@@ -159,14 +158,14 @@ def write_tokens(
     progress: Progress | None = None,
     writer_done: Callable[[IndexedDatasetWriter], None] = lambda writer: None,
 ) -> tuple[dict[str, int], list[FileRecord]]:
-    """Write the documents of `parts` in their order as the token files of `prefix`.
+    """Write the documents of `parts` in order to the token files of `prefix`.
 
-    Returns counts (all but vocab_size) and a record of each part; `writer_done` is given the writer
-    once its files are whole.
+    `writer_done` is called with the writer when its files are complete. Returns counts (without
+    vocab_size) and a record of each part.
     """
     workers = workers or len(os.sched_getaffinity(0))
     dtype = token_dtype(tokenizer.vocab_size)
-    # the same file may be given twice: each has a record of its own
+    # Copies, because the same object may occur twice and each part has a separate record.
     parts = [replace(part) for part in parts]
     files = [FileRecord.of(part) for part in parts]
     record_of = {id(part): file for part, file in zip(parts, files, strict=True)}
@@ -195,7 +194,7 @@ def write_tokens(
 
 
 def counts_of(writer: IndexedDatasetWriter, files: Sequence[FileRecord]) -> dict[str, int]:
-    """What was written, and how many lines were passed over; these are logged."""
+    """Return counts of what was written and of the skipped lines, and log the latter."""
     skipped = [
         f"{file.path}:{line}" for file in files for line in file.skipped_lines[:_SHOWN_LINES]
     ]
@@ -225,7 +224,7 @@ def record_documents(
     options: TokenizeOptions,
     **facts: Any,
 ) -> None:
-    """Write documents.json: where the documents came from, and what was done to them.
+    """Write documents.json with the origin of the documents and the options of the stage.
 
     Raises WorkspaceError.
     """
@@ -240,9 +239,10 @@ def documents_facts(
     options: TokenizeOptions,
     directory: Path | None,
 ) -> dict[str, Any]:
-    """The content of a documents.json in `directory` (None: anywhere).
+    """Return the content of a documents.json in `directory`.
 
-    The tokenizer may also be a single file.
+    Paths are absolute if `directory` is None. `tokenizer_path` is the directory or file of the
+    tokenizer, or None if it has neither.
     """
     return documents_record(
         files,
@@ -263,10 +263,10 @@ def documents_facts(
     )
 
 
-class Unshuffled:
-    """Where token files are written in reading order.
+class ShuffleOnExit:
+    """A context manager that permutes token files after they were written in reading order.
 
-    Their place, or one from which they are then permuted.
+    It returns the prefix to write to. Without a shuffle seed that is the final prefix.
     """
 
     def __init__(self, directory: Path, options: TokenizeOptions) -> None:
@@ -296,7 +296,7 @@ class Unshuffled:
 
 
 def _look_ahead(blocks: Iterator[Block]) -> tuple[list[str], Iterable[Block]]:
-    """The first texts, and all the blocks."""
+    """Return a sample of the first texts, and an iterable over all blocks."""
     first: list[Block] = []
     sample: list[str] = []
     for block in itertools.islice(blocks, _SAMPLE_BLOCKS):
@@ -315,7 +315,7 @@ def _note(file: FileRecord, done: EncodedBlock) -> None:
 def _link(
     prefix: str, tokenizer: Tokenizer, directory: Path, options: TokenizeOptions
 ) -> dict[str, int]:
-    """Link a checked pair of token files into `directory`."""
+    """Check a pair of token files, link it into `directory` and return its counts."""
     dataset = IndexedDataset(prefix)
     _check_ids(dataset, tokenizer.vocab_size)
     for path_of in (bin_path, idx_path):
@@ -352,9 +352,10 @@ def tokenize_shard(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, int]:
-    """Write a part of a corpus into the empty `directory` like `tokenize_corpus`, in order.
+    """Write one shard of a corpus into the empty `directory`, without permuting its documents.
 
-    A shard may be without a token. Returns and raises as `tokenize_corpus`.
+    A shard may have no tokens. Returns the same counts and raises the same errors as
+    `tokenize_corpus`.
     """
     options = replace(options, shuffle_seed=None)
     tokenizer = load_tokenizer(tokenizer_directory)
@@ -372,14 +373,14 @@ def merge_shards(
     tokenizer_directory: Path,
     options: TokenizeOptions,
 ) -> dict[str, int]:
-    """Write what `tokenize_corpus` would have written, from all shards of a corpus in their order.
+    """Merge the shards of a corpus, in order, into the output that `tokenize_corpus` would write.
 
-    Returns its counts. Raises DataFormatError for shards that are damaged or do not belong
+    Returns the same counts. Raises DataFormatError for shards that are damaged or do not belong
     together, WorkspaceError.
     """
     tokenizer = load_tokenizer(tokenizer_directory)
     files = join_shards([read_files(shard) for shard in shard_directories])
-    with Unshuffled(directory, options) as target:
+    with ShuffleOnExit(directory, options) as target:
         with IndexedDatasetWriter(target, token_dtype(tokenizer.vocab_size)) as writer:
             for shard in shard_directories:
                 writer.append(IndexedDataset(tokens_prefix(shard, options)))

@@ -1,6 +1,6 @@
-"""What samples of sentences need of a vocabulary: special tokens, and what continues a word.
+"""Properties of a vocabulary that sentence samples need: special tokens and continuing tokens.
 
-Tokens that continue a word let words be masked whole.
+Tokens that continue a word are needed to mask whole words.
 """
 
 from collections.abc import Iterator
@@ -33,30 +33,30 @@ SPELLINGS = {
     "mask": ("[MASK]", "<mask>"),
     "unk": ("[UNK]", "<unk>"),
 }
-"""How a token with a role is written, in BERT's or in SentencePiece's way; the first that there is
-counts."""
+"""Spellings of each role's token in BERT's and SentencePiece's style; the first in the vocabulary
+is used."""
 SENTINEL = "<extra_id_{}>"
-"""T5's sentinels (Raffel et al. 2019), counted from 0."""
+"""Format of T5's sentinels (Raffel et al. 2019), numbered from 0."""
 _SPACE = "▁"
-"""What SentencePiece writes for the space before a word."""
+"""Character that SentencePiece writes for the space before a word."""
 _CONTINUING = "##"
-"""What WordPiece writes before a piece that begins no word."""
+"""Prefix of WordPiece pieces that continue a word."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The vocabulary that sentences were tokenized with."""
+    """Special tokens and continuing tokens of the vocabulary that sentences are tokenized with."""
 
     special: SpecialTokens
-    """Ids of the tokens that have a role."""
+    """Ids of the special tokens."""
     continues: npt.NDArray[np.uint8]
-    """[v] whether a token is not the first of its word."""
+    """[v]: 1 for each token that continues a word, else 0."""
 
     @classmethod
     def load(cls, tokenizer_directory: str | Path, family: Family, data: DataConfig) -> Self:
-        """That of a tokenizer's directory.
+        """Load the vocabulary of a tokenizer's directory.
 
-        Raises DataFormatError, and ConfigError where the family's tokens lack.
+        Raises DataFormatError, or ConfigError if tokens that the family needs are missing.
         """
         tokenizer = load_tokenizer(tokenizer_directory)
         special = special_tokens(tokenizer)
@@ -65,7 +65,7 @@ class Vocabulary:
 
 
 def check_roles(special: SpecialTokens, family: Family, data: DataConfig) -> None:
-    """Raise ConfigError where a vocabulary lacks a token that the family's samples have."""
+    """Raise ConfigError if the vocabulary lacks a token that the family's samples need."""
     missing = [role for role in _NEEDED[family] if getattr(special, role) is None]
     if missing:
         names = ", ".join(SPELLINGS[role][0] for role in missing)
@@ -85,9 +85,9 @@ def check_roles(special: SpecialTokens, family: Family, data: DataConfig) -> Non
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """The ids of a vocabulary's tokens with a role."""
-    found = {role: _first(tokenizer, spellings) for role, spellings in SPELLINGS.items()}
-    return SpecialTokens(eod=tokenizer.eod_id, sentinels=tuple(_sentinels(tokenizer)), **found)
+    """Return the ids of a vocabulary's special tokens."""
+    ids = {role: _first(tokenizer, spellings) for role, spellings in SPELLINGS.items()}
+    return SpecialTokens(eod=tokenizer.eod_id, sentinels=tuple(_sentinels(tokenizer)), **ids)
 
 
 def _sentinels(tokenizer: Tokenizer) -> Iterator[int]:
@@ -105,17 +105,16 @@ def _first(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> int | None:
 
 
 def role_names(tokenizer: Tokenizer) -> dict[str, str | list[str]]:
-    """The same for tokenizer_config.json.
+    """Return the special tokens by role, for tokenizer_config.json.
 
-    It has the roles of the tokens, and the sentinels as additional special tokens.
-
-    Without a token for masks, <s> and </s> are no [CLS] and [SEP].
+    The sentinels are additional special tokens. In a vocabulary without a mask token, <s> and </s>
+    do not count as [CLS] and [SEP].
     """
-    found = {role: _first_text(tokenizer, spellings) for role, spellings in SPELLINGS.items()}
-    if found["mask"] is None:
-        found |= {"cls": None, "sep": None}
+    tokens = {role: _first_text(tokenizer, spellings) for role, spellings in SPELLINGS.items()}
+    if tokens["mask"] is None:
+        tokens |= {"cls": None, "sep": None}
     names: dict[str, str | list[str]] = {
-        f"{role}_token": text for role, text in found.items() if text is not None
+        f"{role}_token": text for role, text in tokens.items() if text is not None
     }
     sentinels = [
         SENTINEL.format(number) for number in range(len(special_tokens(tokenizer).sentinels))
@@ -128,12 +127,12 @@ def _first_text(tokenizer: Tokenizer, spellings: tuple[str, ...]) -> str | None:
 
 
 def continues_word(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:
-    """Of each token whether it is not the first of its word, [v].
+    """Return a mask [v] that is True for each token that continues a word.
 
-    Special tokens and gaps in the ids are none.
+    Special tokens and gaps in the ids are False.
 
-    WordPiece marks such pieces with ##. Byte-level BPE and SentencePiece mark the space before a
-    word instead: a token without it continues one, unless it begins with neither letter nor digit.
+    WordPiece marks continuing pieces with ##. Byte-level BPE and SentencePiece mark the space
+    before a word instead: a token without it continues a word if it begins with a letter or digit.
     """
     tokens = tokenizer.tokens()
     special = tokenizer.special_ids()
@@ -147,15 +146,15 @@ def continues_word(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:
         word = _word_bytes()
         continues = [token[:1] in word for token in tokens]
     return np.array(
-        [found and number not in special for number, found in enumerate(continues)], np.bool_
+        [flag and number not in special for number, flag in enumerate(continues)], np.bool_
     )
 
 
 def _word_bytes() -> frozenset[str]:
-    """What byte-level BPE writes for ASCII letters and digits, and for all other bytes.
+    """Return the characters that byte-level BPE writes for ASCII letters, digits and bytes >= 0x80.
 
-    GPT-2's alphabet: printable bytes stand for themselves, the others in their order for the code
-    points from 256 on.
+    In GPT-2's alphabet printable bytes represent themselves, and the others are mapped, in order,
+    to the code points from 256 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,4 +1,4 @@
-"""BERT's WordPiece (Devlin et al. 2018), from its vocab.txt or trained."""
+"""WordPiece tokenizers of BERT (Devlin et al. 2018), read from a vocab.txt or trained."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -17,18 +17,18 @@ BERT_ROLES = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-"""The special tokens of a BERT vocabulary. A document ends with [SEP], as with Megatron-LM."""
+"""Special tokens of a BERT vocabulary. A document ends with [SEP], as in Megatron-LM."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-"""The same in the order in which a trained vocabulary begins."""
+"""Special tokens in the order in which they begin a trained vocabulary."""
 ALPHABET = 1000
-"""Characters that a trained vocabulary knows at most."""
+"""Maximum number of characters in a trained vocabulary."""
 _CONTINUING = "##"
 
 
 def read_wordpiece(vocab_file: Path, *, lower_case: bool) -> tokenizers.Tokenizer:
-    """BERT's tokenizer from a vocab.txt, one token a line. Raises DataFormatError.
+    """Read BERT's tokenizer from a vocab.txt with one token per line. Raises DataFormatError.
 
-    `lower_case` is for the uncased vocabularies, and also strips accents.
+    `lower_case` is meant for uncased vocabularies and also strips accents.
     """
     vocab = _read_vocab(vocab_file)
     missing = [token for token in BERT_ROLES.values() if token not in vocab]
@@ -43,19 +43,18 @@ def read_wordpiece(vocab_file: Path, *, lower_case: bool) -> tokenizers.Tokenize
 def train_wordpiece(
     texts: Callable[[], Iterable[str]], vocab_size: int, *, lower_case: bool
 ) -> tokenizers.Tokenizer:
-    """A WordPiece tokenizer of exactly `vocab_size` entries.
+    """Train a WordPiece tokenizer with exactly `vocab_size` entries.
 
-    They are BERT's special tokens, characters, pieces of words.
+    The entries are BERT's special tokens, characters and pieces of words.
 
-    `texts` gives all texts anew each time that it is called. The result depends on them alone.
-    Characters beyond the ALPHABET most frequent ones become [UNK]. Raises DataFormatError when the
-    texts have too few distinct pairs for that many entries, or the entries are too few for the
-    characters.
+    Each call of `texts` returns all texts; the result depends only on them. All but the ALPHABET
+    most frequent characters become [UNK]. Raises DataFormatError if the texts have too few distinct
+    pairs for that many entries, or if `vocab_size` is too small for the characters.
     """
     special = list(SPECIAL)
     alphabet = _alphabet(texts(), lower_case=lower_case)
-    # The trainer numbers the pieces that it finds in the order of a hash table: those that are
-    # given come first.
+    # The trainer numbers continuing characters in the order of a hash table. Passing them as
+    # special tokens makes the result deterministic.
     continuing = [_CONTINUING + letter for letter in alphabet if _continues(letter)]
     least = len(special) + len(continuing) + len(alphabet)
     if vocab_size < least:
@@ -98,9 +97,9 @@ def _backend(vocab: dict[str, int], *, lower_case: bool) -> tokenizers.Tokenizer
 
 
 def _alphabet(texts: Iterable[str], *, lower_case: bool) -> list[str]:
-    """The most frequent characters once normalised, in the order of their code points.
+    """Return the most frequent characters after normalisation, in the order of code points.
 
-    White space is left out.
+    White space is excluded.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lower_case)
     counts: Counter[str] = Counter()
@@ -112,8 +111,8 @@ def _alphabet(texts: Iterable[str], *, lower_case: bool) -> list[str]:
 
 
 def _continues(letter: str) -> bool:
-    """Whether a word may go on with this character, instead of ending before it."""
-    # puts spaces around Chinese characters
+    """Return True if this character can continue a word instead of starting a new one."""
+    # The normaliser puts spaces around Chinese characters.
     text = normalizers.BertNormalizer().normalize_str(f"a{letter}")
     return len(pre_tokenizers.BertPreTokenizer().pre_tokenize_str(text)) == 1
 

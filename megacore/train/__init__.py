@@ -1,1 +1,1 @@
-"""The training loop: its state, one iteration, evaluation."""
+"""Training loop: its state, one iteration, evaluation and checkpoints."""

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: where it goes on from, what it writes, what it reports of them."""
+"""Checkpoints of one run: resuming, saving, retention and events."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -33,14 +33,16 @@ if TYPE_CHECKING:
     from megacore.config.difference import Change
 
 _PRECISION_KEY = "precision"
-"""Of a checkpoint's state: what it was computed in, since what `auto` comes to depends on the
-machine."""
+"""Key of a checkpoint's state: the precision of the run, since `auto` depends on the machine."""
 _PROGRESS_INTERVAL = 5.0
-"""Seconds between two events of a save that goes on beside the training."""
+"""Seconds between two progress events of a save in the background."""
 
 
 class RunCheckpoints:
-    """Loads and saves for one rank; every rank calls the same methods in the same order."""
+    """Loader and saver of one rank's checkpoints.
+
+    Every rank calls the same methods in the same order.
+    """
 
     def __init__(
         self,
@@ -51,21 +53,21 @@ class RunCheckpoints:
         run_directory: Path,
         spec: ModelSpec,
     ) -> None:
-        """Nothing is read or written yet. Collective.
+        """Create the loader and saver without reading or writing anything. Collective.
 
         Args:
-            config: the run.
-            engine: whose tensors are loaded and saved.
+            config: configuration of the run.
+            engine: owner of the tensors to load and save.
             mesh: this process's groups.
-            recorder: where the account of checkpoints goes.
-            run_directory: below which they lie.
-            spec: the model by itself, which every checkpoint names.
+            recorder: receiver of the checkpoint events.
+            run_directory: directory that contains the run's checkpoints.
+            spec: model specification, stored in every checkpoint.
         """
         keep = config.checkpoint
         self.root = run_directory / CHECKPOINTS_NAME
         self.changes: list[Change] = []
-        """What differs between this configuration and that of the checkpoint which was gone on
-        from."""
+        """Differences between this configuration and that of the checkpoint from which the run
+        resumed."""
         self._config, self._engine, self._mesh, self._recorder, self._spec = (
             config,
             engine,
@@ -84,25 +86,28 @@ class RunCheckpoints:
         self._progress_due = 0.0
 
     def resume(self, state: TrainState) -> Path | None:
-        """Go on from the run's newest complete checkpoint, or from what is configured.
+        """Resume from the run's newest complete checkpoint, or from the configured one.
 
-        Returns where from.
+        Fills engine and `state`. Weights of `train.pretrained_checkpoint` start a new run from
+        iteration 0.
 
-        Fills engine and `state`. Weights of `train.pretrained_checkpoint` begin a new course: None.
+        Returns:
+            Path of the checkpoint from which the run resumes; None for a new run.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, of another model, or holds weights alone.
-            ConfigError: the configuration differs from the checkpoint's in what was not allowed to.
+            CheckpointError: the checkpoint is damaged, of another model, or contains only weights.
+            ConfigError: the configuration differs from the checkpoint's in a field that must not
+                change.
         """
         self._mesh.beat("load")
-        self._ranks.on_first(self._take_stock)
+        self._ranks.on_first(self._clean_up_and_report)
         path = latest_complete_together(self.root, self._ranks, log=self._recorder.warning)
-        named = self._config.resume.checkpoint
+        configured = self._config.resume.checkpoint
         if path is not None:
             self._load(path, state, another_run=False)
             self._report_deleted(self._ranks.on_first(partial(self._retain, path)))
-        elif named is not None:
-            path = Path(named)
+        elif configured is not None:
+            path = Path(configured)
             with reading(path):
                 self._check(path)
                 self._load(path, state, another_run=True)
@@ -113,11 +118,9 @@ class RunCheckpoints:
         return path
 
     def save(self, state: TrainState, validation_loss: float | None) -> None:
-        """Begin a checkpoint of where the run stands; training may go on when this returns.
+        """Start saving a checkpoint of `state`; training may continue when this returns.
 
-        Collective.
-
-        Raises what the save before this one raised.
+        Collective. Raises the error of the previous save, if it failed.
         """
         values = {
             "train": state.to_json(),
@@ -138,13 +141,13 @@ class RunCheckpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether a save beside the training has failed on this rank; `wait` raises its error."""
+        """True if a background save has failed on this rank; `wait` raises its error."""
         return self._saver.failed
 
     def poll(self) -> None:
-        """Report what became of a save beside the training.
+        """Report the progress and the result of a background save.
 
-        A failure is left to `wait`, for all ranks together.
+        A failure is left to `wait`, which raises it on all ranks together.
         """
         self._report(self._saver.poll())
         if time.monotonic() < self._progress_due:
@@ -156,23 +159,23 @@ class RunCheckpoints:
             self._recorder.event("checkpoint_progress", bytes_written=written, size_bytes=size)
 
     def wait(self) -> None:
-        """Until the last save is complete. Raises what it raised."""
+        """Wait until the last save is complete. Raises its error."""
         self._report(self._saver.wait())
 
     def close(self) -> None:
-        """Give back what saving holds."""
+        """Release the saver's threads and memory."""
         self._saver.close()
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint of this run, its files' sizes alone looked at."""
+        """Return the newest complete checkpoint of this run, checking only file sizes."""
         return next(reversed(complete_checkpoints(self.root)), None)
 
     def path_of(self, iteration: int) -> Path:
-        """Where the checkpoint of an iteration lies."""
+        """Return the path of an iteration's checkpoint."""
         return self.root / directory_name(iteration)
 
-    def _take_stock(self) -> None:
-        """On the first rank: clear what a crash left, and report what it kept unreported."""
+    def _clean_up_and_report(self) -> None:
+        """Remove the remains of a crash and report unreported checkpoints, on the first rank."""
         if self.root.is_dir():
             remove_stale(self.root)
         markers = complete_checkpoints(self.root)
@@ -183,8 +186,7 @@ class RunCheckpoints:
                 values = read_state(present[iteration])
                 consumed = TrainState.from_json(values.get("train", {})).consumed_samples
             except CheckpointError:
-                # sizes alone were looked at: whoever goes on from it finds the damage, and passes
-                # it over
+                # only the sizes were checked: resuming detects the damage and skips the checkpoint
                 continue
             self._report_checkpoint(present[iteration], markers[present[iteration]], consumed)
         for iteration in sorted(reported.keys() - present.keys()):
@@ -201,7 +203,7 @@ class RunCheckpoints:
         saved = read_state(path)
         if "train" not in saved or "engine" not in saved:
             raise CheckpointError(
-                f"{path} holds weights without the state of a training: begin with them by "
+                f"{path} holds weights without the state of a training: begin with them through "
                 "train.pretrained_checkpoint instead of resume.checkpoint"
             )
         restored = TrainState.from_json(saved["train"])
@@ -216,13 +218,18 @@ class RunCheckpoints:
         logger.info("resumed from %s at iteration %d", path, state.iteration)
 
     def _compare(
-        self, path: Path, before: dict[str, Any] | None, precision: str | None, *, another_run: bool
+        self,
+        path: Path,
+        saved_config: dict[str, Any] | None,
+        precision: str | None,
+        *,
+        another_run: bool,
     ) -> None:
-        """Show what differs from a checkpoint's configuration; refuse what must not.
+        """Log the differences from a checkpoint's configuration and refuse forbidden ones.
 
-        Its precision is looked at too.
+        The precision is compared as well.
         """
-        if before is None:
+        if saved_config is None:
             logger.info(
                 "%s does not say with which configuration it was written: nothing was compared",
                 path,
@@ -230,20 +237,23 @@ class RunCheckpoints:
             return
         now = self._config
         if precision is not None:
-            before = {**before, "train": before["train"] | {"precision": precision}}
+            saved_config = {
+                **saved_config,
+                "train": saved_config["train"] | {"precision": precision},
+            }
             train = now.train.model_copy(update={"precision": self._engine.precision})
             now = now.model_copy(update={"train": train})
-        from megacore.config.difference import changes_of, check_resume
+        from megacore.config.difference import check_resume, compare_configurations
 
-        self.changes = changes_of(before, now, another_run=another_run)
+        self.changes = compare_configurations(saved_config, now, another_run=another_run)
         for change in self.changes:
             logger.info("changed since the checkpoint: %s", change)
         check_resume(self.changes, self._config.resume.override, str(path))
 
     def _begin_with(self, path: Path) -> None:
-        """Take the weights of a pretrained checkpoint, whatever layout wrote it.
+        """Load the weights of a pretrained checkpoint, whatever layout wrote it.
 
-        The optimizer starts afresh.
+        The optimizer starts from its initial state.
         """
         self._check(path)
         weights = {
@@ -252,7 +262,7 @@ class RunCheckpoints:
             if name.startswith(WEIGHTS_PREFIX)
         }
         load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
-        self._engine.load_state(self._engine.state(), weights)  # brings the weights into the model
+        self._engine.load_state(self._engine.state(), weights)  # copies the weights into the model
         logger.info("began with the weights of %s", path)
 
     def _report(self, finished: SaveFinished | None) -> None:
@@ -276,9 +286,9 @@ class RunCheckpoints:
         self._report_deleted(finished.deleted)
 
     def _retain(self, loaded: Path) -> list[Path]:
-        """Delete what the rules do not keep.
+        """Delete the checkpoints that the retention rules do not keep.
 
-        A kill may have come between the last save and its retention.
+        A kill may have prevented the retention after the last save.
         """
         return apply_retention(self.root, in_use=loaded, **self._keep)
 
@@ -295,7 +305,7 @@ class RunCheckpoints:
         seconds: float | None = None,
         stall_seconds: float | None = None,
     ) -> None:
-        """One event; times are None where another attempt wrote the checkpoint."""
+        """Record one event; times are None if another attempt wrote the checkpoint."""
         self._recorder.event(
             "checkpoint",
             iteration=marker.iteration,
@@ -310,22 +320,22 @@ class RunCheckpoints:
 
 
 def check_skipped(skipped: Sequence[range], state: TrainState, checkpoint: Path) -> None:
-    """Refuse to pass over samples that the checkpoint has learned from already.
+    """Refuse to skip samples that the checkpoint has already been trained on.
 
-    Raises ConfigError that names them.
+    Raises a ConfigError that names them.
     """
     learned = [samples for samples in skipped if any(_learned(samples, state))]
     if learned:
-        named = ", ".join(f"{samples.start}-{samples.stop - 1}" for samples in learned)
+        ranges = ", ".join(f"{samples.start}-{samples.stop - 1}" for samples in learned)
         raise ConfigError(
-            f"train.skip_samples names {named}, but {checkpoint} was trained on samples up to "
+            f"train.skip_samples names {ranges}, but {checkpoint} was trained on samples up to "
             f"{state.consumed_samples - 1}, some of these among them: take them out of "
-            "train.skip_samples, or move newer checkpoints away to go on from one before them"
+            "train.skip_samples, or move newer checkpoints away to resume from one before them"
         )
 
 
 def _learned(samples: range, state: TrainState) -> Iterator[int]:
-    """Those of `samples` that were consumed and not passed over."""
+    """Return an iterator over the consumed and not skipped samples of a range."""
     done = range(samples.start, min(samples.stop, state.consumed_samples))
     return (
         sample

@@ -19,17 +19,17 @@ from megacore.train.step import loaded, reader
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean losses over everything in some samples that counts."""
+    """Mean losses over the target tokens of some samples."""
 
     losses: Mapping[str, float]
-    """By name, `lm_loss` first, in nats."""
+    """Loss by name, in nats; `lm_loss` comes first."""
     samples: int
     tokens: int
-    """Target tokens."""
+    """Number of target tokens."""
 
     @property
     def loss(self) -> float:
-        """The language model's, in nats per token."""
+        """Language model loss in nats per token."""
         return self.losses[LM_LOSS]
 
     @property
@@ -39,7 +39,7 @@ class Evaluation:
 
 
 class Scored(Protocol):
-    """This rank's part of what is evaluated: an engine or a stage."""
+    """This rank's part of the evaluated model: an engine or a `Stage`."""
 
     @property
     def loss_names(self) -> tuple[str, ...]:
@@ -48,13 +48,14 @@ class Scored(Protocol):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether this rank needs the samples."""
+        """True if this rank needs the samples."""
         ...
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Ids [b, width] of micro batches and their b -> fp64 [terms, 2].
+        """Return the sum and the token count of each loss as fp64 [terms, 2].
 
-        See `megacore.engine.base.Engine`.
+        `batches` has the ids [b, width] of micro batches, `sizes` the b of each. See
+        `megacore.engine.base.Engine`.
         """
         ...
 
@@ -68,18 +69,18 @@ def evaluate(
     mesh: ProcessMesh,
     device: torch.device,
 ) -> Evaluation:
-    """Mean losses of the first `samples` samples; each is scored once, whatever the layout.
+    """Compute the mean losses of the first `samples` samples, each scored once in any layout.
 
     Args:
-        model: this rank's part of it.
+        model: this rank's part of the model.
         dataset: one split.
-        samples: at least 1 and at most the data set's length.
+        samples: number of samples, from 1 to the data set's length.
         micro_batch_size: samples per forward pass; the last pass may have fewer.
         mesh: the ranks that share the work; all get the same result.
-        device: of the model.
+        device: device of the model.
 
     Raises:
-        DataFormatError: none of the samples has a label that counts.
+        DataFormatError: no sample has a label that counts.
     """
     replicas = mesh.data_parallel
     batches = batches_of_rank(samples, micro_batch_size, replicas.rank, replicas.size)
@@ -96,7 +97,7 @@ def evaluate(
     if tokens == 0:
         raise DataFormatError(
             f"none of {samples} samples has a token to predict: each is a document of one token or "
-            "of padding alone; use longer documents, or data.packing packed"
+            "only of padding; use longer documents, or data.packing packed"
         )
     return Evaluation(
         {name: loss / max(count, 1) for name, (loss, count) in sums.items()}, samples, tokens
@@ -104,9 +105,9 @@ def evaluate(
 
 
 def batches_of_rank(samples: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
-    """Samples 0 … samples-1 in runs of `micro_batch_size`, dealt out in turn.
+    """Return this rank's micro batches of samples 0 … samples-1, dealt out round-robin.
 
-    Every sample goes to one rank.
+    Every sample goes to exactly one rank.
     """
     starts = range(rank * micro_batch_size, samples, size * micro_batch_size)
     return [range(start, min(start + micro_batch_size, samples)) for start in starts]

@@ -1,4 +1,4 @@
-"""The training loop: resume, iterate, look, save."""
+"""Training loop: resume, iterate, evaluate, save."""
 
 import socket
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from megacore.train.stop import StopReason, StopRequest
 
 @dataclass(frozen=True)
 class Datasets:
-    """The splits that training reads."""
+    """Training and validation split."""
 
     train: Dataset
     valid: Dataset
@@ -53,18 +53,18 @@ class Trainer:
         peak: float | None = None,
         started: float | None = None,
     ) -> None:
-        """Put the parts together.
+        """Create the parts of a run.
 
         Args:
-            config: the run.
+            config: configuration of the run.
             engine: model and optimizer with their initial weights.
             mesh: this process's groups.
-            datasets: train and validation split.
-            recorder: where the run's account goes.
-            run_directory: with the run's checkpoints, if any.
-            spec: the model by itself, which every checkpoint names.
-            peak: this rank's peak rate in TFLOP/s for MFU, None where it is not known.
-            started: time.monotonic() when this attempt began; None means now.
+            datasets: training and validation split.
+            recorder: receiver of the run's events and metrics.
+            run_directory: directory of the run's checkpoints, if any.
+            spec: model specification, stored in every checkpoint.
+            peak: this rank's peak rate in TFLOP/s for MFU; None if unknown.
+            started: time.monotonic() at the start of this attempt; None means now.
 
         Raises:
             DataFormatError: the training split has fewer samples than the run reads.
@@ -88,29 +88,29 @@ class Trainer:
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peak=peak)
         self.state = TrainState()
-        wanted = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
-        if len(datasets.train) < wanted:
+        required = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
+        if len(datasets.train) < required:
             rampup = "" if config.train.rampup_batch_size is None else ", less during the ramp-up,"
             raise DataFormatError(
                 f"the index maps of the train split have {len(datasets.train)} samples but "
                 f"train.train_iters {config.train.train_iters} x train.global_batch_size "
-                f"{config.train.global_batch_size}{rampup} = {wanted} are read: build the index "
+                f"{config.train.global_batch_size}{rampup} = {required} are read: build the index "
                 "maps again for this train_iters"
             )
 
     def run(self) -> None:
-        """Train until `train.train_iters`, or until something asks to stop.
+        """Train until `train.train_iters` or until a stop is requested.
 
-        A run that is already there ends at once.
+        Returns at once if the run is already complete.
 
         Raises:
-            TrainingStoppedError: the run was asked to end early; its newest checkpoint is of its
-                last iteration.
-            TrainingError: a loss or gradient is not finite, or memory does not suffice.
-            CheckpointError: the checkpoint to go on from, or the pretrained one, is of another
-                model or damaged.
-            ConfigError: the configuration differs from that checkpoint's in what was not allowed
-                to.
+            TrainingStoppedError: the run was asked to stop early; a checkpoint of its last
+                iteration is saved.
+            TrainingError: a loss or gradient is not finite, or memory is exhausted.
+            CheckpointError: the checkpoint to resume from, or the pretrained one, is damaged or of
+                another model.
+            ConfigError: the configuration differs from that checkpoint's in a field that must not
+                change.
             WorkspaceError: a checkpoint or an event cannot be written.
         """
         rank, vocab_size = self._mesh.rank, self._vocab_size
@@ -125,7 +125,7 @@ class Trainer:
             finally:
                 self._checkpoints.close()
                 self._profiler.close()
-        self._stop.take_away_file()  # before the event: what comes next is another attempt's
+        self._stop.remove_stop_file()  # before the event: a later stop file is for the next attempt
         self._recorder.event("exit", reason=reason or "finished", iteration=self.state.iteration)
         if reason is not None:
             raise self._stop.error(
@@ -133,9 +133,11 @@ class Trainer:
             )
 
     def _train(self) -> StopReason | None:
-        """Iterate to the end; returns what ended it before."""
-        left = max(0, self._config.train.train_iters - self.state.iteration)
-        with PrefetchingIterator(self._read, self._stepper.upcoming(self.state, left)) as batches:
+        """Iterate to the end and return the reason of an early stop."""
+        remaining = max(0, self._config.train.train_iters - self.state.iteration)
+        with PrefetchingIterator(
+            self._read, self._stepper.upcoming(self.state, remaining)
+        ) as batches:
             self._meter.start(self.state.iteration, self.state.consumed_samples)
             while self.state.iteration < self._config.train.train_iters:
                 reason = self._iterate(batches)
@@ -144,7 +146,7 @@ class Trainer:
         return None
 
     def _start(self) -> None:
-        """Go on from a checkpoint, if any, say how the run starts, and make up for a validation."""
+        """Resume from a checkpoint, if any, record the start, and run a missed validation."""
         path = self._checkpoints.resume(self.state)
         self._recorder.event(
             "start",
@@ -164,14 +166,15 @@ class Trainer:
             and self.state.iteration % self._config.train.eval_interval == 0
         )
         if path is not None and due and Marker.read(path).validation_loss is None:
-            self._evaluate()  # a signal had left no time for it
+            self._evaluate()  # the attempt before skipped it because of a signal
 
     def _iterate(self, batches: Iterator[Batch]) -> StopReason | None:
-        """One iteration and what is due after it.
+        """Run one iteration and the evaluation, logging and saving that are due after it.
 
-        Validation comes first, so that a checkpoint knows its loss.
+        Validation comes first, so that a checkpoint contains its loss.
 
-        Returns why the run is to stop now, saved.
+        Returns:
+            Reason to stop now, after the save; None to continue.
         """
         config, state = self._config, self.state
         self._mesh.beat("iteration", state.iteration + 1)
@@ -181,10 +184,10 @@ class Trainer:
         except LossError as error:
             raise LossError(f"{error}; {self._last_good()}") from error
         self._profiler.after(state.iteration)
-        # a batch that was passed over brings none
+        # a skipped batch has no notices
         *requests, save_failed = update.notices or (False,)
         if save_failed:
-            self._checkpoints.wait()  # raises it, on all ranks after the same iteration
+            self._checkpoints.wait()  # raises the error, on all ranks after the same iteration
         self._checkpoints.poll()
         last = state.iteration == config.train.train_iters
         reason = None if last else self._stop.reason(requests, state.iteration)
@@ -194,7 +197,7 @@ class Trainer:
         saves = state.iteration % config.checkpoint.save_interval == 0 or last or reason is not None
         if evaluates or saves:
             with self._meter.paused():
-                # A signal leaves a few seconds: they are the checkpoint's.
+                # A signal leaves only a few seconds: they are for the checkpoint.
                 validation_loss = self._evaluate() if evaluates and reason != "signal" else None
                 if saves:
                     self._mesh.beat("save")
@@ -202,13 +205,13 @@ class Trainer:
         return reason
 
     def _notices(self) -> tuple[bool, ...]:
-        """What this rank has to tell the others in the exchange of losses."""
+        """Return this rank's notices for the exchange of losses."""
         return (*self._stop.notices(), self._checkpoints.failed)
 
     def _log(self, update: Update) -> None:
-        """Report the interval.
+        """Report the log interval.
 
-        What is left of one at the last iteration stays open for a run that is extended.
+        An incomplete interval at the last iteration stays open, in case the run is extended.
         """
         state, interval = self.state, self.state.interval
         report, milliseconds = self._meter.report(
@@ -219,7 +222,7 @@ class Trainer:
             interval.clear()
 
     def _evaluate(self) -> float | None:
-        """Validation loss over the same samples each time; None when the split has none."""
+        """Return the validation loss over a fixed set of samples; None if the split is empty."""
         train, data = self._config.train, self._data.valid
         samples = min(train.eval_iters * train.global_batch_size, len(data))
         if samples == 0:
@@ -242,21 +245,21 @@ class Trainer:
         return result.loss
 
     def _last_good(self) -> str:
-        """Where a run that stops can be taken up again.
+        """Describe the checkpoint from which a stopped run can be resumed.
 
-        All ranks are here, and what they still save is good.
+        All ranks call this, and a save still in progress is valid.
         """
-        lost = ""
+        save_failure = ""
         try:
             self._checkpoints.wait()
-        except Exception as error:  # the loss is what ends the run
-            lost = f"; the save that was under way failed ({error})"
+        except Exception as error:  # the loss error is what ends the run
+            save_failure = f"; the save that was under way failed ({error})"
         newest = self._checkpoints.newest()
         return (
             "no checkpoint was saved before"
             if newest is None
             else f"the last good checkpoint is {newest}"
-        ) + lost
+        ) + save_failure
 
     def _record_bad_batch(self, batch: BadBatch) -> None:
         self._recorder.event("bad_batch", **batch.event)

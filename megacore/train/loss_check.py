@@ -1,4 +1,4 @@
-"""Losses that are not finite or jump: said with rank, iteration and samples."""
+"""Checks of each iteration's losses: NaN, infinity and spikes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,51 +15,50 @@ from megacore.parallel.rank_layout import Coordinate
 from megacore.train.state import TrainState
 
 _MEMORY = 0.98
-"""Weight of the past in the moving average of the loss: it remembers about 50 iterations."""
+"""Decay of the moving average of the loss, which spans about 50 iterations."""
 
 Cause = Literal["loss_not_finite", "gradient_not_finite", "loss_spike"]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Where one loss of a global batch comes from."""
+    """Origin of one loss of a global batch."""
 
     rank: int
-    """The process that computed it: of its tensor-parallel ranks the first, on the last pipeline
-    stage."""
+    """Rank that computed the loss: the first tensor-parallel rank of the last pipeline stage."""
     samples: tuple[int, ...]
     """Positions in the run's order of samples."""
 
 
 @dataclass(frozen=True)
 class BadBatch:
-    """What is recorded of a global batch that went wrong."""
+    """Record of a global batch with a bad loss or gradient."""
 
     iteration: int
-    """Counted from 1: the one that it was to be."""
+    """Number of the iteration, counted from 1."""
     cause: Cause
     rank: int | None
-    """Of the worst micro batch; None where the gradient alone is bad."""
+    """Rank of the worst micro batch; None if only the gradient is bad."""
     host: str | None
-    """Of that rank."""
+    """Host of that rank."""
     samples: tuple[int, ...]
-    """Of the worst micro batch, as positions in the run's order of samples; none where the gradient
-    alone is bad."""
+    """Samples of the worst micro batch (positions in the run's order of samples); empty if only the
+    gradient is bad."""
     global_batch: tuple[int, int]
-    """First and last sample of the whole batch: what `train.skip_samples` takes."""
+    """First and last sample of the global batch, the range to add to `train.skip_samples`."""
     loss: float
-    """Of the worst micro batch, or the gradient's norm."""
+    """Loss of the worst micro batch, or the gradient norm."""
     reproduced: bool | None
-    """Whether it came out bad again when it was computed once more; None when it was not."""
+    """True if a second computation gave a bad result as well; None if there was none."""
 
     @property
     def event(self) -> dict[str, Any]:
-        """Fields for an event."""
+        """Fields of the event."""
         return asdict(self)
 
 
 class LossCheck:
-    """Looks at the losses of each iteration, the same ones on every rank."""
+    """Check of the losses of each iteration, identical on every rank."""
 
     def __init__(
         self,
@@ -69,14 +68,14 @@ class LossCheck:
         record: Callable[[BadBatch], None] = lambda batch: None,
         hosts: Sequence[str] = (),
     ) -> None:
-        """Prepare for a run.
+        """Create the check of a run.
 
         Args:
-            config: the run.
+            config: configuration of the run.
             mesh: this process's groups.
-            warn: called with the account of a spike, and of a fault of the hardware.
-            record: called with every batch that went wrong.
-            hosts: name of each rank's machine; none where they are not known.
+            warn: callback that receives the message of a spike or of a suspected hardware fault.
+            record: callback that receives every bad batch.
+            hosts: host name of each rank; empty if unknown.
         """
         self._config = config
         self._layout = mesh.layout
@@ -84,7 +83,7 @@ class LossCheck:
         self._warn, self._record, self._hosts = warn, record, hosts
 
     def is_spike(self, losses: Sequence[float], state: TrainState) -> bool:
-        """Whether a micro batch's loss is above the recent mean x `train.loss_spike_factor`."""
+        """Return True if a loss exceeds the recent mean x `train.loss_spike_factor`."""
         factor = self._config.train.loss_spike_factor
         return (
             factor is not None
@@ -92,16 +91,20 @@ class LossCheck:
             and max(losses) > factor * state.recent_loss
         )
 
-    def take_note(self, update: Update, state: TrainState, first: Update | None = None) -> None:
-        """Count an applied or a skipped iteration in `state`, which still stands before it.
+    def count_iteration(
+        self, update: Update, state: TrainState, first: Update | None = None
+    ) -> None:
+        """Count an applied or a skipped iteration in `state`.
+
+        `state` must not have been advanced to the next iteration yet.
 
         Args:
-            update: what the iteration came to.
-            state: where the run stands.
-            first: what it had come to before it was computed again; None when it was computed once.
+            update: result of the iteration.
+            state: training state before the iteration.
+            first: result of the first computation if the iteration was computed twice, else None.
 
         Raises:
-            LossError: the iteration was skipped and no lower loss scale can help, or a loss jumped
+            LossError: the iteration was skipped and no lower loss scale can help, or a loss spiked
                 and `train.loss_spike_action` is stop.
         """
         if first is not None and self._cause(update, state) is None:
@@ -124,7 +127,7 @@ class LossCheck:
         state.recent_loss = _MEMORY * recent + (1.0 - _MEMORY) * update.loss
 
     def origin(self, index: int, state: TrainState) -> MicroBatch:
-        """Of loss number `index` of the global batch that `state` stands before."""
+        """Return the rank and samples of the `index`-th loss in the next global batch."""
         step, replica = divmod(index, self._layout.data)
         size = self._config.train.micro_batch_size
         samples = micro_batch_indices(
@@ -135,9 +138,9 @@ class LossCheck:
         )
 
     def _cause(self, update: Update, state: TrainState) -> Cause | None:
-        """What is wrong with an outcome.
+        """Return the fault of an update, or None.
 
-        An overflow that a lower loss scale mends is nothing wrong.
+        An overflow that a lower loss scale fixes is not a fault.
         """
         if update.fatal:
             return (
@@ -152,10 +155,12 @@ class LossCheck:
         cause = self._cause(update, state)
         assert cause is not None
         count = len(update.losses) * self._config.train.micro_batch_size
-        whole = (state.consumed_samples, state.consumed_samples + count - 1)
+        global_batch = (state.consumed_samples, state.consumed_samples + count - 1)
         iteration = state.iteration + 1
         if cause == "gradient_not_finite":
-            return BadBatch(iteration, cause, None, None, (), whole, update.grad_norm, reproduced)
+            return BadBatch(
+                iteration, cause, None, None, (), global_batch, update.grad_norm, reproduced
+            )
         if cause == "loss_not_finite":
             worst = next(
                 index for index, loss in enumerate(update.losses) if not math.isfinite(loss)
@@ -170,35 +175,35 @@ class LossCheck:
             origin.rank,
             host,
             origin.samples,
-            whole,
+            global_batch,
             update.losses[worst],
             reproduced,
         )
 
-    def _suspect_hardware(self, first: Update, again: Update, state: TrainState) -> None:
-        """Say that what went wrong did not when computed again from the same weights.
+    def _suspect_hardware(self, first: Update, second: Update, state: TrainState) -> None:
+        """Record and report a fault that a second computation did not reproduce.
 
-        The samples were the same, too.
+        Both computations used the same weights and samples.
         """
         bad = self._bad_batch(first, state, False)
         self._record(bad)
-        what = {
+        symptom = {
             "loss_not_finite": f"the loss was {bad.loss}",
             "gradient_not_finite": f"the gradient norm was {bad.loss}",
             "loss_spike": f"the loss jumped to {bad.loss:.4g}",
         }[bad.cause]
         self._warn(
-            f"{what}{self._place(bad)} at iteration {bad.iteration}, and when that was computed "
-            f"again from the same weights and samples it was not (mean loss {again.loss:.4g}, "
-            f"gradient norm {again.grad_norm:.4g}): suspect the hardware of that rank; the run "
-            "goes on with the second result"
+            f"{symptom}{self._place(bad)} at iteration {bad.iteration}, and when that was computed "
+            f"again from the same weights and samples it was not (mean loss {second.loss:.4g}, "
+            f"gradient norm {second.grad_norm:.4g}): suspect the hardware of that rank; the run "
+            "continues with the second result"
         )
 
     def _report_spike(self, bad: BadBatch, state: TrainState) -> None:
         self._record(bad)
         assert state.recent_loss is not None
         factor = self._config.train.loss_spike_factor
-        account = (
+        message = (
             f"the loss jumped to {bad.loss:.4g}{self._place(bad)} at iteration {bad.iteration} "
             f"(samples {_listed(bad.samples)}), {bad.loss / state.recent_loss:.1f} times the "
             f"recent mean {state.recent_loss:.4g} (train.loss_spike_factor is {factor:g}); "
@@ -206,13 +211,13 @@ class LossCheck:
         )
         if self._config.train.loss_spike_action == "stop":
             raise LossError(
-                f"{account}: look at these samples, {self._skip(bad)}, or set "
+                f"{message}: look at these samples, {self._skip(bad)}, or set "
                 "train.loss_spike_action to warn"
             )
-        self._warn(account)
+        self._warn(message)
 
     def _not_finite(self, bad: BadBatch, update: Update, state: TrainState) -> str:
-        """One sentence with rank, iteration and samples of the first loss that is not finite."""
+        """Compose the error message for the first loss or gradient that is not finite."""
         lr = self._schedule.at(state.applied_iterations + 1)
         advice = (
             f"lower optim.lr (now {lr:.3E} at this iteration) or optim.clip_grad "
@@ -239,12 +244,12 @@ class LossCheck:
         )
 
     def _skip(self, bad: BadBatch) -> str:
-        """What to write so that this batch too is passed over."""
+        """Return the advice to skip this batch, with the complete setting to write."""
         first, last = bad.global_batch
         ranges = ", ".join(
             f'"{each}"' for each in (*self._config.train.skip_samples, f"{first}-{last}")
         )
-        return f"pass the batch over with train.skip_samples: [{ranges}]"
+        return f"skip the batch with train.skip_samples: [{ranges}]"
 
     def _place(self, bad: BadBatch) -> str:
         if bad.rank is None:

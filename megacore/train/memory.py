@@ -1,4 +1,4 @@
-"""Running out of memory, said as what was predicted, what was in use, and what to change."""
+"""Error messages for exhausted memory: the estimate, the memory in use, and settings to change."""
 
 import os
 import resource
@@ -25,17 +25,17 @@ _CPU_PHRASES = ("can't allocate memory", "not enough memory")
 def memory_errors(
     config: RunConfig, rank: int, state: TrainState, *, vocab_size: int
 ) -> Iterator[None]:
-    """Turn an allocation that fails in the body into an error that says what helps training most.
+    """Translate a failing allocation in the body into an error that advises what to change.
 
     Args:
-        config: the run.
-        rank: this process.
-        state: where the run stands when it happens.
+        config: configuration of the run.
+        rank: rank of this process.
+        state: current training state, for the iteration number.
         vocab_size: entries of the vocabulary before padding.
 
     Raises:
-        MemoryExhaustedError: with the planner's estimate for this rank, what was in use, and three
-            settings.
+        MemoryExhaustedError: an allocation failed; the message has the planner's estimate for this
+            rank, the memory in use, and three settings.
     """
 
     def message(reason: str) -> str:
@@ -47,13 +47,16 @@ def memory_errors(
             f"{in_use()}; {advice}"
         )
 
-    with reworded(message):
+    with translate_memory_errors(message):
         yield
 
 
 @contextmanager
 def scoring_memory_errors(micro_batch_size: int, rank: int) -> Iterator[None]:
-    """The same for the evaluation of checkpoints, where only the batch can be changed."""
+    """Translate a failing allocation during evaluation into an error.
+
+    Only the batch size can be changed there.
+    """
 
     def message(reason: str) -> str:
         return (
@@ -62,12 +65,12 @@ def scoring_memory_errors(micro_batch_size: int, rank: int) -> Iterator[None]:
             "the same)"
         )
 
-    with reworded(message):
+    with translate_memory_errors(message):
         yield
 
 
 def in_use() -> str:
-    """What this process has of its device's memory, or of main memory, as one clause."""
+    """Describe the GPU memory, or the host memory, in use by this process as one clause."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return (
@@ -78,7 +81,7 @@ def in_use() -> str:
     info, limit = memory_info(), memory_limit()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    own = (
+    ulimit = (
         ""
         if address_space == resource.RLIM_INFINITY
         else f", {_gib(address_space)} allowed by ulimit -v"
@@ -86,19 +89,19 @@ def in_use() -> str:
     return (
         f"in use {_gib(pages * os.sysconf('SC_PAGE_SIZE'))} by this process, "
         f"{_gib(info['MemAvailable'])} of {_gib(info['MemTotal'])} of the machine available, "
-        f"{'no limit' if limit is None else f'a limit of {_gib(limit)}'} by control groups{own}"
+        f"{'no limit' if limit is None else f'a limit of {_gib(limit)}'} by control groups{ulimit}"
     )
 
 
 def _deployment(precision: str, vocab_size: int) -> "Deployment":
-    """Return this job, as the planner sees it."""
+    """Return this job in the form that the planner takes."""
     from megacore.plan.advice import Deployment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    host = Hardware.detect().memory // beside
-    return Deployment(ranks, vocab_size, resolve_precision(precision, device), device, host)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    host_memory = Hardware.detect().memory // local_ranks
+    return Deployment(ranks, vocab_size, resolve_precision(precision, device), device, host_memory)
 
 
 def _gib(count: int) -> str:
@@ -106,8 +109,8 @@ def _gib(count: int) -> str:
 
 
 @contextmanager
-def reworded(message: Callable[[str], str]) -> Iterator[None]:
-    """Turn a failing allocation in the body into MemoryExhaustedError, `message(reason)`."""
+def translate_memory_errors(message: Callable[[str], str]) -> Iterator[None]:
+    """Translate a failing allocation in the body into MemoryExhaustedError of `message(reason)`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -118,7 +121,7 @@ def reworded(message: Callable[[str], str]) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that an allocation failed, on a GPU or in main memory."""
+    """Return True if an exception reports a failed allocation, on a GPU or in host memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(phrase in str(error).lower() for phrase in _CPU_PHRASES)

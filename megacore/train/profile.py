@@ -1,11 +1,11 @@
-"""`train.profile`: a torch trace and a timeline of memory of some iterations, from every rank.
+"""Torch trace and memory timeline of some iterations, from every rank (`train.profile`).
 
-profile/rank_0.json.gz               Chrome trace: ui.perfetto.dev and chrome://tracing show it
-profile/rank_0_memory.json, .svg     what was allocated, and on a CPU what was resident
-profile/rank_0_memory_snapshot.pickle   of a GPU alone: each allocation with its stack, as torch's
-                                        viewer reads it
+profile/rank_0.json.gz               Chrome trace for ui.perfetto.dev and chrome://tracing
+profile/rank_0_memory.json, .svg     allocated bytes over time, and resident bytes on a CPU
+profile/rank_0_memory_snapshot.pickle   on a GPU only: each allocation with its stack, for torch's
+                                        memory viewer
 
-The timeline has what torch allocated on each device and what of the process was resident.
+The timeline has the bytes that torch allocated on each device and the process's resident bytes.
 """
 
 import gzip
@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megacore.artifact.files import replace_file, write_json
-from megacore.checkpoint.bring import bring_files, sees_first
+from megacore.checkpoint.bring import sees_first_directory, transfer_files
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import FileRecord
 from megacore.config.train import ProfileConfig
@@ -33,16 +33,16 @@ from megacore.errors import MegacoreError
 from megacore.observe.recorder import Recorder
 
 FOLDER = "profile"
-"""In the run directory."""
+"""Name of the folder in the run directory."""
 _SNAPSHOT_ENTRIES = 200_000
-"""Allocations and frees of a GPU that a snapshot keeps, the last ones."""
+"""Number of the most recent GPU allocations and frees that a snapshot keeps."""
 Points = list[tuple[int, int]]
-"""Unix time in nanoseconds, bytes."""
+"""Pairs of Unix time in nanoseconds and bytes."""
 _STATM = Path("/proc/self/statm")
 _PERIOD = 0.005
-"""Seconds between two looks at the resident memory."""
+"""Seconds between two samples of the resident memory."""
 _DEVICES = {0: "cpu", 1: "cuda"}
-"""By torch's number of a type of device."""
+"""Name by torch's number of a device type."""
 _KEPT_POINTS = 20_000
 _DRAWN_POINTS = 1500
 _WIDTH, _HEIGHT, _MARGIN = 900, 320, 60
@@ -51,11 +51,10 @@ _MB = 1e6
 
 
 class IterationProfiler:
-    """Profiles the iterations of `train.profile` on this rank.
+    """Profiler of the iterations in `train.profile` on this rank.
 
-    Whatever goes wrong is a warning and no more.
-
-    An interval that a resumed run has partly behind it is profiled from where it goes on.
+    Any failure becomes a warning. If a run resumes within the interval, profiling starts at the
+    first iteration after the resume.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class IterationProfiler:
         device: torch.device,
         recorder: Recorder,
     ) -> None:
-        """Nothing is profiled yet.
+        """Create a profiler without starting it.
 
         Args:
-            config: the interval; None profiles nothing, and then no call does anything.
-            run_directory: gets the folder `profile`.
-            device: that this rank trains on.
-            recorder: gets the event `profile` with every rank's files, or a warning.
+            config: interval to profile; with None, all methods do nothing.
+            run_directory: parent of the folder `profile`.
+            device: device that this rank trains on.
+            recorder: receiver of the event `profile` with every rank's files, or of a warning.
         """
         self._config = config
         self._directory = run_directory / FOLDER
@@ -81,7 +80,7 @@ class IterationProfiler:
         self._problem = ""
 
     def before(self, iteration: int) -> None:
-        """Begin where the interval does."""
+        """Start profiling when the interval begins."""
         config = self._config
         if config is None or not config.first <= iteration <= config.last:
             return
@@ -94,7 +93,7 @@ class IterationProfiler:
             self._recording.begin(iteration)
 
     def after(self, iteration: int) -> None:
-        """End where the interval does; all ranks wait for each other's files."""
+        """Stop profiling when the interval ends, and collect the files of all ranks."""
         config = self._config
         if config is None or not config.first <= iteration <= config.last:
             return
@@ -106,13 +105,13 @@ class IterationProfiler:
         written = group.everywhere(lambda: self._write(f"rank_{group.rank}", iteration))
         try:
             self._bring(written[group.rank][0], group)
-        except (MegacoreError, OSError) as error:  # on every rank
+        except (MegacoreError, OSError) as error:  # raised on every rank
             self._recorder.warning(
-                f"profiles of ranks on other machines stay there: {error}; training goes on"
+                f"profiles of ranks on other machines stay there: {error}; training continues"
             )
         for rank, (_, problem) in enumerate(written):
             if problem:
-                self._recorder.warning(f"rank {rank} has no profile: {problem}; training goes on")
+                self._recorder.warning(f"rank {rank} has no profile: {problem}; training continues")
         files = [f"{FOLDER}/{name}" for names, _ in written for name in names]
         if files:
             self._recorder.event(
@@ -120,30 +119,34 @@ class IterationProfiler:
             )
 
     def _bring(self, names: list[str], group: RankGroup) -> None:
-        """Bring the files of ranks whose machines do not share the directory to the first rank.
+        """Copy the files to the first rank from hosts that do not share the directory.
 
         Collective.
         """
         if not any(group.everywhere(lambda: names)):
             return
-        seen = sees_first(self._directory, group)
+        visible = sees_first_directory(self._directory, group)
         records = group.everywhere(
-            lambda: {} if seen else {name: FileRecord.of(self._directory / name) for name in names}
+            lambda: (
+                {} if visible else {name: FileRecord.of(self._directory / name) for name in names}
+            )
         )
-        bring_files(self._directory, None if seen else self._directory, records[group.rank], group)
+        transfer_files(
+            self._directory, None if visible else self._directory, records[group.rank], group
+        )
 
     def close(self) -> None:
-        """Give up a profile that the run's end cut short."""
+        """Discard a profile that the end of the run cut short."""
         recording, self._recording = self._recording, None
         if recording is not None:
-            with suppress(Exception):  # what ended the run matters more
+            with suppress(Exception):  # the error that ended the run matters more
                 recording.stop()
             self._recorder.warning(
                 "the run ended before train.profile.to: there is no profile of this attempt"
             )
 
     def _write(self, stem: str, last: int) -> tuple[list[str], str]:
-        """Names of this rank's files, or why there are none."""
+        """Return the names of this rank's files and, if there are none, the reason."""
         recording, self._recording = self._recording, None
         if recording is None:
             return [], self._problem or "it began after the interval"
@@ -156,7 +159,7 @@ class IterationProfiler:
 
 
 class _Recording:
-    """A profile under way."""
+    """Profile in progress."""
 
     def __init__(self, device: torch.device, first: int) -> None:
         self._device, self._first = device, first
@@ -171,13 +174,13 @@ class _Recording:
         self._resident = ResidentSampler()
 
     def begin(self, iteration: int) -> None:
-        """A range of its own in the trace for each iteration."""
+        """Open a separate range in the trace for an iteration."""
         self._resident.mark(iteration)
         self._range = record_function(f"iteration {iteration}")
         self._range.__enter__()
 
     def end(self) -> None:
-        """Of that range."""
+        """Close the iteration's range."""
         if self._range is not None:
             if self._cuda:
                 torch.cuda.synchronize(self._device)
@@ -185,7 +188,7 @@ class _Recording:
             self._range = None
 
     def stop(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         self.end()
         self._profile.stop()
         self._resident.stop()
@@ -225,23 +228,23 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 class ResidentSampler:
-    """Looks at the process's resident memory in its own thread, until it is stopped."""
+    """Sampler of the process's resident memory in a separate thread."""
 
     def __init__(self) -> None:
         self.points: Points = []
         self.marks: list[tuple[int, int]] = []
-        """Unix time in nanoseconds and number of each iteration's beginning."""
+        """Unix time in nanoseconds and number of each iteration at its beginning."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="resident-memory", daemon=True)
-        if _STATM.exists():  # elsewhere than on Linux nothing tells
+        if _STATM.exists():  # exists only on Linux
             self._thread.start()
 
     def mark(self, iteration: int) -> None:
-        """Note that an iteration begins."""
+        """Record the beginning of an iteration."""
         self.marks.append((time.time_ns(), iteration))
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -254,13 +257,13 @@ class ResidentSampler:
 
 
 def read_allocations(trace: Mapping[str, Any]) -> dict[str, Points]:
-    """Bytes allocated over time by device, from a Chrome trace of torch's profiler with memory.
+    """Return the allocated bytes over time by device, from a Chrome trace of torch's profiler.
 
-    On a CPU they count from where the profile began, on a GPU all of the process. What a GPU's
-    caching allocator reserves is `cuda:0 reserved`.
+    On a CPU the count starts at the beginning of the profile; on a GPU it includes the whole
+    process. The bytes reserved by a GPU's caching allocator are named `cuda:0 reserved`.
     """
     base = int(trace.get("baseTimeNanoseconds", 0))
-    found: dict[str, Points] = {}
+    curves: dict[str, Points] = {}
     for event in trace["traceEvents"]:
         if event.get("name") != "[memory]":
             continue
@@ -268,33 +271,33 @@ def read_allocations(trace: Mapping[str, Any]) -> dict[str, Points]:
         kind = _DEVICES.get(values["Device Type"], f"device type {values['Device Type']}")
         device = kind if kind == "cpu" else f"{kind}:{values['Device Id']}"
         at = base + round(event["ts"] * 1000)
-        found.setdefault(f"{device} allocated", []).append((at, int(values["Total Allocated"])))
+        curves.setdefault(f"{device} allocated", []).append((at, int(values["Total Allocated"])))
         if values["Total Reserved"]:
-            found.setdefault(f"{device} reserved", []).append((at, int(values["Total Reserved"])))
-    return {name: sorted(points) for name, points in found.items()}
+            curves.setdefault(f"{device} reserved", []).append((at, int(values["Total Reserved"])))
+    return {name: sorted(curve) for name, curve in curves.items()}
 
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Curves on one axis of time."""
+    """Memory curves on a common time axis."""
 
     start: int
     """Unix time in nanoseconds of the first point."""
     curves: Mapping[str, Points]
     marks: Sequence[tuple[int, int]]
-    """Time and number of each iteration's beginning."""
+    """Unix time in nanoseconds and number of each iteration at its beginning."""
 
     @classmethod
     def of(cls, allocations: Mapping[str, Points], resident: ResidentSampler) -> Self:
-        """Both accounts of a profile."""
+        """Build the timeline from a profile's allocations and resident memory."""
         curves = {**allocations, **({"resident": resident.points} if resident.points else {})}
         times = [points[0][0] for points in curves.values()] + [at for at, _ in resident.marks]
         return cls(min(times, default=0), curves, resident.marks)
 
     def values(self) -> dict[str, Any]:
-        """As JSON: seconds since the start, bytes of each curve, and the iterations' begin."""
+        """Return JSON values: seconds since the start, bytes of each curve, iteration starts."""
         curves = {
-            name: [[self._seconds(at), value] for at, value in thinned(points, _KEPT_POINTS)]
+            name: [[self._seconds(at), value] for at, value in thin_out(points, _KEPT_POINTS)]
             for name, points in self.curves.items()
         }
         return {
@@ -307,7 +310,7 @@ class MemoryTimeline:
         }
 
     def picture(self, title: str) -> str:
-        """As SVG: a line for each curve, a mark at each iteration's beginning."""
+        """Return an SVG image with a line for each curve and a mark at each iteration's start."""
         end = max([self.start + 1, *(points[-1][0] for points in self.curves.values())])
         top = max([1, *(value for points in self.curves.values() for _, value in points)])
 
@@ -328,7 +331,7 @@ class MemoryTimeline:
         for number, (name, points) in enumerate(self.curves.items()):
             color = _COLORS[number % len(_COLORS)]
             line = " ".join(
-                f"{x(at):.1f},{y(value):.1f}" for at, value in thinned(points, _DRAWN_POINTS)
+                f"{x(at):.1f},{y(value):.1f}" for at, value in thin_out(points, _DRAWN_POINTS)
             )
             rows.append(
                 f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.4"/>'
@@ -348,8 +351,8 @@ class MemoryTimeline:
         return round((at - self.start) / 1e9, 6)
 
 
-def thinned(points: Points, most: int) -> Points:
-    """At most about `most` of the points: of each stretch the highest, so that peaks stay."""
+def thin_out(points: Points, most: int) -> Points:
+    """Thin out to about `most` points: the highest of each stretch, so that peaks remain."""
     stride = -(-len(points) // most)
     return [
         max(points[at : at + stride], key=lambda point: point[1])

@@ -1,4 +1,4 @@
-"""Rates over a log interval."""
+"""Throughput and other metrics of a log interval."""
 
 import resource
 import sys
@@ -23,7 +23,7 @@ _MIB = 1 << 20
 
 
 class RateMeter:
-    """Measures iterations only: validation and checkpoints are left out."""
+    """Meter of an interval's metrics; excludes the time of validation and checkpoints."""
 
     def __init__(
         self,
@@ -34,21 +34,21 @@ class RateMeter:
         ranks: int,
         peak: float | None,
     ) -> None:
-        """Prepare for a run.
+        """Create the meter of a run.
 
         Args:
-            config: the run.
-            shape: of its model, for the operation count.
-            timers: which the iterations use.
-            ranks: processes that share the work.
-            peak: one rank's peak rate in TFLOP/s, None where it is not known.
+            config: configuration of the run.
+            shape: shape of the model, for counting operations.
+            timers: timers of the iterations.
+            ranks: number of processes that share the work.
+            peak: one rank's peak rate in TFLOP/s; None if unknown.
         """
         self._config = config
         self._timers = timers
         self._schedule = LrSchedule.of(config)
         chunks = chunks_of(config, shape.vocab_size)
         recomputed = recomputed_layers(chunks, config.train.recompute_num_layers)
-        # Of one sample, on one rank: a ramp-up changes the batch.
+        # Per sample and rank, since a ramp-up changes the batch size.
         self._hardware_tflop = (
             step_flops(shape, 1, config.train.recompute, *recomputed) / ranks / 1e12
         )
@@ -59,7 +59,7 @@ class RateMeter:
         self._paused = 0.0
 
     def start(self, iteration: int, consumed_samples: int) -> None:
-        """Begin an interval after `iteration` iterations and `consumed_samples` samples."""
+        """Start an interval after `iteration` iterations and `consumed_samples` samples."""
         self._iteration = iteration
         self._consumed_samples = consumed_samples
         self._started = time.perf_counter()
@@ -67,7 +67,7 @@ class RateMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the body's time out."""
+        """Exclude the time of the body."""
         start = time.perf_counter()
         with self._timers.paused():
             yield
@@ -76,9 +76,9 @@ class RateMeter:
     def report(
         self, state: TrainState, update: Update, loss_scale: float, device: torch.device
     ) -> tuple[StepReport, dict[str, float]]:
-        """The interval since the last call, with milliseconds per iteration by phase.
+        """Return the interval's report and milliseconds per iteration by phase.
 
-        A new one begins.
+        Starts a new interval.
         """
         iterations = max(state.iteration - self._iteration, 1)
         seconds = (time.perf_counter() - self._started - self._paused) / iterations
@@ -113,7 +113,7 @@ class RateMeter:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory used by this process so far in MiB: allocated on the GPU, or resident."""
+    """Return the peak memory of this process in MiB: allocated on the GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _MIB
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,7 +1,7 @@
-"""Perplexity of finished checkpoints on the validation and the test split.
+"""Perplexity of complete checkpoints on the validation and the test split.
 
-Beside it stands that of a model that knows only how frequent each token is: what training has to
-beat.
+Includes the baseline that training must beat: the perplexity of a unigram model, which knows only
+the frequency of each token.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,19 +34,22 @@ _BLOCK_TOKENS = 1 << 24
 
 
 class CheckpointScorer:
-    """Loads checkpoints of one run into one model and scores them.
+    """Scorer of a run's checkpoints, which it loads into one model in turn.
 
-    Every rank takes its share of the samples.
+    Every rank scores its share of the samples.
     """
 
     def __init__(self, job: EvaluateJob, mesh: ProcessMesh, device: torch.device) -> None:
-        """Open the splits. Raises DataFormatError when one has no sample to score."""
+        """Build the model and open the splits.
+
+        Raises DataFormatError if a split has no sample to score.
+        """
         self._job = job
         self._config = job.config
         self._mesh = mesh
         self._device = device
-        # A GPU computes as in training; on a CPU fp32 costs little and differs from no other
-        # machine.
+        # A GPU computes as in training; on a CPU fp32 costs little and gives the same result on all
+        # machines.
         precision = (
             resolve_precision(job.config.train.precision, device.type)
             if device.type == "cuda"
@@ -62,7 +65,7 @@ class CheckpointScorer:
         )
         parameters = self._stage.named_parameters
         self._weights = {name: parameter.data for name, parameter in parameters.items()}
-        """fp32, as a checkpoint holds them."""
+        """Weights in fp32, the precision of checkpoints."""
         self._names = names_of_all(f"model.{name}" for name in self._weights)
         for parameter in parameters.values():
             parameter.data = parameter.data.to(DTYPES[precision])
@@ -79,10 +82,10 @@ class CheckpointScorer:
         }
 
     def score(self, checkpoint: Path) -> dict[str, Any]:
-        """Losses and perplexities of one checkpoint; collective.
+        """Return the losses and perplexities of one checkpoint. Collective.
 
         Raises:
-            CheckpointError: it is damaged or of another model.
+            CheckpointError: the checkpoint is damaged or of another model.
         """
         weights = {
             f"model.{name}": self._part(name, weight) for name, weight in self._weights.items()
@@ -93,7 +96,7 @@ class CheckpointScorer:
             self._mesh.beat("load")
             load_checkpoint(checkpoint, weights, prefix="model.", expected=self._names)
         for name, parameter in self._stage.named_parameters.items():
-            parameter.data.copy_(self._weights[name])  # in fp32 they are the same
+            parameter.data.copy_(self._weights[name])  # no copy in fp32: both are the same memory
         result: dict[str, Any] = {"iteration": iteration}
         for name, dataset in self._splits.items():
             evaluation = self._evaluate(dataset)
@@ -119,7 +122,10 @@ class CheckpointScorer:
         return result
 
     def unigram(self) -> dict[str, float]:
-        """Perplexity of the train split's token frequencies on the tokens of `score`, by split."""
+        """Return the unigram perplexity of each split.
+
+        The frequencies are those of the train split, the target tokens those that `score` counts.
+        """
         job = self._job
         self._mesh.beat("unigram")
         tokens = train_tokens(
@@ -134,13 +140,13 @@ class CheckpointScorer:
         }
 
     def _targets(self, dataset: Dataset) -> Iterator[npt.NDArray[np.int64]]:
-        """The labels that `score` counts, in parts."""
+        """Yield the labels that `score` counts, in parts."""
         for indices in batches_of_rank(
             self._samples(dataset), self._config.evaluate.micro_batch_size, 0, 1
         ):
-            given = self._stage.rules.read(torch.from_numpy(dataset.gather(indices)))
+            fields = self._stage.rules.read(torch.from_numpy(dataset.gather(indices)))
             yield (
-                given.labels if given.loss_mask is None else given.labels[given.loss_mask]
+                fields.labels if fields.loss_mask is None else fields.labels[fields.loss_mask]
             ).numpy()
 
     def _samples(self, dataset: Dataset) -> int:
@@ -148,7 +154,7 @@ class CheckpointScorer:
         return len(dataset) if limit is None else min(limit, len(dataset))
 
     def _part(self, name: str, weight: Tensor) -> Tensor | TensorShard:
-        """A weight as the checkpoint sees it."""
+        """Return a weight in the form that the checkpoint loader takes."""
         partition = self._stage.partitions.get(name)
         return (
             weight
@@ -168,12 +174,12 @@ class CheckpointScorer:
 
 
 class UnigramModel:
-    """Add-one-smoothed frequencies of tokens."""
+    """Unigram model with add-one-smoothed token frequencies."""
 
     def __init__(self, tokens: Iterable[tuple[str, npt.NDArray[Any]]], vocab_size: int) -> None:
-        """Count tokens: of each pair of token files the prefix, and those of its tokens that count.
+        """Count tokens, given as pairs of a token file prefix and the tokens of it that count.
 
-        Raises DataFormatError for an id beyond `vocab_size`.
+        Raises DataFormatError for an id that is not below `vocab_size`.
         """
         self._vocab_size = vocab_size
         counts = np.zeros(vocab_size, np.int64)
@@ -182,19 +188,22 @@ class UnigramModel:
         self._log_probability = np.log(counts + 1.0) - np.log(counts.sum() + vocab_size)
 
     def perplexity(self, targets: Iterable[npt.NDArray[Any]]) -> float:
-        """Exp of the mean loss on token ids, in parts of any shape; infinite without any."""
-        seen = sum(
+        """Return the perplexity of token ids, given in parts of any shape.
+
+        Infinite without tokens.
+        """
+        counts = sum(
             (self._count(part.reshape(-1), "the split") for part in targets),
             np.zeros(self._vocab_size, int),
         )
         return (
-            float(np.exp(-(seen * self._log_probability).sum() / seen.sum()))
-            if seen.any()
+            float(np.exp(-(counts * self._log_probability).sum() / counts.sum()))
+            if counts.any()
             else float("inf")
         )
 
     def _count(self, tokens: npt.NDArray[Any], origin: str) -> npt.NDArray[np.int64]:
-        """How often each id occurs, shape [v]."""
+        """Count the occurrences of each id; shape [v]."""
         counts = np.zeros(self._vocab_size, np.int64)
         for start in range(0, len(tokens), _BLOCK_TOKENS):
             block = tokens[start : start + _BLOCK_TOKENS]

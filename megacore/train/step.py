@@ -1,4 +1,4 @@
-"""One iteration, in the order in which things happen."""
+"""One training iteration."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
-from megacore.data.sampler import is_passed_over, micro_batches
+from megacore.data.sampler import is_skipped, micro_batches
 from megacore.data.samples import Batch, Dataset, Indices
 from megacore.engine.base import Engine, Update
 from megacore.optim.param_schedule import LrSchedule, WeightDecaySchedule
@@ -20,7 +20,7 @@ from megacore.train.state import TrainState
 
 
 class Stepper:
-    """Makes iterations of one run on one rank."""
+    """Executor of one run's iterations on one rank."""
 
     def __init__(
         self,
@@ -31,15 +31,15 @@ class Stepper:
         read: Callable[[Indices], Batch],
         warn: Callable[[str], None],
     ) -> None:
-        """Prepare for a run.
+        """Create the executor of a run.
 
         Args:
-            config: the run.
+            config: configuration of the run.
             engine: model and optimizer.
             mesh: this process's groups.
-            check: looks at the losses and advances what counts them.
-            read: samples of the train split, to compute an iteration again.
-            warn: called when a batch is passed over.
+            check: check of the losses, which also counts iterations in the state.
+            read: reader of the train split, for computing an iteration again.
+            warn: callback that receives the message of a skipped batch.
         """
         self._seed = config.seed
         self._micro_batch_size = config.train.micro_batch_size
@@ -52,9 +52,9 @@ class Stepper:
         self._weight_decay = WeightDecaySchedule.of(config.optim, config.lr_decay_iters)
 
     def upcoming(self, state: TrainState, steps: int) -> Iterator[range]:
-        """Samples of this rank's micro batches in the next `steps` iterations.
+        """Yield the samples of this rank's micro batches in the next `steps` iterations.
 
-        None where it reads no tokens.
+        Yields nothing on a rank that reads no tokens.
         """
         if not self._engine.reads_tokens:
             return iter(())
@@ -77,34 +77,38 @@ class Stepper:
     ) -> Update:
         """Accumulate the gradient of one global batch, update the weights, and advance `state`.
 
-        A skipped iteration consumes its samples but does not advance the schedules. One whose
-        gradient is not finite for good, or whose loss jumped (where the engine can withhold the
-        update), is computed once more before anything follows from it. One that holds a sample of
-        `train.skip_samples` is passed over.
+        A skipped iteration consumes its samples but does not advance the schedules. If the gradient
+        is not finite and no lower loss scale can help, or the loss spikes (where the engine can
+        withhold the update), the iteration is computed a second time before the result counts. A
+        batch that contains a sample of `train.skip_samples` is skipped.
 
         Args:
             batches: this rank's micro batches, [b, width] each; empty on ranks that read no tokens.
-            state: where the run stands; changed in place.
-            notices: asked, when the losses are exchanged, what this rank has to say to all; what
-                all said comes back in the update, if one was computed.
+            state: training state; changed in place.
+            notices: function that returns this rank's notices to all ranks; it is called when the
+                losses are exchanged. The combined notices are in the returned update, if one was
+                computed.
 
         Raises:
             LossError: a loss or gradient is not finite and no lower loss scale can help, or a loss
-                jumped and the run is to stop for it.
+                spiked and the run must stop for it.
         """
         size = self._batch.at(state.consumed_samples)
-        here = range(state.consumed_samples, state.consumed_samples + size)
-        if is_passed_over(here, self._skipped):
-            update = self._pass_over(here, state)
+        global_batch = range(state.consumed_samples, state.consumed_samples + size)
+        if is_skipped(global_batch, self._skipped):
+            update = self._pass_over(global_batch, state)
         else:
-            update, first = self._attempt(batches, state, here, notices, self._spikes(state)), None
+            update, first = (
+                self._attempt(batches, state, global_batch, notices, self._spikes(state)),
+                None,
+            )
             if update.fatal or update.withheld:
                 first = update
                 withhold = self._spikes(state) if self._stops_at_spikes else None
                 update = self._attempt(
-                    map(self._read, self.upcoming(state, 1)), state, here, notices, withhold
+                    map(self._read, self.upcoming(state, 1)), state, global_batch, notices, withhold
                 )
-            self._check.take_note(update, state, first)
+            self._check.count_iteration(update, state, first)
         state.iteration += 1
         state.consumed_samples += size
         return update
@@ -113,57 +117,56 @@ class Stepper:
         self,
         batches: Iterator[Batch],
         state: TrainState,
-        here: range,
+        global_batch: range,
         notices: Callable[[], Sequence[bool]],
         withhold: Callable[[Sequence[float]], bool] | None,
     ) -> Update:
-        """Compute the global batch `here` and update the weights, unless that is withheld."""
+        """Compute a global batch and update the weights, unless the update is withheld."""
         step = state.applied_iterations + 1
         tokens = loaded(batches, self._engine.device, self._mesh)
-        self._engine.forward_backward(tokens, self._seeds(here))
+        self._engine.forward_backward(tokens, self._seeds(global_batch))
         return self._engine.update(
             self._lr.at(step), self._weight_decay.at(step), notices=notices(), withhold=withhold
         )
 
     def _spikes(self, state: TrainState) -> Callable[[Sequence[float]], bool] | None:
-        """What finds a jump of the loss before it reaches the weights.
+        """Return the spike test that runs before the weights are updated.
 
-        None where the engine cannot wait for it.
+        Returns None if the engine cannot withhold an update.
         """
         return partial(self._check.is_spike, state=state) if self._engine.can_withhold else None
 
-    def _pass_over(self, here: range, state: TrainState) -> Update:
-        """Take the global batch `here` as read without computing it."""
+    def _pass_over(self, global_batch: range, state: TrainState) -> Update:
+        """Count the global batch as consumed without computing it."""
         state.interval.skipped_iterations += 1
-        state.passed_over.append((here.start, here.stop - 1))
+        state.passed_over.append((global_batch.start, global_batch.stop - 1))
         self._warn(
-            f"iteration {state.iteration + 1} passes over samples {here.start} to {here.stop - 1}, "
-            "among which are some of train.skip_samples"
+            f"iteration {state.iteration + 1} skips samples {global_batch.start} to "
+            f"{global_batch.stop - 1}, among which are some of train.skip_samples"
         )
-        losses = (math.nan,) * (len(here) // self._micro_batch_size)
+        losses = (math.nan,) * (len(global_batch) // self._micro_batch_size)
         return Update(
             losses, dict.fromkeys(self._engine.loss_names, math.nan), math.nan, applied=False
         )
 
-    def _seeds(self, here: range) -> list[int]:
-        """Dropout seeds of this rank's micro batches, by their first samples.
+    def _seeds(self, global_batch: range) -> list[int]:
+        """Return the dropout seeds of this rank's micro batches, derived from their first samples.
 
         Other layouts draw the same numbers.
         """
         size, replicas = self._micro_batch_size, self._mesh.data_parallel
-        first = here.start + replicas.rank * size
+        first = global_batch.start + replicas.rank * size
         return [
             micro_batch_seed(self._seed, sample)
-            for sample in range(first, here.stop, size * replicas.size)
+            for sample in range(first, global_batch.stop, size * replicas.size)
         ]
 
 
 def reader(dataset: Dataset, device: torch.device) -> Callable[[Indices], Batch]:
-    """The data set's `gather`; for a GPU into pinned memory.
+    """Return the data set's `gather`; for a GPU, a variant that fills pinned memory.
 
-    From there `loaded` copies without waiting.
-
-    torch gives such memory out again only when the copy is done.
+    `loaded` copies from pinned memory without waiting. torch reuses this memory only after the copy
+    is complete.
     """
     if device.type != "cuda":
         return dataset.gather
@@ -178,7 +181,7 @@ def reader(dataset: Dataset, device: torch.device) -> Callable[[Indices], Batch]
 
 
 def loaded(batches: Iterator[Batch], device: torch.device, mesh: ProcessMesh) -> Iterator[Tensor]:
-    """Ids [b, width] of each batch on the device, without waiting for the copy."""
+    """Yield the ids [b, width] of each batch on the device, without waiting for the copy."""
     while True:
         with mesh.time("batch-generator"):
             batch = next(batches, None)

@@ -1,4 +1,4 @@
-"""Ending a training early, with a checkpoint: signals, time, intervals, a file."""
+"""Early end of a training, with a checkpoint: signals, time limit, interval, stop file."""
 
 import signal
 import threading
@@ -17,28 +17,28 @@ from megacore.errors import PreemptedError, TrainingStoppedError
 StopReason = Literal["signal", "exit_duration", "stop_file", "exit_interval"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What asks a rank to save and end: a launcher or a scheduler that stops the job, and Slurm's early
-warning."""
+"""Signals that ask a rank to save and exit: from a launcher or scheduler that stops the job, and
+Slurm's early warning."""
 _NOTICES: tuple[StopReason, ...] = ("signal", "exit_duration", "stop_file")
-"""What one rank knows and the others do not, in the order of their precedence."""
+"""Reasons that only one rank knows, in order of precedence."""
 _LOOK_INTERVAL = 1.0
-"""Seconds between two looks for the stop file, which may lie on a slow file system."""
+"""Seconds between two checks for the stop file, which may be on a slow file system."""
 
 
 class Limits(Protocol):
-    """What a run's configuration says of its end."""
+    """Limits of a run: options of its configuration that end it."""
 
     @property
     def train_iters(self) -> int:
-        """Iterations of the whole run."""
+        """Number of iterations of the whole run."""
 
     @property
     def exit_duration_minutes(self) -> float | None:
-        """Minutes after whose end it stops; None means never."""
+        """Minutes after which the run stops; None means never."""
 
     @property
     def exit_interval(self) -> int | None:
-        """Iterations at whose multiples it stops; None means never."""
+        """Number of iterations at whose multiples the run stops; None means never."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ class StopLimits:
 
 
 class StopRequest:
-    """Why this run is to end early, agreed upon by all ranks in each iteration."""
+    """Request to end this run early, agreed upon by all ranks in each iteration."""
 
     def __init__(
         self, config: Limits, run_directory: Path, *, rank: int, started: float | None = None
     ) -> None:
-        """Nothing is asked for yet.
+        """Create the request; no stop is requested yet.
 
         Args:
-            config: the limits.
-            run_directory: where the stop file may appear.
-            rank: the first one watches the clock and the file.
-            started: time.monotonic() when this attempt began; None means now.
+            config: limits of the run.
+            run_directory: directory in which the stop file may appear.
+            rank: rank of this process; the first one watches the clock and the stop file.
+            started: time.monotonic() at the start of this attempt; None means now.
         """
         self.file = run_directory / STOP_FILE
         self.signal: signal.Signals | None = None
-        """The first signal that this rank got."""
+        """First signal that this rank received."""
         self._config = config
         self._watches = rank == 0
         self._started = time.monotonic() if started is None else started
@@ -75,42 +75,44 @@ class StopRequest:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Take note of `SIGNALS` within the block instead of ending at once.
+        """Record `SIGNALS` within the block instead of exiting at once.
 
-        Only a main thread can.
+        Has an effect only in the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._take_note) for number in SIGNALS}
+        previous_handlers = {
+            number: signal.signal(number, self._record_signal) for number in SIGNALS
+        }
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)
 
     def notices(self) -> tuple[bool, ...]:
-        """What this rank has to tell the others, for `Engine.update`."""
+        """Return this rank's notices for the other ranks, to be passed to `Engine.update`."""
         return (self.signal is not None, self._is_late(), self._sees_the_file())
 
     def reason(self, notices: Sequence[bool], iteration: int) -> StopReason | None:
-        """Why all ranks stop after `iteration`, the same on each.
+        """Return the reason why all ranks stop after `iteration`, or None; identical on all ranks.
 
-        `notices` are what all of them said together.
+        `notices` are the combined notices of all ranks.
         """
-        told = [reason for reason, given in zip(_NOTICES, notices, strict=False) if given]
-        if told:
-            return told[0]
+        reasons = [reason for reason, notice in zip(_NOTICES, notices, strict=False) if notice]
+        if reasons:
+            return reasons[0]
         interval = self._config.exit_interval
         return "exit_interval" if interval is not None and iteration % interval == 0 else None
 
     def error(self, reason: StopReason, iteration: int, checkpoint: Path) -> TrainingStoppedError:
-        """The run's end as an exception, its message saying how to go on."""
+        """Return the exception for the end of the run; its message says how to resume."""
         limit = self._config.exit_duration_minutes
-        why: dict[StopReason, str] = {
+        causes: dict[StopReason, str] = {
             "signal": (
                 "a signal asked for it "
                 f"({self.signal.name if self.signal else 'another rank got it'})"
@@ -124,11 +126,11 @@ class StopRequest:
         kind = PreemptedError if reason == "signal" else TrainingStoppedError
         return kind(
             f"training stopped at iteration {iteration} of {self._config.train_iters} since "
-            f"{why[reason]}: {checkpoint} is complete, and the same command goes on from there"
+            f"{causes[reason]}: {checkpoint} is complete, and the same command resumes from there"
         )
 
-    def take_away_file(self) -> None:
-        """Remove the stop file, on the rank that watches it: the next attempt is to go on.
+    def remove_stop_file(self) -> None:
+        """Remove the stop file, on the rank that watches it, so that the next attempt can run.
 
         Raises WorkspaceError.
         """

@@ -1,1 +1,1 @@
-"""Texts that a model was not trained for: WikiText's perplexity and LAMBADA's last words."""
+"""Zero-shot evaluation: perplexity on WikiText and last-word accuracy on LAMBADA."""

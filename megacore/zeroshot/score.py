@@ -1,4 +1,4 @@
-"""Scores of a causal model; every data-parallel rank takes its share of the batches."""
+"""Zero-shot scores of a causal model; each data-parallel rank scores its share of the batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,49 +18,49 @@ from megacore.zeroshot.texts import Passage, WikiText, check_windows, windows
 
 @dataclass(frozen=True)
 class WikiTextScore:
-    """How well a model predicts a text."""
+    """Perplexity of a model on WikiText."""
 
     word_ppl: float
-    """exp(negative log-likelihood of the text / its words): the same measure for every
-    vocabulary."""
+    """exp(negative log-likelihood / number of words), comparable between vocabularies."""
     token_ppl: float
-    """exp(negative log-likelihood of the text / its tokens)."""
+    """exp(negative log-likelihood / number of tokens)."""
     loss: float
-    """Nats per token."""
+    """Mean loss in nats per token."""
     words: int
     tokens: int
     windows: int
     seq_length: int
-    """Tokens of a window."""
+    """Tokens per window."""
     overlapping_eval: int
-    """Tokens between the starts of windows."""
+    """Stride of the windows in tokens."""
 
 
 @dataclass(frozen=True)
 class LambadaScore:
-    """How often a model completes a passage."""
+    """Accuracy of a model on the last words of LAMBADA's passages."""
 
     accuracy: float
-    """Share of the passages of whose last word every token is the most probable one."""
+    """Fraction of passages where every token of the last word is the most probable one."""
     target_ppl: float
-    """exp(mean negative log-likelihood of a last word)."""
+    """exp(mean negative log-likelihood of the last words)."""
     passages: int
     correct: int
     shortened: int
-    """Passages that lost their beginning because they are longer than the model's positions."""
+    """Number of passages cut at the beginning because they exceed the window."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Tokens that a model reads, and how many predictions after them count, the last ones."""
+    """Token sequence to score, and the number of its last predictions that count."""
 
     tokens: np.ndarray
-    """[s + 1]: what is read, one place later what is predicted."""
+    """[s + 1] ids: the inputs are the first s, the labels the last s."""
     scored: int
+    """Number of predictions at the end that count."""
 
 
 class ZeroshotScorer:
-    """Scores texts with one model."""
+    """Zero-shot scorer of one model."""
 
     def __init__(
         self,
@@ -71,9 +71,14 @@ class ZeroshotScorer:
         vocab_size: int,
         batch_size: int,
     ) -> None:
-        """`vocab_size` is the model's before padding.
+        """Initialize the scorer.
 
-        The padding's rows have no part in a probability.
+        Args:
+            model: causal model in evaluation mode.
+            mesh: process groups of the ranks.
+            device: device of the model.
+            vocab_size: the model's vocabulary size before padding; padding rows get no probability.
+            batch_size: sequences per forward pass.
         """
         self._model = model
         self._mesh = mesh
@@ -84,19 +89,19 @@ class ZeroshotScorer:
     def wikitext(
         self, text: WikiText, seq_length: int, overlapping_eval: int | None = None
     ) -> WikiTextScore:
-        """Perplexity of a text; collective.
+        """Compute the perplexity of a text; collective over all ranks.
 
-        As in NVIDIA/Megatron-LM's zero-shot evaluation the first token and the first word are
-        given.
+        As in NVIDIA/Megatron-LM's zero-shot evaluation, the first token and the first word are not
+        scored.
 
         Args:
-            text: what is scored.
-            seq_length: tokens of a window.
-            overlapping_eval: tokens between the starts of windows; None means `seq_length`.
+            text: text to score.
+            seq_length: tokens per window.
+            overlapping_eval: stride of the windows in tokens; None means `seq_length`.
 
         Raises:
-            ConfigError: windows are longer than the model's positions, or `overlapping_eval` than a
-                window.
+            ConfigError: if windows are longer than the model's positions, or `overlapping_eval` is
+                longer than a window.
         """
         check_windows(seq_length, overlapping_eval, self._model.max_position_embeddings)
         ids = text.tokens.astype(np.int64)
@@ -126,18 +131,19 @@ class ZeroshotScorer:
         return score
 
     def lambada(self, passages: Sequence[Passage], seq_length: int) -> LambadaScore:
-        """Accuracy on the last words; collective.
+        """Compute the accuracy on the passages' last words; collective over all ranks.
 
-        Raises ConfigError when windows are longer than the positions.
+        Raises:
+            ConfigError: if `seq_length` exceeds the model's positions.
         """
         check_windows(seq_length, None, self._model.max_position_embeddings)
-        whole = [
+        sequences = [
             np.concatenate([passage.context, passage.target]).astype(np.int64)
             for passage in passages
         ]
         reads = [
             _Read(ids[-seq_length - 1 :], min(len(passage.target), seq_length))
-            for ids, passage in zip(whole, passages, strict=True)
+            for ids, passage in zip(sequences, passages, strict=True)
         ]
         logger.info("LAMBADA | passages: %d", len(reads))
         scores = self._scores(reads)
@@ -147,7 +153,7 @@ class ZeroshotScorer:
             target_ppl=perplexity(float(scores[:, 0].mean())),
             passages=len(reads),
             correct=correct,
-            shortened=sum(len(ids) > seq_length + 1 for ids in whole),
+            shortened=sum(len(ids) > seq_length + 1 for ids in sequences),
         )
         logger.info(
             "LAMBADA | accuracy: %.4f | PPL of last words: %.4f", score.accuracy, score.target_ppl
@@ -156,38 +162,37 @@ class ZeroshotScorer:
 
     @torch.inference_mode()
     def _scores(self, reads: Sequence[_Read]) -> Tensor:
-        """Of each read the summed loss and the number of wrong predictions, fp64 [reads, 2].
+        """Return each read's summed loss and number of wrong predictions, fp64 [reads, 2].
 
-        Wrong are those that are not the most probable.
-
-        Reads of a length go together, so that there is little padding.
+        A prediction is wrong if the label is not the most probable token. Reads of similar length
+        share a batch to keep padding small.
         """
-        found = torch.zeros(len(reads), 2, dtype=torch.float64, device=self._device)
+        scores = torch.zeros(len(reads), 2, dtype=torch.float64, device=self._device)
         order = sorted(range(len(reads)), key=lambda number: -len(reads[number].tokens))
         replicas = self._mesh.data_parallel
         for batch in batches_of_rank(len(reads), self._batch_size, replicas.rank, replicas.size):
-            numbers = [order[place] for place in batch]
+            numbers = [order[position] for position in batch]
             for number, score in zip(
                 numbers, self._batch([reads[number] for number in numbers]), strict=True
             ):
-                found[number] = score
+                scores[number] = score
         if replicas.size > 1:
-            dist.all_reduce(found, group=replicas.group)
-        return found.cpu()
+            dist.all_reduce(scores, group=replicas.group)
+        return scores.cpu()
 
     def _batch(self, reads: Sequence[_Read]) -> Iterator[Tensor]:
-        """The two numbers of each read.
+        """Yield summed loss and number of wrong predictions of each read.
 
-        Shorter ones are padded on the right, where nothing looks.
+        Shorter reads are padded on the right, which causal attention never sees.
         """
         tokens = torch.zeros(len(reads), max(len(read.tokens) for read in reads), dtype=torch.int64)
         for row, read in zip(tokens, reads, strict=True):
             row[: len(read.tokens)] = torch.from_numpy(read.tokens)
         tokens = tokens.to(self._device)
         logits = self._model(tokens[:, :-1])
-        for row, read, predicted in zip(tokens, reads, logits, strict=True):
+        for row, read, row_logits in zip(tokens, reads, logits, strict=True):
             stop = len(read.tokens)
             labels = row[stop - read.scored : stop]
-            own = predicted[stop - 1 - read.scored : stop - 1, : self._vocab_size].float()
-            losses = F.cross_entropy(own, labels, reduction="none").double()
-            yield torch.stack([losses.sum(), (own.argmax(-1) != labels).sum().double()])
+            selected = row_logits[stop - 1 - read.scored : stop - 1, : self._vocab_size].float()
+            losses = F.cross_entropy(selected, labels, reduction="none").double()
+            yield torch.stack([losses.sum(), (selected.argmax(-1) != labels).sum().double()])

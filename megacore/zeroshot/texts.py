@@ -1,10 +1,10 @@
-"""The texts of zero-shot evaluation: WikiText in windows, and LAMBADA's last words.
+"""Texts of zero-shot evaluation: WikiText in windows and LAMBADA's passages.
 
-WikiText (Merity et al. 2016, arXiv:1609.07843) is one text, joined again as it was before its words
-were divided: GPT-2 was measured on such text (Radford et al. 2019, section 3.1). The rules are
-those of NVIDIA/Megatron-LM's zero-shot evaluation, in their order, so that perplexities can be
-compared. LAMBADA (Paperno et al. 2016, arXiv:1606.06031) has passages whose last word only the
-whole passage gives away.
+WikiText (Merity et al. 2016, arXiv:1609.07843) is one tokenized text. It is detokenized first,
+because GPT-2 was evaluated on detokenized text (Radford et al. 2019, section 3.1). The rules are
+those of NVIDIA/Megatron-LM's zero-shot evaluation, in the same order, so that perplexities can be
+compared. LAMBADA (Paperno et al. 2016, arXiv:1606.06031) has passages whose last word can be
+guessed only from the complete passage.
 """
 
 import json
@@ -46,20 +46,21 @@ _AFTER_PAIRS = (
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of tokens that is read at once; the last of the tokens after them are scored."""
+    """Range of tokens for one forward pass, of which the last predictions are scored."""
 
     start: int
-    """Of its first token."""
+    """Index of the first token."""
     stop: int
-    """Behind its last token; the token at `stop` is the last one that it predicts."""
+    """Index after the last token; the token at `stop` is the last one predicted."""
     scored: int
-    """How many of its predictions count, the last ones."""
+    """Number of predictions at the end that count."""
 
 
 def check_windows(length: int, stride: int | None, positions: int | None = None) -> None:
-    """Refuse windows that leave tokens out or are longer than the model's `positions`.
+    """Check that windows skip no tokens and fit the model's `positions`.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: if they do not.
     """
     if positions is not None and length > positions:
         raise ConfigError(
@@ -74,38 +75,36 @@ def check_windows(length: int, stride: int | None, positions: int | None = None)
 
 
 def windows(tokens: int, length: int, stride: int | None = None) -> list[Window]:
-    """Windows in which every token but the first is predicted once.
+    """Return windows that together predict every token but the first exactly once.
 
-    It has as many tokens before it as there can be.
-
-    All but the first window count their last `stride` predictions alone: each then has at least
-    `length` - `stride` tokens before it, or all there are. They begin where those of
-    NVIDIA/Megatron-LM's `--overlapping-eval` do.
+    After the first window only the last `stride` predictions of a window count. Each of them then
+    has at least `length` - `stride` tokens of context, or all preceding ones. The windows start
+    where those of NVIDIA/Megatron-LM's `--overlapping-eval` do.
 
     Args:
-        tokens: of the text.
-        length: of a window.
-        stride: tokens between the starts of windows; None means `length`: they do not overlap.
+        tokens: number of tokens in the text.
+        length: tokens per window.
+        stride: tokens between the starts of windows; None means `length`, without overlap.
 
     Raises:
-        ConfigError: `stride` does not lie between 1 and `length`.
+        ConfigError: if `stride` is not between 1 and `length`.
     """
     check_windows(length, stride)
     step = length if stride is None else stride
-    found: list[Window] = []
-    predicted = 0  # the token at this place is the last that a window so far predicts
+    result: list[Window] = []
+    predicted = 0  # index of the last token that a window predicts so far
     while predicted < tokens - 1:
-        start = len(found) * step
+        start = len(result) * step
         stop = min(start + length, tokens - 1)
-        found.append(Window(start, stop, stop - predicted))
+        result.append(Window(start, stop, stop - predicted))
         predicted = stop
-    return found
+    return result
 
 
 def detokenize_wikitext(text: str) -> str:
-    """Join what WikiText has divided.
+    """Undo WikiText's tokenization.
 
-    Numbers, hyphens, punctuation, what is in brackets or quotes, headings.
+    Joins numbers, hyphens, punctuation, brackets, quotes and headings.
     """
     for divided, joined in _BEFORE_PAIRS:
         text = text.replace(divided, joined)
@@ -118,22 +117,26 @@ def detokenize_wikitext(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Words of WikiText as it comes: whatever spaces divide, the end of a line too."""
+    """Count the words of the original WikiText: the parts between spaces, including line ends."""
     return len(text.strip().split(" "))
 
 
 @dataclass(frozen=True)
 class WikiText:
-    """The text as a model reads it."""
+    """WikiText as model input."""
 
     tokens: npt.NDArray[np.integer[Any]]
-    """[tokens] ids of the text whose words are joined again."""
+    """[tokens] ids of the detokenized text."""
     words: int
-    """Of the text as it came."""
+    """Number of words of the original text."""
 
 
 def read_wikitext(path: Path, tokenizer: Tokenizer) -> WikiText:
-    """Read a split of WikiText, words divided by spaces. Raises DataFormatError."""
+    """Read a split of WikiText, with words separated by spaces.
+
+    Raises:
+        DataFormatError: if the file cannot be read or has fewer than 2 tokens.
+    """
     text = read_text(path)
     tokens = tokenizer.encode(detokenize_wikitext(text))
     if len(tokens) < 2:
@@ -142,7 +145,11 @@ def read_wikitext(path: Path, tokenizer: Tokenizer) -> WikiText:
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 file, its line ends as they are. Raises DataFormatError."""
+    """Read a UTF-8 file without translating line ends.
+
+    Raises:
+        DataFormatError: if the file cannot be read or is not UTF-8.
+    """
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -155,7 +162,7 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Passage:
-    """One passage as a model reads it."""
+    """One LAMBADA passage as model input."""
 
     context: npt.NDArray[np.integer[Any]]
     """Ids of all words but the last."""
@@ -164,7 +171,11 @@ class Passage:
 
 
 def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
-    """Read passages as JSON Lines, their text under `text`. Raises DataFormatError."""
+    """Read passages from JSON Lines with the text under the key `text`.
+
+    Raises:
+        DataFormatError: if the file cannot be read, has no passage or a damaged line.
+    """
     pairs = [
         _divided(line, f"{path}:{number}")
         for number, line in enumerate(read_text(path).split("\n"), 1)
@@ -179,18 +190,18 @@ def read_lambada(path: Path, tokenizer: Tokenizer) -> list[Passage]:
     return [Passage(context, target) for context, target in zip(contexts, targets, strict=True)]
 
 
-def _divided(line: str, place: str) -> tuple[str, str]:
-    """The passage of a line without its last word, and that word."""
+def _divided(line: str, where: str) -> tuple[str, str]:
+    """Split a line's passage into the text before the last word, and the last word."""
     try:
         text = json.loads(line)["text"]
         words = text.split()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataFormatError(
-            f"{place} is no JSON object with a text under the key text: {line[:80]!r}"
+            f"{where} is no JSON object with a text under the key text: {line[:80]!r}"
         ) from error
     if len(words) < 2:
         raise DataFormatError(
-            f"{place} has {len(words)} words: a passage needs at least 2, of which the last is "
-            "asked"
+            f"{where} has {len(words)} words: a passage needs at least 2, of which the last is "
+            "predicted"
         )
     return text[: text.rindex(words[-1])].strip(), words[-1]

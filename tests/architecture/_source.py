@@ -1,4 +1,4 @@
-"""The repository as data: its files, and what each module imports."""
+"""The repository as data: its files, and the imports of each module."""
 
 import ast
 import subprocess
@@ -9,13 +9,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ("megacore", "tasks", "flows")
-"""What stands on floors."""
+"""Top-level packages with floors."""
 FLOORS = Path("tests/architecture/floors.toml")
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, and whether the import runs when the importing module is imported."""
+    """An imported module, and whether the import runs when the importing module is imported."""
 
     module: str
     at_import: bool
@@ -24,7 +24,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Step:
-    """An import that leads to another package; a root module such as errors.py is a package too."""
+    """An import of another package; root modules such as errors.py count as packages."""
 
     importer: str
     imported: str
@@ -37,8 +37,10 @@ class Step:
 
 @cache
 def repository_files() -> tuple[Path, ...]:
-    """Every file that git tracks or would track, relative to the root; in an unpacked archive,
-    every file."""
+    """Return every file that git tracks or would track, relative to the root.
+
+    In an unpacked archive, return every file.
+    """
     if not (ROOT / ".git").exists():
         return tuple(path.relative_to(ROOT) for path in sorted(ROOT.rglob("*")) if path.is_file())
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
@@ -50,7 +52,7 @@ def repository_files() -> tuple[Path, ...]:
 
 @cache
 def python_files(*packages: str) -> tuple[Path, ...]:
-    """The Python files below the given top-level directories."""
+    """Return the Python files below the given top-level directories."""
     return tuple(
         path for path in repository_files() if path.suffix == ".py" and path.parts[0] in packages
     )
@@ -58,24 +60,24 @@ def python_files(*packages: str) -> tuple[Path, ...]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Return the syntax tree of a file."""
     return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
 
 
 def imports(path: Path) -> list[Import]:
-    """Everything `path` imports.
+    """Return all imports of `path`.
 
-    What stands in a function or under TYPE_CHECKING does not run at import.
+    Imports in a function or under TYPE_CHECKING do not run at import.
     """
-    found: list[Import] = []
+    result: list[Import] = []
 
     def visit(node: ast.AST, at_import: bool) -> None:
         if isinstance(node, ast.Import):
-            found.extend(Import(alias.name, at_import, node.lineno) for alias in node.names)
+            result.extend(Import(alias.name, at_import, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = _absolute(path, node)
-            found.append(Import(module, at_import, node.lineno))
-            found.extend(
+            result.append(Import(module, at_import, node.lineno))
+            result.extend(
                 Import(f"{module}.{alias.name}", at_import, node.lineno) for alias in node.names
             )
         later = isinstance(
@@ -85,17 +87,17 @@ def imports(path: Path) -> list[Import]:
             visit(child, at_import and not later)
 
     visit(tree(path), True)
-    return found
+    return result
 
 
 def imports_of(path: Path, *packages: str) -> list[Import]:
-    """The imports of `path` that come from one of the packages."""
+    """Return the imports of `path` from one of the packages."""
     return [item for item in imports(path) if item.module.split(".")[0] in packages]
 
 
 @cache
 def floors() -> dict[str, str]:
-    """The purpose of each package by its name, lowest first."""
+    """Return the purpose of each package by its name, lowest first."""
     table = tomllib.loads((ROOT / FLOORS).read_text(encoding="utf-8"))["floors"]
     purposes: dict[str, str] = dict(table)
     assert len(purposes) == len(table), f"{FLOORS} names a package twice"
@@ -103,12 +105,12 @@ def floors() -> dict[str, str]:
 
 
 def steps() -> list[Step]:
-    """Every import in megacore, tasks or flows that leads to another package of them."""
+    """Return every import in megacore, tasks or flows that leads to another package of them."""
     return [step for path in python_files(*HOUSE) for step in steps_of(path)]
 
 
 def steps_of(path: Path) -> list[Step]:
-    """The imports of `path` that lead to another package, one for each line and package."""
+    """Return the imports of `path` that lead to another package, one per line and package."""
     importer = _package(path.with_suffix("").parts)
     imported = imports_of(path, *HOUSE)
     lines = {(item.line, _package(tuple(item.module.split(".")))) for item in imported}
@@ -117,7 +119,7 @@ def steps_of(path: Path) -> list[Step]:
 
 
 def _package(parts: tuple[str, ...]) -> str:
-    """The name in the table of floors; of what megacore/__init__.py offers, megacore."""
+    """Return the name in the table of floors; megacore for exports of megacore/__init__.py."""
     if parts[0] != "megacore":
         return parts[0]
     return parts[1] if parts[1:] and parts[1] in floors() else "megacore"

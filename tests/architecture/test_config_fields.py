@@ -1,4 +1,4 @@
-"""Every configuration value says what it is, in which unit, and whose keys it enters."""
+"""Rules of configuration fields: each states its meaning, its unit and the keys it enters."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -20,7 +20,7 @@ class Field(NamedTuple):
     section: type[BaseModel]
     name: str
     declared: Declaration | None
-    """What enters a key; None where neither the field nor a section around it names a stage."""
+    """Declaration of the keys; None if neither the field nor a section around it names a stage."""
     holds_sections: bool
     within: Declaration | None
     """Declaration of the field around it."""
@@ -30,7 +30,7 @@ class Field(NamedTuple):
 
 
 def sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a type mentions, without those within."""
+    """Yield the sections that a type mentions, without nested ones."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in getattr(annotation, "__args__", ()):
@@ -38,23 +38,27 @@ def sections(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def fields(section: type[BaseModel], within: Declaration | None = None) -> Iterator[Field]:
-    """Yield every field of a section and of those in it. Raises TypeError for a silent one."""
+    """Yield every field of a section and of its nested sections.
+
+    Raises:
+        TypeError: a field declares nothing.
+    """
     for name, info in section.model_fields.items():
         inner = list(sections(info.annotation))
         declared = declaration(section, name, within)
         yield Field(section, name, declared, bool(inner), within)
-        for one in inner:
-            yield from fields(one, declared)
+        for nested in inner:
+            yield from fields(nested, declared)
 
 
 @cache
 def all_fields() -> list[Field]:
-    """Every field of both configurations."""
+    """Return every field of both configurations."""
     return [*fields(RunConfig), *fields(FinetuneConfig)]
 
 
 def all_sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a type mentions, and those within."""
+    """Yield the sections that a type mentions, and nested ones."""
     for section in sections(annotation):
         yield section
         for info in section.model_fields.values():
@@ -66,7 +70,7 @@ SECTIONS = sorted(
 )
 
 
-def test_every_section_is_found() -> None:
+def test_sections_of_both_configurations_are_listed() -> None:
     names = {section.__name__ for section in SECTIONS}
     assert {
         "RunConfig",
@@ -84,11 +88,11 @@ def test_every_section_is_found() -> None:
         "CausalLmConfig",
         "FinetuneLaunchConfig",
     } <= names
-    assert len(names) == len(SECTIONS)  # each name says which section is meant
+    assert len(names) == len(SECTIONS)  # no two sections have the same name
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_fields_say_what_they_are(section: type[BaseModel]) -> None:
+def test_sections_are_frozen_and_their_fields_are_documented(section: type[BaseModel]) -> None:
     assert issubclass(section, Section)
     assert section.model_config["frozen"]
     assert section.model_config["extra"] == "forbid"
@@ -105,28 +109,28 @@ def test_job_fields_are_documented() -> None:
             assert field.description, f"{section.__name__}.{name} has no docstring"
 
 
-def test_fields_say_whose_keys_they_enter() -> None:
+def test_fields_declare_the_keys_they_enter() -> None:
     silent = [
         str(field) for field in all_fields() if field.declared is None and not field.holds_sections
     ]
     assert not silent, (
         f"{silent} are keyed(), and neither they nor their sections name a stage: give key=..."
     )
-    nothing = Declaration(frozenset())
+    no_stages = Declaration(frozenset())
     for field in all_fields():
-        said = field.section.model_fields[field.name].json_schema_extra
-        bare = (
-            field.within == nothing
-            and field.declared == nothing
-            and said != unkeyed().json_schema_extra
+        declaration_in_schema = field.section.model_fields[field.name].json_schema_extra
+        contradicts = (
+            field.within == no_stages
+            and field.declared == no_stages
+            and declaration_in_schema != unkeyed().json_schema_extra
         )
-        assert not bare, (
+        assert not contradicts, (
             f"{field} is keyed() in a section that is unkeyed(): name its stages, or say unkeyed()"
         )
 
 
 def stages_of(section: str) -> dict[str, frozenset[str]]:
-    """The stages that each field of a section enters, wherever the section is."""
+    """Return the stages that each field of a section enters, wherever the section is."""
     return {
         field.name: frozenset(field.declared.stages)
         for field in all_fields()
@@ -135,7 +139,7 @@ def stages_of(section: str) -> dict[str, frozenset[str]]:
 
 
 RANKS = {"hostfile", "include", "exclude", "nnodes", "nproc_per_node"}
-"""Of how many ranks a fine-tuning's checkpoints are depends on these."""
+"""Fields that determine the number of ranks of a fine-tuning's checkpoints."""
 MAY_CHANGE = {
     "RunConfig": {
         "name",
@@ -177,7 +181,7 @@ MAY_CHANGE = {
         "exit_duration_minutes",
     },
 }
-"""What may change when a run resumes, of sections that decide what it computes."""
+"""Fields that may change when a run resumes, of sections that decide what it computes."""
 ALL_MAY_CHANGE = (
     *(
         "ParallelConfig",
@@ -203,11 +207,11 @@ RUN_AND_INPUTS = frozenset(
         "finetune",
     ]
 )
-"""The runs, and the stages that make what they read."""
+"""The runs, and the stages that produce their inputs."""
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_what_may_change_on_resume_is_named_here(section: type[BaseModel]) -> None:
+def test_only_the_listed_fields_may_change_on_resume(section: type[BaseModel]) -> None:
     name, stages = section.__name__, stages_of(section.__name__)
     free = {field for field, entered in stages.items() if not entered & RUN_AND_INPUTS}
     if name in ALL_MAY_CHANGE:
@@ -220,8 +224,13 @@ def test_what_may_change_on_resume_is_named_here(section: type[BaseModel]) -> No
         assert free == MAY_CHANGE.get(name, set())
 
 
-def test_what_a_fine_tuning_computes_is_in_its_runs_key() -> None:
-    everything = ("ClassificationConfig", "Seq2SeqConfig", "CausalLmConfig", "FinetuneOptimConfig")
+def test_fields_that_decide_what_a_fine_tuning_computes_are_in_its_key() -> None:
+    sections_with_all_fields = (
+        "ClassificationConfig",
+        "Seq2SeqConfig",
+        "CausalLmConfig",
+        "FinetuneOptimConfig",
+    )
     schedule = (
         "num_epochs",
         "max_steps",
@@ -230,23 +239,12 @@ def test_what_a_fine_tuning_computes_is_in_its_runs_key() -> None:
         "precision",
     )
     for section, names in {
-        **dict.fromkeys(everything, ()),
+        **dict.fromkeys(sections_with_all_fields, ()),
         "FinetuneTrainConfig": schedule,
         "PretrainedConfig": ("random_weights", "pad_token"),
         "FinetuneConfig": ("seed",),
         "FinetuneLaunchConfig": ("distributed", "deepspeed_config", *RANKS),
     }.items():
-        found = stages_of(section)
-        for name in names or found:
-            assert "finetune" in found[name], f"{section}.{name}"
-
-
-def test_a_field_that_declares_nothing_is_refused() -> None:
-    class Silent(Section):
-        """A section whose field does not say."""
-
-        value: int = 1
-        """Declares nothing."""
-
-    with pytest.raises(TypeError, match=r"Silent\.value is neither keyed\(\) nor unkeyed\(\)"):
-        list(fields(Silent))
+        stages = stages_of(section)
+        for name in names or stages:
+            assert "finetune" in stages[name], f"{section}.{name}"

@@ -1,5 +1,4 @@
-"""prefect.yaml holds a deployment of every flow for every file in conf/ that it takes, and nothing
-else."""
+"""Deployments in prefect.yaml: one of every flow for every file in conf/, and no others."""
 
 import ast
 from pathlib import Path
@@ -18,7 +17,7 @@ FLOWS = {
 }
 """Flows that take the files in conf/."""
 FINETUNE = {"finetune": "flows/finetune.py:finetune"}
-"""The flow that takes those in conf/finetune/."""
+"""The flow that takes the files in conf/finetune/."""
 CONFS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
 FINETUNE_CONFS = sorted(path.stem for path in (ROOT / "conf" / "finetune").glob("*.yaml"))
 
@@ -40,7 +39,7 @@ def test_every_conf_has_a_deployment_of_every_flow(prefect_yaml: dict[str, Any])
     )
 
 
-def test_deployments_differ_in_flow_and_conf_alone(prefect_yaml: dict[str, Any]) -> None:
+def test_deployments_differ_only_in_flow_and_conf(prefect_yaml: dict[str, Any]) -> None:
     base = prefect_yaml["definitions"]["base"]
     for item in prefect_yaml["deployments"]:
         assert item["parameters"] == {"conf": item["name"], "overrides": {}}
@@ -53,14 +52,14 @@ def test_deployments_differ_in_flow_and_conf_alone(prefect_yaml: dict[str, Any])
 @pytest.mark.parametrize("name", FLOWS | FINETUNE)
 def test_entrypoints_are_flows_that_take_conf_and_overrides(name: str) -> None:
     file, function = (FLOWS | FINETUNE)[name].split(":")
-    found = [
+    functions = [
         node
         for node in tree(Path(file)).body
         if isinstance(node, ast.FunctionDef) and node.name == function
     ]
-    assert len(found) == 1
-    assert [argument.arg for argument in found[0].args.args][:2] == ["conf", "overrides"]
-    decorators = [ast.unparse(node) for node in found[0].decorator_list]
+    assert len(functions) == 1
+    assert [argument.arg for argument in functions[0].args.args][:2] == ["conf", "overrides"]
+    decorators = [ast.unparse(node) for node in functions[0].decorator_list]
     assert any(text.startswith("flow(") and f"name='{name}'" in text for text in decorators)
 
 

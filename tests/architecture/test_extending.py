@@ -1,7 +1,4 @@
-"""docs/extending.md names what is in this repository, and walks the path that house.py counts.
-
-The map in README.md has every floor, the highest first.
-"""
+"""Agreement of docs/extending.md with the repository."""
 
 import re
 import tomllib
@@ -14,17 +11,17 @@ from tests.architecture._source import FLOORS, ROOT, repository_files
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 CODE = set(re.findall(r"`([^`\n]+)`", PAGE))
 FOLDERS = ("megacore", "tasks", "flows", "tests", "scripts")
-OTHERS = {"MASTER_ADDR", "MASTER_PORT", "grep"}
-"""Names of torch and git, which this code does not spell."""
+FOREIGN_NAMES = {"MASTER_ADDR", "MASTER_PORT", "grep"}
+"""Names of torch and git that this code does not contain."""
 
 
 def sections() -> dict[str, str]:
-    """The text of each section by its heading."""
+    """Return the text of each section by its heading."""
     parts = re.split(r"^## (.+)\n", PAGE, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_every_file_and_module_exists() -> None:
+def test_every_named_file_and_module_exists() -> None:
     paths = {name for name in CODE if "/" in name and name.partition("/")[0] in FOLDERS}
     assert len(paths) > 80
     names = {path.name for path in repository_files()}
@@ -37,8 +34,8 @@ def test_every_file_and_module_exists() -> None:
     } == set()
 
 
-def test_every_name_is_in_the_code() -> None:
-    text = "\n".join(
+def test_every_named_identifier_is_in_the_code() -> None:
+    code = "\n".join(
         (ROOT / path).read_text(encoding="utf-8")
         for path in repository_files()
         if path.suffix in {".py", ".yaml"} and path.name != "test_extending.py"
@@ -46,8 +43,8 @@ def test_every_name_is_in_the_code() -> None:
     names = {
         word for name in CODE if "/" not in name for word in re.findall(r"[A-Za-z]\w+|_\w+", name)
     }
-    assert {"Stepper", "CARRIED", "LaunchKind", "run_rank", "sliding_window"} <= names
-    missing = {name for name in names - OTHERS if not re.search(rf"\b{name}\b", text)}
+    assert {"Stepper", "SUPPORTED_FIELDS", "LaunchKind", "run_rank", "sliding_window"} <= names
+    missing = {name for name in names - FOREIGN_NAMES if not re.search(rf"\b{name}\b", code)}
     assert missing == set()
 
 
@@ -69,7 +66,7 @@ def test_the_walk_is_the_path_that_house_counts(monkeypatch: pytest.MonkeyPatch)
     assert paths == [f"{hop.partition(':')[0].replace('.', '/')}.py" for hop in HOPS]
 
 
-def test_the_files_of_a_family_are_as_many_as_the_page_says() -> None:
+def test_the_page_states_the_number_of_files_of_a_family() -> None:
     files = [
         path
         for path in repository_files()
@@ -80,11 +77,10 @@ def test_the_files_of_a_family_are_as_many_as_the_page_says() -> None:
     assert f"prints {len(files)} files" in PAGE
 
 
-def test_the_map_in_the_readme_has_every_floor_in_order() -> None:
+def test_the_map_has_every_floor_in_order() -> None:
     table = tomllib.loads((ROOT / FLOORS).read_text(encoding="utf-8"))["floors"]
     level = {name: number for number, (name, _) in enumerate(table)}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^ {6}(\w+(?:, \w+)*)  ", readme, re.MULTILINE)
+    lines = re.findall(r"^ {6}(\w+(?:, \w+)*)  ", PAGE, re.MULTILINE)
     rows = [[level[name] for name in line.split(", ")] for line in lines]
     assert sorted(number for row in rows for number in row) == list(range(len(level) - 2))
     assert all(min(higher) > max(lower) for higher, lower in pairwise(rows))

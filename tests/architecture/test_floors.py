@@ -1,4 +1,4 @@
-"""Packages stand on floors: no import goes up, and no packages import each other in a circle."""
+"""Order of packages: no import goes to a higher floor, and no imports form a circle."""
 
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -10,14 +10,14 @@ from tests.architecture import _source
 from tests.architecture._source import Step, floors, python_files, steps, steps_of
 
 
-def test_every_package_has_a_floor_and_nothing_else_has() -> None:
+def test_exactly_the_packages_have_floors() -> None:
     files = python_files("megacore")
     packages = {path.parts[1] for path in files if len(path.parts) > 2}
     modules = {path.stem for path in files if len(path.parts) == 2} - {"__init__"}
     assert sorted(floors()) == sorted({*packages, *modules, "tasks", "flows"})
 
 
-def test_every_floor_says_what_it_is_for() -> None:
+def test_every_floor_has_a_purpose() -> None:
     assert [name for name, purpose in floors().items() if len(purpose.split()) < 2] == []
 
 
@@ -33,7 +33,7 @@ def test_packages_do_not_import_each_other_in_a_circle() -> None:
 
 
 def circle_of(imports: list[Step]) -> list[Step]:
-    """The imports that lead around a circle of packages, if there is one."""
+    """Return the imports that form a circle of packages, if there is one."""
     graph: dict[str, set[str]] = {}
     for step in imports:
         graph.setdefault(step.importer, set()).add(step.imported)
@@ -45,17 +45,17 @@ def circle_of(imports: list[Step]) -> list[Step]:
     return []
 
 
-def test_a_circle_is_told_by_its_imports() -> None:
-    there = Step("plan", "train", Path("megacore/plan/memory.py"), 3)
-    back = Step("train", "plan", Path("megacore/train/loop.py"), 7)
-    beside = Step("train", "errors", Path("megacore/train/loop.py"), 8)
-    assert circle_of([there, beside]) == []
-    assert circle_of([there, back, beside]) == [there, back]
-    assert str(back) == "megacore/train/loop.py:7 imports plan into train"
+def test_a_circle_is_reported_with_its_imports() -> None:
+    forward = Step("plan", "train", Path("megacore/plan/memory.py"), 3)
+    backward = Step("train", "plan", Path("megacore/train/loop.py"), 7)
+    unrelated = Step("train", "errors", Path("megacore/train/loop.py"), 8)
+    assert circle_of([forward, unrelated]) == []
+    assert circle_of([forward, backward, unrelated]) == [forward, backward]
+    assert str(backward) == "megacore/train/loop.py:7 imports plan into train"
 
 
-def test_every_import_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "launch" in floors()  # read before the root is another
+def test_every_kind_of_import_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "launch" in floors()  # read and cached before ROOT changes
     path = Path("megacore", "plan", "every_kind_of_import.py")
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(

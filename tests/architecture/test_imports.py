@@ -1,6 +1,6 @@
 """Imports go one way: flows → tasks → megacore.
 
-Heavy packages have one place each, and light modules stay light.
+Each heavy package has one place, and light modules stay light.
 """
 
 import subprocess
@@ -29,7 +29,7 @@ LIGHT = (
     "megacore.pipeline_parallel.simulate",
     "megacore.tokenizer",
 )
-"""Modules that a task imports only to look something up, or that run beside the training."""
+"""Modules that a task imports only to look something up, or that run next to the training."""
 
 ONLY_IN = {
     "transformers": ("megacore/convert/", "megacore/finetune/"),
@@ -55,7 +55,7 @@ def violations(
     ]
 
 
-def test_megacore_is_a_library_of_its_own() -> None:
+def test_megacore_does_not_import_prefect_mlflow_or_the_other_packages() -> None:
     assert python_files("megacore")
     assert (
         violations(("megacore",), ("prefect", "mlflow", "tasks", "flows", "scripts", "tests")) == []
@@ -66,7 +66,7 @@ def test_tasks_do_not_import_flows() -> None:
     assert violations(("tasks",), ("flows", "scripts", "tests")) == []
 
 
-def test_flows_take_from_tasks_only_what_orders_them() -> None:
+def test_flows_do_not_import_mlflow_torch_or_transformers() -> None:
     assert violations(("flows",), ("mlflow", "torch", "transformers", "scripts", "tests")) == []
 
 

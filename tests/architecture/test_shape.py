@@ -1,4 +1,4 @@
-"""The habits that keep the code testable: no print, no global, types, one place for each name."""
+"""Habits that keep the code testable: no print, no globals, types, one place for each name."""
 
 import ast
 import re
@@ -26,7 +26,6 @@ TOP_LEVEL = {
         ".dockerignore",
         ".gitignore",
         ".pre-commit-config.yaml",
-        "BENCHMARKS.md",
         "CHANGELOG.md",
         "CONTRIBUTING.md",
         "Dockerfile",
@@ -65,7 +64,7 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     ]
 
 
-def test_nothing_prints_but_command_lines() -> None:
+def test_only_command_lines_print() -> None:
     prints = [
         f"{path}:{node.lineno}"
         for path in python_files("megacore", "tasks", "flows")
@@ -78,7 +77,7 @@ def test_nothing_prints_but_command_lines() -> None:
     assert prints == []
 
 
-def test_no_global_state() -> None:
+def test_no_function_declares_globals() -> None:
     statements = [
         f"{path}:{node.lineno}"
         for path in python_files("megacore", "tasks", "flows", "scripts")
@@ -88,15 +87,15 @@ def test_no_global_state() -> None:
     assert statements == []
 
 
-def test_nothing_is_left_to_do() -> None:
+def test_no_markers_of_unfinished_work_remain() -> None:
     markers = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
-    found = [
+    marked_lines = [
         f"{path}:{number}: {line.strip()}"
         for path in python_files("megacore", "tasks", "flows", "scripts")
         for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
         if markers.search(line)
     ]
-    assert found == []
+    assert marked_lines == []
 
 
 def test_stage_folders_are_spelled_in_one_place() -> None:
@@ -129,7 +128,7 @@ def test_stage_folders_are_spelled_in_one_place() -> None:
         if isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Div)
         and isinstance(node.right, ast.Constant)
-        # What lies in a cache of Hugging Face is named by its libraries.
+        # Hugging Face's libraries name the files in their caches.
         if node.right.value in FOLDERS.values() and ast.unparse(node.left) != "cache_directory"
     ]
     assert joined == [], "use Workspace.folder(stage)"
@@ -146,13 +145,13 @@ def test_every_function_is_annotated(package: str) -> None:
     assert untyped == []
 
 
-def test_the_top_level_holds_only_what_the_design_names() -> None:
+def test_the_top_level_has_only_the_listed_entries() -> None:
     files = repository_files()
     assert {path.parts[0] for path in files if len(path.parts) > 1} <= TOP_LEVEL["directories"]
     assert {path.name for path in files if len(path.parts) == 1} <= TOP_LEVEL["files"]
 
 
-def test_tests_mirror_the_tree() -> None:
+def test_test_folders_mirror_the_packages() -> None:
     packages = {
         path.name for path in (ROOT / "megacore").iterdir() if path.is_dir()
     } | TEST_FOLDERS_WITHOUT_PACKAGE
@@ -160,20 +159,18 @@ def test_tests_mirror_the_tree() -> None:
     assert folders - packages == set()
 
 
-def test_files_speak_of_the_project_alone() -> None:
-    """No absolute path of a machine the code was written on, no package index, no leftover of a
-    merge."""
+def test_files_name_no_author_paths_package_indexes_or_merge_markers() -> None:
     slash = "/"
     foreign = re.compile(
         rf"(?<![\w.~}}]){slash}(?:work|root|home{slash}\w+|tmp){slash}"
         r"|python" + r"hosted\.org|pypi" + r"\.org|--(?:extra-)?index" + r"-url|^<{7} |^>{7} ",
         re.MULTILINE,
     )
-    found = []
+    matches = []
     for path in repository_files():
         if path.suffix in {".png", ".npy", ".bin", ".idx", ".svg"} or path.name == "LICENSE":
             continue
         match = foreign.search((ROOT / path).read_text(encoding="utf-8"))
         if match:
-            found.append(f"{path}: {match.group()!r}")
-    assert found == []
+            matches.append(f"{path}: {match.group()!r}")
+    assert matches == []

@@ -1,4 +1,4 @@
-"""An artifact is whole or absent, built once, and believed only after a look."""
+"""Tests of artifacts: complete or absent, built once, checked before use."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ def fill(directory: Path) -> dict[str, int]:
     return {"documents": 2}
 
 
-def test_second_call_finds_what_the_first_built(tmp_path: Path) -> None:
+def test_the_second_build_returns_the_existing_artifact(tmp_path: Path) -> None:
     first, ran = build_artifact(tmp_path, KEY, fill)
     assert ran
     assert first.counts == {"documents": 2}
@@ -34,7 +34,7 @@ def test_second_call_finds_what_the_first_built(tmp_path: Path) -> None:
     assert second == first
 
 
-def test_key_depends_on_each_of_its_four_parts(tmp_path: Path) -> None:
+def test_key_depends_on_stage_version_fields_and_inputs(tmp_path: Path) -> None:
     artifact, _ = build_artifact(tmp_path, KEY, fill)
     keys = {
         KEY.key,
@@ -47,14 +47,14 @@ def test_key_depends_on_each_of_its_four_parts(tmp_path: Path) -> None:
     assert len(keys) == 6
 
 
-def test_rebuilt_artifact_has_the_same_digest(tmp_path: Path) -> None:
+def test_equal_content_has_the_same_digest(tmp_path: Path) -> None:
     first, _ = build_artifact(tmp_path / "one", KEY, fill)
     second, _ = build_artifact(tmp_path / "two", KEY, fill)
     assert first.digest == second.digest
     assert Manifest.read(first.directory).duration >= 0
 
 
-def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_only_its_lock(tmp_path: Path) -> None:
     def broken(directory: Path) -> dict[str, int]:
         fill(directory)
         raise RuntimeError("half way")
@@ -64,36 +64,36 @@ def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [f".{KEY.key}.lock"]
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "manifest", "manifest gone"])
-def test_damaged_artifact_is_noticed_and_replaced(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "manifest", "no manifest"])
+def test_a_damaged_artifact_is_refused_and_rebuilt(tmp_path: Path, damage: str) -> None:
     artifact, _ = build_artifact(tmp_path, KEY, fill)
-    victim = artifact.directory / "sub" / "b.txt"
+    damaged_file = artifact.directory / "sub" / "b.txt"
     if damage == "delete":
-        victim.unlink()
+        damaged_file.unlink()
     elif damage == "truncate":
-        victim.write_text("be")
+        damaged_file.write_text("be")
     elif damage == "flip":
-        victim.write_text("bela")
+        damaged_file.write_text("bela")
     elif damage == "manifest":
         (artifact.directory / "manifest.json").write_text('{"stage": 3}')
     else:
         (artifact.directory / "manifest.json").unlink()
     with pytest.raises(ArtifactError):
         open_artifact(artifact.directory)
-    again, ran = build_artifact(tmp_path, KEY, fill)
+    rebuilt, ran = build_artifact(tmp_path, KEY, fill)
     assert ran
-    assert again == artifact
-    assert victim.read_text() == "beta"
+    assert rebuilt == artifact
+    assert damaged_file.read_text() == "beta"
 
 
-def test_full_check_sees_what_the_clock_hides(tmp_path: Path) -> None:
+def test_only_the_full_check_detects_a_change_with_the_old_time(tmp_path: Path) -> None:
     artifact, _ = build_artifact(tmp_path, KEY, fill)
-    victim = artifact.directory / "a.txt"
-    times = victim.stat()
-    victim.write_text("alphb")
-    os.utime(victim, ns=(times.st_atime_ns, times.st_mtime_ns))
+    damaged_file = artifact.directory / "a.txt"
+    times = damaged_file.stat()
+    damaged_file.write_text("alphb")
+    os.utime(damaged_file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert open_artifact(artifact.directory, "quick") == artifact
-    with pytest.raises(ArtifactError, match=r"a\.txt has another content"):
+    with pytest.raises(ArtifactError, match=r"a\.txt has other content"):
         open_artifact(artifact.directory, "full")
 
 
@@ -105,7 +105,7 @@ def slow_build(folder: Path, results: "multiprocessing.Queue[bool]") -> None:
     results.put(build_artifact(folder, KEY, fill_slowly)[1])
 
 
-def test_of_two_processes_one_builds(tmp_path: Path) -> None:
+def test_only_one_of_two_processes_builds(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[bool] = context.Queue()
     processes = [context.Process(target=slow_build, args=(tmp_path, results)) for _ in range(2)]
@@ -117,16 +117,16 @@ def test_of_two_processes_one_builds(tmp_path: Path) -> None:
 
 
 def hang_in_build(folder: Path, started: str) -> None:
-    def fill_forever(directory: Path) -> dict[str, int]:
+    def fill_and_hang(directory: Path) -> dict[str, int]:
         (directory / "half").write_text("x")
         Path(started).touch()
         time.sleep(60)
         return {}
 
-    build_artifact(folder, KEY, fill_forever)
+    build_artifact(folder, KEY, fill_and_hang)
 
 
-def test_killed_build_frees_its_lock_and_its_temporary_is_cleared(tmp_path: Path) -> None:
+def test_a_killed_build_releases_its_lock_and_its_temporary_is_removed(tmp_path: Path) -> None:
     folder, started = tmp_path / "artifacts", tmp_path / "started"
     process = multiprocessing.get_context("spawn").Process(
         target=hang_in_build, args=(folder, str(started))
@@ -144,7 +144,7 @@ def test_killed_build_frees_its_lock_and_its_temporary_is_cleared(tmp_path: Path
     assert not list(folder.glob("*.tmp-*"))
 
 
-def test_json_is_replaced_or_kept(tmp_path: Path) -> None:
+def test_a_failed_json_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -153,14 +153,14 @@ def test_json_is_replaced_or_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path], "half of a new value is left"
 
 
-def test_threads_may_prove_a_workspace_writable_at_once(tmp_path: Path) -> None:
+def test_threads_can_check_a_workspace_at_the_same_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for workspace in pool.map(lambda _: Workspace.of(tmp_path), range(200)):
             assert workspace.root == tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_workspace_that_is_a_file_or_read_only(tmp_path: Path) -> None:
+def test_a_workspace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkspaceError, match="MEGACORE_WORKSPACE"):
         Workspace.of(tmp_path / "file")
@@ -168,7 +168,7 @@ def test_workspace_that_is_a_file_or_read_only(tmp_path: Path) -> None:
         Workspace.of("/proc/megacore")
 
 
-def test_workspace_comes_from_the_environment(
+def test_workspace_is_taken_from_the_environment_or_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "there"))
@@ -178,6 +178,6 @@ def test_workspace_comes_from_the_environment(
     assert Workspace.of().root == tmp_path / "workspace"
 
 
-def test_artifact_survives_json() -> None:
+def test_artifact_is_unchanged_by_a_json_round_trip() -> None:
     artifact = Artifact(stage="index", key="k", path="/p", digest="d", counts={"samples": 3})
     assert Artifact.model_validate_json(artifact.model_dump_json()) == artifact

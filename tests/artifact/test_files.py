@@ -1,4 +1,4 @@
-"""Files that are replaced whole, and JSON that is read back."""
+"""Tests of atomic file replacement and of reading JSON files."""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Size:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_file_is_replaced_whole_and_leaves_no_temporary(tmp_path: Path, durable: bool) -> None:
+def test_replacing_a_file_leaves_no_temporary(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a longer text")
     replace_file(path, b"short", durable=durable, mode=0o600)
@@ -25,7 +25,9 @@ def test_a_file_is_replaced_whole_and_leaves_no_temporary(tmp_path: Path, durabl
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_a_failure_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_replacement_keeps_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
@@ -39,7 +41,7 @@ def test_a_failure_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_json_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_written_json_is_read_back_equal(tmp_path: Path) -> None:
     value = {"b": [1, 2.5, None], "a": "ü"}
     write_json(tmp_path / "value.json", value)
     assert read_json(tmp_path / "value.json") == value

@@ -1,1 +1,1 @@
-"""The benchmarks themselves: what they compare, judge and write."""
+"""Tests of the benchmarks: their comparisons, verdicts and output."""

@@ -1,5 +1,4 @@
-"""A contestant that takes as many seconds as it is asked for steps, and says so after some
-noise."""
+"""A contestant that reports as many seconds as it is asked for steps, after some noise."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What `make bench` writes, and what it leaves alone."""
+"""Results that `make bench` writes, and text that it leaves unchanged."""
 
 import math
 import subprocess
@@ -21,7 +21,7 @@ def test_a_block_is_replaced_and_everything_else_stays() -> None:
     assert with_block(text, "step", "Step", "old") == TEXT
 
 
-def test_a_new_block_comes_last_under_its_title() -> None:
+def test_a_new_block_is_appended_under_its_title() -> None:
     text = with_block(TEXT, "zero", "ZeRO", "rows")
     assert text == f"{TEXT}\n## ZeRO\n\n<!-- bench:zero -->\nrows\n<!-- /bench:zero -->\n"
 
@@ -32,7 +32,7 @@ def test_damaged_markers_are_refused(damaged: str) -> None:
         with_block(damaged, "step", "Step", "new")
 
 
-def test_a_block_says_command_state_machine_and_versions() -> None:
+def test_a_block_states_command_commit_host_and_versions() -> None:
     entry = Entry(
         ("benchmarks.step", "--case", "tiny-bf16"), "Step", packages=("torch", "no-such-package")
     )
@@ -48,26 +48,27 @@ def test_a_block_says_command_state_machine_and_versions() -> None:
     assert rest == ["| a |", "PASS x"]
 
 
-def test_the_commit_is_called_changed_by_source_but_not_by_results(tmp_path: Path) -> None:
+def test_only_changes_outside_the_results_are_uncommitted_changes(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
         subprocess.run(
             ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True
         )
 
-    for name in ("BENCHMARKS.md", "code.py"):
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/benchmarks.md", "code.py"):
         (tmp_path / name).write_text("1")
     git("init")
     git("add", ".")
     git("commit", "-m", "one")
-    (tmp_path / "BENCHMARKS.md").write_text("2")
+    (tmp_path / "docs" / "benchmarks.md").write_text("2")
     assert commit(tmp_path).startswith("commit ")
     assert "uncommitted" not in commit(tmp_path)
     (tmp_path / "code.py").write_text("2")
     assert commit(tmp_path).endswith("with uncommitted changes")
 
 
-def test_choice_of_entries() -> None:
+def test_entries_are_chosen_by_name_speed_and_gpu() -> None:
     quick = chosen([], everything=False, has_gpu=False)
     assert "step-tiny-bf16" in quick
     assert not any(entry.slow or entry.gpu for entry in quick.values())
@@ -79,7 +80,7 @@ def test_choice_of_entries() -> None:
         chosen(["stop"], everything=False, has_gpu=False)
 
 
-def test_the_modules_of_all_entries_are_there() -> None:
+def test_the_modules_of_all_entries_exist() -> None:
     root = Path(__file__).parents[2]
     for entry in ENTRIES.values():
         assert root.joinpath(*entry.arguments[0].split(".")).with_suffix(".py").is_file()
@@ -90,19 +91,22 @@ def test_a_benchmark_that_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_failure_writes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "BENCHMARKS.md"
+    path = tmp_path / "benchmarks.md"
     write(path, TEXT)
     assert not bench("step", Entry(("no_such_module",), "Step"), path)
     assert path.read_text() == TEXT
     assert bench("step", Entry(("platform",), "Step"), path)
     assert "python -m platform" in path.read_text()
     assert path.read_text().endswith("\nAfter.\n")
+
+
+def test_a_missed_goal_is_a_result_and_a_crash_is_not() -> None:
     assert is_result(1, "rows\nMISS step: 1.3 x (goal >= 1.4) MISSED\n")
     assert not is_result(1, "rows\n")
     assert not is_result(None, "")
 
 
-def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_names_missed_goals(capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = (
         Check("to compiled", 1.41, 1.4),
         Check("wait", 0.02, 0.01, at_most=True, unit="of the time"),
@@ -114,16 +118,22 @@ def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
         "MISS step: to compiled 1.41 x (goal >= 1.4); wait 0.02 of the time (goal <= 0.01) MISSED\n"
     )
     assert capsys.readouterr().out.endswith(last)
+
+
+def test_a_check_of_nan_is_not_met() -> None:
     assert not Check("nothing", math.nan, 0.0).met
     assert not Check("nothing", math.nan, 0.0, at_most=True).met
+
+
+def test_tables_are_markdown() -> None:
     assert table(["a", "b"], [["x", "1"]]) == "| a | b |\n| --- | ---: |\n| x | 1 |\n"
 
 
 def test_ratios_are_taken_within_rounds() -> None:
     fast, slow = Contestant("fast", []), Contestant("slow", [])
-    # the machine was slow in the second round
+    # the host was slow in the second round
     fast.seconds, slow.seconds = [1.0, 10.0, 1.0], [2.0, 20.0, 1.5]
-    assert fast.times_as_fast_as(slow) == 2.0
+    assert fast.speedup_over(slow) == 2.0
     assert slow.quartiles == (1.75, 11.0)
 
 

@@ -1,4 +1,4 @@
-"""All contestants train the same model.
+"""Contestants of the benchmark of training steps, which train the same model.
 
 Their losses agree step by step, so their times can be compared.
 """
@@ -45,16 +45,15 @@ def test_losses_agree_step_by_step(precision: str, bar: float) -> None:
 
 
 def test_the_steps_change_the_weights() -> None:
-    """Without the updates the later losses differ.
-
-    Agreement is of optimizers too, not of one forward pass.
-    """
+    """Losses without updates differ, so the agreement covers more than one forward pass."""
     case = CASES["smoke-fp32"]
     model = NanoGpt(case)
     weights = initial_weights(case)
-    turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    given = {name: value.t() if name.endswith(turned) else value for name, value in weights.items()}
-    model.load_state_dict(given | {"lm_head.weight": weights["transformer.wte.weight"]})
+    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    state = {
+        name: value.t() if name.endswith(transposed) else value for name, value in weights.items()
+    }
+    model.load_state_dict(state | {"lm_head.weight": weights["transformer.wte.weight"]})
     frozen = [
         float(model(batch[:, :-1], batch[:, 1:])[1].detach())
         for batch in batches(case, CPU)[:STEPS]
@@ -64,7 +63,7 @@ def test_the_steps_change_the_weights() -> None:
     assert abs(frozen[-1] - ours[-1]) > 1e-3
 
 
-def test_batches_are_the_same_in_every_process_and_hold_a_pattern() -> None:
+def test_batches_are_reproducible_and_have_a_pattern() -> None:
     case = replace(CASES["tiny-fp32"], micro_batch_size=2)
     first, again = batches(case, CPU)[0], batches(case, CPU)[0]
     assert torch.equal(first, again)
@@ -74,7 +73,7 @@ def test_batches_are_the_same_in_every_process_and_hold_a_pattern() -> None:
     assert ((strides == mode[:, None]).float().mean(dim=1) > 0.6).all()
 
 
-def test_only_who_asks_for_it_has_the_launchers_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_tuned_environment_has_the_launchers_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     assert "MALLOC_TRIM_THRESHOLD_" not in environment(2, tuned_malloc=False)
     tuned = environment(2)
@@ -82,7 +81,7 @@ def test_only_who_asks_for_it_has_the_launchers_malloc(monkeypatch: pytest.Monke
     assert environment(2, tuned_malloc=False)["OMP_NUM_THREADS"] == tuned["OMP_NUM_THREADS"] == "2"
 
 
-def test_every_case_has_its_line_up_and_whom_its_goals_name() -> None:
+def test_every_case_has_a_line_up_with_the_entrants_of_its_goals() -> None:
     assert GOALS.keys() == LINE_UP.keys()
     for case, names in LINE_UP.items():
         assert set(names) <= ENTRANTS.keys()
@@ -91,7 +90,7 @@ def test_every_case_has_its_line_up_and_whom_its_goals_name() -> None:
     assert GOALS["tiny-bf16"] == {"nanoGPT compiled": 1.4, "nanoGPT compiled, tuned malloc": 1.25}
 
 
-def test_a_work_survives_its_way_to_a_process() -> None:
+def test_a_work_survives_a_round_trip_through_json() -> None:
     work = Work(
         CASES["tiny-bf16"], ENTRANTS["nanoGPT compiled"], threads=3, train={"recompute": "full"}
     )

@@ -1,11 +1,11 @@
-"""Tensors of every form that a rank may hold."""
+"""Example tensors of every shape, type and memory layout that a checkpoint may contain."""
 
 import torch
 from torch import Tensor
 
 
 def example() -> dict[str, Tensor]:
-    """Large and small, contiguous and not, every position of its own value."""
+    """Return large and small, contiguous and strided tensors, most with distinct elements."""
     return {
         "model.large": torch.arange(700_000.0).view(700, 1000),
         "model.turned": torch.arange(600_000.0).view(600, 1000).t(),

@@ -1,5 +1,4 @@
-"""A model whose values encode their global position, held, written and read under every layout of
-four ranks."""
+"""Checkpoints of a model with distinct elements, written and read in every layout of four ranks."""
 
 import math
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ SHAPES = {
     "last.bias": (11,),
 }
 DIVIDED = {"embedding": 0, "first.weight": 1, "last.weight": 0}
-"""Dimensions along which tensor-parallel ranks divide."""
+"""Dimensions along which tensor-parallel ranks divide parameters."""
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 LAYOUTS = {
     "replicas": (RankLayout(data=4), False),
@@ -45,28 +44,28 @@ LAYOUTS = {
 
 
 def values() -> dict[str, Tensor]:
-    """Every tensor of the checkpoint: no two elements are equal."""
-    found, first = {}, 1
+    """Return every tensor of the checkpoint; no two elements are equal."""
+    tensors, first = {}, 1
     for kind in KINDS:
         for name, shape in SHAPES.items():
             size = math.prod(shape)
-            found[f"{kind}.{name}"] = torch.arange(first, first + size, dtype=torch.float32).view(
+            tensors[f"{kind}.{name}"] = torch.arange(first, first + size, dtype=torch.float32).view(
                 shape
             )
             first += size
-    return found
+    return tensors
 
 
-def held(mesh: ProcessMesh, sharded: bool) -> dict[str, Tensor | TensorShard]:
-    """What a rank's optimizer holds, all zero."""
+def rank_tensors(mesh: ProcessMesh, sharded: bool) -> dict[str, Tensor | TensorShard]:
+    """Return the tensors of this rank's optimizer, filled with zeros."""
     tp = mesh.tensor_parallel
     partitions = (
         {name: Partition(dim, tp.rank, 2) for name, dim in DIVIDED.items()} if tp.size == 2 else {}
     )
     stages = [
         prefix
-        for prefix, here in (("first", mesh.is_first_stage), ("last", mesh.is_last_stage))
-        if here
+        for prefix, on_stage in (("first", mesh.is_first_stage), ("last", mesh.is_last_stage))
+        if on_stage
     ]
     parameters = {
         name: nn.Parameter(
@@ -83,59 +82,64 @@ def held(mesh: ProcessMesh, sharded: bool) -> dict[str, Tensor | TensorShard]:
     return MainWeightAdamW([sync], OptimConfig(lr=1.0), torch.float32, partitions).tensors()
 
 
-def rectangles(tensor: Tensor | TensorShard, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a rank holds of a tensor, and the same elements of the whole."""
+def rectangles(tensor: Tensor | TensorShard, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each piece of the tensor on this rank with the same elements of the full tensor."""
     if isinstance(tensor, Tensor):
-        yield tensor, whole
+        yield tensor, full
         return
     for offsets, piece in tensor.pieces.items():
         slices = tuple(
             slice(first, first + length) for first, length in zip(offsets, piece.shape, strict=True)
         )
-        yield piece, whole[slices]
+        yield piece, full[slices]
 
 
 def run(root: str) -> dict[str, Any]:
-    """Write under every layout, read under every other and serially; what went wrong."""
+    """Write in every layout, read in every layout and serially, and return the mismatches."""
     meshes = {
         name: ProcessMesh.build(layout, shared_stages=((0, 1),) if layout.pipeline > 1 else ())
         for name, (layout, _) in LAYOUTS.items()
     }
-    wanted, wrong, most = values(), [], 0
+    expected, mismatches, most_pieces = values(), [], 0
     for writer, (_, sharded) in LAYOUTS.items():
         still_alive()
-        tensors = held(meshes[writer], sharded)
+        tensors = rank_tensors(meshes[writer], sharded)
         for name, tensor in tensors.items():
-            for piece, value in rectangles(tensor, wanted[name]):
+            for piece, value in rectangles(tensor, expected[name]):
                 piece.copy_(value)
-            most = max(most, len(tensor.pieces) if isinstance(tensor, TensorShard) else 1)
+            pieces = len(tensor.pieces) if isinstance(tensor, TensorShard) else 1
+            most_pieces = max(most_pieces, pieces)
         path = save_checkpoint(Path(root) / writer, 1, tensors, {"writer": writer})
-        for reader, (_, divided) in LAYOUTS.items():
-            target = held(meshes[reader], divided)
+        for reader, (_, reader_sharded) in LAYOUTS.items():
+            target = rank_tensors(meshes[reader], reader_sharded)
             load_checkpoint(path, target, expected=names_of_all(target))
             for name, tensor in target.items():
                 same = all(
-                    torch.equal(piece, value) for piece, value in rectangles(tensor, wanted[name])
+                    torch.equal(piece, value) for piece, value in rectangles(tensor, expected[name])
                 )
-                wrong += [] if same else [f"{name} written by {writer}, read by {reader}"]
-        alone = held(ProcessMesh.serial(), False)
-        load_checkpoint(path, alone)
-        wrong += [
-            f"{name} written by {writer}, read alone"
-            for name in alone
-            if not torch.equal(alone[name], wanted[name])
+                mismatches += [] if same else [f"{name} written by {writer}, read by {reader}"]
+        serial = rank_tensors(ProcessMesh.serial(), False)
+        load_checkpoint(path, serial)
+        mismatches += [
+            f"{name} written by {writer}, read serially"
+            for name in serial
+            if not torch.equal(serial[name], expected[name])
         ]
-    refused = [
+    refusals = [
         _refusal(Path(root) / "stages/iter_0000001", meshes["stages"], change)
         for change in (False, True)
     ]
-    return {"wrong": wrong, "most": most, "refused": refused, "names": sorted(tensors)}
+    return {
+        "mismatches": mismatches,
+        "most_pieces": most_pieces,
+        "refusals": refusals,
+        "names": sorted(tensors),
+    }
 
 
 def _refusal(path: Path, mesh: ProcessMesh, renamed: bool) -> str:
-    """What is said when the ranks together want another model's tensors, and that nothing was
-    changed."""
-    target = held(mesh, False)
+    """Return the error of loading another model's tensors and check that none was changed."""
+    target = rank_tensors(mesh, False)
     if renamed and dist.get_rank() == 3:
         target["model.last.scale"] = target.pop("model.last.bias")
     elif not renamed:

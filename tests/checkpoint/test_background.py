@@ -1,3 +1,5 @@
+"""Tests of saving checkpoints in the background."""
+
 import errno
 import os
 import signal
@@ -35,25 +37,26 @@ from tests.checkpoint._examples import assert_equal, example
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., CheckpointSaver]]:
-    made = []
+def make_saver(tmp_path: Path) -> Iterator[Callable[..., CheckpointSaver]]:
+    """Provide a constructor of savers that are closed after the test."""
+    savers = []
 
-    def saver(
+    def new_saver(
         root: Path = tmp_path, *, asynchronous: bool = True, keep_last: int = 2
     ) -> CheckpointSaver:
-        made.append(
+        savers.append(
             CheckpointSaver(root, asynchronous=asynchronous, keep_last=keep_last, keep_best=False)
         )
-        return made[-1]
+        return savers[-1]
 
-    yield saver
-    for each in made:
-        each.close()
+    yield new_saver
+    for saver in savers:
+        saver.close()
 
 
 @contextmanager
-def held_back(change: Any = None) -> Iterator[threading.Event]:
-    """Let no rank write before the event is set, and then do `change` before."""
+def delayed_writes(change: Any = None) -> Iterator[threading.Event]:
+    """Delay all writes until the event is set, and call `change` before each of them."""
     original, event = CheckpointWriter.write_data, threading.Event()
 
     def write_data(self: CheckpointWriter, *args: Any) -> Any:
@@ -74,52 +77,52 @@ def full_disk() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__0_0.distcp")
 
 
-def test_what_changes_after_save_returned_is_not_in_the_checkpoint(
-    tmp_path: Path, make: Callable[..., CheckpointSaver]
+def test_later_changes_of_tensors_and_state_are_not_in_the_checkpoint(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver]
 ) -> None:
     tensors, state = example(), {"list": [1]}
-    blocking, saver = make(tmp_path / "a", asynchronous=False), make(tmp_path / "b")
+    blocking, saver = make_saver(tmp_path / "a", asynchronous=False), make_saver(tmp_path / "b")
     blocking.save(1, tensors, state, validation_loss=2.0)
-    with held_back() as go_on:
+    with delayed_writes() as proceed:
         started = saver.save(1, tensors, state, validation_loss=2.0)
         for tensor in tensors.values():
             tensor.fill_(-1)
         state["list"].append(2)
         assert saver.poll() is None
         assert not (tmp_path / "b/iter_0000001").exists()
-        go_on.set()
+        proceed.set()
         finished = saver.wait()
-    before = blocking.poll()
+    blocking_result = blocking.poll()
     assert finished is not None
-    assert before is not None
+    assert blocking_result is not None
     assert finished.path == tmp_path / "b/iter_0000001"
     assert read_state(finished.path) == {"list": [1]}
     assert_equal(read_tensors(finished.path), example())
-    assert_equal(read_tensors(before.path), example())
-    assert finished.marker.files.keys() == before.marker.files.keys()
+    assert_equal(read_tensors(blocking_result.path), example())
+    assert finished.marker.files.keys() == blocking_result.marker.files.keys()
     assert finished.marker == Marker.read(finished.path)
     assert started.size_bytes == sum(tensor.nbytes for tensor in example().values())
     assert 0 < started.stall_seconds <= finished.seconds
     assert saver.wait() is None
 
 
-def test_one_save_in_flight_with_progress(
-    tmp_path: Path, make: Callable[..., CheckpointSaver]
+def test_a_second_save_waits_for_the_first_and_progress_is_reported(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver]
 ) -> None:
     beats: list[str] = []
-    saver = make()
+    saver = make_saver()
     saver._beat = beats.append
     assert saver.progress() is None
-    with held_back() as go_on:
+    with delayed_writes() as proceed:
         saver.save(1, {"model.w": torch.ones(300_000)}, {}, validation_loss=None)
         assert saver.progress() == (0, 1_200_000)
-        threading.Timer(0.8, go_on.set).start()
+        threading.Timer(0.8, proceed.set).start()
         began = time.monotonic()
         saver.save(2, {"model.w": torch.ones(300_000)}, {}, validation_loss=None)
         assert time.monotonic() - began > 0.5
-        assert read_tracker(tmp_path) == 1, "the first save was complete before the second began"
+        assert read_tracker(tmp_path) == 1, "the second save began before the first was complete"
         finished = [saver.wait(), saver.wait(), saver.wait()]
-    assert [each and each.marker.iteration for each in finished] == [1, 2, None]
+    assert [save and save.marker.iteration for save in finished] == [1, 2, None]
     assert saver.progress() is None
 
 
@@ -131,12 +134,12 @@ def save_and_wait(saver: CheckpointSaver) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_failure_is_raised_once_and_the_next_save_goes_on(
-    tmp_path: Path, make: Callable[..., CheckpointSaver], *, asynchronous: bool
+def test_a_failure_is_raised_once_and_the_next_save_succeeds(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver], *, asynchronous: bool
 ) -> None:
-    saver = make(asynchronous=asynchronous)
-    with held_back(full_disk) as go_on:
-        go_on.set()
+    saver = make_saver(asynchronous=asynchronous)
+    with delayed_writes(full_disk) as proceed:
+        proceed.set()
         with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
             save_and_wait(saver)
     assert not saver.failed
@@ -152,16 +155,13 @@ def test_a_failure_is_raised_once_and_the_next_save_goes_on(
     assert latest_complete(tmp_path) == finished.path
 
 
-def test_a_failure_waits_until_all_ranks_ask_for_it(
-    tmp_path: Path, make: Callable[..., CheckpointSaver]
+def test_a_failure_is_raised_by_wait_and_not_by_poll(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver]
 ) -> None:
-    """Ranks look at different moments.
-
-    One that raised alone would leave the others in their next iteration.
-    """
-    saver = make()
-    with held_back(full_disk) as go_on:
-        go_on.set()
+    # Ranks poll at different times: if only one raised, the others would start the next iteration.
+    saver = make_saver()
+    with delayed_writes(full_disk) as proceed:
+        proceed.set()
         saver.save(1, example(), {}, validation_loss=None)
         flight = saver._flight
         assert flight is not None
@@ -173,8 +173,10 @@ def test_a_failure_waits_until_all_ranks_ask_for_it(
         saver.wait()
 
 
-def test_retention_follows_each_save(tmp_path: Path, make: Callable[..., CheckpointSaver]) -> None:
-    saver, deleted = make(keep_last=2), []
+def test_retention_is_applied_after_each_save(
+    tmp_path: Path, make_saver: Callable[..., CheckpointSaver]
+) -> None:
+    saver, deleted = make_saver(keep_last=2), []
     for iteration in (1, 2, 3, 4):
         saver.save(iteration, {"model.w": torch.ones(3)}, {}, validation_loss=None)
         finished = saver.wait()
@@ -184,22 +186,22 @@ def test_retention_follows_each_save(tmp_path: Path, make: Callable[..., Checkpo
     assert [marker.iteration for marker in complete_checkpoints(tmp_path).values()] == [3, 4]
 
 
-def test_close_leaves_a_save_that_does_not_come_further(
+def test_close_does_not_wait_for_a_stalled_save(
     tmp_path: Path,
-    make: Callable[..., CheckpointSaver],
+    make_saver: Callable[..., CheckpointSaver],
     monkeypatch: pytest.MonkeyPatch,
     caplog: Any,
 ) -> None:
     monkeypatch.setattr(background, "_PATIENCE", 0.1)
-    with held_back():
-        saver = make()
+    with delayed_writes():
+        saver = make_saver()
         saver.save(1, example(), {}, validation_loss=None)
         saver.close()
-        assert "did not come further" in caplog.text
+        assert "made no progress and is abandoned" in caplog.text
     deadline = time.monotonic() + 10
     while latest_complete(tmp_path) is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert latest_complete(tmp_path) is not None, "what is left to itself may still end"
+    assert latest_complete(tmp_path) is not None, "the abandoned save did not finish"
 
 
 MOMENTS = {
@@ -209,9 +211,8 @@ MOMENTS = {
     "write_tracker": True,
     "exit": False,
 }
-"""Functions of a save, around which a process dies, and whether the checkpoint is visible by
-then."""
-KILLED = """
+"""Functions of a save around which the process dies; True if the checkpoint is visible then."""
+KILLED_SAVES = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
@@ -248,25 +249,25 @@ for moment in sys.argv[2:]:
 """
 
 
-def test_a_process_that_dies_at_any_moment_leaves_nothing_half_done(tmp_path: Path) -> None:
+def test_a_killed_save_leaves_only_complete_checkpoints(tmp_path: Path) -> None:
     began = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), *MOMENTS],
+        [sys.executable, "-c", KILLED_SAVES, str(tmp_path), *MOMENTS],
         capture_output=True,
         text=True,
         timeout=60,
     )
     codes = dict(line.split() for line in result.stdout.splitlines())
     assert codes == dict.fromkeys(MOMENTS, str(-signal.SIGKILL)) | {"exit": "5"}, result.stderr
-    assert time.monotonic() - began < 45, "a process that ends does not wait for its save"
+    assert time.monotonic() - began < 45, "the process waited for its save at exit"
     for moment, published in MOMENTS.items():
         root = tmp_path / moment
         visible = {"iter_0000001": 1.0} | ({"iter_0000002": 2.0} if published else {})
-        found = {
+        values = {
             path.name: read_tensors(path)["model.w"].unique().tolist()
             for path in complete_checkpoints(root)
         }
-        assert found == {name: [value] for name, value in visible.items()}, moment
+        assert values == {name: [value] for name, value in visible.items()}, moment
         assert [path.name for path in checkpoint_directories(root)] == list(visible), moment
         saver = CheckpointSaver(root, asynchronous=True, keep_last=1, keep_best=False)
         saver.save(3, {"model.w": torch.ones(3)}, {}, validation_loss=None)
@@ -278,23 +279,22 @@ def test_a_process_that_dies_at_any_moment_leaves_nothing_half_done(tmp_path: Pa
         ]
 
 
-def half(whole: Tensor, rank: int) -> TensorShard:
-    size = whole.numel() // 2
-    return TensorShard.of_runs(
-        [(rank * size, whole.flatten()[rank * size :][:size].clone())], whole.shape, whole.dtype
-    )
+def half(tensor: Tensor, rank: int) -> TensorShard:
+    size = tensor.numel() // 2
+    run = tensor.flatten()[rank * size :][:size].clone()
+    return TensorShard.of_runs([(rank * size, run)], tensor.shape, tensor.dtype)
 
 
-def ranks_case(root: str) -> dict[str, Any]:
-    """Everything that needs two ranks, in one group."""
+def run_two_rank_cases(root: str) -> dict[str, Any]:
+    """Run all cases of one rank of two in a single process group and return their results."""
     rank, folder = dist.get_rank(), Path(root)
     results: dict[str, Any] = {}
-    whole = torch.arange(600_000.0).view(600, 1000)
+    values = torch.arange(600_000.0).view(600, 1000)
     tensors: dict[str, Tensor | TensorShard] = {
-        "model.alike": whole.clone(),
-        "model.too": whole + 1,
-        "optimizer.divided": half(whole + 2, rank),
-        f"model.own.{rank}": torch.full((10,), float(rank)),
+        "model.first": values.clone(),
+        "model.second": values + 1,
+        "optimizer.divided": half(values + 2, rank),
+        f"model.rank.{rank}": torch.full((10,), float(rank)),
     }
     for asynchronous in (True, False):
         saver = CheckpointSaver(
@@ -305,13 +305,13 @@ def ranks_case(root: str) -> dict[str, Any]:
         finished = [saver.wait(), saver.wait()]
         results[f"bytes {asynchronous}"] = started.size_bytes
         results[f"deleted {asynchronous}"] = [
-            path.name for each in finished if each for path in each.deleted
+            path.name for save in finished if save for path in save.deleted
         ]
         saver.close()
 
     saver = CheckpointSaver(folder / "full", asynchronous=True, keep_last=9)
-    with held_back(full_disk if rank == 1 else None) as go_on:
-        go_on.set()
+    with delayed_writes(full_disk if rank == 1 else None) as proceed:
+        proceed.set()
         saver.save(1, tensors, {}, validation_loss=None)
         try:
             saver.wait()
@@ -321,15 +321,15 @@ def ranks_case(root: str) -> dict[str, Any]:
     paths = []
     for iteration in (3, 5):
         saver.save(iteration, tensors, {}, validation_loss=None)
-        finished_now = saver.wait()
-        assert finished_now is not None
-        paths.append(finished_now.path)
+        finished_save = saver.wait()
+        assert finished_save is not None
+        paths.append(finished_save.path)
     saver.close()
     if rank == 0:
         (folder / "full/iter_0000004").mkdir()
         (folder / "full/latest_checkpointed_iteration.txt").write_text("7")
         os.truncate(paths[1] / "__0_0.distcp", 100)
-        flip(folder / "True/iter_0000002/__1_0.distcp")
+        flip_bit(folder / "True/iter_0000002/__1_0.distcp")
     dist.barrier()
     for name in ("full", "True", "False"):
         warnings: list[str] = []
@@ -339,66 +339,114 @@ def ranks_case(root: str) -> dict[str, Any]:
     return results
 
 
-def flip(path: Path) -> None:
-    """Change one bit and nothing else that could be noticed."""
+def flip_bit(path: Path) -> None:
+    """Change one bit of the file and keep its size and times."""
     status, content = path.stat(), bytearray(path.read_bytes())
     content[5000] ^= 4
     path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    results = run_distributed(2, ranks_case, str(tmp_path))
-    whole = torch.arange(600_000.0).view(600, 1000)
-    wanted = {"model.alike": whole, "model.too": whole + 1, "optimizer.divided": whole + 2}
-    wanted |= {f"model.own.{rank}": torch.full((10,), float(rank)) for rank in range(2)}
-    one_copy = sum(tensor.nbytes for tensor in wanted.values())
-    for asynchronous in (False, True):
-        assert [result[f"bytes {asynchronous}"] for result in results] == [one_copy // 2] * 2
-        assert all(result[f"deleted {asynchronous}"] == ["iter_0000001"] for result in results)
-        path = tmp_path / str(asynchronous) / "iter_0000002"
-        sizes = [path.joinpath(f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
-        assert one_copy < sum(sizes) < 1.01 * one_copy, "each byte is written once"
-        assert read_state(path) == {"rank": 0}
-    assert_equal(read_tensors(tmp_path / "False/iter_0000002"), wanted)
-    assert_equal(read_tensors(tmp_path / "full/iter_0000003"), wanted)
-    assert all("No space left on device" in result["full"] for result in results)
-    assert not (tmp_path / "full/iter_0000001").exists()
+TwoRankResults = tuple[Path, list[dict[str, Any]]]
 
+
+@pytest.fixture(scope="module")
+def two_rank_results(tmp_path_factory: pytest.TempPathFactory) -> TwoRankResults:
+    """Provide the directory of the checkpoints of two ranks and the results of each rank."""
+    root = tmp_path_factory.mktemp("two-ranks")
+    return root, run_distributed(2, run_two_rank_cases, str(root))
+
+
+def expected_tensors() -> dict[str, Tensor]:
+    """Return the tensors that two ranks save together."""
+    values = torch.arange(600_000.0).view(600, 1000)
+    tensors = {"model.first": values, "model.second": values + 1, "optimizer.divided": values + 2}
+    return tensors | {f"model.rank.{rank}": torch.full((10,), float(rank)) for rank in range(2)}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_ranks_share_the_work_and_write_each_byte_once(
+    two_rank_results: TwoRankResults, asynchronous: bool
+) -> None:
+    root, results = two_rank_results
+    one_copy = sum(tensor.nbytes for tensor in expected_tensors().values())
+    assert [result[f"bytes {asynchronous}"] for result in results] == [one_copy // 2] * 2
+    path = root / str(asynchronous) / "iter_0000002"
+    sizes = [path.joinpath(f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert one_copy < sum(sizes) < 1.01 * one_copy
+    assert read_state(path) == {"rank": 0}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_both_ranks_learn_which_checkpoints_retention_deleted(
+    two_rank_results: TwoRankResults, asynchronous: bool
+) -> None:
+    _, results = two_rank_results
+    assert all(result[f"deleted {asynchronous}"] == ["iter_0000001"] for result in results)
+
+
+@pytest.mark.parametrize("name", ["False/iter_0000002", "full/iter_0000003"])
+def test_a_checkpoint_of_two_ranks_contains_the_tensors_of_both(
+    two_rank_results: TwoRankResults, name: str
+) -> None:
+    root, _ = two_rank_results
+    assert_equal(read_tensors(root / name), expected_tensors())
+
+
+def test_a_full_disk_of_one_rank_fails_the_save_on_both(two_rank_results: TwoRankResults) -> None:
+    root, results = two_rank_results
+    assert all("No space left on device" in result["full"] for result in results)
+    assert not (root / "full/iter_0000001").exists()
+
+
+def test_latest_complete_together_skips_damaged_checkpoints_and_only_rank_0_warns(
+    two_rank_results: TwoRankResults,
+) -> None:
+    root, results = two_rank_results
     assert [result["chosen full"] for result in results] == ["iter_0000003"] * 2
     truncated, empty, tracker = results[0]["warnings full"]
-    assert f"{tmp_path}/full/iter_0000005/__0_0.distcp has 100 bytes instead of" in truncated
-    assert "passing it over for the one before" in truncated
+    assert f"{root}/full/iter_0000005/__0_0.distcp has 100 bytes instead of" in truncated
+    assert "using the one before it" in truncated
     assert "iter_0000004 has no complete.json" in empty
     assert "names iteration 7, which is not there; using" in tracker
-    assert [result["chosen True"] for result in results] == [None, None]
-    (flipped,) = results[0]["warnings True"]
-    assert (
-        f"{tmp_path}/True/iter_0000002/__1_0.distcp has another content than when it was written"
-        in flipped
-    )
-    assert [result["chosen False"] for result in results] == ["iter_0000002"] * 2
-    assert results[0]["warnings False"] == []
     assert all(results[1][f"warnings {name}"] == [] for name in ("full", "True", "False"))
 
 
+def test_latest_complete_together_detects_a_flipped_bit(two_rank_results: TwoRankResults) -> None:
+    root, results = two_rank_results
+    assert [result["chosen True"] for result in results] == [None, None]
+    (warning,) = results[0]["warnings True"]
+    assert (
+        f"{root}/True/iter_0000002/__1_0.distcp has other content than when it was written"
+        in warning
+    )
+
+
+def test_latest_complete_together_returns_a_valid_checkpoint_without_warning(
+    two_rank_results: TwoRankResults,
+) -> None:
+    _, results = two_rank_results
+    assert [result["chosen False"] for result in results] == ["iter_0000002"] * 2
+    assert results[0]["warnings False"] == []
+
+
 def peer_dies(root: str) -> None:
-    """Rank 1 dies while the save is in flight; rank 0 notes what it met."""
+    """Let rank 1 die during a save; rank 0 writes the type of its error to a file."""
     saver = CheckpointSaver(Path(root) / "run", asynchronous=True, keep_last=1)
     saver.save(1, {"model.w": torch.ones(1000, 1000)}, {}, validation_loss=None)
     saver.wait()
-    with held_back((lambda: os._exit(3)) if dist.get_rank() == 1 else None) as go_on:
+    with delayed_writes((lambda: os._exit(3)) if dist.get_rank() == 1 else None) as proceed:
         saver.save(2, {"model.w": torch.ones(1000, 1000)}, {}, validation_loss=None)
-        go_on.set()
+        proceed.set()
         try:
             saver.wait()
         except RuntimeError as error:
-            Path(root, "met").write_text(type(error).__name__)
+            Path(root, "error").write_text(type(error).__name__)
             saver.close()
 
 
-def test_a_peer_that_dies_is_met_at_once_and_nothing_is_visible(tmp_path: Path) -> None:
+def test_a_save_fails_at_once_and_stays_invisible_if_a_peer_dies(tmp_path: Path) -> None:
     with pytest.raises(DistributedError, match="died with exit code 3"):
         run_distributed(2, peer_dies, str(tmp_path))
-    assert (tmp_path / "met").read_text().endswith("Error")
+    assert (tmp_path / "error").read_text().endswith("Error")
     assert [path.name for path in checkpoint_directories(tmp_path / "run")] == ["iter_0000001"]

@@ -1,5 +1,4 @@
-"""Ranks of several machines save together, each into a directory of its own, and the first has it
-all."""
+"""Tests of saves without a shared file system, where rank 0 collects the files of all hosts."""
 
 import errno
 import os
@@ -14,7 +13,7 @@ import torch
 
 from megacore.checkpoint import bring, save
 from megacore.checkpoint.background import CheckpointSaver
-from megacore.checkpoint.bring import bring_files, sees_first
+from megacore.checkpoint.bring import sees_first_directory, transfer_files
 from megacore.checkpoint.collective import RankGroup, latest_complete_together
 from megacore.checkpoint.format import FileRecord, latest_complete, verify
 from megacore.checkpoint.load import read_tensors
@@ -25,25 +24,22 @@ from tests._dist import DistributedError, run_distributed
 ROWS = 40_000
 
 
-def separate(own: Path) -> None:
-    """Give this rank a machine of its own.
+def simulate_separate_host(directory: Path) -> None:
+    """Let this rank act as if on a separate host: unless it is rank 0, it writes to `directory`."""
 
-    It does not see what the first makes, and writes below `own`.
-    """
-
-    def elsewhere(first: Path, ranks: RankGroup) -> Path:
+    def rank_directory(first: Path, ranks: RankGroup) -> Path:
         if ranks.rank == 0:
             return first
-        place = own / f"{first.name}-rank{ranks.rank}"
+        place = directory / f"{first.name}-rank{ranks.rank}"
         place.mkdir(parents=True)
         return place
 
-    save.own_directory = elsewhere  # type: ignore[assignment]
+    save.writable_directory = rank_directory  # type: ignore[assignment]
     bring.CHUNK = 1 << 16
 
 
 def shard(rank: int, size: int, value: float = 0.0) -> dict[str, TensorShard]:
-    """A tensor of which each rank holds some rows, every number its position."""
+    """Return this rank's rows of a tensor with distinct elements."""
     rows = torch.arange(float(ROWS * size)).view(ROWS * size, 1) + value
     first = torch.Size((rank * ROWS, 0))
     return {
@@ -53,11 +49,11 @@ def shard(rank: int, size: int, value: float = 0.0) -> dict[str, TensorShard]:
     }
 
 
-def save_twice(root: Path, machines: Path) -> list[str]:
-    """Two checkpoints, the second beside the caller; what is left on this rank's own machine."""
+def save_twice(root: Path, hosts: Path) -> list[str]:
+    """Save two checkpoints, the second in the background; return files left on this rank's host."""
     ranks = RankGroup(None)
-    own = machines / str(ranks.rank)
-    separate(own)
+    directory = hosts / str(ranks.rank)
+    simulate_separate_host(directory)
     for iteration in (1, 2):
         saver = CheckpointSaver(root, asynchronous=iteration == 2, keep_last=2)
         saver.save(
@@ -68,12 +64,12 @@ def save_twice(root: Path, machines: Path) -> list[str]:
         )
         assert saver.wait() is not None
         saver.close()
-    return [str(path) for path in own.rglob("*")]
+    return [str(path) for path in directory.rglob("*")]
 
 
-def test_the_first_machine_has_every_file_and_the_others_none(tmp_path: Path) -> None:
-    left = run_distributed(3, save_twice, tmp_path / "root", tmp_path / "machines")
-    assert left == [[], [], []]
+def test_only_the_host_of_rank_0_has_the_files_after_a_save(tmp_path: Path) -> None:
+    remaining = run_distributed(3, save_twice, tmp_path / "root", tmp_path / "hosts")
+    assert remaining == [[], [], []]
     for iteration in (1, 2):
         path = tmp_path / "root" / f"iter_000000{iteration}"
         assert sorted(verify(path).files) == [
@@ -87,52 +83,53 @@ def test_the_first_machine_has_every_file_and_the_others_none(tmp_path: Path) ->
         torch.testing.assert_close(read_tensors(path)["model.rows"], expected, rtol=0, atol=0)
 
 
-def save_with(
-    root: Path, machines: Path, *breaks: Callable[[RankGroup], Callable[[], None]]
+def save_with_faults(
+    root: Path, hosts: Path, *faults: Callable[[RankGroup], Callable[[], None]]
 ) -> list[str]:
-    """The error of each save in which one of `breaks` has broken something, after one that went
-    well."""
+    """Save once without and once with each of `faults`, and return the errors."""
     ranks = RankGroup(None)
-    separate(machines / str(ranks.rank))
+    simulate_separate_host(hosts / str(ranks.rank))
     saver = CheckpointSaver(root, asynchronous=True, keep_last=2)
     saver.save(1, shard(ranks.rank, ranks.size), {}, validation_loss=None)
     saver.wait()
     errors = []
-    for one in breaks:
-        mend = one(ranks)
+    for cause_fault in faults:
+        undo = cause_fault(ranks)
         saver.save(2, shard(ranks.rank, ranks.size), {}, validation_loss=None)
         try:
             saver.wait()
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
-        mend()
+        undo()
     saver.close()
     return errors
 
 
-def fill_the_first_disk(ranks: RankGroup) -> Callable[[], None]:
-    """The second chunk finds no room."""
+def fill_disk_of_rank_0(ranks: RankGroup) -> Callable[[], None]:
+    """Let writing the second chunk fail."""
     original, written = bring._write_all, 0
 
     def write(descriptor: int, data: memoryview) -> None:
         nonlocal written
         written += 1
         if written > 1:
-            full()
+            raise_full_disk()
         original(descriptor, data)
 
     return replace(bring, "_write_all", write)
 
 
-def fill_the_other_disk(ranks: RankGroup) -> Callable[[], None]:
-    return replace(save.CheckpointWriter, "write_data", full) if ranks.rank == 1 else lambda: None
+def fill_disk_of_rank_1(ranks: RankGroup) -> Callable[[], None]:
+    if ranks.rank != 1:
+        return lambda: None
+    return replace(save.CheckpointWriter, "write_data", raise_full_disk)
 
 
-def full(*_: Any) -> None:
+def raise_full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__1_0.distcp")
 
 
-def damage_on_the_way(ranks: RankGroup) -> Callable[[], None]:
+def damage_during_transfer(ranks: RankGroup) -> Callable[[], None]:
     original = bring._read_all
 
     def flip(descriptor: int, data: memoryview, path: Path) -> None:
@@ -142,37 +139,42 @@ def damage_on_the_way(ranks: RankGroup) -> Callable[[], None]:
     return replace(bring, "_read_all", flip)
 
 
-def lose_the_file(ranks: RankGroup) -> Callable[[], None]:
-    """The other machine's file is gone before it is sent."""
+def delete_file_before_transfer(ranks: RankGroup) -> Callable[[], None]:
+    """Delete the file of rank 1 before it is sent."""
     original = save._write_tensors
 
-    def written(own: Path, *rest: Any) -> dict[str, FileRecord]:
-        records = original(own, *rest)
+    def write_and_delete(directory: Path, *rest: Any) -> dict[str, FileRecord]:
+        records = original(directory, *rest)
         if ranks.rank == 1:
-            (own / "__1_0.distcp").unlink()
+            (directory / "__1_0.distcp").unlink()
         return records
 
-    return replace(save, "_write_tensors", written)
+    return replace(save, "_write_tensors", write_and_delete)
 
 
 def replace(place: Any, name: str, value: Any) -> Callable[[], None]:
-    """Put a value there; what puts the old one back."""
+    """Replace an attribute and return a function that restores it."""
     before = getattr(place, name)
     setattr(place, name, value)
     return lambda: setattr(place, name, before)
 
 
-def test_a_failure_on_either_side_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
-    root, machines = tmp_path / "root", tmp_path / "machines"
-    breaks = (fill_the_first_disk, fill_the_other_disk, damage_on_the_way, lose_the_file)
-    for said in run_distributed(2, save_with, root, machines, *breaks):
+def test_a_failure_of_one_rank_fails_all_and_leaves_no_files(tmp_path: Path) -> None:
+    root, hosts = tmp_path / "root", tmp_path / "hosts"
+    faults = (
+        fill_disk_of_rank_0,
+        fill_disk_of_rank_1,
+        damage_during_transfer,
+        delete_file_before_transfer,
+    )
+    for errors in run_distributed(2, save_with_faults, root, hosts, *faults):
         expected = (
             "WorkspaceError: cannot write __1_0.distcp: No space left on device",
             "WorkspaceError: cannot write __1_0.distcp: No space left on device",
-            "CheckpointError: .*__1_0.distcp came from rank 1 with another content",
+            "CheckpointError: .*__1_0.distcp came from rank 1 with other content",
             r"(CheckpointError: rank 1 failed: )?FileNotFoundError.*__1_0.distcp",
         )
-        for error, pattern in zip(said, expected, strict=True):
+        for error, pattern in zip(errors, expected, strict=True):
             assert re.match(pattern, error), error
     newest = latest_complete(root)
     assert newest is not None
@@ -181,10 +183,10 @@ def test_a_failure_on_either_side_is_everyones_and_leaves_nothing(tmp_path: Path
         "iter_0000001",
         "latest_checkpointed_iteration.txt",
     ]
-    assert not list(machines.rglob("*.distcp"))
+    assert not list(hosts.rglob("*.distcp"))
 
 
-def die_in_the_middle(root: Path, machines: Path) -> None:
+def die_during_transfer(root: Path, hosts: Path) -> None:
     ranks = RankGroup(None)
 
     def die(_: RankGroup) -> Callable[[], None]:
@@ -192,31 +194,34 @@ def die_in_the_middle(root: Path, machines: Path) -> None:
             replace(bring, "_read_all", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return lambda: None
 
-    save_with(root, machines, die)
+    save_with_faults(root, hosts, die)
 
 
-def test_a_rank_that_dies_while_it_sends_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_the_previous_checkpoint_remains_if_a_rank_dies_during_the_transfer(tmp_path: Path) -> None:
     with pytest.raises(DistributedError):
-        run_distributed(2, die_in_the_middle, tmp_path / "root", tmp_path / "machines")
+        run_distributed(2, die_during_transfer, tmp_path / "root", tmp_path / "hosts")
     newest = latest_complete(tmp_path / "root")
     assert newest is not None
     assert newest.name == "iter_0000001"
 
 
-def look_around(root: Path, machines: Path) -> list[str]:
+def bring_one_file_each(root: Path, hosts: Path) -> bool:
+    """Bring one file of each rank to `root` and return True if this rank saw `root` before."""
     ranks = RankGroup(None)
-    own = root if ranks.rank == 0 else machines / str(ranks.rank)
-    found = [str(sees_first(root, ranks))]
-    own.mkdir(parents=True, exist_ok=True)
-    path = own / f"rank_{ranks.rank}.json"
-    path.write_bytes(b"x" * ranks.rank)  # an empty one is sent too
-    bring_files(root, None if own == root else own, {path.name: FileRecord.of(path)}, ranks)
-    return found
+    directory = root if ranks.rank == 0 else hosts / str(ranks.rank)
+    sees_root = sees_first_directory(root, ranks)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"rank_{ranks.rank}.json"
+    path.write_bytes(b"x" * ranks.rank)  # the file of rank 0 is empty
+    transfer_files(
+        root, None if directory == root else directory, {path.name: FileRecord.of(path)}, ranks
+    )
+    return sees_root
 
 
-def test_any_files_are_brought(tmp_path: Path) -> None:
-    for said in run_distributed(2, look_around, tmp_path / "root", tmp_path / "machines"):
-        assert said == ["True"]
+def test_files_of_all_ranks_are_brought_to_one_directory(tmp_path: Path) -> None:
+    results = run_distributed(2, bring_one_file_each, tmp_path / "root", tmp_path / "hosts")
+    assert results == [True, True]
     assert (tmp_path / "root" / "rank_1.json").read_bytes() == b"x"
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [
         "rank_0.json",
@@ -225,11 +230,10 @@ def test_any_files_are_brought(tmp_path: Path) -> None:
 
 
 def resume_from(root: Path) -> str:
-    """Rank 1 is on a machine that has nothing of it."""
+    """Choose a checkpoint while the host of rank 1 has none, and return the error."""
     from megacore.checkpoint import collective
 
     ranks = RankGroup(None)
-
     without = collective._without
     if ranks.rank == 1:
         collective._without = lambda directory: without(directory / "elsewhere")
@@ -240,8 +244,8 @@ def resume_from(root: Path) -> str:
     return "nothing"
 
 
-def test_a_checkpoint_that_another_machine_lacks_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_missing_on_another_host_is_refused(tmp_path: Path) -> None:
     save.save_checkpoint(tmp_path, 1, {"a": torch.ones(3)}, {})
-    for said in run_distributed(2, resume_from, tmp_path):
-        assert "iter_0000001" in said
-        assert "is not on host" in said
+    for error in run_distributed(2, resume_from, tmp_path):
+        assert "iter_0000001" in error
+        assert "is not on host" in error

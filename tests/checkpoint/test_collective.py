@@ -1,3 +1,5 @@
+"""Tests of choosing and checking checkpoints with all ranks together."""
+
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,13 @@ from megacore.checkpoint.save import save_checkpoint
 from megacore.errors import CheckpointError, LaunchError
 
 
-def test_one_rank_says_what_the_serial_functions_say(tmp_path: Path) -> None:
+def test_collective_functions_on_one_rank_equal_the_serial_ones(tmp_path: Path) -> None:
     good = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3)}, {})
     bad = save_checkpoint(tmp_path, 2, {"model.w": torch.ones(3)}, {})
     content = bytearray((bad / "__0_0.distcp").read_bytes())
     content[700] ^= 1
     (bad / "__0_0.distcp").write_bytes(content)
     (tmp_path / "iter_0000003").mkdir()
-    good.joinpath("complete.json").read_text()
     ranks, warnings, serial = RankGroup(None), [], []
     assert latest_complete_together(tmp_path, ranks, log=warnings.append) == good
     assert latest_complete(tmp_path, log=serial.append) == good
@@ -35,7 +36,7 @@ def test_one_rank_says_what_the_serial_functions_say(tmp_path: Path) -> None:
             check()
 
 
-def test_one_that_other_machines_lack_is_passed_over_only_where_it_is_damaged(
+def test_a_checkpoint_missing_on_another_host_is_refused_unless_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(3)}, {})
@@ -55,8 +56,8 @@ def test_one_that_other_machines_lack_is_passed_over_only_where_it_is_damaged(
     assert len(warnings) == 1
 
 
-def test_each_rank_hashes_a_share() -> None:
+def test_shares_divide_the_files_evenly_among_the_ranks() -> None:
     files = {f"__{n}_0.distcp": FileRecord(100 + n, "") for n in range(7)}
-    divided = shares(Marker(1, None, files), 3)
-    assert sorted(name for names in divided for name in names) == sorted(files)
-    assert {len(names) for names in divided} == {2, 3}
+    names_by_rank = shares(Marker(1, None, files), 3)
+    assert sorted(name for names in names_by_rank for name in names) == sorted(files)
+    assert {len(names) for names in names_by_rank} == {2, 3}

@@ -1,3 +1,5 @@
+"""Tests of the format of checkpoints and the choice of the latest complete one."""
+
 import json
 import subprocess
 import sys
@@ -30,24 +32,25 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def chosen(root: Path) -> tuple[int | None, list[str]]:
+def choose(root: Path) -> tuple[int | None, list[str]]:
+    """Return the iteration of the latest complete checkpoint and the warnings."""
     warnings: list[str] = []
     path = latest_complete(root, log=warnings.append)
     return None if path is None else iteration_of(path), warnings
 
 
-def test_newest_complete_one_is_chosen_silently(root: Path) -> None:
-    assert chosen(root) == (200, [])
+def test_the_newest_complete_checkpoint_is_chosen_without_warning(root: Path) -> None:
+    assert choose(root) == (200, [])
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    assert chosen(tmp_path) == (None, [])
-    assert chosen(tmp_path / "absent") == (None, [])
+def test_an_empty_or_missing_root_has_no_checkpoint(tmp_path: Path) -> None:
+    assert choose(tmp_path) == (None, [])
+    assert choose(tmp_path / "absent") == (None, [])
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "append", "delete", "empty"])
-def test_any_damage_to_any_file_passes_it_over_with_the_files_name(
+def test_a_checkpoint_with_a_damaged_file_is_skipped_with_the_files_name(
     root: Path, name: str, damage: str
 ) -> None:
     file = root / "iter_0000200" / name
@@ -63,7 +66,7 @@ def test_any_damage_to_any_file_passes_it_over_with_the_files_name(
         file.write_bytes(b"")
     else:
         file.unlink()
-    iteration, warnings = chosen(root)
+    iteration, warnings = choose(root)
     assert iteration == 100
     (warning,) = warnings
     assert str(file) in warning
@@ -72,48 +75,53 @@ def test_any_damage_to_any_file_passes_it_over_with_the_files_name(
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"iteration": 200, "files": 3}'])
-def test_missing_or_damaged_marker_passes_it_over(root: Path, content: str | None) -> None:
+def test_a_checkpoint_with_a_missing_or_damaged_marker_is_skipped(
+    root: Path, content: str | None
+) -> None:
     marker = root / "iter_0000200" / MARKER_NAME
     marker.unlink()
     if content is not None:
         marker.write_text(content)
-    iteration, warnings = chosen(root)
+    iteration, warnings = choose(root)
     assert iteration == 100
     assert MARKER_NAME in warnings[0]
 
 
-def test_marker_of_another_iteration_or_version_is_refused(root: Path) -> None:
+def test_a_checkpoint_with_a_marker_of_another_iteration_is_skipped(root: Path) -> None:
     (root / "iter_0000200").rename(root / "iter_0000300")
-    assert chosen(root)[0] == 100
+    assert choose(root)[0] == 100
+
+
+def test_a_marker_of_another_format_version_is_refused(root: Path) -> None:
     path = root / "iter_0000100" / MARKER_NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
     with pytest.raises(CheckpointError, match="format_version 99, this version reads 1"):
         verify(root / "iter_0000100")
 
 
-def test_all_damaged_is_none(root: Path) -> None:
+def test_no_checkpoint_is_chosen_if_all_are_damaged(root: Path) -> None:
     for directory in checkpoint_directories(root):
         (directory / "state.json").unlink()
-    iteration, warnings = chosen(root)
+    iteration, warnings = choose(root)
     assert iteration is None
     assert len(warnings) == 2
 
 
 @pytest.mark.parametrize("content", ["100\n", "no number", ""])
-def test_tracker_is_not_trusted(root: Path, content: str) -> None:
+def test_a_wrong_tracker_does_not_change_the_choice(root: Path, content: str) -> None:
     (root / TRACKER_NAME).write_text(content)
-    assert chosen(root) == (200, [])
+    assert choose(root) == (200, [])
 
 
-def test_tracker_that_names_what_is_gone_is_mentioned(root: Path) -> None:
+def test_a_tracker_that_names_a_missing_checkpoint_is_logged(root: Path) -> None:
     write_tracker(root, 300)
     assert read_tracker(root) == 300
-    iteration, warnings = chosen(root)
+    iteration, warnings = choose(root)
     assert iteration == 200
     assert "names iteration 300, which is not there" in warnings[0]
 
 
-def test_temporaries_and_strangers_are_no_checkpoints(root: Path) -> None:
+def test_temporaries_and_other_directories_are_not_listed(root: Path) -> None:
     for name in ("iter_0000300.tmp-12", "iter_12", "iter_0000400.tmp-12-deleted", "notes"):
         (root / name).mkdir()
     assert [iteration_of(path) for path in checkpoint_directories(root)] == [100, 200]

@@ -1,3 +1,5 @@
+"""Tests of deleting old checkpoints and of locks against deleting one that is read."""
+
 import errno
 import os
 import shutil
@@ -19,11 +21,12 @@ from megacore.checkpoint.format import (
     iteration_of,
     reading,
 )
-from megacore.checkpoint.retain import apply_retention, remove_stale, rename_away
+from megacore.checkpoint.retain import apply_retention, remove_stale, rename_to_stale
 from megacore.errors import CheckpointError
 
 
-def make(root: Path, losses: dict[int, float | None]) -> None:
+def write_checkpoints(root: Path, losses: dict[int, float | None]) -> None:
+    """Write a complete checkpoint for each iteration with its validation loss."""
     for iteration, loss in losses.items():
         directory = root / directory_name(iteration)
         directory.mkdir(parents=True)
@@ -33,7 +36,7 @@ def make(root: Path, losses: dict[int, float | None]) -> None:
         )
 
 
-def left(root: Path) -> list[int | None]:
+def iterations(root: Path) -> list[int | None]:
     return [iteration_of(path) for path in checkpoint_directories(root)]
 
 
@@ -54,28 +57,30 @@ LOSSES = {100: 3.0, 200: 2.0, 300: 2.5, 400: 2.0, 500: None, 600: 4.0}
         ),
     ],
 )
-def test_rules(tmp_path: Path, rules: dict[str, object], expected: list[int]) -> None:
-    make(tmp_path, LOSSES)
+def test_rules_select_the_checkpoints_to_keep(
+    tmp_path: Path, rules: dict[str, object], expected: list[int]
+) -> None:
+    write_checkpoints(tmp_path, LOSSES)
     deleted = apply_retention(tmp_path, **rules)  # type: ignore[arg-type]
-    assert left(tmp_path) == expected
+    assert iterations(tmp_path) == expected
     assert [iteration_of(path) for path in deleted] == [i for i in LOSSES if i not in expected]
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_the_only_complete_one_stays_though_newer_ones_are_damaged(tmp_path: Path) -> None:
-    make(tmp_path, {100: None, 200: None, 300: None})
+def test_the_only_complete_checkpoint_is_kept_if_newer_ones_are_damaged(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, {100: None, 200: None, 300: None})
     for iteration in (200, 300):
         (tmp_path / directory_name(iteration) / "state.json").write_text("damaged")
     assert apply_retention(tmp_path, keep_last=1, keep_best=False) == []
-    assert 100 in left(tmp_path)
+    assert 100 in iterations(tmp_path)
 
 
-def test_nothing_to_keep_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_root_has_nothing_to_delete(tmp_path: Path) -> None:
     assert apply_retention(tmp_path / "absent", keep_last=1) == []
 
 
-def test_what_another_process_reads_stays_until_it_has_read(tmp_path: Path) -> None:
-    make(tmp_path, {100: None, 200: None, 300: None})
+def test_a_checkpoint_read_by_another_process_is_deleted_after_the_read(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, {100: None, 200: None, 300: None})
     script = """
 import sys
 from pathlib import Path
@@ -93,37 +98,37 @@ with reading(Path(sys.argv[1])):
         assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [
             directory_name(200)
         ]
-        assert left(tmp_path) == [100, 300]
+        assert iterations(tmp_path) == [100, 300]
         reader.communicate("\n", timeout=30)
         assert reader.returncode == 0
     assert [path.name for path in apply_retention(tmp_path, keep_last=1)] == [directory_name(100)]
-    assert left(tmp_path) == [300]
+    assert iterations(tmp_path) == [300]
 
 
-def test_what_this_process_reads_stays_too(tmp_path: Path) -> None:
-    make(tmp_path, {100: None, 200: None})
+def test_a_checkpoint_read_by_this_process_is_deleted_after_the_read(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, {100: None, 200: None})
     with reading(tmp_path / directory_name(100)):
         assert apply_retention(tmp_path, keep_last=1) == []
-        with reading(tmp_path / directory_name(100)):  # readers do not keep each other out
+        with reading(tmp_path / directory_name(100)):  # several readers are allowed
             pass
-    assert left(tmp_path) == [100, 200]
+    assert iterations(tmp_path) == [100, 200]
     assert len(apply_retention(tmp_path, keep_last=1)) == 1
 
 
-def test_a_reader_is_told_that_its_checkpoint_vanished(tmp_path: Path) -> None:
-    make(tmp_path, {100: None, 200: None})
+def test_a_reader_of_a_deleted_or_replaced_checkpoint_gets_an_error(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, {100: None, 200: None})
     directory = tmp_path / directory_name(100)
 
     def replace() -> None:
         with reading(directory):
-            rename_away(directory)
-            make(tmp_path, {100: 1.0})
+            rename_to_stale(directory)
+            write_checkpoints(tmp_path, {100: 1.0})
 
     with pytest.raises(
         CheckpointError, match="iter_0000100 was deleted or replaced while it was opened or read"
     ):
         replace()
-    rename_away(directory)
+    rename_to_stale(directory)
     with (
         pytest.raises(CheckpointError, match=r"iter_0000100 has no complete\.json"),
         reading(directory),
@@ -131,36 +136,34 @@ def test_a_reader_is_told_that_its_checkpoint_vanished(tmp_path: Path) -> None:
         pass
 
 
-def test_a_reader_that_waited_for_the_deletion_is_told(tmp_path: Path) -> None:
-    """It has opened the marker, and the lock comes free when the checkpoint is gone."""
-    make(tmp_path, {100: None})
+def test_a_reader_that_waits_during_the_deletion_gets_an_error(tmp_path: Path) -> None:
+    # The reader has opened the marker and gets the lock after the checkpoint is deleted.
+    write_checkpoints(tmp_path, {100: None})
     directory = tmp_path / directory_name(100)
-    met: list[str] = []
+    results: list[str] = []
 
     def read() -> None:
         try:
             with reading(directory):
-                met.append("nothing")
+                results.append("nothing")
         except CheckpointError as error:
-            met.append(str(error))
+            results.append(str(error))
 
     with exclusive_lock(directory / MARKER_NAME) as unread:
         assert unread
         reader = threading.Thread(target=read)
         reader.start()
         time.sleep(0.2)
-        assert met == []
-        rename_away(directory)
+        assert results == []
+        rename_to_stale(directory)
     reader.join(10)
-    assert len(met) == 1
-    assert "was deleted or replaced" in met[0]
+    assert len(results) == 1
+    assert "was deleted or replaced" in results[0]
 
 
-def test_a_marker_that_went_stale_under_its_reader_counts_as_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over NFS that is what an open file is whose checkpoint another machine deleted."""
-    make(tmp_path, {100: None})
+def test_a_stale_marker_counts_as_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # NFS reports an open file as stale after another host has deleted it.
+    write_checkpoints(tmp_path, {100: None})
 
     def stale(descriptor: int) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -174,10 +177,10 @@ def test_a_marker_that_went_stale_under_its_reader_counts_as_deleted(
             pass
 
 
-def test_a_file_system_without_locks_is_named(
+def test_a_file_system_without_locks_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(tmp_path, {100: None, 200: None})
+    write_checkpoints(tmp_path, {100: None, 200: None})
 
     def flock(*args: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -187,10 +190,10 @@ def test_a_file_system_without_locks_is_named(
     assert "file system without locks: it may be deleted while it is read" in caplog.text
 
 
-def test_deletion_that_is_interrupted_leaves_nothing_visible(
+def test_an_interrupted_deletion_leaves_no_visible_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(tmp_path, {100: None, 200: None})
+    write_checkpoints(tmp_path, {100: None, 200: None})
 
     def killed(path: Path) -> None:
         os.unlink(Path(path) / "state.json")
@@ -199,8 +202,8 @@ def test_deletion_that_is_interrupted_leaves_nothing_visible(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            shutil.rmtree(rename_away(tmp_path / directory_name(100)))
-    assert left(tmp_path) == [200]
+            shutil.rmtree(rename_to_stale(tmp_path / directory_name(100)))
+    assert iterations(tmp_path) == [200]
     (removed,) = remove_stale(tmp_path)
     assert removed.name.startswith("iter_0000100.tmp-")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000200"]

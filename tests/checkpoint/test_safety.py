@@ -1,4 +1,4 @@
-"""Loading executes nothing: malicious pickles in every file that is read."""
+"""Tests that loading a checkpoint executes no code of a malicious pickle."""
 
 import io
 import os
@@ -25,7 +25,7 @@ from megacore.errors import CheckpointError
 
 
 class Payload:
-    """Makes a directory when it is unpickled."""
+    """An object that creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,29 +44,30 @@ def trap(tmp_path: Path) -> Path:
     return tmp_path / "executed"
 
 
-def believable(checkpoint: Path) -> None:
-    """Make the marker fit again: an attacker can compute hashes too."""
+def update_marker(checkpoint: Path) -> None:
+    """Write the digests of the changed files to the marker; an attacker can do this too."""
     marker = Marker.read(checkpoint)
     files = {name: FileRecord.of(checkpoint / name) for name in marker.files}
     Marker(marker.iteration, None, files).write(checkpoint)
     assert latest_complete(checkpoint.parent) == checkpoint
 
 
-def original(checkpoint: Path) -> Metadata:
+def torch_metadata(checkpoint: Path) -> Metadata:
     metadata: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     return metadata
 
 
-def point_to_all_of(shard: Path) -> None:
-    """Let the metadata read the whole file as its one tensor."""
-    metadata = original(shard.parent)
-    whole = _StorageInfo(shard.name, 0, shard.stat().st_size)
-    metadata.storage_data = dict.fromkeys(metadata.storage_data, whole)
+def map_tensors_to_entire_file(shard: Path) -> None:
+    """Change the metadata so that every tensor is the entire file."""
+    metadata = torch_metadata(shard.parent)
+    entire_file = _StorageInfo(shard.name, 0, shard.stat().st_size)
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, entire_file)
     (shard.parent / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def refuses(checkpoint: Path, trap: Path, message: str) -> None:
-    believable(checkpoint)
+def assert_refused(checkpoint: Path, trap: Path, message: str) -> None:
+    """Check that both ways to load fail with `message` and execute nothing."""
+    update_marker(checkpoint)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(checkpoint, {"model.w": torch.zeros(4, 3)})
     with pytest.raises(CheckpointError, match=message):
@@ -74,22 +75,24 @@ def refuses(checkpoint: Path, trap: Path, message: str) -> None:
     assert not trap.exists(), "the pickle was executed"
 
 
-def test_the_payload_would_work(trap: Path) -> None:
+def test_unpickling_the_payload_executes_it(trap: Path) -> None:
     pickle.loads(pickle.dumps(Payload(trap)))
     assert trap.is_dir()
 
 
-def test_metadata_that_is_a_payload(checkpoint: Path, trap: Path) -> None:
+def test_a_payload_as_the_metadata_is_refused(checkpoint: Path, trap: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Payload(trap)))
-    refuses(checkpoint, trap, r"\.metadata is refused: it asks for posix\.mkdir")
+    assert_refused(checkpoint, trap, r"\.metadata is refused: it asks for posix\.mkdir")
 
 
 @pytest.mark.parametrize("field", ["planner_data", "storage_meta", "version"])
-def test_payload_inside_a_field_of_the_metadata(checkpoint: Path, trap: Path, field: str) -> None:
-    metadata = original(checkpoint)
+def test_a_payload_in_a_field_of_the_metadata_is_refused(
+    checkpoint: Path, trap: Path, field: str
+) -> None:
+    metadata = torch_metadata(checkpoint)
     setattr(metadata, field, Payload(trap))
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    refuses(checkpoint, trap, r"it asks for posix\.mkdir")
+    assert_refused(checkpoint, trap, r"it asks for posix\.mkdir")
 
 
 @pytest.mark.parametrize(
@@ -103,13 +106,13 @@ def test_payload_inside_a_field_of_the_metadata(checkpoint: Path, trap: Path, fi
         b"\x80\x02}(X\x01\x00\x00\x00aPpersistent\nu.",  # a persistent id
     ],
 )
-def test_other_ways_to_call(checkpoint: Path, trap: Path, stream: bytes) -> None:
+def test_other_calls_in_a_pickle_are_refused(checkpoint: Path, trap: Path, stream: bytes) -> None:
     stream = stream.replace(b"{trap}", str(trap).encode()).replace(b"{name}", b"name")
     (checkpoint / ".metadata").write_bytes(stream)
-    refuses(checkpoint, trap, r"\.metadata (is refused|cannot be read)")
+    assert_refused(checkpoint, trap, r"\.metadata (is refused|cannot be read)")
 
 
-def test_a_pickle_cannot_change_torchs_classes(checkpoint: Path) -> None:
+def test_a_pickle_cannot_set_attributes_of_torchs_classes(checkpoint: Path) -> None:
     # BUILD on a class itself sets attributes of the class.
     stream = (
         b"\x80\x04\x8c\x29torch.distributed.checkpoint."
@@ -124,11 +127,11 @@ def test_a_pickle_cannot_change_torchs_classes(checkpoint: Path) -> None:
     assert not hasattr(MetadataIndex, "owned")
 
 
-def test_entries_that_are_no_tensor_are_refused(checkpoint: Path, trap: Path) -> None:
-    metadata = original(checkpoint)
+def test_metadata_entries_other_than_tensors_are_refused(checkpoint: Path, trap: Path) -> None:
+    metadata = torch_metadata(checkpoint)
     metadata.state_dict_metadata["extra"] = BytesStorageMetadata()
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    refuses(
+    assert_refused(
         checkpoint,
         trap,
         r"it asks for torch\.distributed\.checkpoint\.metadata\.BytesStorageMetadata",
@@ -137,31 +140,31 @@ def test_entries_that_are_no_tensor_are_refused(checkpoint: Path, trap: Path) ->
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "a/b", ".."])
 def test_files_outside_the_checkpoint_are_refused(checkpoint: Path, trap: Path, name: str) -> None:
-    metadata = original(checkpoint)
+    metadata = torch_metadata(checkpoint)
     metadata.storage_data = {index: _StorageInfo(name, 0, 10) for index in metadata.storage_data}
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    refuses(checkpoint, trap, "points to the file .* outside the checkpoint")
+    assert_refused(checkpoint, trap, "points to the file .* outside the checkpoint")
 
 
-def test_transforms_are_refused(checkpoint: Path, trap: Path) -> None:
-    metadata = original(checkpoint)
+def test_transforms_in_the_metadata_are_refused(checkpoint: Path, trap: Path) -> None:
+    metadata = torch_metadata(checkpoint)
     metadata.storage_data = {
         index: _StorageInfo(info.relative_path, info.offset, info.length, ["stream.zstd"])
         for index, info in metadata.storage_data.items()
     }
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    refuses(checkpoint, trap, "asks for transforms")
+    assert_refused(checkpoint, trap, "asks for transforms")
 
 
-def test_payload_in_a_shard(checkpoint: Path, trap: Path) -> None:
+def test_a_payload_in_a_shard_is_refused(checkpoint: Path, trap: Path) -> None:
     (shard,) = checkpoint.glob("*.distcp")
     torch.save(Payload(trap), shard)
-    point_to_all_of(shard)
-    refuses(checkpoint, trap, "cannot be read: UnpicklingError")
+    map_tensors_to_entire_file(shard)
+    assert_refused(checkpoint, trap, "cannot be read: UnpicklingError")
 
 
-def test_payload_hidden_in_a_shards_archive(checkpoint: Path, trap: Path) -> None:
-    """The tensor's own archive with its data.pkl replaced."""
+def test_a_payload_in_the_archive_of_a_shard_is_refused(checkpoint: Path, trap: Path) -> None:
+    # Only data.pkl in the archive of the tensor is replaced.
     (shard,) = checkpoint.glob("*.distcp")
     buffer = io.BytesIO()
     with zipfile.ZipFile(shard) as old, zipfile.ZipFile(buffer, "w") as new:
@@ -171,8 +174,8 @@ def test_payload_hidden_in_a_shards_archive(checkpoint: Path, trap: Path) -> Non
                 content = pickle.dumps(Payload(trap), protocol=2)
             new.writestr(item.filename, content)
     shard.write_bytes(buffer.getvalue())
-    point_to_all_of(shard)
-    refuses(checkpoint, trap, "cannot be read")
+    map_tensors_to_entire_file(shard)
+    assert_refused(checkpoint, trap, "cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -182,29 +185,29 @@ def test_damaged_metadata_is_a_checkpoint_error(
     checkpoint: Path, trap: Path, content: bytes
 ) -> None:
     (checkpoint / ".metadata").write_bytes(content)
-    refuses(checkpoint, trap, r"\.metadata (is refused|cannot be read)")
+    assert_refused(checkpoint, trap, r"\.metadata (is refused|cannot be read)")
 
 
-def test_the_honest_metadata_survives_the_reader(checkpoint: Path) -> None:
-    mine, torchs = read_metadata(checkpoint / ".metadata"), original(checkpoint)
-    assert mine.state_dict_metadata.keys() == torchs.state_dict_metadata.keys()
-    for name, entry in torchs.state_dict_metadata.items():
-        own = mine.state_dict_metadata[name]
-        assert isinstance(own, TensorStorageMetadata)
+def test_valid_metadata_is_read_equal_to_torchs(checkpoint: Path) -> None:
+    metadata, expected = read_metadata(checkpoint / ".metadata"), torch_metadata(checkpoint)
+    assert metadata.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
+    for name, expected_entry in expected.state_dict_metadata.items():
+        entry = metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
-        assert (own.size, own.chunks, own.properties.dtype) == (
-            entry.size,
-            entry.chunks,
-            entry.properties.dtype,
+        assert isinstance(expected_entry, TensorStorageMetadata)
+        assert (entry.size, entry.chunks, entry.properties.dtype) == (
+            expected_entry.size,
+            expected_entry.chunks,
+            expected_entry.properties.dtype,
         )
-    places = {index: SavedSlice(**vars(info)) for index, info in torchs.storage_data.items()}
-    assert mine.storage_data == places
+    slices = {index: SavedSlice(**vars(info)) for index, info in expected.storage_data.items()}
+    assert metadata.storage_data == slices
 
 
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/hostname", "..", "", "below/../../x", "below//x", "below/"]
 )
-def test_marker_names_stay_inside(checkpoint: Path, name: str) -> None:
+def test_file_names_in_the_marker_cannot_leave_the_checkpoint(checkpoint: Path, name: str) -> None:
     text = (checkpoint / "complete.json").read_text()
     (checkpoint / "complete.json").write_text(text.replace("state.json", name))
     with pytest.raises(CheckpointError, match="leaves the checkpoint's directory"):

@@ -1,3 +1,5 @@
+"""Tests of saving and loading checkpoints."""
+
 import errno
 import json
 import math
@@ -24,7 +26,7 @@ STATE = {"iteration": 7, "nested": {"loss_scale": 65536.0, "names": ["a", "b"], 
 
 
 def example() -> dict[str, Tensor]:
-    """Values encode their position and their name."""
+    """Return small tensors of several shapes and types."""
     return {
         "model.weight": torch.arange(24.0).reshape(6, 4),
         "model.bias": 100 + torch.arange(6.0),
@@ -34,7 +36,7 @@ def example() -> dict[str, Tensor]:
     }
 
 
-def blank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def zeros_like(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
@@ -44,11 +46,11 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         torch.testing.assert_close(tensor, right[name], rtol=0, atol=0)
 
 
-def test_round_trip_fills_in_place(tmp_path: Path) -> None:
+def test_loading_fills_the_saved_tensors_in_place(tmp_path: Path) -> None:
     tensors = example()
     path = save_checkpoint(tmp_path, 400, tensors, STATE, validation_loss=2.5)
     assert path == tmp_path / "iter_0000400"
-    target = blank(tensors)
+    target = zeros_like(tensors)
     addresses = {name: tensor.data_ptr() for name, tensor in target.items()}
     assert load_checkpoint(path, target) == STATE
     assert_equal(target, tensors)
@@ -65,14 +67,14 @@ def test_parameters_that_require_gradients_are_filled(tmp_path: Path) -> None:
     assert parameter.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_every_file_is_in_the_marker_the_hidden_one_too(tmp_path: Path) -> None:
+def test_the_marker_lists_every_file_and_no_temporary_remains(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, example(), STATE)
     assert set(Marker.read(path).files) == {".metadata", "__0_0.distcp", "state.json"}
     assert {file.name for file in path.iterdir()} == {*Marker.read(path).files, "complete.json"}
     assert [entry.name for entry in tmp_path.iterdir() if ".tmp-" in entry.name] == []
 
 
-def test_a_checkpoint_names_no_absolute_path(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_no_absolute_path_and_can_be_moved(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "here", 1, example(), STATE)
     assert str(tmp_path).encode() not in b"".join(file.read_bytes() for file in path.iterdir())
     moved = tmp_path / "elsewhere"
@@ -81,7 +83,7 @@ def test_a_checkpoint_names_no_absolute_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, None])
-def test_a_loss_that_is_not_finite_counts_as_not_measured(
+def test_a_non_finite_validation_loss_is_stored_as_missing(
     tmp_path: Path, loss: float | None
 ) -> None:
     path = save_checkpoint(tmp_path, 1, example(), STATE, validation_loss=loss)
@@ -98,7 +100,7 @@ def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_crash_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+def test_temporaries_of_a_crash_are_removed_by_the_next_save(tmp_path: Path) -> None:
     for name in ("iter_0000001.tmp-0123abcd", "iter_0000001.tmp-0123abcd-deleted"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
@@ -124,26 +126,26 @@ def test_what_a_crash_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_another_model_is_refused_and_nothing_changed(
+def test_tensors_of_another_model_are_refused_and_unchanged(
     tmp_path: Path, change: Any, message: str
 ) -> None:
     path = save_checkpoint(tmp_path, 1, example(), STATE)
-    target = blank(example())
+    target = zeros_like(example())
     change(target)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(path, target)
     assert all(not tensor.any() for tensor in target.values())
 
 
-def test_a_part_can_be_loaded_by_prefix(tmp_path: Path) -> None:
+def test_tensors_can_be_loaded_by_prefix(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, example(), STATE)
-    wanted = {name: tensor for name, tensor in example().items() if name.startswith("model.")}
-    target = blank(wanted)
+    expected = {name: tensor for name, tensor in example().items() if name.startswith("model.")}
+    target = zeros_like(expected)
     assert load_checkpoint(path, target, prefix="model.") == STATE
-    assert_equal(target, wanted)
+    assert_equal(target, expected)
 
 
-def test_read_tensors_by_name_prefix_and_type(tmp_path: Path) -> None:
+def test_read_tensors_selects_by_name_and_prefix_and_converts_floats(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, example(), STATE)
     assert_equal(read_tensors(path), example())
     assert set(read_tensors(path, prefix="optimizer.")) == {
@@ -154,13 +156,17 @@ def test_read_tensors_by_name_prefix_and_type(tmp_path: Path) -> None:
     assert converted["model.half"].dtype == torch.float64
     assert converted["optimizer.step"].dtype == torch.int64
     assert tensor_shapes(path)["model.weight"] == (6, 4)
+
+
+def test_read_tensors_refuses_unknown_names_and_prefixes(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, example(), STATE)
     with pytest.raises(CheckpointError, match=r"has no tensor model\.nope: it has model\."):
         read_tensors(path, ["model.nope"])
     with pytest.raises(CheckpointError, match="any name that starts with 'nope'"):
         read_tensors(path, prefix="nope")
 
 
-def test_state_must_be_json_and_tensors_tensors(tmp_path: Path) -> None:
+def test_state_other_than_json_and_values_other_than_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not JSON"):
         save_checkpoint(tmp_path, 1, example(), {"x": object()})
     with pytest.raises(CheckpointError, match=r"model\.w is int, not a tensor"):
@@ -172,7 +178,7 @@ def full_disk(self: CheckpointWriter, *args: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "__0_0.distcp")
 
 
-def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(
+def test_a_full_disk_raises_a_workspace_error_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, 1, example(), STATE)
@@ -184,9 +190,9 @@ def test_a_full_disk_is_a_workspace_error_and_leaves_nothing(
     assert read_tracker(tmp_path) == 1
 
 
-def test_torch_does_not_hide_the_cause_of_a_failed_write(tmp_path: Path) -> None:
-    # A limit on file sizes fails inside torch's zip writer, as a full disk does: it raises
-    # RuntimeError around it.
+def test_the_cause_of_a_failed_write_is_reported(tmp_path: Path) -> None:
+    # A limit on file sizes fails inside torch's zip writer, like a full disk. torch wraps the
+    # error in a RuntimeError.
     script = f"""
 import pathlib, resource, signal, torch
 from megacore.checkpoint.save import save_checkpoint
@@ -205,37 +211,37 @@ except WorkspaceError as error:
     assert list(tmp_path.iterdir()) == []
 
 
-def ranks_case(root: str) -> dict[str, Any]:
-    """Everything that needs two ranks, in one group."""
+def run_two_rank_cases(root: str) -> dict[str, Any]:
+    """Run all cases of one rank of two in a single process group and return their results."""
     rank, folder = dist.get_rank(), Path(root)
     results: dict[str, Any] = {}
     tensors = example()
     path = save_checkpoint(
         folder / "replicated", 3, tensors, {**STATE, "rank": rank}, validation_loss=1.0
     )
-    target = blank(tensors)
+    target = zeros_like(tensors)
     results["state"] = load_checkpoint(path, target)
     assert_equal(target, tensors)
 
     large = {f"model.{i}": torch.full((64, 1024), float(i)) for i in range(8)}
     save_checkpoint(folder / "large", 1, large, {})
 
-    whole = torch.arange(40.0).reshape(8, 5)
+    values = torch.arange(40.0).reshape(8, 5)
     sharded = {
-        "model.rows": part(whole, rank),
-        "model.pairs": part(whole.view(20, 2), rank),
-        "model.whole": TensorShard.of_runs([(0, whole.view(-1))], (8, 5), torch.float32),
-        "model.plain": whole.clone(),
-        f"model.own.{rank}": whole + rank,
+        "model.rows": half(values, rank),
+        "model.pairs": half(values.view(20, 2), rank),
+        "model.full": TensorShard.of_runs([(0, values.view(-1))], (8, 5), torch.float32),
+        "model.plain": values.clone(),
+        f"model.rank.{rank}": values + rank,
     }
     path = save_checkpoint(folder / "sharded", 3, sharded, STATE)
-    assert_equal(read_tensors(path, ["model.rows"]), {"model.rows": whole})
+    assert_equal(read_tensors(path, ["model.rows"]), {"model.rows": values})
     swapped = {
         "model.rows": torch.zeros(8, 5),
         "model.pairs": torch.zeros(20, 2),
-        "model.whole": part(torch.zeros(8, 5), rank),
-        "model.plain": part(torch.zeros(8, 5), 1 - rank),
-        f"model.own.{1 - rank}": torch.zeros(8, 5),
+        "model.full": half(torch.zeros(8, 5), rank),
+        "model.plain": half(torch.zeros(8, 5), 1 - rank),
+        f"model.rank.{1 - rank}": torch.zeros(8, 5),
     }
     load_checkpoint(path, swapped, expected=names_of_all(swapped))
     results["swapped"] = {name: list(rectangles(tensor)) for name, tensor in swapped.items()}
@@ -250,11 +256,11 @@ def ranks_case(root: str) -> dict[str, Any]:
     return results
 
 
-def part(whole: Tensor, rank: int) -> TensorShard:
-    """A copy of one half of the elements."""
-    size = whole.numel() // 2
-    run = whole.flatten()[rank * size : (rank + 1) * size].clone()
-    return TensorShard.of_runs([(rank * size, run)], whole.shape, whole.dtype)
+def half(tensor: Tensor, rank: int) -> TensorShard:
+    """Return a copy of one half of the elements."""
+    size = tensor.numel() // 2
+    run = tensor.flatten()[rank * size : (rank + 1) * size].clone()
+    return TensorShard.of_runs([(rank * size, run)], tensor.shape, tensor.dtype)
 
 
 def rectangles(tensor: Tensor | TensorShard) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -263,6 +269,7 @@ def rectangles(tensor: Tensor | TensorShard) -> list[tuple[tuple[int, ...], Tens
 
 
 def failing_save(root: Path, write: Any, tensors: dict[str, Any] | None = None) -> tuple[str, str]:
+    """Save with `write` as the writer and return type and message of the error."""
     original = CheckpointWriter.write_data
     if write is not None:
         CheckpointWriter.write_data = write  # type: ignore[method-assign]
@@ -275,58 +282,84 @@ def failing_save(root: Path, write: Any, tensors: dict[str, Any] | None = None) 
     return "nothing", ""
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    results = run_distributed(2, ranks_case, str(tmp_path))
-    assert all(result["state"] == {**STATE, "rank": 0} for result in results)
+TwoRankResults = tuple[Path, list[dict[str, Any]]]
 
-    replicated = tmp_path / "replicated" / "iter_0000003"
+
+@pytest.fixture(scope="module")
+def two_rank_results(tmp_path_factory: pytest.TempPathFactory) -> TwoRankResults:
+    """Provide the directory of the checkpoints of two ranks and the results of each rank."""
+    root = tmp_path_factory.mktemp("two-ranks")
+    (root / "file").write_text("in the way")
+    return root, run_distributed(2, run_two_rank_cases, str(root))
+
+
+def test_every_rank_loads_the_state_of_rank_0(two_rank_results: TwoRankResults) -> None:
+    root, results = two_rank_results
+    assert all(result["state"] == {**STATE, "rank": 0} for result in results)
+    replicated = root / "replicated" / "iter_0000003"
+    assert json.loads((replicated / "state.json").read_text())["rank"] == 0
+
+
+def test_two_ranks_write_a_file_each(two_rank_results: TwoRankResults) -> None:
+    root, _ = two_rank_results
+    replicated = root / "replicated" / "iter_0000003"
     files = Marker.read(replicated).files
     assert set(files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"}
-    assert json.loads((replicated / "state.json").read_text())["rank"] == 0
     assert_equal(read_tensors(replicated), example())
-    assert set(read_tensors(tmp_path / "sharded" / "iter_0000003")) == {
-        f"model.{name}" for name in ("rows", "pairs", "whole", "plain", "own.0", "own.1")
+
+
+def test_sharded_tensors_are_loaded_into_other_shards(two_rank_results: TwoRankResults) -> None:
+    root, results = two_rank_results
+    assert set(read_tensors(root / "sharded" / "iter_0000003")) == {
+        f"model.{name}" for name in ("rows", "pairs", "full", "plain", "rank.0", "rank.1")
     }
-    whole = torch.arange(40.0).reshape(8, 5)
+    values = torch.arange(40.0).reshape(8, 5)
     for rank, result in enumerate(results):
         swapped = result["swapped"]
         assert_equal(
             {
                 name: swapped[name][0][1]
-                for name in ("model.rows", "model.pairs", f"model.own.{1 - rank}")
+                for name in ("model.rows", "model.pairs", f"model.rank.{1 - rank}")
             },
             {
-                "model.rows": whole,
-                "model.pairs": whole.view(20, 2),
-                f"model.own.{1 - rank}": whole + (1 - rank),
+                "model.rows": values,
+                "model.pairs": values.view(20, 2),
+                f"model.rank.{1 - rank}": values + (1 - rank),
             },
         )
-        for name, half in (("model.whole", rank), ("model.plain", 1 - rank)):
+        for name, part in (("model.full", rank), ("model.plain", 1 - rank)):
             ((offsets, piece),) = swapped[name]
-            assert offsets == (4 * half, 0)
-            assert torch.equal(piece, whole[4 * half : 4 * half + 4])
+            assert offsets == (4 * part, 0)
+            assert torch.equal(piece, values[4 * part : 4 * part + 4])
+
+
+def test_a_failure_of_one_rank_fails_the_save_on_both(two_rank_results: TwoRankResults) -> None:
+    root, results = two_rank_results
     for result in results:
         assert result["one rank's full disk"][0] == "WorkspaceError"
         assert "No space left" in result["one rank's full disk"][1]
         assert result["one rank's wrong type"][0] == "CheckpointError"
         assert result["root is a file"][0] == "WorkspaceError"
         assert "a file is in the way" in result["root is a file"][1]
-    assert list((tmp_path / "full").iterdir()) == []
-    assert not (tmp_path / "wrong").exists()
+    assert list((root / "full").iterdir()) == []
+    assert not (root / "wrong").exists()
 
-    # Replicated tensors are written once, and both ranks share the work.
-    files = Marker.read(tmp_path / "large" / "iter_0000001").files
+
+def test_replicated_tensors_are_written_once_in_about_equal_shares(
+    two_rank_results: TwoRankResults,
+) -> None:
+    root, _ = two_rank_results
+    files = Marker.read(root / "large" / "iter_0000001").files
     sizes = [files[f"__{rank}_0.distcp"].size for rank in range(2)]
     one_copy = 8 * 64 * 1024 * 4
     assert one_copy <= sum(sizes) < 1.1 * one_copy
     assert min(sizes) > 0.4 * one_copy
 
 
-def test_a_checkpoint_that_is_replaced_goes_only_when_the_new_one_is_there(
+def test_a_replaced_checkpoint_is_deleted_after_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deleting takes long: who dies meanwhile has lost neither the old nor the new one."""
+    # A process that is killed during the slow deletion must not lose the new checkpoint.
     save_checkpoint(tmp_path, 3, {"model.w": torch.zeros(2)}, {})
 
     def killed(path: Path, **_: object) -> None:
@@ -337,8 +370,8 @@ def test_a_checkpoint_that_is_replaced_goes_only_when_the_new_one_is_there(
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(tmp_path, 3, {"model.w": torch.ones(2)}, {})
-    found = latest_complete(tmp_path)
-    assert found is not None
-    assert_equal(read_tensors(found), {"model.w": torch.ones(2)})
+    newest = latest_complete(tmp_path)
+    assert newest is not None
+    assert_equal(read_tensors(newest), {"model.w": torch.ones(2)})
     save_checkpoint(tmp_path, 4, {"model.w": torch.ones(2)}, {})
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000004"]

@@ -1,5 +1,4 @@
-"""Rectangles of flat ranges, and checkpoints that any layout of ranks writes and any other
-reads."""
+"""Tests of sharded tensors and of checkpoints read in another layout than written."""
 
 import math
 from pathlib import Path
@@ -21,12 +20,14 @@ from tests.checkpoint import _layouts
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_a_flat_range_is_a_few_rectangles_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_a_flat_range_is_covered_by_few_rectangles_in_order(
+    shape: list[int], data: st.DataObject
+) -> None:
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     numbers = torch.arange(size).view(shape)
-    found: list[int] = []
+    elements: list[int] = []
     boxes = list(rectangles(start, stop, shape))
     for offsets, sizes in boxes:
         box = numbers[
@@ -35,12 +36,12 @@ def test_a_flat_range_is_a_few_rectangles_in_order(shape: list[int], data: st.Da
             )
         ]
         assert box.shape == tuple(sizes)
-        found += box.flatten().tolist()
-    assert found == list(range(start, stop))
+        elements += box.flatten().tolist()
+    assert elements == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-def test_runs_of_a_part_are_views_at_their_place_in_the_whole() -> None:
+def test_pieces_of_runs_are_views_at_their_global_offsets() -> None:
     flat = torch.arange(9.0)
     shard = TensorShard.of_runs(
         [(2, flat[:5]), (9, flat[5:])], (4, 4), torch.float32, Partition(dim=1, rank=1, size=2)
@@ -71,47 +72,46 @@ def test_a_shard_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     root = tmp_path_factory.mktemp("layouts")
     return root, run_distributed(4, _layouts.run, str(root))
 
 
-def test_every_layout_reads_what_every_other_wrote(
-    written: tuple[Path, list[dict[str, Any]]],
+def test_every_layout_reads_the_checkpoints_of_every_layout(
+    checkpoints: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    assert [result["wrong"] for result in written[1]] == [[]] * 4
-    # The flat ranges really were cut into several rectangles, and the stages really held different
-    # names.
-    assert max(result["most"] for result in written[1]) > 2
-    assert written[1][0]["names"] != written[1][3]["names"]
+    assert [result["mismatches"] for result in checkpoints[1]] == [[]] * 4
+    # Some tensors have several pieces, and the pipeline stages have different tensors.
+    assert max(result["most_pieces"] for result in checkpoints[1]) > 2
+    assert checkpoints[1][0]["names"] != checkpoints[1][3]["names"]
 
 
 @pytest.mark.parametrize("layout", _layouts.LAYOUTS)
-def test_checkpoints_are_whole_tensors_written_once(
-    written: tuple[Path, list[dict[str, Any]]], layout: str
+def test_a_checkpoint_contains_each_element_once(
+    checkpoints: tuple[Path, list[dict[str, Any]]], layout: str
 ) -> None:
-    path, wanted = written[0] / layout / "iter_0000001", _layouts.values()
+    path, expected = checkpoints[0] / layout / "iter_0000001", _layouts.values()
     tensors = read_tensors(path)
-    assert tensors.keys() == wanted.keys()
+    assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
-        assert torch.equal(tensor, wanted[name]), name
+        assert torch.equal(tensor, expected[name]), name
     for name, entry in CheckpointReader(path).tensors.items():
-        assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == wanted[name].numel()
+        assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == expected[name].numel()
     assert read_state(path) == {"writer": layout}
     assert {f"__{rank}_0.distcp" for rank in range(4)} <= set(Marker.read(path).files)
 
 
-def test_a_checkpoint_of_another_model_is_refused_over_all_ranks(
-    written: tuple[Path, list[dict[str, Any]]],
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(
+    checkpoints: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    for result in written[1]:
-        lacking, renamed = result["refused"]
+    for result in checkpoints[1]:
+        lacking, renamed = result["refusals"]
         assert (
-            "lacks none of the 12 tensors asked for, and has model.last.bias, "
+            "lacks none of the 12 tensors requested, and has model.last.bias, "
             "optimizer.exp_avg.last.bias"
         ) in lacking
-        assert "among 15 that nobody asked for" in lacking
-        # Rank 2, of the same stage, still has the old name.
+        assert "among 15 that were not requested" in lacking
+        # Rank 2 of the same pipeline stage still has the old name.
         assert (
-            "lacks model.last.scale of the 16 tensors asked for, and has none among 15" in renamed
+            "lacks model.last.scale of the 16 tensors requested, and has none among 15" in renamed
         )

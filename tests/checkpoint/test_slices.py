@@ -1,3 +1,5 @@
+"""Tests of reading parts of saved tensors."""
+
 import pickle
 from pathlib import Path
 
@@ -14,30 +16,35 @@ from megacore.errors import CheckpointError
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_any_part_of_any_form_into_any_form(tmp_path: Path, threads: int) -> None:
-    """Rows, columns and inner rectangles of tensors in row-major and in column-major order."""
-    whole = torch.arange(60.0).view(10, 6)
-    tensors = {"rows": whole, "turned": whole.t().contiguous().t(), "scalar": torch.tensor(3.0)}
+def test_any_rectangle_is_loaded_from_and_into_any_memory_order(
+    tmp_path: Path, threads: int
+) -> None:
+    values = torch.arange(60.0).view(10, 6)
+    tensors = {
+        "row-major": values,
+        "column-major": values.t().contiguous().t(),
+        "scalar": torch.tensor(3.0),
+    }
     path = save_checkpoint(tmp_path, 1, tensors, {})
     corners = {(0, 0): (4, 6), (4, 1): (3, 2), (9, 5): (1, 1), (2, 0): (8, 1)}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for name in ("rows", "turned"):
+        for name in ("row-major", "column-major"):
             for (row, column), (rows, columns) in corners.items():
                 for target in (torch.zeros(rows, columns), torch.zeros(columns, rows).t()):
                     shard = TensorShard(
-                        whole.shape, whole.dtype, {torch.Size((row, column)): target}
+                        values.shape, values.dtype, {torch.Size((row, column)): target}
                     )
-                    wanted = {name: shard, "scalar": torch.tensor(0.0)}
-                    load_checkpoint(path, wanted, expected=tensors.keys())
-                    assert torch.equal(target, whole[row : row + rows, column : column + columns])
-                    assert wanted["scalar"] == 3.0
+                    targets = {name: shard, "scalar": torch.tensor(0.0)}
+                    load_checkpoint(path, targets, expected=tensors.keys())
+                    assert torch.equal(target, values[row : row + rows, column : column + columns])
+                    assert targets["scalar"] == 3.0
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_large_share_is_divided_into_files(
+def test_a_large_share_of_a_rank_is_written_to_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save, "LEAST_FILE_BYTES", 4000)
@@ -52,7 +59,7 @@ def test_a_large_share_is_divided_into_files(
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
-def damaged(tmp_path: Path, change: object) -> Path:
+def save_damaged(tmp_path: Path, change: object) -> Path:
     path = save_checkpoint(tmp_path, 1, {"model.w": torch.ones(40, 3)}, {})
     (shard,) = path.glob("*.distcp")
     if isinstance(change, torch.Tensor):
@@ -81,7 +88,9 @@ def damaged(tmp_path: Path, change: object) -> Path:
         ("long", r"cannot be read"),
     ],
 )
-def test_a_file_of_another_form_is_refused(tmp_path: Path, change: object, message: str) -> None:
-    path = damaged(tmp_path, change)
+def test_a_file_that_contradicts_the_metadata_is_refused(
+    tmp_path: Path, change: object, message: str
+) -> None:
+    path = save_damaged(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(path, {"model.w": torch.zeros(40, 3)})

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model, and which models it refuses to be."""
+"""Tests of the model specification in a checkpoint and its comparison with another one."""
 
 import json
 from pathlib import Path
@@ -23,16 +23,16 @@ MODEL = {
 def spec(
     *, family: str = "gpt", vocab_size: int = 100, tokens: SpecialTokens | None = None, **model: Any
 ) -> ModelSpec:
-    own = ModelConfig(**MODEL | {"make_vocab_size_divisible_by": 8} | model)
+    config = ModelConfig(**MODEL | {"make_vocab_size_divisible_by": 8} | model)
     return ModelSpec(
-        family=family, model=own, vocab_size=vocab_size, special_tokens=tokens or SpecialTokens()
+        family=family, model=config, vocab_size=vocab_size, special_tokens=tokens or SpecialTokens()
     )
 
 
-def test_a_spec_survives_a_checkpoint(tmp_path: Path) -> None:
-    own = spec(tokens=SpecialTokens(eod=3, sentinels=(99, 98)), normalization="rmsnorm")
-    path = save_checkpoint(tmp_path, 0, {}, {"model": own.model_dump(mode="json")})
-    assert read_spec(path) == own
+def test_a_spec_is_read_back_equal_from_a_checkpoint(tmp_path: Path) -> None:
+    saved = spec(tokens=SpecialTokens(eod=3, sentinels=(99, 98)), normalization="rmsnorm")
+    path = save_checkpoint(tmp_path, 0, {}, {"model": saved.model_dump(mode="json")})
+    assert read_spec(path) == saved
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_spec_survives_a_checkpoint(tmp_path: Path) -> None:
         ({"model": 3}, r"holds no model that this version of megacore knows .model: "),
     ],
 )
-def test_a_checkpoint_that_does_not_say_is_refused(
+def test_a_checkpoint_without_a_valid_spec_is_refused(
     tmp_path: Path, state: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -60,13 +60,13 @@ def test_a_checkpoint_that_does_not_say_is_refused(
         read_spec(tmp_path)
 
 
-SAME: dict[str, dict[str, Any]] = {
-    "what matters to training alone": {
+SAME_MODEL: dict[str, dict[str, Any]] = {
+    "options of training only": {
         "hidden_dropout": 0.3,
         "attention_dropout": 0.0,
         "init_method_std": 0.1,
     },
-    "values that follow from others": {
+    "derived values set explicitly": {
         "num_query_groups": 4,
         "kv_channels": 8,
         "ffn_hidden_size": 128,
@@ -76,12 +76,12 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_what_makes_no_other_model_may_differ(name: str) -> None:
-    check_same_model(Path("there"), spec(), spec(**SAME[name]))
+@pytest.mark.parametrize("name", SAME_MODEL)
+def test_differences_that_keep_the_model_equal_are_accepted(name: str) -> None:
+    check_same_model(Path("there"), spec(), spec(**SAME_MODEL[name]))
 
 
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "family": ({"family": "bert"}, "family is gpt there and bert here"),
     "vocabulary": ({"vocab_size": 101}, "the vocabulary is 100 entries there and 101 entries here"),
     "rows": (
@@ -102,16 +102,16 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_model_is_refused_with_both_sides(name: str) -> None:
-    changes, message = OTHERS[name]
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_another_model_is_refused_with_both_values(name: str) -> None:
+    changes, message = OTHER_MODELS[name]
     with pytest.raises(
         CheckpointError, match=f"^there is of another model: {message}: use a checkpoint"
     ):
         check_same_model(Path("there"), spec(), spec(**changes))
 
 
-def test_everything_that_differs_is_named() -> None:
+def test_all_differences_are_reported() -> None:
     with pytest.raises(
         CheckpointError,
         match=r"num_layers is 2 there and 4 here, model\.hidden_size is 32 .* 64 here",
@@ -123,13 +123,13 @@ def test_everything_that_differs_is_named() -> None:
         )
 
 
-def test_a_model_without_a_position_table_may_be_trained_on_longer_sequences() -> None:
+def test_longer_sequences_are_accepted_without_learned_positions() -> None:
     rope = {"position_embedding_type": "rope"}
     check_same_model(Path("there"), spec(**rope), spec(**rope, max_position_embeddings=64))
 
 
-def test_a_vocabulary_that_does_not_tell_its_padding_takes_a_smaller_one() -> None:
-    """As published models whose `vocab_size` is the number of rows; others mean every entry."""
+def test_a_smaller_vocabulary_is_accepted_within_the_padding_of_a_padded_one() -> None:
+    # In published models `vocab_size` may be the padded number of rows.
     check_same_model(Path("there"), spec(vocab_size=104), spec(vocab_size=101))
     with pytest.raises(CheckpointError, match="104 entries there and 90 entries here"):
         check_same_model(Path("there"), spec(vocab_size=104), spec(vocab_size=90))

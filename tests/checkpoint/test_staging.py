@@ -1,3 +1,5 @@
+"""Tests of the host memory buffers of background saves and of dividing the work among ranks."""
+
 import errno
 import os
 from typing import Any
@@ -5,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint.staging import HostBuffers, shared_out
+from megacore.checkpoint.staging import HostBuffers, divide_rectangles
 from megacore.errors import CheckpointError
 from tests.checkpoint._examples import assert_equal, example
 
 
-def test_buffers_are_reused_until_the_form_changes() -> None:
+def test_buffers_are_reused_until_shapes_change() -> None:
     buffers, tensors = HostBuffers(), example()
 
     def addresses() -> dict[str, int]:
         copied = buffers.copy(tensors)
         assert_equal(copied, tensors)  # type: ignore[arg-type]
-        # Torch saves the storage that a tensor lies in, and copies a tensor that has none of its
-        # own.
+        # torch saves the entire storage of a tensor and copies a tensor that shares its storage.
         assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copied.values())  # type: ignore[union-attr]
         return {name: copy.data_ptr() for name, copy in copied.items()}  # type: ignore[union-attr]
 
@@ -30,7 +31,7 @@ def test_buffers_are_reused_until_the_form_changes() -> None:
     assert addresses().keys() == tensors.keys()
 
 
-def test_too_little_host_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_host_memory_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -41,7 +42,7 @@ def test_too_little_host_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         HostBuffers().copy({"model.large": torch.zeros(700_000)})
 
 
-def test_several_threads_copy_the_same() -> None:
+def test_several_threads_copy_equal_values() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -51,15 +52,17 @@ def test_several_threads_copy_the_same() -> None:
         torch.set_num_threads(before)
 
 
-def test_sharing_out_is_even_and_complete() -> None:
+def test_shared_out_divides_all_pieces_evenly() -> None:
     pieces = {(f"t{n}", (0,), (n,)): 10 * n for n in range(1, 40)}
-    alone = {("own", (0,), (500,)): 2000}
-    held = [pieces | alone, pieces, dict(list(pieces.items())[:20])]
-    own = shared_out(held)
-    assert sum(map(len, own)) == 40
-    assert set().union(*own) == pieces.keys() | alone.keys()
-    assert all(keys <= one.keys() for keys, one in zip(own, held, strict=True))
-    loads = [sum(one[key] for key in keys) for keys, one in zip(own, held, strict=True)]
-    assert loads[2] == 2100, "all that it holds"
+    only_rank_0 = {("own", (0,), (500,)): 2000}
+    sizes_by_rank = [pieces | only_rank_0, pieces, dict(list(pieces.items())[:20])]
+    assigned = divide_rectangles(sizes_by_rank)
+    assert sum(map(len, assigned)) == 40
+    assert set().union(*assigned) == pieces.keys() | only_rank_0.keys()
+    assert all(keys <= sizes.keys() for keys, sizes in zip(assigned, sizes_by_rank, strict=True))
+    loads = [
+        sum(sizes[key] for key in keys) for keys, sizes in zip(assigned, sizes_by_rank, strict=True)
+    ]
+    assert loads[2] == 2100, "rank 2 must write all of its pieces"
     assert abs(loads[0] - loads[1]) <= 100
-    assert shared_out(held) == own
+    assert divide_rectangles(sizes_by_rank) == assigned

@@ -1,4 +1,4 @@
-"""The package stands on torch's public names, beside those of one table."""
+"""Tests that the package uses no private names of torch except those of `PRIVATE_NAMES`."""
 
 import ast
 from pathlib import Path
@@ -16,8 +16,8 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def defined(tree: ast.Module) -> set[str]:
-    """Return the names that a module gives to its own functions, classes and attributes."""
+def defined_names(tree: ast.Module) -> set[str]:
+    """Return the names of the functions, classes and attributes that a module defines."""
     kinds = ast.FunctionDef | ast.ClassDef
     names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
     return names | {
@@ -27,29 +27,31 @@ def defined(tree: ast.Module) -> set[str]:
     }
 
 
-def foreign(tree: ast.Module) -> list[str]:
-    """Return the private names that a module takes from elsewhere, in imports and as attributes."""
-    taken = []
+def foreign_private_names(tree: ast.Module) -> list[str]:
+    """Return the private names of other modules that a module imports or uses as attributes."""
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom | ast.Import):
             module = getattr(node, "module", None) or ""
-            names = [f"{module}.{alias.name}".strip(".") for alias in node.names]
-            taken += [name for name in names if any(map(is_private, name.split(".")))]
+            imports = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+            names += [name for name in imports if any(map(is_private, name.split(".")))]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            taken += [node.attr] if node.attr not in defined(tree) else []
+            names += [node.attr] if node.attr not in defined_names(tree) else []
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-            texts = [str(getattr(argument, "value", "")) for argument in node.args[1:2]]
-            taken += [text for text in texts if is_private(text)]
-    return taken
+            attributes = [str(getattr(argument, "value", "")) for argument in node.args[1:2]]
+            names += [name for name in attributes if is_private(name)]
+    return names
 
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES)
-def test_this_torch_has_the_private_names(name: str) -> None:
+def test_the_installed_torch_has_each_private_name(name: str) -> None:
     assert private_name(name).__name__ == name.rpartition(".")[2]
 
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES)
-def test_a_moved_name_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moved_private_name_is_reported_with_file_and_purpose(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(name)
     file, purpose = PRIVATE_NAMES[name]
     with pytest.raises(CheckpointError) as caught:
@@ -57,13 +59,13 @@ def test_a_moved_name_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch
     assert f"moved {name}, which megacore/checkpoint/{file} uses for {purpose}: " in str(
         caught.value
     )
-    text = next(path for path in FILES if path.name == file).read_text(encoding="utf-8")
-    assert f'private_name("{name}")' in text
+    code = next(path for path in FILES if path.name == file).read_text(encoding="utf-8")
+    assert f'private_name("{name}")' in code
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_no_other_private_name_is_used(path: Path) -> None:
-    assert foreign(ast.parse(path.read_text(encoding="utf-8"))) == []
+    assert foreign_private_names(ast.parse(path.read_text(encoding="utf-8"))) == []
 
 
 @pytest.mark.parametrize(
@@ -77,5 +79,5 @@ def test_no_other_private_name_is_used(path: Path) -> None:
         "getattr(storage, '_checkpoint_offset', None)",
     ],
 )
-def test_the_search_sees(line: str) -> None:
-    assert len(foreign(ast.parse(line))) == 1
+def test_foreign_private_names_are_found_in_each_form(line: str) -> None:
+    assert len(foreign_private_names(ast.parse(line))) == 1

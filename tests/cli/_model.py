@@ -1,5 +1,4 @@
-"""What the commands on models are tested with: one tiny model as a checkpoint and as a transformers
-directory."""
+"""One tiny model as a checkpoint and as a transformers directory, for the commands on models."""
 
 import shutil
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ def output(*arguments: object) -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """Paths of everything."""
+    """Paths of the models, tokenizers and texts."""
 
     checkpoint: Path
     export: Path
@@ -39,8 +38,7 @@ class Files:
 
 
 def write_files(root: Path) -> Files:
-    """A GPT-NeoX whose export transformers itself has written, and the checkpoint that holds the
-    same weights."""
+    """Write a GPT-NeoX saved by transformers and a checkpoint with the same weights."""
     import torch
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -68,13 +66,13 @@ def write_files(root: Path) -> Files:
     model = load_model(
         source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32
     )
-    own = source.spec.model_copy(update={"tokenizer_directory": str(root / "tokenizer")})
-    checkpoint = _tiny.write_checkpoint(root / "checkpoints", own, model)
+    spec = source.spec.model_copy(update={"tokenizer_directory": str(root / "tokenizer")})
+    checkpoint = _tiny.write_checkpoint(root / "checkpoints", spec, model)
     return Files(
         checkpoint=checkpoint,
         export=root / "export",
         bert=_tiny.write_checkpoint(
-            root / "bert", own.model_copy(update={"family": "bert"}), model
+            root / "bert", spec.model_copy(update={"family": "bert"}), model
         ),
         tokenizer=root / "tokenizer",
         other_tokenizer=root / "other",

@@ -1,4 +1,4 @@
-"""`megacore import` and `megacore export` as a user calls them."""
+"""`megacore import` and `megacore export` on the command line."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.convert._models import their_model, tiny_spec
 
 
 def run(*arguments: object) -> str:
-    """What the command prints. Raises what it raises."""
+    """Return what the command prints, with single spaces; raise what the command raises."""
     result = CliRunner().invoke(
         app, [str(argument) for argument in arguments], catch_exceptions=False
     )
@@ -30,7 +30,7 @@ def run(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 of transformers with a tokenizer beside it."""
+    """Return a GPT-2 saved by transformers, with a tokenizer in its directory."""
     directory = tmp_path_factory.mktemp("model")
     spec = tiny_spec("gpt2", make_vocab_size_divisible_by=1).model_copy(update={"vocab_size": 260})
     their_model(spec).save_pretrained(directory)
@@ -38,14 +38,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_import_and_export_with_a_tokenizer(model: Path, tmp_path: Path) -> None:
+def test_import_and_export_carry_the_tokenizer(model: Path, tmp_path: Path) -> None:
     assert "GPT2LMHeadModel, with its tokenizer" in run(
         "import", "--from-hf", model, "--output", tmp_path / "in"
     )
     source = find_model(tmp_path / "in")
     assert source.directory == str(tmp_path / "in" / "iter_0000000")
     assert source.spec.tokenizer_directory == str(tmp_path / "in" / "tokenizer")
-    assert source.spec.special_tokens.eod == 2  # config.json goes before the spelling
+    assert (
+        source.spec.special_tokens.eod == 2
+    )  # config.json has precedence over the token's spelling
     printed = run(
         "export",
         "--checkpoint",
@@ -80,7 +82,7 @@ def test_import_and_export_with_a_tokenizer(model: Path, tmp_path: Path) -> None
     assert "without comparing it" in card
 
 
-def test_megatrons_files_there_and_back(model: Path, tmp_path: Path) -> None:
+def test_an_export_to_megatron_is_imported_again(model: Path, tmp_path: Path) -> None:
     run("import", "--from-hf", model, "--output", tmp_path / "in")
     sizes = ("--tensor-model-parallel-size", 2)
     run(
@@ -116,7 +118,9 @@ def test_megatrons_files_there_and_back(model: Path, tmp_path: Path) -> None:
     assert spec.tokenizer_directory == str(tmp_path / "again" / "tokenizer")
 
 
-def test_deepspeeds_checkpoints_come_in_and_go_out_as_others(model: Path, tmp_path: Path) -> None:
+def test_a_deepspeed_checkpoint_is_imported_and_exported_to_megatron(
+    model: Path, tmp_path: Path
+) -> None:
     spec, tensors = written_zero1(tmp_path / "ds" / f"global_step{ITERATION}")
     (tmp_path / "ds" / "latest").write_text(f"global_step{ITERATION}")
     printed = run(
@@ -192,12 +196,12 @@ def test_deepspeeds_checkpoints_come_in_and_go_out_as_others(model: Path, tmp_pa
         ),
     ],
 )
-def test_options_that_do_not_go_together(arguments: tuple[str, ...], message: str) -> None:
+def test_conflicting_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(*arguments)
 
 
-def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConversionError, match=r"config\.json cannot be read \(No such file or directory\)"
     ):

@@ -1,4 +1,4 @@
-"""docs/data.md shows what the commands print: its examples are run, in the order of the page."""
+"""The examples of docs/data.md, run in the order of the page."""
 
 import re
 import shlex
@@ -21,13 +21,13 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[tuple[list[str], str]]:
-    """(arguments, what the page shows) of each command."""
-    found = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", "".join(blocks("console")), re.MULTILINE)
-    return [(shlex.split(command), shown) for command, shown in found]
+    """Return the arguments and the displayed output of each command."""
+    matches = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", "".join(blocks("console")), re.MULTILINE)
+    return [(shlex.split(command), shown) for command, shown in matches]
 
 
 def run(arguments: list[str]) -> str:
-    """What a command prints, an error as `main` does."""
+    """Return what a command prints; an error is printed like `main` does."""
     result = CliRunner().invoke(app, arguments)
     if isinstance(result.exception, MegacoreError):
         return f"error: {result.exception}\n"
@@ -35,8 +35,8 @@ def run(arguments: list[str]) -> str:
     return result.output
 
 
-def plain(text: str) -> str:
-    """Without line breaks of the page and without what differs each time."""
+def normalized(text: str) -> str:
+    """Remove the page's line breaks and what differs in each run."""
     text = re.sub(r"in [\d.]+ s \(\d+ MB/s\)|[\d,]+ bytes, sha256", "…", text)
     return " ".join(text.split()) if text.startswith("error: ") else text
 
@@ -47,13 +47,13 @@ def test_examples_print_what_the_page_shows(
     monkeypatch.chdir(tmp_path)
     for name in ("vocab.json", "merges.txt"):
         Path(name).symlink_to(shared_data / "data" / f"gpt2-{name}")
-    ran = []
+    programs_run = []
     for (program, *arguments), shown in commands():
         if program == "cat":
             Path(arguments[0]).write_text(shown)
             continue
         assert program == "megacore"
-        # as Megatron-DeepSpeed would have written the first example
+        # what Megatron-DeepSpeed would have written for the first example
         if "books_text_document" in arguments:
             Path("books_text_document.idx").write_bytes(
                 Path("notes_text_document.idx").read_bytes()
@@ -61,17 +61,19 @@ def test_examples_print_what_the_page_shows(
             Path("books_text_document.bin").write_bytes(
                 Path("notes_text_document.bin").read_bytes() + bytes(6)
             )
-        ran.append(arguments[0])
-        assert plain(run(arguments)).replace(f"{tmp_path}/", "/data/") == plain(shown), arguments
-    assert ran == ["tokenize", "index", "inspect", "inspect", "verify", "verify", "verify"]
+        programs_run.append(arguments[0])
+        assert normalized(run(arguments)).replace(f"{tmp_path}/", "/data/") == normalized(shown), (
+            arguments
+        )
+    assert programs_run == ["tokenize", "index", "inspect", "inspect", "verify", "verify", "verify"]
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
-def test_configurations_are_taken(block: str) -> None:
+def test_configurations_of_the_page_are_valid(block: str) -> None:
     values = yaml.safe_load(block)["data"]
-    given = {"tokenizer": {"kind": "train-bpe"}, "seq_length": 8, **values}
+    config = {"tokenizer": {"kind": "train-bpe"}, "seq_length": 8, **values}
     DataConfig.model_validate(
-        given if "blend" in values else {"source": {"kind": "source_tree"}, **given}
+        config if "blend" in values else {"source": {"kind": "source_tree"}, **config}
     )
 
 

@@ -1,4 +1,4 @@
-"""`megacore doctor` on this machine alone."""
+"""`megacore doctor` on this host only."""
 
 import json
 from pathlib import Path
@@ -11,21 +11,21 @@ from megacore.cli.doctor import EXIT_CODE
 from megacore.errors import ConfigError, MegacoreError
 from tests.doctor._made import write_tokens
 
-_TAKEN = {error.exit_code for error in MegacoreError.__subclasses__()} | {0, 1}
+_OTHER_EXIT_CODES = {error.exit_code for error in MegacoreError.__subclasses__()} | {0, 1}
 
 
-def test_the_exit_code_is_its_own() -> None:
-    assert EXIT_CODE not in _TAKEN
+def test_the_exit_code_differs_from_all_errors() -> None:
+    assert EXIT_CODE not in _OTHER_EXIT_CODES
 
 
-def test_a_file_that_cannot_be_written_is_said_before_anybody_is_asked(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_refused_before_any_check(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "no" / "o.json")])
     assert result.exit_code != 0
     assert isinstance(result.exception, ConfigError)
     assert "its directory does not exist" in str(result.exception)
 
 
-def test_json_for_programs_and_a_file(tmp_path: Path) -> None:
+def test_json_is_printed_and_written_to_a_file(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", [1, 2, 300])
     arguments = [
         "doctor",
@@ -48,7 +48,7 @@ def test_json_for_programs_and_a_file(tmp_path: Path) -> None:
     )
 
 
-def test_a_table_for_people(tmp_path: Path) -> None:
+def test_a_table_lists_all_checks(tmp_path: Path) -> None:
     output = tmp_path / "o.json"
     result = CliRunner().invoke(
         app, ["doctor", "--workspace", str(tmp_path), "--output", str(output)]
@@ -74,7 +74,9 @@ def test_a_table_for_people(tmp_path: Path) -> None:
         (["--hostfile", "nowhere"], "hostfile nowhere cannot be read"),
     ],
 )
-def test_what_does_not_go_together(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_conflicting_options_are_refused(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     result = CliRunner().invoke(app, ["doctor", "--workspace", str(tmp_path), *arguments])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)

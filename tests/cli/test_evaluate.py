@@ -1,5 +1,4 @@
-"""`megacore evaluate`: the same scores for every layout and form of the weights, and refusals in
-one sentence."""
+"""`megacore evaluate`: equal scores for every layout and form of the weights, and refusals."""
 
 import json
 from pathlib import Path
@@ -19,22 +18,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def scores(files: Files, model: Path, target: Path, *arguments: object) -> dict[str, Any]:
     texts = ("--wikitext", files.wikitext, "--lambada", files.lambada, "--overlapping-eval", 40)
     table = output("evaluate", "--checkpoint", model, *texts, "--output", target, *arguments)
-    found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
-    assert f"{found['wikitext']['token_ppl']:,.4f}" in table
-    assert f"{found['lambada']['accuracy']:.4f}" in table
-    assert found.pop("model") == str(model)
-    return found
+    results: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+    assert f"{results['wikitext']['token_ppl']:,.4f}" in table
+    assert f"{results['lambada']['accuracy']:.4f}" in table
+    assert results.pop("model") == str(model)
+    return results
 
 
+@pytest.mark.slow
 def test_every_layout_and_form_gives_the_same_scores(files: Files, tmp_path: Path) -> None:
-    alone = scores(files, files.checkpoint, tmp_path / "alone.json")
-    assert alone["wikitext"]["overlapping_eval"] == 40
-    assert alone["lambada"]["passages"] == 30
+    expected = scores(files, files.checkpoint, tmp_path / "alone.json")
+    assert expected["wikitext"]["overlapping_eval"] == 40
+    assert expected["lambada"]["passages"] == 30
     exported = scores(files, files.export, tmp_path / "export.json", "--batch-size", 3)
     two = scores(files, files.checkpoint, tmp_path / "two.json", "--data-parallel-size", 2)
     for other in (exported, two):
-        assert other["wikitext"] == pytest.approx(alone["wikitext"], rel=1e-5)
-        assert other["lambada"] == pytest.approx(alone["lambada"], rel=1e-5)
+        assert other["wikitext"] == pytest.approx(expected["wikitext"], rel=1e-5)
+        assert other["lambada"] == pytest.approx(expected["lambada"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_every_layout_and_form_gives_the_same_scores(files: Files, tmp_path: Pat
         ),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_refused_in_one_sentence(
     files: Files, arguments: dict[str, object], error: type[MegacoreError], message: str
 ) -> None:
     paths = {"WIKITEXT": files.wikitext, "LAMBADA": files.lambada}
-    given = [
+    options = [
         part for name, value in arguments.items() for part in (name, paths.get(str(value), value))
     ]
-    result = run("evaluate", "--checkpoint", files.checkpoint, *given)
+    result = run("evaluate", "--checkpoint", files.checkpoint, *options)
     assert isinstance(result.exception, error), result.output
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)

@@ -1,5 +1,4 @@
-"""`megacore generate`: the same text for every layout and form of the weights, and refusals in one
-sentence."""
+"""`megacore generate`: equal text for every layout and form of the weights, and refusals."""
 
 import json
 import os
@@ -20,24 +19,30 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return write_files(tmp_path_factory.mktemp("generate"))
 
 
+@pytest.mark.slow
 def test_every_layout_and_form_gives_the_same_tokens(files: Files) -> None:
     options = (*PROMPTS, "--top-k", 40, "--max-new-tokens", 12, "--json")
-    alone = json.loads(output("generate", "--checkpoint", files.checkpoint, *options))
-    assert [row["prompt"] for row in alone] == [PROMPTS[1], PROMPTS[3]]
-    assert [len(row["tokens"]) == 12 or row["ended"] for row in alone] == [True, True]
+    expected = json.loads(output("generate", "--checkpoint", files.checkpoint, *options))
+    assert [row["prompt"] for row in expected] == [PROMPTS[1], PROMPTS[3]]
+    assert [len(row["tokens"]) == 12 or row["ended"] for row in expected] == [True, True]
     two = output(
         "generate", "--checkpoint", files.checkpoint, *options, "--tensor-model-parallel-size", 2
     )
-    assert json.loads(two) == alone
+    assert json.loads(two) == expected
     exported = output("generate", "--checkpoint", files.export, *options, "--batch-size", 1)
-    assert json.loads(exported) == alone
+    assert json.loads(exported) == expected
 
 
 def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("the value of\nthe sum\n", encoding="utf-8")
-    given = ("--prompt", "step", "--prompt-file", tmp_path / "prompts", "--max-new-tokens", 4)
+    options = ("--prompt", "step", "--prompt-file", tmp_path / "prompts", "--max-new-tokens", 4)
     text = output(
-        "generate", "--checkpoint", files.checkpoint.parent, "--tokenizer", files.tokenizer, *given
+        "generate",
+        "--checkpoint",
+        files.checkpoint.parent,
+        "--tokenizer",
+        files.tokenizer,
+        *options,
     )
     for number, prompt in enumerate(("step", "the value of", "the sum"), 1):
         assert f"== prompt {number} ==\n{prompt}" in text
@@ -77,7 +82,7 @@ def test_prompts_of_a_file_follow_those_of_the_command_line(files: Files, tmp_pa
         ),
     ],
 )
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_refused_in_one_sentence(
     files: Files, arguments: tuple[object, ...], error: type[MegacoreError], message: str
 ) -> None:
     result = run("generate", "--checkpoint", files.checkpoint, *arguments)
@@ -94,7 +99,7 @@ def test_models_that_do_not_continue_text_are_refused(files: Files, tmp_path: Pa
     assert isinstance(result.exception, CheckpointError)
 
 
-def test_both_sizes_of_a_wrong_vocabulary_are_said_with_an_exit_code(
+def test_a_wrong_vocabulary_is_refused_with_both_sizes_and_an_exit_code(
     files: Files, tmp_path: Path
 ) -> None:
     command = [

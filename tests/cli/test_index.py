@@ -1,4 +1,4 @@
-"""`megacore index` writes whole directories, or says in one sentence why not and leaves nothing."""
+"""`megacore index` writes a complete directory, or fails with one sentence and leaves nothing."""
 
 import json
 from pathlib import Path
@@ -29,10 +29,10 @@ def prefixes(tmp_path: Path) -> tuple[str, str]:
     return a, b
 
 
-def test_one_data_set_is_megatrons(shared_data: Path, tmp_path: Path) -> None:
+def test_index_maps_of_one_data_set_equal_megatron(shared_data: Path, tmp_path: Path) -> None:
     golden = shared_data / "golden" / "separate_final_epoch"
     samples = json.loads((golden / "params.json").read_text())["num_samples"]
-    wanted = [
+    counts = [
         f"--{name}-samples={count}"
         for name, count in zip(("train", "valid", "test"), samples, strict=True)
     ]
@@ -45,7 +45,7 @@ def test_one_data_set_is_megatrons(shared_data: Path, tmp_path: Path) -> None:
         "949,50,1",
         "--seq-length",
         "64",
-        *wanted,
+        *counts,
     )
     assert result.exit_code == 0, result.output
     assert (
@@ -60,7 +60,7 @@ def test_one_data_set_is_megatrons(shared_data: Path, tmp_path: Path) -> None:
             )
 
 
-def test_blend_is_written_with_its_members(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+def test_a_blend_is_written_with_its_members(tmp_path: Path, prefixes: tuple[str, str]) -> None:
     a, b = prefixes
     arguments = ["--data-prefix", "1", a, "3", b, "--split", "8,1,1", "--train-samples", "40"]
     result = run(tmp_path / "deep" / "o", *arguments, "--valid-samples", "4", "--test-samples", "0")
@@ -73,10 +73,12 @@ def test_blend_is_written_with_its_members(tmp_path: Path, prefixes: tuple[str, 
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["o"]
 
 
-def test_splits_of_their_own_and_every_option(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+def test_separate_prefixes_per_split_and_options_are_recorded(
+    tmp_path: Path, prefixes: tuple[str, str]
+) -> None:
     a, b = prefixes
     output = tmp_path / "o"
-    output.mkdir()  # an empty one is taken
+    output.mkdir()  # an empty directory is accepted
     result = run(
         output,
         *("--train-data-prefix", a, b, "--valid-data-prefix", b, "--seed", "7"),
@@ -87,13 +89,17 @@ def test_splits_of_their_own_and_every_option(tmp_path: Path, prefixes: tuple[st
     assert (options.split, options.seed, options.packing) == (None, 7, "unpacked")
     assert (options.add_extra_token, options.drop_last_partial) == (False, False)
     assert read_description(output).samples == {"train": 40, "valid": 20}
-    neox = run(tmp_path / "n", "--data-prefix", a, "--index-style", "neox", "--split", "2,1")
+
+
+def test_a_split_without_weight_gets_no_samples(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    options = ("--index-style", "neox", "--split", "2,1")
+    neox = run(tmp_path / "n", "--data-prefix", prefixes[0], *options)
     assert neox.exit_code == 0, neox.output
     assert read_description(tmp_path / "n").options.style == "neox"
-    assert read_description(tmp_path / "n").samples["test"] == 0  # no weight, and nothing asked for
+    assert read_description(tmp_path / "n").samples["test"] == 0
 
 
-def test_sentences(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+def test_sentence_maps_of_t5_are_written(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "s", [4] * 40)
     result = run(
         tmp_path / "o",
@@ -112,6 +118,10 @@ def test_sentences(tmp_path: Path, prefixes: tuple[str, str]) -> None:
         "train: 78 samples of 39 documents, 39 sequences with 156 tokens, 2 epochs" in result.output
     )
     assert read_description(tmp_path / "o").options.sentences == SentenceOptions("t5")
+
+
+def test_sentence_maps_of_a_blend_are_written(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    prefix = write_tokens(tmp_path / "s", [4] * 40)
     members = [
         "--train-data-prefix",
         "1",
@@ -203,7 +213,9 @@ def test_bad_input_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_is_there_stays(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+def test_a_directory_with_files_is_refused_and_unchanged(
+    tmp_path: Path, prefixes: tuple[str, str]
+) -> None:
     output = tmp_path / "o"
     output.mkdir()
     (output / "kept").write_text("x")
@@ -215,7 +227,7 @@ def test_what_is_there_stays(tmp_path: Path, prefixes: tuple[str, str]) -> None:
     assert [path.name for path in output.iterdir()] == ["kept"]
 
 
-def test_full_disk_leaves_nothing(
+def test_a_full_disk_leaves_nothing(
     tmp_path: Path, prefixes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, values: np.ndarray) -> None:
@@ -228,14 +240,16 @@ def test_full_disk_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path, prefixes: tuple[str, str]) -> None:
-    left = tmp_path / "o.tmp-99999999"
-    left.mkdir()
+def test_the_remains_of_a_killed_process_are_removed(
+    tmp_path: Path, prefixes: tuple[str, str]
+) -> None:
+    remains = tmp_path / "o.tmp-99999999"
+    remains.mkdir()
     assert run(tmp_path / "o", "--data-prefix", prefixes[0], "--split", "1").exit_code == 0
-    assert not left.exists()
+    assert not remains.exists()
 
 
-def test_values_after_an_option_are_its_own() -> None:
+def test_repeat_options_passes_every_value_to_the_preceding_option() -> None:
     arguments = ["--data-prefix", "-1", "a", "2", "b", "--seed", "3", "--data-prefix=c", "d"]
     assert repeat_options(arguments, ["--data-prefix"]) == [
         *("--data-prefix", "-1", "--data-prefix", "a", "--data-prefix", "2", "--data-prefix", "b"),

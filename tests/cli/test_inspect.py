@@ -1,4 +1,4 @@
-"""What `megacore inspect` and `megacore verify` print, and how they refuse."""
+"""Output and refusals of `megacore inspect` and `megacore verify`."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def index(corpus: Corpus, tmp_path: Path) -> Path:
     return directory
 
 
-def test_counts_and_lengths(tmp_path: Path) -> None:
+def test_counts_and_lengths_are_shown(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a_text_document", [5, 0, 3, 9, 9, 20])
     shown = output("inspect", prefix, "--documents", 0)
     assert shown.splitlines()[1:] == [
@@ -77,7 +77,7 @@ def test_ids_are_shown_without_a_tokenizer(tmp_path: Path) -> None:
     )
 
 
-def test_documents_are_decoded_and_placed(corpus: Corpus) -> None:
+def test_documents_are_shown_with_text_and_source(corpus: Corpus) -> None:
     report = values("inspect", corpus.prefix, "--documents", 40)["files"][0]
     assert (report["documents"], report["empty_documents"]) == (40, 1)
     for entry in report["first_documents"]:
@@ -89,7 +89,7 @@ def test_documents_are_decoded_and_placed(corpus: Corpus) -> None:
         assert (Path(entry["source"]["path"]).name, entry["source"]["line"]) == (name, line)
     shown = output("inspect", corpus.prefix, "--documents", 1)
     assert f"  | {TEXTS[corpus.order[0]]}"[:100] in shown
-    given = output(
+    with_tokenizer = output(
         "inspect",
         corpus.prefix,
         "--documents",
@@ -97,10 +97,10 @@ def test_documents_are_decoded_and_placed(corpus: Corpus) -> None:
         "--tokenizer",
         corpus.tokenizer / "tokenizer.json",
     )
-    assert given == shown
+    assert with_tokenizer == shown
 
 
-def test_long_documents_are_cut_unless_all_is_wanted(tmp_path: Path) -> None:
+def test_long_documents_are_cut_without_full(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, ["x" * 1000])
     assert "x" * 120 + " …" in output("inspect", corpus.prefix)
     assert "x" * 121 not in output("inspect", corpus.prefix)
@@ -120,7 +120,7 @@ def test_every_member_of_a_directory_is_shown(tmp_path: Path) -> None:
     assert "names 2: give one" in str(result.exception)
 
 
-def test_text_cannot_command_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_of_text_are_replaced(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, ["[bold]a\x1b[2Jb\nc"])
     assert "  | [bold]a\ufffd[2Jb\n  | c<|endoftext|>\n" in output("inspect", corpus.prefix)
 
@@ -135,7 +135,7 @@ def test_the_histogram_is_written(tmp_path: Path) -> None:
     assert not result.output
 
 
-def test_a_sample_leads_back_to_its_lines(corpus: Corpus, index: Path) -> None:
+def test_a_sample_is_traced_to_its_source_lines(corpus: Corpus, index: Path) -> None:
     report = values("inspect", index, "--sample", 3)
     assert sum(len(part["ids"]) for part in report["parts"]) == report["tokens"] == SEQ_LENGTH + 1
     assert report["padding"] == 0
@@ -150,7 +150,7 @@ def test_a_sample_leads_back_to_its_lines(corpus: Corpus, index: Path) -> None:
         assert TEXTS[line] == text
 
 
-def test_a_sample_in_words(corpus: Corpus, index: Path) -> None:
+def test_a_sample_is_printed_with_its_source(corpus: Corpus, index: Path) -> None:
     report = values("inspect", index, "--sample", 3)
     shown = output("inspect", index, "--sample", 3)
     part = report["parts"][0]
@@ -164,7 +164,7 @@ def test_a_sample_in_words(corpus: Corpus, index: Path) -> None:
     assert "valid sample 0 of" in valid
 
 
-def test_a_sample_of_many_documents_is_cut_unless_all_is_wanted(tmp_path: Path) -> None:
+def test_a_sample_of_many_documents_is_cut_without_full(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, [f"{number}" for number in range(60)])
     options = IndexOptions(split="1", seq_length=SEQ_LENGTH, seed=5)
     build_index_maps(Mixture.single(corpus.prefix), tmp_path, options, (None, 0, 0))
@@ -175,7 +175,7 @@ def test_a_sample_of_many_documents_is_cut_unless_all_is_wanted(tmp_path: Path) 
     assert "\n9. document" in output("inspect", tmp_path, "--sample", 0, "--full")
 
 
-def test_a_lost_source_is_told_and_the_rest_shown(corpus: Corpus, index: Path) -> None:
+def test_a_lost_source_is_reported_and_the_rest_shown(corpus: Corpus, index: Path) -> None:
     for path in Path(corpus.prefix).parent.glob("*.jsonl*"):
         path.unlink()
     shown = output("inspect", index, "--sample", 3)
@@ -183,16 +183,16 @@ def test_a_lost_source_is_told_and_the_rest_shown(corpus: Corpus, index: Path) -
     assert "word word" in shown
 
 
-def test_a_sample_of_unknown_origin(tmp_path: Path) -> None:
+def test_a_sample_of_unknown_origin_is_shown_without_source(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [90, 50, 40])
     options = IndexOptions(split="1", seq_length=SEQ_LENGTH, seed=5)
     build_index_maps(Mixture.single(prefix), tmp_path, options, (None, 0, 0))
     shown = output("inspect", tmp_path, "--sample", 0)
-    assert "there is no documents.json beside the token files" in shown
+    assert "there is no documents.json next to the token files" in shown
     assert "give --tokenizer" in shown
 
 
-def test_an_index_directory_in_words(corpus: Corpus, tmp_path: Path) -> None:
+def test_an_index_directory_is_described(corpus: Corpus, tmp_path: Path) -> None:
     other = write_tokens(tmp_path / "other", [500, 700])
     (tmp_path / "blend").mkdir()
     mixture = Mixture.blend([Member(corpus.prefix, 3.0), Member(other, 1.0)])
@@ -212,7 +212,7 @@ def test_an_index_directory_in_words(corpus: Corpus, tmp_path: Path) -> None:
     assert members == {0, 1}
 
 
-def test_what_does_not_belong_together_is_refused(
+def test_mismatched_paths_and_options_are_refused(
     corpus: Corpus, index: Path, tmp_path: Path
 ) -> None:
     cases: list[tuple[type[Exception], tuple[object, ...]]] = [

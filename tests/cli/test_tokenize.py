@@ -1,4 +1,4 @@
-"""`megacore tokenize`: what it writes, what it refuses, and that a failure leaves nothing."""
+"""Output and refusals of `megacore tokenize`, and failures that leave nothing."""
 
 import gzip
 import hashlib
@@ -65,7 +65,7 @@ def encoded(tokenizer: Tokenizer, texts: list[str], end: bool = False) -> list[l
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_files_and_their_manifest(
+def test_token_files_and_their_manifest_are_written(
     tmp_path: Path, tokenizer: Path, gpt2: list[str], append_eod: bool
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
@@ -118,7 +118,7 @@ def test_several_inputs_keep_their_order(tmp_path: Path, tokenizer: Path, gpt2: 
     assert documents(tmp_path / "out_content_document") == expected
 
 
-def test_one_flag_takes_several_values() -> None:
+def test_repeat_options_lets_one_flag_take_several_values() -> None:
     assert repeat_options(["--input", "a", "b", "--workers", "2", "--input", "c"], ["--input"]) == [
         *("--input", "a", "--input", "b", "--workers", "2", "--input", "c")
     ]
@@ -127,7 +127,9 @@ def test_one_flag_takes_several_values() -> None:
     ]
 
 
-def test_tokenizer_json(tmp_path: Path, tokenizer: Path, gpt2: list[str]) -> None:
+def test_tokenizer_json_and_vocabulary_files_give_the_same_bytes(
+    tmp_path: Path, tokenizer: Path, gpt2: list[str]
+) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     file = tokenizer / "tokenizer.json"
     for name, arguments in (
@@ -148,7 +150,7 @@ def test_tokenizer_json(tmp_path: Path, tokenizer: Path, gpt2: list[str]) -> Non
 
 
 @pytest.mark.parametrize("splitter", ["rules", "punkt"])
-def test_sentences(tmp_path: Path, gpt2: list[str], splitter: str) -> None:
+def test_documents_are_split_into_sentences(tmp_path: Path, gpt2: list[str], splitter: str) -> None:
     source = write_lines(
         tmp_path / "a.jsonl", ["Mr. Smith left. He was late.", "", "One. Two! Three?"]
     )
@@ -161,7 +163,7 @@ def test_sentences(tmp_path: Path, gpt2: list[str], splitter: str) -> None:
     assert dataset.document_indices.tolist() == [0, 2, 2, 5]
 
 
-def test_existing_files_are_kept_unless_asked(tmp_path: Path, gpt2: list[str]) -> None:
+def test_existing_files_are_replaced_only_with_overwrite(tmp_path: Path, gpt2: list[str]) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["one"])
     arguments = ["--input", source, "--output-prefix", tmp_path / "out", *gpt2]
     assert run(*arguments).exit_code == 0
@@ -257,7 +259,9 @@ def test_skipped_lines_are_counted(tmp_path: Path, gpt2: list[str]) -> None:
     assert ": 2 documents, 2 tokens, 2 lines skipped, " in result.output
 
 
-def test_failed_run_keeps_what_was_there(tmp_path: Path, gpt2: list[str]) -> None:
+def test_a_failed_overwrite_leaves_existing_files_unchanged(
+    tmp_path: Path, gpt2: list[str]
+) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["one"])
     arguments = ["--input", source, "--output-prefix", tmp_path / "out", *gpt2]
     assert run(*arguments).exit_code == 0
@@ -267,7 +271,7 @@ def test_failed_run_keeps_what_was_there(tmp_path: Path, gpt2: list[str]) -> Non
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
 
-def test_killed_run_leaves_no_file_of_that_name(
+def test_a_killed_command_leaves_only_temporary_files(
     tmp_path: Path, tokenizer: Path, gpt2: list[str]
 ) -> None:
     source = tmp_path / "pipe.jsonl"
@@ -293,7 +297,7 @@ def test_killed_run_leaves_no_file_of_that_name(
     assert not [path for path in tmp_path.glob("out*") if ".tmp-" not in path.name]
 
 
-def test_it_starts_without_heavy_packages_and_ends_with_the_errors_code(
+def test_heavy_packages_are_not_imported_and_errors_set_the_exit_code(
     tmp_path: Path, gpt2: list[str]
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
@@ -334,7 +338,7 @@ def test_it_starts_without_heavy_packages_and_ends_with_the_errors_code(
         ),
     ],
 )
-def test_options_that_cannot_work(
+def test_impossible_values_are_refused(
     tmp_path: Path, gpt2: list[str], arguments: list[str], message: str
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
@@ -353,7 +357,7 @@ def test_options_that_cannot_work(
     assert list(tmp_path.glob("out*")) == []
 
 
-def test_what_is_in_the_way_is_named(tmp_path: Path, gpt2: list[str]) -> None:
+def test_an_obstructing_path_is_refused_by_name(tmp_path: Path, gpt2: list[str]) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "out_text_document.bin").mkdir()
     command = ["tokenize", "--input", str(source), *gpt2, "--overwrite", "--output-prefix"]
@@ -365,7 +369,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, gpt2: list[str]) -> None:
     assert f"{source} is a file: give another --output-prefix" in str(result.exception)
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path, gpt2: list[str]) -> None:
+def test_the_remains_of_a_killed_command_are_removed(tmp_path: Path, gpt2: list[str]) -> None:
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
     dead = tmp_path / "out_text_document.tmp-999999999"
     dead.mkdir()

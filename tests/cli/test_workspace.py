@@ -1,4 +1,4 @@
-"""The command line says what a workspace holds, and refuses what is not there."""
+"""Commands on a workspace and its runs."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from megacore.errors import ConfigError, WorkspaceError
 from megacore.observe.heartbeat import ENDED, Heartbeat, beat_path
 
 
-def test_no_runs_yet(tmp_path: Path) -> None:
+def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["runs", "--workspace", str(tmp_path)])
     assert result.exit_code == 0
     assert "no runs yet" in result.output
 
 
-def test_clean_says_what_it_removes(tmp_path: Path) -> None:
+def test_clean_lists_what_it_removes(tmp_path: Path) -> None:
     stale = tmp_path / "index" / "abcd.tmp-1"
     stale.mkdir(parents=True)
     dry = CliRunner().invoke(app, ["clean", "--workspace", str(tmp_path), "--dry-run"])
@@ -33,13 +33,13 @@ def test_clean_says_what_it_removes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["runs", "clean"])
-def test_workspace_that_is_not_there(tmp_path: Path, command: str) -> None:
+def test_a_missing_workspace_is_refused(tmp_path: Path, command: str) -> None:
     result = CliRunner().invoke(app, [command, "--workspace", str(tmp_path / "typo")])
     assert isinstance(result.exception, WorkspaceError)
     assert not (tmp_path / "typo").exists()
 
 
-def test_error_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
+def test_an_error_is_one_sentence_with_an_exit_code(tmp_path: Path) -> None:
     program = "from megacore.cli import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", program, "runs", "--workspace", str(tmp_path / "typo")],
@@ -79,7 +79,7 @@ def test_plan_refuses_another_kind_of_picture(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stop_asks_the_run_that_is_named(tmp_path: Path) -> None:
+def test_stop_ends_the_run_of_that_name_or_path(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "aaaa"
     directory.mkdir(parents=True)
     (directory / "run.json").write_text(
@@ -89,17 +89,17 @@ def test_stop_asks_the_run_that_is_named(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["stop", "gpt2-test", "--workspace", str(tmp_path)])
     assert isinstance(refused.exception, ConfigError)
     assert not (directory / "stop").exists()
-    with lock(directory):  # as the task holds it that trains
-        said = CliRunner().invoke(app, ["stop", "gpt2-test", "--workspace", str(tmp_path)])
-        assert said.exit_code == 0
-        assert f"{directory} will save and end" in said.output
+    with lock(directory):  # the training task holds this lock
+        stopped = CliRunner().invoke(app, ["stop", "gpt2-test", "--workspace", str(tmp_path)])
+        assert stopped.exit_code == 0
+        assert f"{directory} will save and end" in stopped.output
         assert (directory / "stop").exists()
         (directory / "stop").unlink()
         assert CliRunner().invoke(app, ["stop", str(directory)]).exit_code == 0
         assert (directory / "stop").exists()
 
 
-def test_stop_leaves_no_file_where_nothing_trains(
+def test_stop_leaves_no_file_if_nothing_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -109,15 +109,15 @@ def test_stop_leaves_no_file_where_nothing_trains(
     (idle / "run.json").write_text(
         json.dumps({"config": {"name": "gpt2-test", "train": {"train_iters": 50}}})
     )
-    for name, said in [
+    for name, message in [
         ("some-name", "no run is running"),
         (str(idle), f"nothing trains in {idle}"),
     ]:
         refused = CliRunner().invoke(app, ["stop", name, "--workspace", str(tmp_path)])
         assert isinstance(refused.exception, ConfigError)
-        assert said in str(refused.exception)
+        assert message in str(refused.exception)
     assert not list(tmp_path.rglob("stop"))
-    heartbeat = Heartbeat(beat_path(idle / "exit", 0))  # of a rank that torchrun started by hand
+    heartbeat = Heartbeat(beat_path(idle / "exit", 0))  # a rank started by hand with torchrun
     assert CliRunner().invoke(app, ["stop", str(idle)]).exit_code == 0
     assert (idle / "stop").exists()
     heartbeat.beat(ENDED)

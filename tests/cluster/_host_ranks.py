@@ -1,11 +1,11 @@
-"""Ranks of one host without torch, and a head that starts them in torchrun's place.
+"""Fake ranks of one host, without torch, and a head that starts them instead of torchrun.
 
 python _host_ranks.py ranks BEHAVIOUR DIRECTORY EXIT FIRST COUNT
-python _host_ranks.py head --plan FILE      (the plan's module says the behaviour, its job file the
-                                            directory)
+python _host_ranks.py head --plan FILE      (the plan's module is the behaviour, the directory of
+                                            its job file is DIRECTORY)
 
-Each rank writes its id as DIRECTORY/rank_N.pid and its variables as rank_N.json, and behaves as
-told.
+Each rank writes its process id to DIRECTORY/rank_N.pid and its environment variables to
+rank_N.json, and then follows BEHAVIOUR.
 """
 
 import json
@@ -17,13 +17,15 @@ import time
 from pathlib import Path
 
 LIFETIME = 40.0
-"""Seconds after which a rank that nobody ended goes by itself."""
+"""Seconds after which a rank exits if no process has ended it."""
 
 
-def launcher(behaviour: str, directory: Path, exit_directory: Path, first: int, count: int) -> int:
-    words = [sys.executable, __file__, "rank", behaviour, str(directory), str(exit_directory)]
+def start_ranks(
+    behaviour: str, directory: Path, exit_directory: Path, first: int, count: int
+) -> int:
+    command = [sys.executable, __file__, "rank", behaviour, str(directory), str(exit_directory)]
     children = [
-        subprocess.Popen([*words, str(rank)], start_new_session=True)
+        subprocess.Popen([*command, str(rank)], start_new_session=True)
         for rank in range(first, first + count)
     ]
     return max(128 - code if (code := child.wait()) < 0 else code for child in children)
@@ -39,7 +41,7 @@ def rank_main(behaviour: str, directory: Path, exit_directory: Path, rank: int) 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "saves":
         signal.signal(
-            signal.SIGTERM, lambda number, frame: (time.sleep(0.5), saved(directory, rank))
+            signal.SIGTERM, lambda number, frame: (time.sleep(0.5), mark_saved(directory, rank))
         )
     (directory / f"rank_{rank}.json").write_text(json.dumps(dict(os.environ)))
     temporary = directory / f"rank_{rank}.tmp"
@@ -71,7 +73,7 @@ def rank_main(behaviour: str, directory: Path, exit_directory: Path, rank: int) 
         time.sleep(LIFETIME)
 
 
-def saved(directory: Path, rank: int) -> None:
+def mark_saved(directory: Path, rank: int) -> None:
     (directory / f"rank_{rank}.saved").touch()
     os._exit(0)
 
@@ -79,14 +81,19 @@ def saved(directory: Path, rank: int) -> None:
 def head(arguments: list[str]) -> int:
     from megacore.cluster.hosts import fanout, plan
 
-    class OtherPlan(plan.Plan):
+    class FakeRanksPlan(plan.Plan):
         def command(self, number: int, master: str, port: int | str) -> list[str]:
             first = sum([*self.hosts.values()][:number])
             count = [*self.hosts.values()][number]
-            where = [str(Path(self.job_file).parent), self.exit_directory, str(first), str(count)]
-            return [sys.executable, __file__, "ranks", self.module, *where]
+            paths_and_ranks = [
+                str(Path(self.job_file).parent),
+                self.exit_directory,
+                str(first),
+                str(count),
+            ]
+            return [sys.executable, __file__, "ranks", self.module, *paths_and_ranks]
 
-    fanout.Plan = OtherPlan  # type: ignore[misc]
+    fanout.Plan = FakeRanksPlan  # type: ignore[misc]
     fanout.FAIL_LIMIT = 2.0
     return fanout.main(arguments)
 
@@ -98,6 +105,6 @@ if __name__ == "__main__":
     behaviour, *places = rest
     if kind == "ranks":
         sys.exit(
-            launcher(behaviour, Path(places[0]), Path(places[1]), int(places[2]), int(places[3]))
+            start_ranks(behaviour, Path(places[0]), Path(places[1]), int(places[2]), int(places[3]))
         )
     rank_main(behaviour, Path(places[0]), Path(places[1]), int(places[2]))

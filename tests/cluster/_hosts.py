@@ -1,6 +1,6 @@
-"""Stand-ins for other machines.
+"""Stand-ins for other hosts: a real sshd on 127.0.0.1.
 
-A real sshd on 127.0.0.1, which runs commands apart from the job's own processes.
+It runs commands in processes that are not descendants of the job's processes.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
 def sshd_problem() -> str | None:
-    """Why none can run here; None where one can."""
+    """Return the reason why sshd cannot run on this host, or None if it can."""
     if SSHD is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
         return "ssh, sshd and ssh-keygen are not all installed"
     if os.geteuid() == 0:
@@ -28,14 +28,14 @@ def sshd_problem() -> str | None:
 
 
 class Hosts:
-    """Machines `one` and `two`, which are this one, and `gone`, where nobody listens."""
+    """Hosts `one` and `two`, which are both this host, and `gone`, where no server listens."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir()
         for name in ("host_key", "identity"):
-            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
-            subprocess.run(words, check=True, timeout=30)
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
+            subprocess.run(command, check=True, timeout=30)
         with socket.socket() as probe, socket.socket() as other:
             probe.bind(("127.0.0.1", 0))
             other.bind(("127.0.0.1", 0))
@@ -62,7 +62,7 @@ class Hosts:
             "KbdInteractiveAuthentication no\nUsePAM no\nStrictModes no\nUseDNS no\nPidFile none\n"
             "MaxStartups 100\n"
         )
-        self._log = open(directory / "sshd.log", "wb")  # noqa: SIM115  open for as long as it runs
+        self._log = open(directory / "sshd.log", "wb")  # noqa: SIM115  open while sshd runs
         self._server = subprocess.Popen(
             [str(SSHD), "-D", "-e", "-f", str(directory / "sshd_config")],
             stderr=self._log,

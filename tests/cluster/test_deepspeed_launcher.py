@@ -1,5 +1,4 @@
-"""The real launchers under the real guard: DeepSpeed's on this machine, both on stand-ins for
-others."""
+"""DeepSpeed's launcher on this host, and both launchers on two hosts, under the real guard."""
 
 import json
 import os
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.rank_commands import deepspeed_alone, rank_environment
+from megacore.cluster.rank_commands import local_deepspeed_command, rank_environment
 from megacore.errors import DataFormatError, RankLostError
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
@@ -27,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def started_here() -> set[int]:
+def child_pids() -> set[int]:
     return set(descendants(os.getpid()))
 
 
@@ -41,7 +40,7 @@ def run(tmp_path: Path, behaviour: str) -> None:
     }
     config.write_text(json.dumps(values))
     supervise(
-        deepspeed_alone("tests.launch._gloo_rank", config, 2),
+        local_deepspeed_command("tests.launch._gloo_rank", config, 2),
         log=tmp_path / "log",
         exit_directory=exit_directory,
         env={**environment(), **rank_environment(1), "DS_ACCELERATOR": "cpu"},
@@ -54,7 +53,7 @@ def run(tmp_path: Path, behaviour: str) -> None:
 def train(
     tmp_path: Path, data: Path, launch: dict[str, Any], on_poll: Any = stages.nothing, **values: Any
 ) -> Path:
-    """Train on two ranks as the stage does; returns the run's directory."""
+    """Train on two ranks like the train stage, and return the run's directory."""
     changed = _runs.config(
         launch={"kind": "deepspeed", "stop_grace": 2.0, "nproc_per_node": "auto", **launch},
         **values,
@@ -65,7 +64,8 @@ def train(
     return directory
 
 
-def test_two_ranks_of_this_machine_train_and_write_nowhere_else(
+@pytest.mark.slow
+def test_two_local_ranks_train_and_leave_home_and_tmp_empty(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").mkdir()
@@ -74,14 +74,14 @@ def test_two_ranks_of_this_machine_train_and_write_nowhere_else(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    before = started_here()
+    before = child_pids()
     directory = train(tmp_path, data, {"hostfile": str(tmp_path / "hosts")})
     assert _runs.events(directory)[-1]["reason"] == "finished"
     assert (
         "iteration        6/       6"
         in stages.attempt_log(_runs.job(_runs.config(), data, directory)).read_text()
     )
-    assert started_here() <= before
+    assert child_pids() <= before
     assert [
         str(path)
         for name in ("home", "tmp")
@@ -90,42 +90,45 @@ def test_two_ranks_of_this_machine_train_and_write_nowhere_else(
     ] == []
 
 
-def test_a_killed_rank_is_a_lost_rank_though_its_peer_complains_too(tmp_path: Path) -> None:
-    before = started_here()
-    # The launcher looks once a second: when both have ended by then, it may report the one that
-    # only lost its peer.
+@pytest.mark.slow
+def test_killed_rank_is_reported_as_lost_despite_the_error_of_its_peer(tmp_path: Path) -> None:
+    before = child_pids()
+    # The launcher polls once a second. If both ranks have ended by then, it may report the rank
+    # that only lost its peer.
     lost = r"(rank 1 was ended by SIGKILL|rank 1 ended) without giving a reason.*retry resumes"
     with pytest.raises(RankLostError, match=lost):
         run(tmp_path, "killed")
-    assert started_here() <= before
+    assert child_pids() <= before
 
 
-def test_the_reason_of_a_rank_passes_through(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_error_of_a_rank_is_raised_with_its_type(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"rank 1: tokens\.bin is damaged"):
         run(tmp_path, "raises")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
-def test_two_hosts_train_as_one_does(kind: str, data: Path, tmp_path: Path, hosts: Hosts) -> None:
-    listed = str(hosts.hostfile("one", "two"))
+def test_two_hosts_train_together(kind: str, data: Path, tmp_path: Path, hosts: Hosts) -> None:
+    hostfile = str(hosts.hostfile("one", "two"))
     directory = train(
-        tmp_path, data, {"kind": kind, "hostfile": listed, "ssh_config": str(hosts.ssh_config)}
+        tmp_path, data, {"kind": kind, "hostfile": hostfile, "ssh_config": str(hosts.ssh_config)}
     )
-    found = _runs.events(directory)
-    assert found[-1]["reason"] == "finished"
-    assert [event["lm_loss"] for event in found if event["kind"] == "step"][-1] < 4
+    events = _runs.events(directory)
+    assert events[-1]["reason"] == "finished"
+    assert [event["lm_loss"] for event in events if event["kind"] == "step"][-1] < 4
     log = (directory / "logs" / "attempt-001.log").read_text()
     assert "hosts: one (rank 0 through lo), two (rank 1 through lo); they meet at 127.0.0.1:" in log
     assert "one: " in log
 
 
-def test_hidden_and_chosen_gpus_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     import base64
 
     def devices() -> Any:
         (world,) = [
             word
-            for word in deepspeed_alone("m", Path("c.json"), 2)
+            for word in local_deepspeed_command("m", Path("c.json"), 2)
             if word.startswith("--world_info=")
         ]
         return json.loads(base64.urlsafe_b64decode(world.partition("=")[2]))["localhost"]

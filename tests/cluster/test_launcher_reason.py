@@ -1,5 +1,4 @@
-"""What a launcher that reaches other machines, or waits for them, says of a job's end, and what
-becomes of it."""
+"""Reports and reasons that a launcher with other hosts writes, and the errors that follow."""
 
 import sys
 import time
@@ -26,12 +25,12 @@ from megacore.launch.rank_table import (
     write_report,
 )
 from megacore.launch.supervise import supervise
-from megacore.launch.watch import REMOTE_DELAY, Trouble
+from megacore.launch.watch import REMOTE_DELAY, RankWatch, Trouble
 from megacore.observe.heartbeat import Heartbeat, beat_path
 from tests.launch._processes import environment
-from tests.launch.test_watch import Clock, look
+from tests.launch.test_watch import Clock, first_trouble
 
-SAYS = """
+SCRIPT_HEADER = """
 import pathlib, sys
 from megacore import errors
 from megacore.launch.exit_reason import write_launcher_reason, write_reason
@@ -45,7 +44,7 @@ directory = pathlib.Path(sys.argv[1])
 
 def run(tmp_path: Path, script: str, **options: Any) -> None:
     supervise(
-        [sys.executable, "-c", SAYS + script, str(tmp_path / "exit")],
+        [sys.executable, "-c", SCRIPT_HEADER + script, str(tmp_path / "exit")],
         log=tmp_path / "log",
         exit_directory=tmp_path / "exit",
         env=environment(),
@@ -55,20 +54,23 @@ def run(tmp_path: Path, script: str, **options: Any) -> None:
     )
 
 
-def test_the_first_reason_stays(tmp_path: Path) -> None:
+def test_later_launcher_reason_does_not_replace_the_first(tmp_path: Path) -> None:
     assert read_launcher_reason(tmp_path) is None
     write_launcher_reason(tmp_path, HostLostError("lost host b: it is gone"))
     write_launcher_reason(tmp_path, RankLostError("something that followed"))
-    found = read_launcher_reason(tmp_path)
-    assert type(found) is HostLostError
-    assert found.retryable
-    assert str(found) == "lost host b: it is gone"
+    reason = read_launcher_reason(tmp_path)
+    assert type(reason) is HostLostError
+    assert reason.retryable
+    assert str(reason) == "lost host b: it is gone"
+
+
+def test_torn_launcher_reason_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "launcher_reason.json").write_text('{"error": "HostLo')
-    assert read_launcher_reason(tmp_path) is None, "torn by the same crash"
+    assert read_launcher_reason(tmp_path) is None
 
 
 @pytest.mark.parametrize("code", [0, 1, 143])
-def test_the_launchers_reason_is_raised(tmp_path: Path, code: int) -> None:
+def test_launcher_reason_is_raised_for_any_exit_code(tmp_path: Path, code: int) -> None:
     with pytest.raises(HostLostError, match="lost host b"):
         run(
             tmp_path,
@@ -77,7 +79,7 @@ def test_the_launchers_reason_is_raised(tmp_path: Path, code: int) -> None:
         )
 
 
-def test_ranks_that_only_noticed_do_not_hide_it(tmp_path: Path) -> None:
+def test_secondary_reason_of_a_rank_does_not_hide_the_launcher_reason(tmp_path: Path) -> None:
     with pytest.raises(HostLostError, match="lost host b"):
         run(
             tmp_path,
@@ -92,7 +94,7 @@ sys.exit(1)
 @pytest.mark.parametrize(
     ("error", "kind"), [("DataFormatError", DataFormatError), ("PreemptedError", PreemptedError)]
 )
-def test_what_a_rank_did_by_itself_goes_before_it(
+def test_primary_reason_of_a_rank_precedes_the_launcher_reason(
     tmp_path: Path, error: str, kind: type[Exception]
 ) -> None:
     with pytest.raises(kind, match="said by a rank"):
@@ -106,14 +108,14 @@ sys.exit(1)
         )
 
 
-def test_what_an_earlier_attempt_left_is_not_believed(tmp_path: Path) -> None:
+def test_files_of_an_earlier_attempt_are_ignored(tmp_path: Path) -> None:
     write_launcher_reason(tmp_path / "exit", HostLostError("old"))
     write_report(tmp_path / "exit", LauncherReport(Trouble(stalled=(0,)), {}))
     write_launcher_state(tmp_path / "exit", "queued", "old")
     run(tmp_path, "", hosts=("a", "b"))
 
 
-def test_a_job_that_is_queued_is_not_late(tmp_path: Path) -> None:
+def test_queued_time_does_not_count_towards_the_timeout(tmp_path: Path) -> None:
     queued = "import time; write_launcher_state(directory, 'queued', 'PENDING'); time.sleep(2.5)"
     run(tmp_path, queued, timeout=2.0, stall_limit=0.5, ranks=1)
     running = queued.replace("'queued'", "'running'")
@@ -121,7 +123,7 @@ def test_a_job_that_is_queued_is_not_late(tmp_path: Path) -> None:
         run(tmp_path, running, timeout=2.0, stall_limit=0.5, ranks=1)
 
 
-def test_a_report_of_the_agents_ends_the_job_with_its_table(tmp_path: Path) -> None:
+def test_report_of_the_agents_ends_the_job_with_a_rank_table(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(
         RankStalledError, match=r"rank 1 made no progress .*furthest behind is rank 1 on"
@@ -148,7 +150,7 @@ write_report(directory, LauncherReport(Trouble(stalled=(1,)), states))
     assert "Python stacks of rank 0:\nFile of rank 0" in text
 
 
-def test_a_report_without_any_rank_is_told_too(tmp_path: Path) -> None:
+def test_report_without_rank_states_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(
         RankStalledError, match=r"ranks 0, 1 made no progress .* which has not begun its work"
     ):
@@ -161,14 +163,14 @@ def test_a_report_without_any_rank_is_told_too(tmp_path: Path) -> None:
         )
 
 
-def test_a_report_is_read_back(tmp_path: Path) -> None:
+def test_launcher_report_round_trips(tmp_path: Path) -> None:
     report = LauncherReport(Trouble((), (3,)), {3: StateReport("dead", 1.5, "gone")})
     assert read_report(tmp_path) is None
     write_report(tmp_path, report)
     assert read_report(tmp_path) == report
 
 
-def test_a_signal_on_one_machine_goes_before_codes_of_others(tmp_path: Path) -> None:
+def test_signal_on_one_host_precedes_exit_codes_of_others(tmp_path: Path) -> None:
     lines = (
         "Root Cause (first observed failure):",
         "[0]:",
@@ -176,46 +178,58 @@ def test_a_signal_on_one_machine_goes_before_codes_of_others(tmp_path: Path) -> 
         "  exitcode  : {code} (p)",
     )
     cause = "\n{host}: ".join(lines)
-    said = "\n".join(
+    log_text = "\n".join(
         f"{host}: {cause.format(host=host, rank=rank, code=code)}"
         for host, rank, code in (("a", 0, 8), ("b", 1, -9))
     )
     peer = "write_reason(directory, 0, ConnectionResetError('connection reset by peer'))"
     with pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"):
-        run(tmp_path, f"{peer}\nprint({said!r})\nsys.exit(1)", hosts=("a", "b"), ranks=2)
+        run(tmp_path, f"{peer}\nprint({log_text!r})\nsys.exit(1)", hosts=("a", "b"), ranks=2)
 
 
-def test_a_launchers_word_on_memory_counts(tmp_path: Path) -> None:
+def test_memory_exhaustion_reported_by_the_launcher_is_raised(tmp_path: Path) -> None:
     with pytest.raises(MemoryExhaustedError, match="a rank on b ran out"):
         run(
             tmp_path,
             """
-write_launcher_reason(directory, errors.MemoryExhaustedError("a rank on b ran out of main memory"))
+write_launcher_reason(directory, errors.MemoryExhaustedError("a rank on b ran out of host memory"))
 write_reason(directory, 0, ConnectionResetError("connection reset by peer"))
 sys.exit(137)
 """,
         )
 
 
-def test_ranks_that_others_watch_are_looked_at_last(tmp_path: Path) -> None:
-    from megacore.launch.watch import RankWatch
-
-    clock = Clock()
+@pytest.fixture
+def two_beats(tmp_path: Path) -> Path:
+    """Return a directory with the first heartbeats of two ranks."""
     Heartbeat(beat_path(tmp_path, 0))
     Heartbeat(beat_path(tmp_path, 1))
-    far = RankWatch(tmp_path, stall_limit=5.0, ranks=2, elsewhere=True, clock=clock)
-    assert look(far, clock, REMOTE_DELAY) is None
-    assert look(far, clock, 10) == Trouble(stalled=(0, 1))
-    mine = RankWatch(tmp_path, stall_limit=5.0, only=range(1, 2), clock=clock)
-    assert look(mine, clock, 10) == Trouble(stalled=(1,))
-    held = RankWatch(tmp_path, stall_limit=5.0, ranks=2, clock=clock)
+    return tmp_path
+
+
+def test_remote_ranks_stall_only_after_an_extra_delay(two_beats: Path) -> None:
+    clock = Clock()
+    watch = RankWatch(two_beats, stall_limit=5.0, ranks=2, elsewhere=True, clock=clock)
+    assert first_trouble(watch, clock, REMOTE_DELAY) is None
+    assert first_trouble(watch, clock, 10) == Trouble(stalled=(0, 1))
+
+
+def test_watch_reports_only_the_ranks_that_it_watches(two_beats: Path) -> None:
+    clock = Clock()
+    watch = RankWatch(two_beats, stall_limit=5.0, only=range(1, 2), clock=clock)
+    assert first_trouble(watch, clock, 10) == Trouble(stalled=(1,))
+
+
+def test_hold_restarts_the_stall_limit(two_beats: Path) -> None:
+    clock = Clock()
+    watch = RankWatch(two_beats, stall_limit=5.0, ranks=2, clock=clock)
     for _ in range(10):
-        assert look(held, clock, 4) is None
-        held.hold()
-    assert look(held, clock, 10) == Trouble(stalled=(0, 1))
+        assert first_trouble(watch, clock, 4) is None
+        watch.hold()
+    assert first_trouble(watch, clock, 10) == Trouble(stalled=(0, 1))
 
 
-def test_only_the_ranks_of_a_machine_are_asked(tmp_path: Path) -> None:
+def test_rank_states_cover_only_the_requested_ranks(tmp_path: Path) -> None:
     write_reason(tmp_path, 0, RankLostError("x"))
     Heartbeat(beat_path(tmp_path, 0))
     Heartbeat(beat_path(tmp_path, 2))

@@ -1,4 +1,4 @@
-"""The real torchrun under the real guard."""
+"""Real torchrun under the real guard."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cluster.rank_commands import rank_environment, torchrun_alone
+from megacore.cluster.rank_commands import local_torchrun_command, rank_environment
 from megacore.errors import DataFormatError, RankLostError
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
@@ -24,7 +24,7 @@ def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
     }
     config.write_text(json.dumps(values))
     supervise(
-        torchrun_alone("tests.launch._gloo_rank", config, ranks),
+        local_torchrun_command("tests.launch._gloo_rank", config, ranks),
         log=tmp_path / "log",
         exit_directory=exit_directory,
         env={**environment(), **rank_environment(1)},
@@ -33,18 +33,18 @@ def run(tmp_path: Path, behaviour: str, ranks: int = 2) -> None:
     )
 
 
-def test_one_rank_is_a_plain_process(tmp_path: Path) -> None:
-    assert torchrun_alone("m", Path("c.json"), 1) == [
+def test_single_rank_is_a_plain_process(tmp_path: Path) -> None:
+    assert local_torchrun_command("m", Path("c.json"), 1) == [
         sys.executable,
         "-m",
         "m",
         "--config",
         "c.json",
     ]
-    run(tmp_path, "alone", ranks=1)
+    run(tmp_path, "single", ranks=1)
 
 
-def test_a_killed_rank_is_named_though_its_peer_complains_too(tmp_path: Path) -> None:
+def test_killed_rank_is_named_despite_the_error_of_its_peer(tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
     with pytest.raises(RankLostError, match=r"rank 1 was ended by SIGKILL.*retry resumes"):
         run(tmp_path, "killed")
@@ -54,10 +54,10 @@ def test_a_killed_rank_is_named_though_its_peer_complains_too(tmp_path: Path) ->
     )
 
 
-def test_the_reason_of_a_rank_is_not_hidden_by_its_peers(tmp_path: Path) -> None:
+def test_error_of_a_rank_is_raised_despite_the_error_of_its_peer(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"rank 1: tokens\.bin is damaged"):
         run(tmp_path, "raises")
 
 
-def test_threads_reach_every_library() -> None:
+def test_rank_environment_sets_openmp_and_mkl_threads() -> None:
     assert {rank_environment(3)[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"3"}

@@ -1,5 +1,4 @@
-"""Configurations with the engine deepspeed, small ones and those that the public JSON files belong
-to."""
+"""Small configurations of the engine deepspeed, and those that agree with public JSON files."""
 
 import json
 from pathlib import Path
@@ -38,18 +37,20 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "train": {"micro_batch_size": 4, "global_batch_size": 16, "precision": "fp16"},
     },
 }
-"""The files, and what a configuration says that agrees with each, on two replicas."""
+"""Values of a configuration that agrees with each public file, on two replicas."""
 
 
 def public(name: str) -> dict[str, Any]:
-    """The content of a file."""
+    """Return the content of a public file."""
     content: dict[str, Any] = json.loads((FILES / f"{name}.json").read_text(encoding="utf-8"))
     return content
 
 
 def asking(content: Any = None, **sections: Any) -> RunConfig:
-    """A small run on two ranks with the engine deepspeed; each keyword replaces values of one
-    section."""
+    """Return a small run on two ranks with the engine deepspeed.
+
+    Each keyword replaces values of one section.
+    """
     values: dict[str, Any] = {
         "name": "small",
         "engine": "deepspeed",
@@ -79,14 +80,14 @@ def asking(content: Any = None, **sections: Any) -> RunConfig:
 
 
 def refusal(content: Any = None, **sections: Any) -> str:
-    """The sentence with which such a run is refused."""
+    """Return the message with which such a run is refused."""
     with pytest.raises(ConfigError) as caught:
         asking(content, **sections)
     return str(caught.value)
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """A JSON with one value, by its dotted name."""
+    """Return a JSON object with `value` at the dotted `key`."""
     for name in reversed(key.split(".")):
         value = {name: value}
     content: dict[str, Any] = value

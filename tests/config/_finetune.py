@@ -1,4 +1,4 @@
-"""Small configurations of fine-tunings, from files as a user writes them."""
+"""Small configurations of fine-tunings, loaded from files as users write them."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from megacore.errors import ConfigError
 
 
 def minimal() -> dict[str, Any]:
-    """The least that a fine-tuning says."""
+    """Return the values that every fine-tuning must give."""
     return {
         "name": "small",
         "model": {"path": "some/model"},
@@ -37,25 +37,27 @@ class Files:
         deepspeed: dict[str, Any] | None = None,
         **overrides: Any,
     ) -> FinetuneConfig:
-        """Load it beside these files; `a__b` in a keyword is the dotted name a.b."""
-        named = {}
+        """Load the configuration with these files; `a__b` in a keyword is the dotted name a.b."""
+        options = {}
         if accelerate is not None:
             (self.directory / "accelerate.yaml").write_text(
                 yaml.safe_dump(accelerate), encoding="utf-8"
             )
-            named["launch.accelerate_config"] = "accelerate.yaml"
+            options["launch.accelerate_config"] = "accelerate.yaml"
         if deepspeed is not None:
             (self.directory / "ds.json").write_text(json.dumps(deepspeed), encoding="utf-8")
             if "ds.json" not in str(accelerate):
-                named["launch.deepspeed_config"] = "ds.json"
+                options["launch.deepspeed_config"] = "ds.json"
         return load_finetune_config(
             str(self.conf),
-            named | {name.replace("__", "."): value for name, value in overrides.items()},
+            options | {name.replace("__", "."): value for name, value in overrides.items()},
         )
 
     def refusal(self, *files: dict[str, Any] | None, **overrides: Any) -> str:
-        """The sentence with which it is refused: one line that names the configuration, without
-        this directory."""
+        """Return the message with which loading is refused, without this directory.
+
+        It is one line.
+        """
         with pytest.raises(ConfigError) as caught:
             self.load(*files, **overrides)
         message = str(caught.value)
@@ -64,5 +66,5 @@ class Files:
 
 
 def reread(config: FinetuneConfig) -> FinetuneConfig:
-    """The configuration as another process reads it."""
+    """Return the configuration as another process reads it."""
     return parse_finetune_config(json.loads(config.model_dump_json()), origin="run.json")

@@ -1,4 +1,4 @@
-"""What every section of the configuration refuses."""
+"""Values that every section of the configuration refuses."""
 
 import pytest
 
@@ -6,15 +6,15 @@ from megacore.config.base import Section, unkeyed
 
 
 class Switches(Section):
-    """Fields that take true and false, or do not."""
+    """Fields that take booleans, and fields that do not."""
 
     maybe: bool | None = unkeyed(None)
-    """Takes them, or null."""
+    """True, false or null."""
     count: int | None = unkeyed(None)
-    """Takes a number, or null."""
+    """A number or null."""
 
 
-def test_true_and_false_are_no_numbers() -> None:
+def test_a_boolean_is_refused_where_a_number_is_expected() -> None:
     assert (Switches(maybe=True).maybe, Switches(maybe=None).maybe) == (True, None)
     with pytest.raises(
         ValueError, match="count is true: give a value of its type, not true or false"

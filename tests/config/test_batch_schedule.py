@@ -1,4 +1,4 @@
-"""The ramp-up against the definition, batch by batch."""
+"""The ramp-up of the batch size, compared with its definition batch by batch."""
 
 from itertools import pairwise
 
@@ -13,12 +13,12 @@ RAMP = BatchSchedule(global_batch_size=32, start=8, increment=8, rampup_samples=
 
 
 def sizes(schedule: BatchSchedule, iterations: int) -> list[int]:
-    """One batch after another, by `at` alone."""
-    consumed, found = 0, []
+    """Return the sizes of successive batches, computed only with `at`."""
+    consumed, batches = 0, []
     for _ in range(iterations):
-        found.append(schedule.at(consumed))
-        consumed += found[-1]
-    return found
+        batches.append(schedule.at(consumed))
+        consumed += batches[-1]
+    return batches
 
 
 def test_each_batch_size_lasts_for_an_equal_share_of_the_samples() -> None:
@@ -36,7 +36,7 @@ def test_each_batch_size_lasts_for_an_equal_share_of_the_samples() -> None:
     assert sizes(RAMP, 26) == [8] * 13 + [16] * 6 + [24] * 5 + [32] * 2
 
 
-def test_without_a_ramp_up_every_batch_is_the_same() -> None:
+def test_every_batch_has_the_same_size_without_a_ramp_up() -> None:
     schedule = BatchSchedule.of(tiny_config(train={"global_batch_size": 6}).train)
     assert schedule == BatchSchedule(6, 6)
     assert sizes(schedule, 3) == [6, 6, 6]
@@ -44,7 +44,7 @@ def test_without_a_ramp_up_every_batch_is_the_same() -> None:
     assert [schedule.iterations_for(samples) for samples in (0, 1, 6, 7)] == [0, 1, 1, 2]
 
 
-def test_a_configuration_describes_its_schedule() -> None:
+def test_schedule_is_built_from_the_configuration() -> None:
     ramp = {"start": 8, "increment": 8, "samples": 300}
     config = tiny_config(train={"global_batch_size": 32, "rampup_batch_size": ramp})
     assert BatchSchedule.of(config.train) == RAMP
@@ -62,7 +62,7 @@ def test_a_ramp_up_shorter_than_a_batch_skips_sizes() -> None:
     samples=st.integers(1, 400),
     iterations=st.integers(0, 60),
 )
-def test_sums_are_those_of_the_batches(
+def test_closed_forms_equal_the_sums_over_batches(
     start: int, increment: int, steps: int, samples: int, iterations: int
 ) -> None:
     schedule = BatchSchedule(start + steps * increment, start, increment, samples)
@@ -77,9 +77,8 @@ def test_sums_are_those_of_the_batches(
 
 
 @pytest.mark.parametrize("consumed", [0, 1, 57, 104, 299, 300, 301])
-def test_the_batch_is_megatrons(consumed: int) -> None:
-    """Its own formula: int(consumed / (samples / increments)) increments, and no more after
-    `samples`."""
+def test_batch_size_equals_megatrons_formula(consumed: int) -> None:
+    # int(consumed / (samples / increments)) increments, and the full batch after `samples`
     increments = (32 - 8) // 8
     expected = 32 if consumed > 300 else 8 + int(consumed / (300 / increments)) * 8
     assert RAMP.at(consumed) == expected

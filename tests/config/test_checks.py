@@ -1,4 +1,4 @@
-"""Combinations of values that cannot work, the division over ranks apart (see test_layouts)."""
+"""Combinations of values that cannot work, except division over ranks (see test_layouts)."""
 
 from typing import Any
 
@@ -10,8 +10,10 @@ from megacore.errors import ConfigError
 
 
 def make(**sections: Any) -> RunConfig:
-    """Two layers of width 32, batches of 8, 100 iterations; each keyword replaces values of one
-    section."""
+    """Return a small run; each keyword replaces values of one section.
+
+    It has 2 layers of width 32, batches of 8 and 100 iterations.
+    """
     values: dict[str, Any] = {
         "data": {
             "source": {"kind": "source_tree"},
@@ -93,7 +95,7 @@ RAMP = {"start": 2, "increment": 2, "samples": 60}
         ),
     ],
 )
-def test_schedules_that_cannot_be(optim: dict[str, Any], sentence: str) -> None:
+def test_impossible_schedules_are_refused(optim: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal(optim={"lr": 1e-3} | optim)
 
 
@@ -107,11 +109,11 @@ def test_schedules_that_cannot_be(optim: dict[str, Any], sentence: str) -> None:
         {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.0},
     ],
 )
-def test_schedules_at_the_edge_are_taken(optim: dict[str, Any]) -> None:
+def test_schedules_at_the_limits_are_accepted(optim: dict[str, Any]) -> None:
     make(optim={"lr": 1e-3} | optim)
 
 
-def test_warm_up_in_samples_counts_the_ramp_up() -> None:
+def test_warm_up_iterations_account_for_the_ramp_up() -> None:
     train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100}
     optim = {"lr": 1e-3, "lr_warmup_samples": 60}
     assert make(train=train, optim=optim).lr_warmup_iters == 8
@@ -148,7 +150,7 @@ def test_warm_up_in_samples_counts_the_ramp_up() -> None:
         ({"samples": 0}, "train.rampup_batch_size.samples is 0"),
     ],
 )
-def test_ramp_ups_that_cannot_be(ramp: dict[str, int], sentence: str) -> None:
+def test_impossible_ramp_ups_are_refused(ramp: dict[str, int], sentence: str) -> None:
     train = {
         "micro_batch_size": 2,
         "global_batch_size": 8,
@@ -158,7 +160,7 @@ def test_ramp_ups_that_cannot_be(ramp: dict[str, int], sentence: str) -> None:
     assert sentence in refusal(train=train)
 
 
-def test_layers_to_recompute_need_recomputation() -> None:
+def test_recompute_num_layers_needs_recomputation() -> None:
     train = {
         "micro_batch_size": 2,
         "global_batch_size": 8,
@@ -169,7 +171,7 @@ def test_layers_to_recompute_need_recomputation() -> None:
     assert make(train=train | {"recompute": "selective"}).train.recompute_num_layers == 1
 
 
-def test_heads_are_a_multiple_of_their_groups() -> None:
+def test_heads_must_be_a_multiple_of_the_query_groups() -> None:
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     message = refusal(model=model | {"num_query_groups": 3})
     assert (
@@ -180,7 +182,7 @@ def test_heads_are_a_multiple_of_their_groups() -> None:
 
 
 @pytest.mark.parametrize("name", ["label_smoothing", "z_loss"])
-def test_loss_terms_are_not_negative(name: str) -> None:
+def test_negative_loss_terms_are_refused(name: str) -> None:
     train = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100}
     assert f"train.{name} is -0.1" in refusal(train=train | {name: -0.1})
 
@@ -262,23 +264,23 @@ BLEND = [{"weight": 1, "source": SOURCE}, {"weight": 2, "source": OTHER}]
         ({"language": "german"}, "data.language is german but data.split_sentences is false"),
     ],
 )
-def test_data_that_cannot_work(data: dict[str, Any], sentence: str) -> None:
+def test_impossible_data_is_refused(data: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal(data=data)
 
 
 @pytest.mark.parametrize("kind", ["alibi", "none"])
-def test_positions_that_nothing_counts_cannot_be_reset(kind: str) -> None:
+def test_reset_position_ids_needs_position_ids(kind: str) -> None:
     model = {"position_embedding_type": kind}
-    found = refusal(model=model, data={"reset_position_ids": True})
+    message = refusal(model=model, data={"reset_position_ids": True})
     assert (
         f"data.reset_position_ids is true but model.position_embedding_type is {kind}, which "
         "counts no pos"
-    ) in found
+    ) in message
     make(model=model, data={"reset_attention_mask": True})
     make(model={"position_embedding_type": "rope"}, data={"reset_position_ids": True})
 
 
-def test_sources_are_known_once_in_the_order_in_which_they_are_named() -> None:
+def test_sources_are_listed_once_in_the_order_of_the_configuration() -> None:
     blends = {
         "train": BLEND,
         "valid": BLEND[1:],
@@ -296,6 +298,6 @@ def test_sources_are_known_once_in_the_order_in_which_they_are_named() -> None:
         {"kind": "http", "files": [{"url": "http://a/p.bin?v=1"}, {"url": "http://a/p.idx"}]},
     ],
 )
-def test_documents_may_have_ends_already(source: dict[str, Any]) -> None:
+def test_eod_mask_loss_accepts_sources_with_tokenized_documents(source: dict[str, Any]) -> None:
     config = make(data={"source": source, "append_eod": False, "eod_mask_loss": True})
     assert config.data.eod_mask_loss

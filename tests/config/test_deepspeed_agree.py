@@ -1,18 +1,17 @@
-"""A user's DeepSpeed JSON beside a configuration: what both say must be the same."""
+"""A user's DeepSpeed JSON and a configuration, which must agree."""
 
 import inspect
 from typing import Any
 
 import pytest
 
-from megacore.config.deepspeed import asked_of
+from megacore.config.deepspeed import user_settings_of
 from megacore.config.deepspeed_checks import SAME, SAME_IN_FP16, is_compared
 from megacore.config.load import parse_config
 from megacore.foreign.deepspeed_keys import definitions
 from tests.config._deepspeed import PUBLIC, asking, nested, public, refusal
 
-OURS = [key for key in definitions().keys if is_compared(key)]
-OURS = [key for key in definitions().keys if is_compared(key)]
+COMPARED = [key for key in definitions().keys if is_compared(key)]
 FP16 = {"train": {"precision": "fp16"}, "optim": {"loss_scale": {"initial": 65536.0}}}
 LINEAR = {"lr_decay_style": "linear", "lr_warmup_iters": 10}
 DECAY = {
@@ -188,7 +187,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "is 0.5 but optim.lr_warmup_init / optim.lr is 0.0",
     ),
 }
-"""For each key a JSON and a configuration that contradict each other."""
+"""A JSON, a configuration that contradicts it, and the message, for each key."""
 
 
 @pytest.mark.parametrize("key", CONTRADICTIONS)
@@ -198,13 +197,13 @@ def test_a_contradiction_is_refused_with_both_names_and_values(key: str) -> None
     assert f"{key} of deepspeed.config {sentence}" in refusal(**sections | {"deepspeed": deepspeed})
 
 
-def test_every_key_that_is_compared_has_a_contradiction() -> None:
-    assert set(OURS) - {"optimizer.type"} <= set(CONTRADICTIONS)
-    assert {*SAME, *SAME_IN_FP16} <= set(OURS)
+def test_every_compared_key_has_a_contradiction() -> None:
+    assert set(COMPARED) - {"optimizer.type"} <= set(CONTRADICTIONS)
+    assert {*SAME, *SAME_IN_FP16} <= set(COMPARED)
 
 
-@pytest.mark.parametrize("key", [key for key in OURS if not key.endswith(".type")])
-def test_auto_adopts_the_configuration(key: str) -> None:
+@pytest.mark.parametrize("key", [key for key in COMPARED if not key.endswith(".type")])
+def test_auto_takes_the_value_of_the_configuration(key: str) -> None:
     content = nested(key, "auto")
     optim: dict[str, Any] = {"lr": 7e-4, "adam_beta2": 0.9, "weight_decay": 0.3, "clip_grad": 0.7}
     if key.startswith("optimizer."):
@@ -215,7 +214,7 @@ def test_auto_adopts_the_configuration(key: str) -> None:
         content = scheduler(kind, **shape | {key.rsplit(".", 1)[1]: "auto"})
         optim |= {"lr_warmup_iters": 10, "min_lr": 7e-5} if "ratio" in key else LINEAR
     config = asking(content, optim=optim, train={"precision": "bf16"})
-    assert key in asked_of(config).autos
+    assert key in user_settings_of(config).autos
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -233,7 +232,7 @@ def test_auto_adopts_the_configuration(key: str) -> None:
         ({"optim": {"loss_scale": {}}}, "but optim.loss_scale.initial is 4.29497e+09"),
     ],
 )
-def test_the_public_files_beside_another_configuration_are_refused(
+def test_public_files_are_refused_with_a_configuration_that_disagrees(
     name: str, change: dict[str, Any], sentence: str
 ) -> None:
     sections = {
@@ -267,12 +266,14 @@ def test_the_public_files_beside_another_configuration_are_refused(
         ),
     ],
 )
-def test_precision_has_one_home(enabled: dict[str, bool], precision: str, sentence: str) -> None:
+def test_precisions_that_disagree_are_refused(
+    enabled: dict[str, bool], precision: str, sentence: str
+) -> None:
     content = {name: {"enabled": on} for name, on in enabled.items()}
     assert sentence in refusal(content, train={"precision": precision})
 
 
-def test_precisions_that_agree_are_taken() -> None:
+def test_precisions_that_agree_are_accepted() -> None:
     for precision in ("fp32", "bf16", "fp16"):
         content: dict[str, Any] = {
             name: {"enabled": name == precision} for name in ("fp16", "bf16")
@@ -281,12 +282,12 @@ def test_precisions_that_agree_are_taken() -> None:
     asking({"fp16": {"enabled": False}}, train={"precision": "auto"})
 
 
-def test_loss_scales_count_with_fp16_alone() -> None:
+def test_loss_scales_are_compared_only_with_fp16() -> None:
     content = {"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 7}}
     asking(content, train={"precision": "bf16"})
 
 
-def test_accumulation_of_an_unknown_number_of_ranks_must_be_possible() -> None:
+def test_accumulation_steps_must_fit_the_batch_for_any_number_of_ranks() -> None:
     launch = {"nproc_per_node": "auto"}
     asking({"gradient_accumulation_steps": 2}, launch=launch)
     assert "is 3, x train.micro_batch_size 2 = 6, but train.global_batch_size is 8" in refusal(
@@ -294,7 +295,7 @@ def test_accumulation_of_an_unknown_number_of_ranks_must_be_possible() -> None:
     )
 
 
-def test_one_number_of_accumulation_steps_contradicts_a_batch_that_grows() -> None:
+def test_fixed_accumulation_steps_contradict_a_batch_ramp_up() -> None:
     train = {"rampup_batch_size": {"start": 4, "increment": 4, "samples": 40}}
     asking({"train_batch_size": 8, "gradient_accumulation_steps": "auto"}, train=train)
     assert (
@@ -303,7 +304,7 @@ def test_one_number_of_accumulation_steps_contradicts_a_batch_that_grows() -> No
     ) in refusal({"gradient_accumulation_steps": 2}, train=train)
 
 
-def test_a_weight_decay_that_changes_contradicts_one_number() -> None:
+def test_a_fixed_weight_decay_contradicts_a_weight_decay_schedule() -> None:
     optim = {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}
     asking(adam(weight_decay="auto"), optim=optim)
     assert "is 0.01 but optim.weight_decay_incr_style is linear" in refusal(
@@ -311,7 +312,7 @@ def test_a_weight_decay_that_changes_contradicts_one_number() -> None:
     )
 
 
-def test_an_adam_of_either_name_is_ours() -> None:
+def test_every_name_of_adam_is_accepted() -> None:
     for kind in ("Adam", "adamw", "AdamW"):
         asking(
             {
@@ -323,7 +324,7 @@ def test_an_adam_of_either_name_is_ours() -> None:
         )
 
 
-def test_a_named_adam_of_the_cpu_is_taken() -> None:
+def test_a_cpu_adam_that_the_configuration_names_is_accepted() -> None:
     zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     asking(deepspeed={"config": zero | adam(torch_adam=True), "cpu_adam": "torch"})
     asking(
@@ -332,7 +333,7 @@ def test_a_named_adam_of_the_cpu_is_taken() -> None:
     asking({"zero_force_ds_cpu_optimizer": True})
 
 
-def test_schedulers_that_describe_our_schedule_are_taken() -> None:
+def test_schedulers_equal_to_the_configured_schedule_are_accepted() -> None:
     asking(scheduler("WarmupDecayLR", **DECAY), optim=LINEAR)
     asking(scheduler("WarmupDecayLR", **dict.fromkeys(DECAY, "auto")), optim=LINEAR | {"lr": 3e-4})
     asking(
@@ -395,7 +396,7 @@ def test_schedulers_that_describe_our_schedule_are_taken() -> None:
         ),
     ],
 )
-def test_what_a_scheduler_leaves_out_counts_as_deepspeed_takes_it(
+def test_missing_scheduler_parameters_have_deepspeeds_defaults(
     content: dict[str, Any], optim: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refusal(content, optim=optim)
@@ -415,7 +416,7 @@ IN_FP16 = {"train": {"precision": "fp16"}}
         (ZERO_1 | {"fp16": {"enabled": True, "initial_scale_power": "auto"}}, {}, 2.0**32),
     ],
 )
-def test_a_silent_json_has_the_first_loss_scale_of_deepspeed(
+def test_a_missing_initial_loss_scale_is_deepspeeds_default(
     content: dict[str, Any], optim: dict[str, Any], initial: float
 ) -> None:
     config = asking(content, optim=optim, **IN_FP16)
@@ -424,7 +425,7 @@ def test_a_silent_json_has_the_first_loss_scale_of_deepspeed(
     assert parse_config(config.model_dump(mode="json"), origin="test") == config
 
 
-def test_without_a_json_the_loss_scale_is_the_configurations() -> None:
+def test_the_loss_scale_is_the_configurations_without_a_json() -> None:
     config = asking(deepspeed={"zero_stage": 1}, **IN_FP16)
     assert config.optim.loss_scale.initial == 2.0**32
     assert asking(ZERO_1, engine="native", **IN_FP16).optim == config.optim
@@ -441,13 +442,13 @@ def test_without_a_json_the_loss_scale_is_the_configurations() -> None:
         (adam(), {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}, 0.01),
     ],
 )
-def test_a_silent_optimizer_has_the_weight_decay_of_its_class(
+def test_a_missing_weight_decay_is_the_default_of_the_optimizer_class(
     content: dict[str, Any], optim: dict[str, Any], weight_decay: float
 ) -> None:
     assert asking(content, optim=optim).optim.weight_decay == weight_decay
 
 
-def test_the_defaults_are_those_of_deepspeeds_classes() -> None:
+def test_defaults_equal_those_of_deepspeeds_classes() -> None:
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
     from deepspeed.runtime.lr_schedules import WarmupCosineLR
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config

@@ -1,4 +1,4 @@
-"""What the engine deepspeed is asked for and cannot do, said by the section and by a JSON."""
+"""Requests that the engine deepspeed cannot satisfy, made by the section or by a JSON."""
 
 from typing import Any
 
@@ -119,13 +119,13 @@ FP16 = {"precision": "fp16"}
         (
             {"train": FP16, "optim": {"loss_scale": {"minimum": 0.5}}},
             (
-                "optim.loss_scale.minimum is 0.5 but engine is deepspeed, whose least loss scale "
-                "is an integer: use 1"
+                "optim.loss_scale.minimum is 0.5 but engine is deepspeed, whose smallest loss "
+                "scale is an integer: use 1"
             ),
         ),
     ],
 )
-def test_a_section_that_cannot_work_is_refused(sections: dict[str, Any], sentence: str) -> None:
+def test_an_impossible_section_is_refused(sections: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal(**sections)
     asking(**sections, engine="native")
 
@@ -204,13 +204,13 @@ def test_a_section_that_cannot_work_is_refused(sections: dict[str, Any], sentenc
         ),
     ],
 )
-def test_a_json_that_cannot_work_is_refused(
+def test_an_impossible_json_is_refused(
     content: dict[str, Any], sections: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refusal(content, **sections)
 
 
-def test_what_can_work_is_taken() -> None:
+def test_possible_combinations_are_accepted() -> None:
     asking(
         deepspeed={
             "zero_stage": 1,

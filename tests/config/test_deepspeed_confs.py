@@ -1,7 +1,4 @@
-"""The deployments with the engine deepspeed.
-
-Their layouts work, and their ranks fit the cards they are meant for.
-"""
+"""Shipped configurations of the engine deepspeed: their layouts work and their ranks fit."""
 
 from dataclasses import replace
 from functools import cache
@@ -27,17 +24,17 @@ VOCAB_SIZE = 50_257
 
 
 class Deployment(NamedTuple):
-    """What a configuration was made for."""
+    """Expected properties of a configuration."""
 
     parameters: float
-    """Of the model, within 2 %."""
+    """Number of the model's parameters, within 2 %."""
     zero: ZeroSettings
     layout: RankLayout
     micro_batches: int
     card: int
-    """GiB of each GPU."""
+    """Memory of each GPU in GiB."""
     room: float
-    """GiB of it that a rank takes at most."""
+    """Upper limit of the memory that a rank takes, in GiB."""
 
 
 CONFS = {
@@ -63,30 +60,30 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_every_conf_with_deepspeed_is_here() -> None:
+def test_every_conf_with_deepspeed_has_a_deployment() -> None:
     names = {path.stem for path in CONF_DIR.glob("*.yaml") if conf(path.stem).engine == "deepspeed"}
     assert names == set(CONFS)
 
 
-def test_the_model_has_its_size(name: str) -> None:
+def test_the_model_has_the_expected_number_of_parameters(name: str) -> None:
     assert parameter_count(ModelSpec.of(conf(name), VOCAB_SIZE)) == pytest.approx(
         CONFS[name].parameters, rel=0.02
     )
 
 
-def test_the_layout_works(name: str) -> None:
-    config, meant = conf(name), CONFS[name]
+def test_layout_and_batch_are_the_expected_ones(name: str) -> None:
+    config, expected = conf(name), CONFS[name]
     ranks = config.launch.nproc_per_node
     assert isinstance(ranks, int)
     layout = layout_of(config, ranks, VOCAB_SIZE)
-    assert (layout, zero_of(config)) == (meant.layout, meant.zero)
-    batch = config.train.micro_batch_size * layout.data * meant.micro_batches
+    assert (layout, zero_of(config)) == (expected.layout, expected.zero)
+    batch = config.train.micro_batch_size * layout.data * expected.micro_batches
     assert batch == config.train.global_batch_size
 
 
-def test_every_stage_builds_without_memory(name: str) -> None:
-    """On the meta device, for a rank of its tensor-parallel group."""
+def test_every_stage_builds_on_the_meta_device(name: str) -> None:
     config, layout = conf(name), CONFS[name].layout
+    # the mesh of the last rank of a tensor-parallel group
     mesh = replace(
         ProcessMesh.serial(),
         layout=layout,
@@ -103,29 +100,29 @@ def test_every_stage_builds_without_memory(name: str) -> None:
         assert sum(parameter.numel() for parameter in parameters) == estimate.parameters
 
 
-def test_a_rank_fits_its_card(name: str) -> None:
-    config, meant = conf(name), CONFS[name]
-    machine = Hardware(
+def test_a_rank_fits_its_gpu(name: str) -> None:
+    config, expected = conf(name), CONFS[name]
+    hardware = Hardware(
         64,
         256 * GIB,
-        (Gpu("a card", meant.card * GIB),) * meant.layout.world_size,
+        (Gpu("a card", expected.card * GIB),) * expected.layout.world_size,
         native_bf16=True,
     )
-    report = preflight(config, VOCAB_SIZE, machine)
-    assert 0.85 * meant.room * GIB < report.memory.total <= meant.room * GIB
-    assert report.memory.total < 0.9 * meant.card * GIB
+    report = preflight(config, VOCAB_SIZE, hardware)
+    assert 0.85 * expected.room * GIB < report.memory.total <= expected.room * GIB
+    assert report.memory.total < 0.9 * expected.card * GIB
     assert report.precision == config.train.precision
 
 
-def test_gpt2_xl_needs_the_main_memory_that_its_file_says() -> None:
+def test_gpt2_xl_needs_the_host_memory_that_its_file_states() -> None:
     (estimate,) = estimate_stages(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, "fp16", "cuda", 1)
     assert estimate.host / GIB == pytest.approx(32, abs=0.5)
-    assert "of which it takes 32 GiB" in (CONF_DIR / "gpt2-xl-zero3-offload.yaml").read_text(
+    assert "of which it needs 32 GiB" in (CONF_DIR / "gpt2-xl-zero3-offload.yaml").read_text(
         encoding="utf-8"
     )
 
 
-def test_zero1_and_zero2_are_the_same_run() -> None:
+def test_zero1_and_zero2_differ_only_in_the_deepspeed_section() -> None:
     one, two = conf("gpt2-345m-zero1"), conf("gpt2-345m-zero2")
     for section in ("data", "model", "optim", "train", "checkpoint", "parallel", "launch", "seed"):
         assert getattr(one, section) == getattr(two, section)

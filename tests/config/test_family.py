@@ -1,4 +1,4 @@
-"""Architectures that a family does not have, and values that do not fit together."""
+"""Architectures that a family does not support, and values that contradict each other."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def refusal(family: Family, **values: Any) -> str:
     return str(caught.value)
 
 
-def test_the_defaults_of_each_family_can_be_built() -> None:
+def test_the_defaults_of_each_family_are_accepted() -> None:
     base = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     check_model("gpt", ModelConfig(**base), 64)
     check_model("bert", ModelConfig(**base, norm_position="post"), 64)
@@ -29,17 +29,17 @@ def test_the_defaults_of_each_family_can_be_built() -> None:
         (
             "gpt",
             {"norm_position": "post"},
-            "norm_position is post but family is gpt: it is for BERT alone; remove it",
+            "norm_position is post but family is gpt: it is only for BERT; remove it",
         ),
         (
             "gpt",
             {"num_decoder_layers": 3},
-            "num_decoder_layers is 3 but family is gpt: it is for T5 alone",
+            "num_decoder_layers is 3 but family is gpt: it is only for T5",
         ),
         (
             "gpt",
             {"bert_binary_head": False},
-            "bert_binary_head is false but family is gpt: it is for BERT alone",
+            "bert_binary_head is false but family is gpt: it is only for BERT",
         ),
         (
             "gpt",
@@ -53,12 +53,12 @@ def test_the_defaults_of_each_family_can_be_built() -> None:
         (
             "bert",
             {"parallel_residual": True},
-            "parallel_residual is true but family is bert: it is for GPT alone",
+            "parallel_residual is true but family is bert: it is only for GPT",
         ),
         (
             "bert",
             {"sliding_window": 8},
-            "sliding_window is 8 but family is bert: it is for GPT alone",
+            "sliding_window is 8 but family is bert: it is only for GPT",
         ),
         (
             "bert",
@@ -74,7 +74,7 @@ def test_the_defaults_of_each_family_can_be_built() -> None:
         (
             "t5",
             T5 | {"num_query_groups": 2},
-            "num_query_groups is 2 but family is t5: it is for GPT alone",
+            "num_query_groups is 2 but family is t5: it is only for GPT",
         ),
         (
             "t5",
@@ -106,11 +106,13 @@ def test_the_defaults_of_each_family_can_be_built() -> None:
         ("gpt", {"max_position_embeddings": 63}, "raise the latter to at least 64"),
     ],
 )
-def test_refusals(family: Family, values: dict[str, Any], sentence: str) -> None:
+def test_unsupported_architectures_are_refused(
+    family: Family, values: dict[str, Any], sentence: str
+) -> None:
     assert sentence in refusal(family, **values)
 
 
-def test_heads_of_another_size_need_not_divide_the_width() -> None:
+def test_kv_channels_need_not_divide_the_hidden_size() -> None:
     model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=5, kv_channels=8)
     check_model("gpt", model, 64)
     assert model.attention_size == 40

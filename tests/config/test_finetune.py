@@ -1,5 +1,4 @@
-"""The configuration of a fine-tuning: defaults, error sentences, and checks that cross its
-sections."""
+"""Configuration of a fine-tuning: defaults, error messages and checks across sections."""
 
 import re
 from pathlib import Path
@@ -25,7 +24,7 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-def test_defaults(files: Files) -> None:
+def test_defaults_are_resolved(files: Files) -> None:
     config = files.load()
     assert (config.launch.distributed, config.launch.nproc_per_node, config.seed) == (
         "ddp",
@@ -38,16 +37,16 @@ def test_defaults(files: Files) -> None:
 
 
 @pytest.mark.parametrize("conf", CONFS)
-def test_every_conf_loads_and_reads_back_alike(
+def test_every_conf_loads_and_survives_a_round_trip(
     conf: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # the files that it names are found from anywhere
+    monkeypatch.chdir(tmp_path)  # named files are found from any directory
     config = load_finetune_config(conf, conf_dir=CONF_DIR / "finetune")
     assert reread(config) == config
     assert not isinstance(config.launch.deepspeed_config, str)
 
 
-def test_the_tutorials_settings() -> None:
+def test_confs_have_the_tutorials_settings() -> None:
     mrpc, seq2seq, gpt2 = (
         load_finetune_config(name, conf_dir=CONF_DIR / "finetune")
         for name in ("mrpc", "seq2seq", "gpt2-xl")
@@ -122,7 +121,7 @@ def test_the_tutorials_settings() -> None:
         ),
         (
             {"launch.nnodes": [1]},
-            "launch.nnodes is [1]: give a number of machines, as 2, or a range",
+            "launch.nnodes is [1]: give a number of machines, such as 2, or a range",
         ),
         (
             {"launch.nproc_per_node": 0},
@@ -148,10 +147,10 @@ def test_wrong_keys_and_values_are_named(
     )
 
 
-def test_a_wrong_element_is_one_clause(files: Files) -> None:
-    refused = files.refusal(task={**PAIRS, "metrics": ["accuracyy"]})
-    assert "task.metrics.0 is 'accuracyy'" in refused
-    assert "at least" not in refused, "the list is as long as it must be"
+def test_a_wrong_list_element_is_reported_once(files: Files) -> None:
+    message = files.refusal(task={**PAIRS, "metrics": ["accuracyy"]})
+    assert "task.metrics.0 is 'accuracyy'" in message
+    assert "at least" not in message, "the list is as long as it must be"
     assert "task.metrics is []" in files.refusal(task={**PAIRS, "metrics": []})
 
 
@@ -211,7 +210,7 @@ def test_a_wrong_element_is_one_clause(files: Files) -> None:
         ({"task": TEXTS, "train.best_metric": "rouge1"}, "train.best_metric is 'rouge1'"),
     ],
 )
-def test_sections_that_contradict_each_other_are_named_with_both_sides(
+def test_contradicting_sections_are_refused_with_both_sides(
     files: Files, overrides: dict[str, Any], sentence: str
 ) -> None:
     message = files.refusal(**{name.replace(".", "__"): value for name, value in overrides.items()})
@@ -237,19 +236,21 @@ def test_sections_that_contradict_each_other_are_named_with_both_sides(
         {"model.path": "models:/other@candidate"},
     ],
 )
-def test_what_looks_like_it_is_taken(files: Files, overrides: dict[str, Any]) -> None:
+def test_combinations_near_a_contradiction_are_accepted(
+    files: Files, overrides: dict[str, Any]
+) -> None:
     config = files.load(**{name.replace(".", "__"): value for name, value in overrides.items()})
     assert reread(config) == config
 
 
 @pytest.mark.parametrize("name", ["accelerate_config", "deepspeed_config"])
-def test_a_path_that_nobody_read_is_refused(name: str) -> None:
+def test_an_unread_path_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"launch.{name} is the path 'x', which was not read"):
         parse_finetune_config(minimal() | {"launch": {name: "x"}}, origin="test")
 
 
 @pytest.mark.parametrize("name", ["accelerate_config", "deepspeed_config"])
-def test_a_file_that_is_missing_is_refused_with_every_place(files: Files, name: str) -> None:
+def test_a_missing_file_is_refused_with_the_searched_paths(files: Files, name: str) -> None:
     message = files.refusal(**{f"launch__{name}": "nope"})
     assert f"launch.{name} is 'nope': there is no file nope or " in message
 
@@ -257,21 +258,19 @@ def test_a_file_that_is_missing_is_refused_with_every_place(files: Files, name: 
 @pytest.mark.parametrize(
     ("content", "sentence"), [("a: [", "cannot be read as YAML"), ("- a\n", "holds list, not a")]
 )
-def test_a_file_that_is_no_accelerate_yaml_is_refused(
-    files: Files, content: str, sentence: str
-) -> None:
+def test_a_malformed_accelerate_yaml_is_refused(files: Files, content: str, sentence: str) -> None:
     (files.directory / "accelerate.yaml").write_text(content)
     assert sentence in files.refusal(launch__accelerate_config="accelerate.yaml")
 
 
-def test_a_file_that_is_no_json_is_refused(files: Files) -> None:
+def test_a_malformed_deepspeed_json_is_refused(files: Files) -> None:
     (files.directory / "ds.json").write_text("{,}")
     assert "launch.deepspeed_config ds.json is not JSON" in files.refusal(
         launch__deepspeed_config="ds.json"
     )
 
 
-def test_a_name_of_the_other_flow_leads_there() -> None:
+def test_a_name_of_the_other_flow_is_refused_with_that_flow() -> None:
     with pytest.raises(
         ConfigError,
         match=r"no configuration named 'mrpc'.*finetune/mrpc.yaml is one of the flow finet",
@@ -282,11 +281,14 @@ def test_a_name_of_the_other_flow_leads_there() -> None:
         match=r"no configuration named 'gpt2-345m'.*conf/gpt2-345m.yaml is one of the flow p",
     ):
         load_finetune_config("gpt2-345m", conf_dir=CONF_DIR / "finetune")
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"no configuration named 'mrcp'.*did you mean mrpc\?"):
         load_finetune_config("mrcp", conf_dir=CONF_DIR / "finetune")
 
 
-def test_a_file_of_the_other_flow_is_refused_in_one_sentence() -> None:
+def test_a_file_of_the_other_flow_is_refused() -> None:
     pretraining, fine_tuning = CONF_DIR / "bert-tiny.yaml", CONF_DIR / "finetune" / "bert-tiny.yaml"
     with pytest.raises(
         ConfigError,
@@ -300,11 +302,13 @@ def test_a_file_of_the_other_flow_is_refused_in_one_sentence() -> None:
         load_finetune_config(str(pretraining))
 
 
-def test_no_fine_tuned_model_takes_the_name_of_a_pretrained_one() -> None:
-    taken = {yaml.safe_load(path.read_text())["name"] for path in CONF_DIR.glob("*.yaml")}
+def test_registered_names_of_models_are_unique() -> None:
+    pretrained_names = {
+        yaml.safe_load(path.read_text())["name"] for path in CONF_DIR.glob("*.yaml")
+    }
     names = [
         load_finetune_config(conf, conf_dir=CONF_DIR / "finetune").registered_model
         for conf in CONFS
     ]
     assert len(set(names)) == len(names)
-    assert not taken & set(names)
+    assert not pretrained_names & set(names)

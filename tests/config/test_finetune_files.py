@@ -1,6 +1,6 @@
 """Accelerate's YAML and DeepSpeed's JSON together.
 
-What one leaves open the other says, and they must agree.
+Each fills in the values that the other leaves open; values in both must agree.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 from tests.config._finetune import Files, reread
 
 
-def test_an_unknown_key_is_named(tmp_path: Path) -> None:
+def test_an_unknown_key_of_the_json_is_named(tmp_path: Path) -> None:
     message = Files(tmp_path).refusal(None, {"zero_optimisation": {"stage": 2}})
     assert "unknown key zero_optimisation in ds.json (did you mean zero_optimization?)" in message
 
@@ -81,7 +81,7 @@ def test_a_json_that_contradicts_accelerates_yaml_is_refused_with_both_files(
     assert message.endswith("change one of them")
 
 
-def test_auto_of_the_json_is_what_accelerates_yaml_says(tmp_path: Path) -> None:
+def test_auto_in_the_json_takes_the_value_of_accelerates_yaml(tmp_path: Path) -> None:
     written = {
         "mixed_precision": "bf16",
         "distributed_type": "DEEPSPEED",
@@ -98,7 +98,7 @@ def test_auto_of_the_json_is_what_accelerates_yaml_says(tmp_path: Path) -> None:
     assert reread(config) == config
 
 
-def test_a_value_that_must_be_given_may_come_from_a_file(tmp_path: Path) -> None:
+def test_a_required_value_may_come_from_the_json(tmp_path: Path) -> None:
     files = Files(tmp_path)
     content = {
         "zero_optimization": {"stage": 2},

@@ -1,4 +1,4 @@
-"""How the parameters of a stage's key follow from what fields declare."""
+"""Parameters of a stage's key, derived from the declarations of fields."""
 
 import json
 
@@ -10,41 +10,41 @@ from megacore.config.keys import PLACES, Declaration, declaration, key_parameter
 
 
 class Inner(Section):
-    """Fields of a section that names their stages, or name their own."""
+    """Fields with the stages of their section, and fields with their own."""
 
     width: int = keyed(3)
-    """Of the section's stages."""
+    """Value with the stages of its section."""
     depth: int = keyed(2, key="index")
-    """Of a stage of its own."""
+    """Value with its own stage."""
     path: str | None = keyed(None, resolved="run")
-    """Whose content is in a key."""
+    """Path whose content enters a key."""
     later: int = keyed(0, omit_default=True)
-    """Of the section's stages, unless it is 0."""
+    """Value with the stages of its section, omitted if it is 0."""
     workers: int = unkeyed(1)
-    """Of none."""
+    """Value in no key."""
 
 
 class Outer(Section):
     """An outer section."""
 
     inner: Inner = keyed(Inner(), key=("run", "evaluate"))
-    """Names the stages of its fields."""
+    """Section that names the stages of its fields."""
     quiet: Inner = unkeyed(Inner())
-    """Names none for them."""
+    """Section that names no stages."""
     several: tuple[Inner, ...] = keyed((Inner(), Inner(width=4)), key="evaluate")
     """Several sections."""
     files: tuple[str, ...] = keyed(("a", "b"), key="publish")
-    """Values."""
+    """Plain values."""
 
 
 class Silent(Section):
-    """A section whose field does not say."""
+    """A section whose field declares nothing."""
 
     value: int = 1
-    """Declares nothing."""
+    """Value without a declaration."""
 
 
-def test_a_key_has_the_values_that_name_its_stage_as_json() -> None:
+def test_key_parameters_are_the_fields_of_the_stage_as_json() -> None:
     parameters = key_parameters(Outer(), "run")
     assert parameters == {"inner": {"width": 3}}
     assert key_parameters(Outer(), "publish") == {"files": ["a", "b"]}
@@ -52,22 +52,22 @@ def test_a_key_has_the_values_that_name_its_stage_as_json() -> None:
     assert json.loads(json.dumps(parameters)) == parameters
 
 
-def test_a_default_that_came_later_stays_out() -> None:
+def test_omit_default_keeps_other_values_in_the_key() -> None:
     assert key_parameters(Outer(inner=Inner(later=1)), "run") == {"inner": {"width": 3, "later": 1}}
 
 
-def test_sections_in_a_list_are_a_list() -> None:
+def test_a_list_of_sections_stays_a_list() -> None:
     single = Outer(inner=Inner(width=9), several=(Inner(), Inner(width=4)))
     assert key_parameters(single, "publish") == {"files": ["a", "b"]}
     values = key_parameters(Outer(), "index")
     assert values["several"] == [{"depth": 2}, {"depth": 2}]
 
 
-def test_a_section_by_itself_belongs_to_the_stage_that_reads_it() -> None:
+def test_fields_of_a_root_section_enter_the_key_of_any_stage() -> None:
     assert key_parameters(Inner(), "run", {"path": "digest"}) == {"width": 3, "path": "digest"}
 
 
-def test_a_value_has_the_place_of_its_section(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_move_to_the_place_of_their_section(monkeypatch: pytest.MonkeyPatch) -> None:
     places: dict[Stage, dict[str, str]] = {"run": {"inner": "", "inner.width": "deep.wide"}}
     monkeypatch.setattr("megacore.config.keys.PLACES", {**PLACES, **places})
     values = Outer(inner=Inner(later=2))
@@ -77,12 +77,12 @@ def test_a_value_has_the_place_of_its_section(monkeypatch: pytest.MonkeyPatch) -
     }
 
 
-def test_two_values_of_one_name_are_refused() -> None:
+def test_duplicate_names_in_a_key_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the key of run has two values named inner\.width"):
         key_parameters(Outer(), "run", {"inner.width": 1})
 
 
-def test_what_enters_a_key_enters_those_that_hold_it() -> None:
+def test_a_stage_includes_the_stages_whose_keys_contain_its_key() -> None:
     assert Declaration(frozenset(["run"])).stages == {"run", "train"}
     assert Declaration(frozenset(), frozenset(["tokenize"])).stages == {
         "tokenize",
@@ -99,7 +99,7 @@ def test_what_enters_a_key_enters_those_that_hold_it() -> None:
         (Inner, "workers", set()),
     ],
 )
-def test_a_field_declares_its_stages_or_takes_its_sections(
+def test_a_field_declares_its_stages_or_inherits_its_sections(
     section: type[BaseModel], name: str, stages: set[str]
 ) -> None:
     inherited = Declaration(frozenset(["evaluate"]))
@@ -108,7 +108,7 @@ def test_a_field_declares_its_stages_or_takes_its_sections(
     assert declared.stages == stages
 
 
-def test_a_field_must_declare_whether_it_enters_a_key() -> None:
+def test_an_undeclared_field_is_refused() -> None:
     message = (
         r"Silent\.value is neither keyed\(\) nor unkeyed\(\): declare it as keyed\(key=\.\.\.\)"
     )

@@ -1,4 +1,4 @@
-"""Divisions over ranks: what is refused, with which numbers, and what is proposed instead."""
+"""Layouts that are refused, the numbers in the message, and the layouts proposed instead."""
 
 import itertools
 import re
@@ -13,7 +13,10 @@ from megacore.errors import ConfigError
 
 
 def values(**changes: Any) -> dict[str, Any]:
-    """12 layers of 12 heads, batches of 48; changes are `section__key`."""
+    """Return configuration values with changes named `section__key`.
+
+    The model has 12 layers of 12 heads; batches are of 48.
+    """
     sections: dict[str, Any] = {
         "name": "small",
         "data": {
@@ -92,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "model.ffn_hidden_size 90 is not a multiple of parallel.tensor_model_parallel_size 4: use "
         "tensor 2 x pipeline 2 or tensor 1 x pipeline 4",
     ),
-    "sequence parallel alone": (
+    "sequence parallel without tensor parallel": (
         {"ranks": 2, "parallel__sequence_parallel": True},
         (
             "parallel.sequence_parallel is true but parallel.tensor_model_parallel_size is 1, so "
@@ -158,7 +161,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"pp": 2, "parallel__pipeline_partition": [0, 12]},
         (
             "parallel.pipeline_partition [0, 12] has a chunk of 0 layers: give each at least 1, or "
-            "0 to the last"
+            "0 only to the last"
         ),
     ),
     "virtual without stages": (
@@ -224,7 +227,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         (
             "deepspeed.zero_stage is 2 but parallel.pipeline_model_parallel_size is 2, and "
             "DeepSpeed's pipeline keeps the gradients of all micro batches until the step, so that "
-            "replicas can divide the optimizer's state alone: set deepspeed.zero_stage to 1, or "
+            "replicas can divide only the optimizer's state: set deepspeed.zero_stage to 1, or "
             "use tensor 2 x pipeline 1 x data 2, tensor 1 x pipeline 1 x data 4 or tensor 4 x "
             "pipeline 1 x data 1"
         ),
@@ -234,8 +237,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         (
             "zero_optimization.stage of deepspeed.config is 3 but "
             "parallel.pipeline_model_parallel_size is 4, and DeepSpeed's pipeline keeps the "
-            "gradients of all micro batches until the step, so that replicas can divide the "
-            "optimizer's state alone: set zero_optimization.stage of deepspeed.config to 1, or use "
+            "gradients of all micro batches until the step, so that replicas can divide only "
+            "the optimizer's state: set zero_optimization.stage of deepspeed.config to 1, or use "
             "tensor 4 x pipeline 1"
         ),
     ),
@@ -250,8 +253,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "gpipe in DeepSpeed's pipeline": (
         {**DEEPSPEED, "pp": 2, "ranks": 2, "parallel__pipeline_schedule": "gpipe"},
         (
-            "parallel.pipeline_schedule is gpipe but engine is deepspeed, whose pipeline has 1F1B "
-            "alone: set it to 1f1b, or set engine to native, or use tensor 2 x pipeline 1 x data 1 "
+            "parallel.pipeline_schedule is gpipe but engine is deepspeed, whose pipeline has only "
+            "1F1B: set it to 1f1b, or set engine to native, or use tensor 2 x pipeline 1 x data 1 "
             "or tensor 1 x pipeline 1 x data 2"
         ),
     ),
@@ -280,7 +283,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_layout_that_cannot_work_is_refused_with_what_does(case: str) -> None:
+def test_an_impossible_layout_is_refused_with_layouts_that_work(case: str) -> None:
     changes, sentence = CASES[case]
     with pytest.raises(ConfigError) as caught:
         make(**changes)
@@ -292,11 +295,11 @@ def test_a_layout_that_cannot_work_is_refused_with_what_does(case: str) -> None:
 
 
 def proposals(message: str) -> list[tuple[int, int, int, int]]:
-    """The layouts that a message names."""
-    found = re.findall(
+    """Return the layouts that a message names."""
+    matches = re.findall(
         r"tensor (\d+) x pipeline (\d+)(?: x virtual (\d+))?(?: x data (\d+))?", message
     )
-    return [(int(tp), int(pp), int(v or 1), int(dp or 1)) for tp, pp, v, dp in found]
+    return [(int(tp), int(pp), int(v or 1), int(dp or 1)) for tp, pp, v, dp in matches]
 
 
 @pytest.mark.parametrize(
@@ -359,11 +362,11 @@ def proposals(message: str) -> list[tuple[int, int, int, int]]:
         {"pp": 2, "v": 2, "deepspeed__zero_stage": 3},
     ],
 )
-def test_what_can_work_is_taken(changes: dict[str, Any]) -> None:
+def test_possible_layouts_are_accepted(changes: dict[str, Any]) -> None:
     make(**changes)
 
 
-def test_the_vocabulary_is_checked_where_it_is_known() -> None:
+def test_the_padded_vocabulary_is_checked_if_known() -> None:
     config = make(tp=3, ranks=3)
     assert check_layout(config, 3) == ParallelLayout(3, 1, 1, 1)
     assert check_layout(config, 3, padded_vocab_size=384) == ParallelLayout(3, 1, 1, 1)
@@ -376,25 +379,25 @@ def test_the_vocabulary_is_checked_where_it_is_known() -> None:
         check_layout(config, 3, padded_vocab_size=512)
 
 
-def test_nearest_layouts_are_the_nearest_of_all_that_work() -> None:
+def test_nearest_layouts_are_the_closest_that_work() -> None:
     config = make(train__global_batch_size=24, model__num_query_groups=4)
-    for asked in (
+    for requested in (
         ParallelLayout(8, 1, 1, 3),
         ParallelLayout(1, 6, 1, 4),
         ParallelLayout(3, 2, 2, 4),
     ):
-        ways = [
+        layouts = [
             ParallelLayout(tp, pp, v, 24 // (tp * pp))
             for tp, pp, v in itertools.product(range(1, 25), range(1, 25), range(1, 13))
-            if 24 % (tp * pp) == 0 and (v == 1 or asked.virtual > 1)
+            if 24 % (tp * pp) == 0 and (v == 1 or requested.virtual > 1)
         ]
-        working = [layout for layout in ways if refused(config, layout) is None]
-        near = nearest_layouts(config, asked, 24)
-        assert len(near) == 3
-        assert set(near) <= set(working)
+        working = [layout for layout in layouts if refused(config, layout) is None]
+        nearest = nearest_layouts(config, requested, 24)
+        assert len(nearest) == 3
+        assert set(nearest) <= set(working)
         assert (
-            max(layout.distance(asked) for layout in near)
-            <= sorted(each.distance(asked) for each in working)[2]
+            max(layout.distance(requested) for layout in nearest)
+            <= sorted(other.distance(requested) for other in working)[2]
         )
-        assert near[0].distance(asked) == min(each.distance(asked) for each in working)
+        assert nearest[0].distance(requested) == min(other.distance(requested) for other in working)
     assert nearest_layouts(config, ParallelLayout(2, 2, 1, 6), 24)[0] == ParallelLayout(2, 2, 1, 6)

@@ -1,4 +1,4 @@
-"""YAML and overrides in, one frozen configuration or one sentence out."""
+"""Loading of YAML and overrides: a frozen configuration, or an error of one line."""
 
 import re
 from collections.abc import Callable
@@ -35,9 +35,9 @@ def minimal() -> dict[str, Any]:
 
 @pytest.fixture
 def conf(tmp_path: Path) -> Callable[..., str]:
-    """Writes the minimal configuration with changes at dotted keys.
+    """Return a function that writes the minimal configuration with changes.
 
-    A value of None removes the key.
+    Keywords are dotted keys with `__` for the dots; a value of None removes the key.
     """
 
     def write(**changes: Any) -> str:
@@ -59,9 +59,9 @@ def conf(tmp_path: Path) -> Callable[..., str]:
 
 
 def refusal(path: str, overrides: dict[str, Any] | None = None) -> str:
-    """The sentence with which a configuration is refused.
+    """Return the message with which a configuration is refused.
 
-    It names the file and stays on one line.
+    It is one line and names the file.
     """
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
@@ -87,7 +87,7 @@ def test_configuration_is_frozen(conf: Callable[..., str]) -> None:
         config.train.train_iters = 1  # type: ignore[misc]
 
 
-def test_overrides_reach_nested_values_and_leave_the_rest(conf: Callable[..., str]) -> None:
+def test_overrides_change_only_the_named_values(conf: Callable[..., str]) -> None:
     path = conf()
     config = load_config(
         path,
@@ -167,7 +167,7 @@ def test_missing_values_are_named(conf: Callable[..., str], key: str) -> None:
     assert f"{key.replace('__', '.')} is missing: give it a value" in refusal(conf(**{key: None}))
 
 
-def test_every_wrong_value_is_named_at_once(conf: Callable[..., str]) -> None:
+def test_all_wrong_values_are_named_in_one_message(conf: Callable[..., str]) -> None:
     message = refusal(conf(), {"train.train_iters": "many", "optim.rate": 1})
     assert "train.train_iters is 'many'" in message
     assert "unknown key optim.rate" in message
@@ -190,7 +190,7 @@ def test_every_wrong_value_is_named_at_once(conf: Callable[..., str]) -> None:
         ({"optim.lr_warmup_iters": 10}, ("10",), "set it below 10"),
     ],
 )
-def test_impossible_combinations_name_every_number_and_what_to_do(
+def test_impossible_combinations_are_refused_with_numbers_and_advice(
     conf: Callable[..., str], overrides: dict[str, Any], numbers: tuple[str, ...], advice: str
 ) -> None:
     message = refusal(conf(), overrides)
@@ -200,7 +200,7 @@ def test_impossible_combinations_name_every_number_and_what_to_do(
 
 
 @given(micro=st.integers(1, 64), ranks=st.integers(1, 16), total=st.integers(1, 2048))
-def test_a_batch_is_taken_exactly_when_ranks_can_share_it(
+def test_a_batch_is_accepted_exactly_if_the_ranks_can_share_it(
     micro: int, ranks: int, total: int
 ) -> None:
     from megacore.config.load import parse_config
@@ -226,32 +226,32 @@ def test_a_batch_is_taken_exactly_when_ranks_can_share_it(
         ("", "holds NoneType, not a mapping"),
     ],
 )
-def test_files_that_are_no_configuration(tmp_path: Path, content: str, sentence: str) -> None:
+def test_malformed_files_are_refused(tmp_path: Path, content: str, sentence: str) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(content, encoding="utf-8")
     assert sentence in refusal(str(path))
 
 
-def test_a_binary_file_is_no_configuration(tmp_path: Path) -> None:
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert "cannot be read as YAML" in refusal(str(path))
 
 
-def test_an_unknown_name_gets_the_nearest_one() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(
         ConfigError, match=r"no configuration named 'gpt2-tyni'.*did you mean gpt2-tiny\?"
     ):
         conf_path("gpt2-tyni", CONF_DIR)
 
 
-def test_an_unknown_name_far_from_all_gets_the_list(tmp_path: Path) -> None:
+def test_a_name_far_from_all_is_refused_with_the_known_names(tmp_path: Path) -> None:
     (tmp_path / "aaa.yaml").touch()
     with pytest.raises(ConfigError, match=r"known: aaa"):
         conf_path("zzzzzz", tmp_path)
 
 
-def test_overrides_are_read_as_yaml() -> None:
+def test_overrides_are_parsed_as_yaml() -> None:
     pairs = [
         "train.train_iters=50",
         "optim.lr=1.0e-3",
@@ -268,7 +268,7 @@ def test_overrides_are_read_as_yaml() -> None:
     }
 
 
-def test_numbers_with_colons_are_text_and_not_to_the_base_of_60(conf: Callable[..., str]) -> None:
+def test_numbers_with_colons_are_strings(conf: Callable[..., str]) -> None:
     assert parse_overrides(["launch.nnodes=1:2", "launch.nproc_per_node=10"]) == {
         "launch.nnodes": "1:2",
         "launch.nproc_per_node": 10,
@@ -282,23 +282,21 @@ def test_numbers_with_colons_are_text_and_not_to_the_base_of_60(conf: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("written", "wanted"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")]
+    ("written", "expected"), [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")]
 )
-def test_on_and_off_are_what_they_say_though_yaml_reads_booleans(
-    conf: Callable[..., str], written: str, wanted: str
-) -> None:
+def test_on_and_off_stay_strings(conf: Callable[..., str], written: str, expected: str) -> None:
     assert (
-        load_config(conf(), parse_overrides([f"train.compile={written}"])).train.compile == wanted
+        load_config(conf(), parse_overrides([f"train.compile={written}"])).train.compile == expected
     )
 
 
 @pytest.mark.parametrize("pair", ["train.train_iters", "=5", "a=[", ""])
-def test_a_malformed_override_is_shown(pair: str) -> None:
+def test_a_malformed_override_is_refused_and_shown(pair: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(pair))):
         parse_overrides([pair])
 
 
-def test_a_written_configuration_reads_back_alike(conf: Callable[..., str], tmp_path: Path) -> None:
+def test_a_configuration_survives_a_round_trip(conf: Callable[..., str], tmp_path: Path) -> None:
     config = load_config(conf(), {"launch.nproc_per_node": 2, "optim.lr_warmup_fraction": 0.1})
     path = tmp_path / "run.json"
     path.write_text(config.model_dump_json(), encoding="utf-8")
@@ -306,19 +304,21 @@ def test_a_written_configuration_reads_back_alike(conf: Callable[..., str], tmp_
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"name": "x"}'])
-def test_a_damaged_written_configuration_is_named(tmp_path: Path, content: str) -> None:
+def test_a_damaged_run_json_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(str(path))):
         read_config(path)
 
 
-def test_a_missing_written_configuration_is_named(tmp_path: Path) -> None:
+def test_a_missing_run_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "run.json"))):
         read_config(tmp_path / "run.json")
 
 
-def test_a_key_of_another_kind_of_source_is_told_apart(conf: Callable[..., str]) -> None:
+def test_a_key_of_another_kind_of_source_is_refused_with_that_kind(
+    conf: Callable[..., str],
+) -> None:
     message = refusal(conf(), {"data.source.dataset": "wikitext"})
     assert (
         "data.source.dataset (it belongs to data.source.kind hub, and data.source.kind is "
@@ -331,7 +331,7 @@ def test_a_key_of_another_kind_of_source_is_told_apart(conf: Callable[..., str])
     [
         (
             {"launch.nnodes": [1]},
-            "launch.nnodes is [1]: give a number of machines, as 2, or a range, as 2:4",
+            "launch.nnodes is [1]: give a number of machines, such as 2, or a range, such as 2:4",
         ),
         (
             {"launch.slurm.gpus_per_node": "x"},
@@ -340,7 +340,7 @@ def test_a_key_of_another_kind_of_source_is_told_apart(conf: Callable[..., str])
         ({"data.workers": "x"}, "data.workers is 'x': give an integer"),
     ],
 )
-def test_values_of_several_kinds_are_named_once(
+def test_a_wrong_value_of_a_union_is_named_once(
     conf: Callable[..., str], override: dict[str, Any], sentence: str
 ) -> None:
     message = refusal(conf(), override)

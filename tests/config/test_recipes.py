@@ -1,4 +1,4 @@
-"""The shipped configurations hold the public recipes' numbers."""
+"""The numbers of public recipes in the shipped configurations."""
 
 import json
 from typing import Any
@@ -66,7 +66,7 @@ DEEPSPEED_345M = {
     "launch.nproc_per_node": 4,
     "launch.kind": "torchrun",
 }
-"""What the public DeepSpeed recipe has in common with Megatron-LM's, and where it differs."""
+"""Megatron-LM's values, and those in which the public DeepSpeed recipe differs."""
 
 TINY = {
     "data.source.kind": "source_tree",
@@ -75,7 +75,7 @@ TINY = {
     "train.precision": "auto",
     "launch.allow_cpu": False,
 }
-"""What a first run needs: text that is there, and two cores."""
+"""Values of a first run: a source that is always present, and two cores."""
 
 ZERO2 = json.loads((CONF_DIR / "ds" / "zero2.json").read_text(encoding="utf-8"))
 
@@ -320,11 +320,8 @@ def value_at(config: RunConfig, key: str) -> Any:
     return value
 
 
-def test_13b_sees_the_papers_tokens() -> None:
-    """Brown et al.
-
-    2020, appendix B: a warm-up of 375 M tokens, a decay over 260 B, and 300 B in all.
-    """
+def test_13b_trains_on_the_papers_number_of_tokens() -> None:
+    """Brown et al. 2020, appendix B: 375 M tokens of warm-up, decay over 260 B, 300 B in all."""
     config = load_config("gpt2-13b-3d", conf_dir=CONF_DIR)
     batch = config.train.global_batch_size * config.data.seq_length
     assert batch == pytest.approx(2e6, rel=0.05)
@@ -333,7 +330,7 @@ def test_13b_sees_the_papers_tokens() -> None:
     assert config.train.train_iters * batch == pytest.approx(300e9, rel=1e-4)
 
 
-def test_every_conf_is_held_against_a_recipe() -> None:
+def test_every_conf_has_a_recipe() -> None:
     assert sorted(RECIPES) == NAMES
 
 
@@ -341,7 +338,7 @@ def test_every_conf_is_held_against_a_recipe() -> None:
     ("name", "key", "expected"),
     [(name, key, value) for name, recipe in RECIPES.items() for key, value in recipe.items()],
 )
-def test_recipe(name: str, key: str, expected: Any) -> None:
+def test_conf_has_the_value_of_its_recipe(name: str, key: str, expected: Any) -> None:
     assert value_at(load_config(name, conf_dir=CONF_DIR), key) == expected
 
 
@@ -355,7 +352,7 @@ def test_conf_survives_a_round_trip(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("-tiny")])
-def test_a_ready_made_prefix_can_take_the_place_of_the_data(name: str) -> None:
+def test_a_prefix_can_replace_the_data_source(name: str) -> None:
     overrides = {"data.source": {"kind": "prefix", "prefix": "my-corpus_text_document"}}
     config = load_config(name, overrides, conf_dir=CONF_DIR)
     assert config.data.source.model_dump() == {

@@ -1,5 +1,4 @@
-"""Data that BERT's and T5's samples cannot be made of, and options of another family, are refused
-in one sentence."""
+"""Refusal of data that BERT and T5 cannot use, and of options of another family."""
 
 from typing import Any
 
@@ -42,7 +41,7 @@ def make(family: str, model: dict[str, Any] | None = None, **data: Any) -> RunCo
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
-def test_what_fits_is_taken(family: str) -> None:
+def test_suitable_data_is_accepted(family: str) -> None:
     assert make(family).family == family
 
 
@@ -126,13 +125,13 @@ def test_what_fits_is_taken(family: str) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(family: str, data: dict[str, Any], sentence: str) -> None:
+def test_unsuitable_data_is_refused(family: str, data: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make(family, **data)
     assert sentence in str(caught.value)
 
 
-def test_a_task_for_a_head_that_is_not_there() -> None:
+def test_a_sentence_task_without_a_binary_head_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"sentence_task is nsp but model\.bert_binary_head is false"
     ):
@@ -148,7 +147,9 @@ def test_a_task_for_a_head_that_is_not_there() -> None:
         ({"mean_span_length": None, "noise_density": 0.05}, 26, 26),
     ],
 )
-def test_how_many_spans_there_may_be(corruption: dict[str, Any], noise: int, spans: int) -> None:
+def test_most_noise_and_spans_follow_from_the_sequence_length(
+    corruption: dict[str, Any], noise: int, spans: int
+) -> None:
     data = DataConfig.model_validate(
         {
             "source": {"kind": "source_tree"},

@@ -1,4 +1,4 @@
-"""Where T5's decoder may begin, and what is said where it cannot begin anywhere."""
+"""Pipeline stages at which T5's decoder can begin, and the message if there is none."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megacore.config.parallel import T5Stages
 from megacore.errors import ConfigError
 
 
-def test_the_split_can_be_wherever_both_stacks_have_layers_enough() -> None:
+def test_splits_leave_enough_layers_for_both_stacks() -> None:
     assert T5Stages(12, 12, 4).splits() == [1, 2, 3]
     assert T5Stages(1, 12, 4).splits() == [1]
     assert T5Stages(12, 2, 4).splits() == [2, 3]
@@ -24,15 +24,15 @@ REFUSED: dict[str, tuple[T5Stages, str]] = {
         T5Stages(12, 12, 4, split=4),
         "is 4 and .*size 4 has the stages 0 to 3: use 1 to 3, or null",
     ),
-    "of one stage": (
+    "only one stage": (
         T5Stages(12, 12, 1, split=1),
         "is 1 but .*size 1 has no second stage: set it to null",
     ),
-    "few layers": (
+    "too few layers": (
         T5Stages(1, 2, 4),
         "num_layers 1 and .*num_decoder_layers 2 cannot be divided over .*size 4: each",
     ),
-    "few layers before the split": (
+    "too few layers before the split": (
         T5Stages(1, 6, 4, split=2),
         "1 and .* 6 cannot be divided over .*4, split at 2:",
     ),
@@ -67,15 +67,16 @@ REFUSED: dict[str, tuple[T5Stages, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_with_the_numbers(name: str) -> None:
-    asked, message = REFUSED[name]
-    problem = asked.problem()
+def test_impossible_stages_are_refused_with_the_numbers(name: str) -> None:
+    stages, message = REFUSED[name]
+    problem = stages.problem()
     assert problem is not None
     with pytest.raises(ValueError, match=message):
         raise ValueError(": ".join(problem))
 
 
-def config(family: str, **parallel: Any) -> None:
+def check_config(family: str, **parallel: Any) -> None:
+    """Validate a tiny configuration with these sizes."""
     sentences = {} if family == "gpt" else {"split_sentences": True, "append_eod": False}
     relative = {"position_embedding_type": "relative"} if family == "t5" else {}
     tensor, pipeline = (
@@ -104,29 +105,42 @@ def config(family: str, **parallel: Any) -> None:
     )
 
 
-def test_a_configuration_says_what_its_stages_cannot_be() -> None:
-    config("t5", pipeline_model_parallel_size=4, pipeline_model_parallel_split_rank=2)
-    with pytest.raises(
-        ConfigError,
-        match=r"split_rank is 4 and .*size 4 has the stages 0 to 3: use 1 to 3, or null",
-    ):
-        config("t5", pipeline_model_parallel_size=4, pipeline_model_parallel_split_rank=4)
-    with pytest.raises(
-        ConfigError,
-        match="split_rank is 1 but family is gpt, which has no decoder beside an encoder",
-    ):
-        config("gpt", pipeline_model_parallel_size=2, pipeline_model_parallel_split_rank=1)
-    with pytest.raises(
-        ConfigError,
-        match="virtual_pipeline_model_parallel_size is 2 but family is t5, whose stages",
-    ):
-        config("t5", pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    with pytest.raises(
-        ConfigError,
-        match=r"decoder_seq_length 33 is not a multiple of .*tensor_model_parallel_size 2",
-    ):
-        config("t5", tensor_model_parallel_size=2, sequence_parallel=True)
-    with pytest.raises(
-        ConfigError, match=r"4 and .*num_decoder_layers 4 cannot be divided over .*size 16: each"
-    ):
-        config("t5", pipeline_model_parallel_size=16)
+def test_a_split_between_the_stages_is_accepted() -> None:
+    check_config("t5", pipeline_model_parallel_size=4, pipeline_model_parallel_split_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "message"),
+    [
+        (
+            "t5",
+            {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_split_rank": 4},
+            r"split_rank is 4 and .*size 4 has the stages 0 to 3: use 1 to 3, or null",
+        ),
+        (
+            "gpt",
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_split_rank": 1},
+            "split_rank is 1 but family is gpt, which has no decoder next to an encoder",
+        ),
+        (
+            "t5",
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            "virtual_pipeline_model_parallel_size is 2 but family is t5, whose stages",
+        ),
+        (
+            "t5",
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            r"decoder_seq_length 33 is not a multiple of .*tensor_model_parallel_size 2",
+        ),
+        (
+            "t5",
+            {"pipeline_model_parallel_size": 16},
+            r"4 and .*num_decoder_layers 4 cannot be divided over .*size 16: each",
+        ),
+    ],
+)
+def test_configurations_with_impossible_stages_are_refused(
+    family: str, parallel: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(family, **parallel)

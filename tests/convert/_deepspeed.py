@@ -1,5 +1,4 @@
-"""Checkpoints that DeepSpeed itself writes on two ranks, of a tiny model of ours, and what it says
-they hold."""
+"""Checkpoints of a tiny model that DeepSpeed writes on two ranks, and the state they contain."""
 
 import argparse
 from dataclasses import dataclass
@@ -30,7 +29,10 @@ needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 VOCAB_SIZE = 61
-"""Padded to 64; sizes of what two ranks share are odd enough for padding."""
+"""Padded to 64.
+
+Tensors that two ranks share have odd sizes, so that they need padding.
+"""
 CASES = {
     "zero0": (0, None),
     "zero0-bf16": (0, "bf16"),
@@ -43,19 +45,19 @@ CASES = {
 }
 """ZeRO stage and half precision of each checkpoint."""
 UNIVERSAL = ("zero1-bf16", "zero3")
-"""Of which DeepSpeed's converter makes universal checkpoints as well."""
+"""Cases that DeepSpeed's converter also turns into universal checkpoints."""
 STEPS = 2
 TAG = f"global_step{STEPS}"
 
 
 def spec_and_config() -> tuple[ModelSpec, RunConfig]:
-    """Three layers of width 20 and 27, whose sizes do not divide evenly: ZeRO has to pad."""
+    """Return three layers of width 20 and 27, whose uneven sizes make ZeRO pad."""
     config = tiny_config(num_layers=3, hidden_size=20, ffn_hidden_size=27)
     return ModelSpec.of(config, VOCAB_SIZE), config
 
 
 class Wrapper(nn.Module):
-    """The model as DeepSpeed takes it: called with a batch, it returns the loss."""
+    """The model in DeepSpeed's form: called with a batch, it returns the loss."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
@@ -68,26 +70,26 @@ class Wrapper(nn.Module):
 
 
 @dataclass(frozen=True)
-class Held:
-    """What DeepSpeed says an engine holds, in whole tensors."""
+class EngineState:
+    """State of an engine in whole tensors, reported by DeepSpeed."""
 
     weights: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
 
 
-def write_all(root: str) -> dict[str, Held]:
-    """One checkpoint per case below `root`, by all ranks; what they hold."""
-    held = {name: _write(Path(root) / name, *case) for name, case in CASES.items()}
+def write_all(root: str) -> dict[str, EngineState]:
+    """Write one checkpoint per case below `root` on all ranks, and return their states."""
+    states = {name: _write(Path(root) / name, *case) for name, case in CASES.items()}
     for name in UNIVERSAL:
         if dist.get_rank() == 0:
             _make_universal(Path(root) / name / TAG, Path(root) / name / f"{TAG}_universal")
         still_alive()
     dist.barrier()
-    return held
+    return states
 
 
-def _write(directory: Path, stage: int, half: str | None) -> Held:
+def _write(directory: Path, stage: int, half: str | None) -> EngineState:
     deepspeed = import_deepspeed()
     still_alive()
     _, config = spec_and_config()
@@ -115,13 +117,13 @@ def _write(directory: Path, stage: int, half: str | None) -> Held:
     engine.save_checkpoint(
         str(directory), tag=TAG, client_state={"universal_checkpoint_info": {}, "iteration": STEPS}
     )
-    held = _held(engine, stage)
+    state = _state(engine, stage)
     dist.barrier()
-    return held
+    return state
 
 
 def _groups(model: nn.Module, *, named: bool) -> list[dict[str, Any]]:
-    """Parameters with decay and without; `named` lets the optimizer's state say which is which."""
+    """Return parameters with and without decay; `named` puts names into the optimizer's state."""
     matrices: list[Any] = []
     vectors: list[Any] = []
     for name, value in model.named_parameters():
@@ -141,30 +143,32 @@ def _make_universal(source: Path, target: Path) -> None:
     )
 
 
-def _held(engine: Any, stage: int) -> Held:
+def _state(engine: Any, stage: int) -> EngineState:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     named = dict(engine.module.model.named_parameters())
     if stage == 0:
-        return _held_whole(engine, named)
+        return _state_without_zero(engine, named)
     if stage < 3:
-        # It links the moments of all groups after the step of the first, when the others have none
-        # yet.
+        # DeepSpeed links the moments of all groups after the step of the first group, when the
+        # others have none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    held = Held({}, {}, {})
+    state = EngineState({}, {}, {})
     for name, parameter in named.items():
-        held.weights[name] = safe_get_full_fp32_param(parameter).detach().clone()
-        held.exp_avg[name] = safe_get_full_optimizer_state(parameter, "exp_avg").detach().clone()
-        held.exp_avg_sq[name] = (
+        state.weights[name] = safe_get_full_fp32_param(parameter).detach().clone()
+        state.exp_avg[name] = safe_get_full_optimizer_state(parameter, "exp_avg").detach().clone()
+        state.exp_avg_sq[name] = (
             safe_get_full_optimizer_state(parameter, "exp_avg_sq").detach().clone()
         )
-    return held
+    return state
 
 
-def _held_whole(engine: Any, named: dict[str, nn.Parameter]) -> Held:
-    """Without ZeRO there are no fragments, and the accessors know nothing: what the optimizer
-    itself steps."""
+def _state_without_zero(engine: Any, named: dict[str, nn.Parameter]) -> EngineState:
+    """Return the state that the optimizer itself steps.
+
+    Without ZeRO there are no fragments, so that DeepSpeed's accessors return nothing.
+    """
     optimizer = engine.optimizer
     masters: dict[nn.Parameter, Tensor] = {value: value for value in named.values()}
     if hasattr(optimizer, "fp32_groups"):
@@ -173,13 +177,13 @@ def _held_whole(engine: Any, named: dict[str, nn.Parameter]) -> Held:
             half: full for ours, theirs in pairs for half, full in zip(ours, theirs, strict=True)
         }
     state = getattr(optimizer, "optimizer", optimizer).state
-    held = Held({}, {}, {})
+    result = EngineState({}, {}, {})
     for name, parameter in named.items():
         master = masters[parameter]
-        held.weights[name] = master.detach().clone()
-        held.exp_avg[name] = state[master]["exp_avg"].detach().clone()
-        held.exp_avg_sq[name] = state[master]["exp_avg_sq"].detach().clone()
-    return held
+        result.weights[name] = master.detach().clone()
+        result.exp_avg[name] = state[master]["exp_avg"].detach().clone()
+        result.exp_avg_sq[name] = state[master]["exp_avg_sq"].detach().clone()
+    return result
 
 
 LAYOUTS = {
@@ -188,12 +192,11 @@ LAYOUTS = {
     "pipeline-bf16": (RankLayout(pipeline=2), 1, "bf16"),
     "pipeline-zero0": (RankLayout(pipeline=2), 0, "fp32"),
 }
-"""Layout, ZeRO stage and precision of what our own engine trains on DeepSpeed, and DeepSpeed saves
-in its own form."""
+"""Layout, ZeRO stage and precision of megacore's engines that DeepSpeed saves in its own form."""
 
 
 def write_divided(root: str) -> dict[str, str]:
-    """One checkpoint per layout below `root`, and beside it the same state in our own form."""
+    """Write one checkpoint per layout below `root`, and the same state in megacore's form."""
     return {name: _write_divided(Path(root) / name, *case) for name, case in LAYOUTS.items()}
 
 

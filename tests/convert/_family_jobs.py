@@ -1,5 +1,4 @@
-"""What the stage needs of a BERT, a T5 and a Llama: tokenizer, sentences, index maps and a
-checkpoint."""
+"""Inputs of the convert stage for BERT, T5 and Llama."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ _TOKENIZERS: dict[str, dict[str, Any]] = {
 
 
 def family_config(family: str, **export: Any) -> RunConfig:
-    """Two layers of 32."""
+    """Return a configuration of two layers of width 32."""
     values = {
         "name": f"tiny-{family}",
         "family": family,
@@ -94,7 +93,7 @@ def family_config(family: str, **export: Any) -> RunConfig:
 
 
 def sentences(document: int) -> list[str]:
-    """A text of a few short sentences."""
+    """Return a text of a few short sentences."""
     words = [first + second for first in _FIRST for second in _SECOND]
     return [
         " ".join(
@@ -107,7 +106,7 @@ def sentences(document: int) -> list[str]:
 
 
 def family_job(root: Path, config: RunConfig) -> ConvertJob:
-    """Everything below `root`, and the job that exports it to `root/export`."""
+    """Write all inputs below `root`, and return the job that exports to `root/export`."""
     folders = {
         name: root / name
         for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")

@@ -1,5 +1,4 @@
-"""Models whose weights say where they stand, and files of Megatron-LM that are changed
-afterwards."""
+"""Models whose weights identify their position, and changes of Megatron-LM files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
-"""Everything that the form holds beyond GPT-2."""
+"""Every option that Megatron's form has beyond GPT-2."""
 MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
     "gpt": ("gpt", {}),
     "gpt-sizes": (
@@ -45,7 +44,7 @@ MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
 
 
 def megatron_spec(name: str, **model: Any) -> ModelSpec:
-    """Four layers of 32 with 4 heads; the vocabulary of 300 is padded to 304."""
+    """Return four layers of width 32 with 4 heads; the vocabulary of 300 is padded to 304."""
     family, options = MODELS[name]
     values = {
         "num_layers": 4,
@@ -62,7 +61,7 @@ def megatron_spec(name: str, **model: Any) -> ModelSpec:
 
 
 def weights(spec: ModelSpec) -> dict[str, Tensor]:
-    """Every parameter of the model as it is built, each element another number."""
+    """Return every parameter of the built model, with a different number in each element."""
     tensors: dict[str, Tensor] = {}
     begin = 0
     for name, parameter in build_bare(spec, ProcessMesh.serial()).named_parameters():
@@ -70,14 +69,14 @@ def weights(spec: ModelSpec) -> dict[str, Tensor]:
             parameter.shape
         )
         begin += parameter.numel()
-    assert begin < 2**24  # beyond, float32 skips numbers
+    assert begin < 2**24  # above 2**24, float32 skips numbers
     return tensors
 
 
 def written(
     root: Path, name: str = "gpt", *, tensor: int = 1, pipeline: int = 1, **model: Any
 ) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint below `root`, and what it was made of; the directory of its iteration."""
+    """Write a checkpoint below `root`; return the directory of its iteration, and its tensors."""
     spec = megatron_spec(name, **model)
     tensors = weights(spec)
     write_megatron(spec, tensors, root, iteration=ITERATION, tensor=tensor, pipeline=pipeline)
@@ -85,7 +84,7 @@ def written(
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The content of one rank's file, given its directory."""
+    """Return the content of one rank's file, given its directory."""
     state: dict[str, Any] = torch.load(path / "model_optim_rng.pt", weights_only=True)
     return state
 

@@ -1,4 +1,4 @@
-"""Files as Megatron-DeepSpeed leaves them, made of a model of ours without either program."""
+"""Files like Megatron-DeepSpeed's, written from a model of megacore without either program."""
 
 import argparse
 import math
@@ -21,14 +21,14 @@ from tests.convert._megatron import ITERATION, megatron_spec, weights
 REPLICAS = 2
 TABLE = f"language_model.{WORD_EMBEDDINGS}"
 FACTORS = {"fp32": 1.0, "exp_avg": 2.0, "exp_avg_sq": 4.0}
-"""What the moments are, in weights."""
+"""Ratio of the main weights and moments to the weights."""
 
 
 @dataclass
 class fragment_address:  # noqa: N801 - its name in the files
-    """Where in a replica's stretch a parameter lies.
+    """Position of a parameter in a replica's flat range.
 
-    DeepSpeed's class of this name is what files ask for.
+    The files refer to DeepSpeed's class of this name.
     """
 
     numel: int
@@ -37,27 +37,28 @@ class fragment_address:  # noqa: N801 - its name in the files
 
 @contextmanager
 def as_deepspeeds() -> Iterator[None]:
-    """Let this file's class be pickled under DeepSpeed's name, which is not imported."""
+    """Pickle this file's class under DeepSpeed's name without importing DeepSpeed."""
     name = "deepspeed.utils.tensor_fragment"
     modules = {part: types.ModuleType(part) for part in ("deepspeed", "deepspeed.utils", name)}
     modules[name].fragment_address = fragment_address  # type: ignore[attr-defined]
     before = {part: sys.modules.get(part) for part in modules}
-    own = fragment_address.__module__
+    module_name = fragment_address.__module__
     sys.modules.update(modules)
     fragment_address.__module__ = name
     try:
         yield
     finally:
-        fragment_address.__module__ = own
+        fragment_address.__module__ = module_name
         for part, module in before.items():
             sys.modules.pop(part)
             if module is not None:
                 sys.modules[part] = module
 
 
-def theirs(spec: ModelSpec, tensors: dict[str, Tensor], tensor: int) -> list[dict[str, Tensor]]:
-    """What each tensor-parallel rank of Megatron-DeepSpeed holds of a whole model, by dotted
-    name."""
+def rank_tensors(
+    spec: ModelSpec, tensors: dict[str, Tensor], tensor: int
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of each tensor-parallel rank of Megatron-DeepSpeed, by dotted name."""
     table = [slot for slot in slots(spec) if slot.place != "head copy"]
     return [
         {slot.name: slot.part([tensors[o] for o in slot.ours], rank, tensor) for slot in table}
@@ -65,9 +66,12 @@ def theirs(spec: ModelSpec, tensors: dict[str, Tensor], tensor: int) -> list[dic
     ]
 
 
-def of_pipeline(name: str, layers: int) -> str:
-    """What a GPTModelPipe calls a tensor: an embedding, something without weights, layers, the
-    same, a final norm."""
+def pipeline_name(name: str, layers: int) -> str:
+    """Return the name of a tensor in a GPTModelPipe.
+
+    The pipeline is an embedding, a module without weights, the layers, another module without
+    weights, and a final norm.
+    """
     if ".embedding." in name:
         return f"tied_modules.embed.{name.rpartition('embedding.')[2]}"
     if ".layers." in name:
@@ -80,7 +84,7 @@ def of_pipeline(name: str, layers: int) -> str:
 
 
 def stage_of(name: str, layers: int, stages: int) -> tuple[int, ...]:
-    """Pipeline stages that hold a tensor of a pipeline."""
+    """Return the pipeline stages that have a tensor."""
     if name.startswith("tied_modules."):
         return (0, stages - 1)
     number = int(name.partition(".")[0]) - 3
@@ -88,7 +92,7 @@ def stage_of(name: str, layers: int, stages: int) -> tuple[int, ...]:
 
 
 def common(spec: ModelSpec, *, tensor: int, pipeline: int = 1) -> dict[str, Any]:
-    """What every file of a model says beside its weights."""
+    """Return what every file of a model contains besides its weights."""
     args = dict(args_of(spec, iteration=ITERATION, tensor=tensor, pipeline=pipeline))
     return {
         "args": argparse.Namespace(**args, deepspeed=True, zero_stage=1),
@@ -104,20 +108,22 @@ def common(spec: ModelSpec, *, tensor: int, pipeline: int = 1) -> dict[str, Any]
 
 
 def write_zero1(
-    folder: Path, rank: int, held: dict[str, Tensor], state: dict[str, Any], module: Any
+    folder: Path, rank: int, tensors: dict[str, Tensor], state: dict[str, Any], module: Any
 ) -> None:
-    """One model rank's files of ZeRO stage 1: two groups, each cut in the middle of a tensor, the
-    rest padding."""
-    names = sorted(held)
-    split = [n for n in names if held[n].dim() > 1], [n for n in names if held[n].dim() == 1]
+    """Write one model rank's files of ZeRO stage 1.
+
+    Each of the two groups is cut in the middle of a tensor; the rest is padding.
+    """
+    names = sorted(tensors)
+    split = [n for n in names if tensors[n].dim() > 1], [n for n in names if tensors[n].dim() == 1]
     groups = [group for group in split if group]
-    shapes = [{name: held[name].shape for name in group} for group in groups]
+    shapes = [{name: tensors[name].shape for name in group} for group in groups]
     torch.save(
         {**state, "module": module, "param_shapes": shapes},
         folder / f"mp_rank_{rank:02d}_model_states.pt",
     )
     for replica in range(REPLICAS):
-        cuts = [_stretch({name: held[name] for name in group}, replica) for group in groups]
+        cuts = [_stretch({name: tensors[name] for name in group}, replica) for group in groups]
         optimizer = {
             "base_optimizer_state": {
                 "state": {
@@ -139,11 +145,13 @@ def write_zero1(
             torch.save({"optimizer_state_dict": optimizer}, path)
 
 
-def _stretch(held: dict[str, Tensor], replica: int) -> tuple[Tensor, dict[str, fragment_address]]:
-    flat = torch.cat([value.reshape(-1) for value in held.values()])
+def _stretch(
+    tensors: dict[str, Tensor], replica: int
+) -> tuple[Tensor, dict[str, fragment_address]]:
+    flat = torch.cat([value.reshape(-1) for value in tensors.values()])
     size = math.ceil(len(flat) / REPLICAS / 8) * 8
     begin, addresses, offset = replica * size, {}, 0
-    for name, value in held.items():
+    for name, value in tensors.items():
         first, last = max(offset, begin), min(offset + value.numel(), begin + size)
         if first < last:
             addresses[name] = fragment_address(numel=last - first, start=first - begin)
@@ -151,37 +159,39 @@ def _stretch(held: dict[str, Tensor], replica: int) -> tuple[Tensor, dict[str, f
     return flat[begin : begin + size].clone(), addresses
 
 
-def nested(held: dict[str, Tensor]) -> dict[str, Any]:
-    """By module, as a model that is no pipeline saves itself, in half precision."""
-    found: dict[str, Any] = {}
-    for name, value in held.items():
+def nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Nest tensors by module in half precision, like a model without pipeline saves itself."""
+    modules: dict[str, Any] = {}
+    for name, value in tensors.items():
         _, part, rest = name.split(".", 2)
-        found.setdefault("language_model", {}).setdefault(part, {})[rest] = (value % 128).bfloat16()
-    return found
+        modules.setdefault("language_model", {}).setdefault(part, {})[rest] = (
+            value % 128
+        ).bfloat16()
+    return modules
 
 
 def written_zero1(
     folder: Path, *, tensor: int = 2, **model: Any
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """A checkpoint of a GPT without pipeline, and the model's own weights."""
+    """Write a checkpoint of a GPT without pipeline, and return the model's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     spec = megatron_spec("gpt", **model)
     tensors = weights(spec)
-    for rank, held in enumerate(theirs(spec, tensors, tensor)):
-        write_zero1(folder, rank, held, common(spec, tensor=tensor), nested(held))
+    for rank, by_name in enumerate(rank_tensors(spec, tensors, tensor)):
+        write_zero1(folder, rank, by_name, common(spec, tensor=tensor), nested(by_name))
     return spec, tensors
 
 
 def written_pipeline(
     folder: Path, *, tensor: int = 2, pipeline: int = 2, zero: bool = True, **model: Any
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """The same of a pipeline: files of layers, and with `zero` parts of the optimizer."""
+    """Write a checkpoint of a pipeline: files of layers, and the optimizer's parts with `zero`."""
     folder.mkdir(parents=True, exist_ok=True)
     spec = megatron_spec("gpt", **model)
     tensors, count = weights(spec), spec.model.num_layers
     state = common(spec, tensor=tensor, pipeline=pipeline)
-    for rank, held in enumerate(theirs(spec, tensors, tensor)):
-        named = {of_pipeline(name, count): value for name, value in held.items()}
+    for rank, by_name in enumerate(rank_tensors(spec, tensors, tensor)):
+        named = {pipeline_name(name, count): value for name, value in by_name.items()}
         files: dict[int, dict[str, Tensor]] = {}
         for name, value in named.items():
             tied = name.startswith("tied_modules.")
@@ -190,20 +200,20 @@ def written_pipeline(
         for number, layer in files.items():
             torch.save(layer, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
         for stage in range(pipeline):
-            own = {
+            stage_tensors = {
                 name: value
                 for name, value in named.items()
                 if stage in stage_of(name, count, pipeline)
             }
-            # the tied module of the last stage is built whole, and only its table of tokens is tied
+            # The last stage builds the whole tied module, but only its token table is tied.
             if stage:
-                own |= {
+                stage_tensors |= {
                     name: torch.zeros_like(value)
-                    for name, value in own.items()
+                    for name, value in stage_tensors.items()
                     if "position_emb" in name
                 }
             if zero:
-                write_zero1(folder, stage * tensor + rank, own, state, None)
+                write_zero1(folder, stage * tensor + rank, stage_tensors, state, None)
             else:
                 torch.save(
                     {**state, "module": None},
@@ -213,12 +223,12 @@ def written_pipeline(
 
 
 def written_universal(folder: Path, **model: Any) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """A universal checkpoint of a pipeline, the vocabulary without its padding."""
+    """Write a universal checkpoint of a pipeline, with an unpadded vocabulary."""
     spec = megatron_spec("gpt", **model)
     tensors, count = weights(spec), spec.model.num_layers
-    (held,) = theirs(spec, tensors, 1)
-    for name, value in held.items():
-        place = folder / "zero" / of_pipeline(name, count)
+    (by_name,) = rank_tensors(spec, tensors, 1)
+    for name, value in by_name.items():
+        place = folder / "zero" / pipeline_name(name, count)
         place.mkdir(parents=True)
         for kind, factor in FACTORS.items():
             tables = {"vocab_tensor": True} if "word_embeddings" in name else {}

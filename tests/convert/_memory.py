@@ -1,5 +1,7 @@
-"""Prints by how many bytes an export grew its process: `python -m tests.convert._memory CHECKPOINT
-OUTPUT DTYPE`."""
+"""Measurement of an export's memory: `python -m tests.convert._memory CHECKPOINT OUTPUT DTYPE`.
+
+Prints the bytes by which the export increased the memory of its process.
+"""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +9,7 @@ from pathlib import Path
 
 
 def peak(operation: Callable[[], object]) -> int:
-    """Bytes by which the process was larger, at most, than when the operation began."""
+    """Return the largest increase of the process's memory during the operation, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     operation()
@@ -22,7 +24,7 @@ def _status(name: str) -> int:
 
 
 def main(checkpoint: str, output: str, dtype: str) -> None:
-    """Export twice: what the first time loads and keeps, code and caches, is not counted."""
+    """Export twice; code and caches that the first export loads are not counted."""
     import torch
 
     from megacore.checkpoint.spec import read_spec

@@ -1,5 +1,4 @@
-"""Tiny models of every class of transformers that models are converted to, with weights that are
-not all alike."""
+"""Tiny models of every supported class of transformers, with distinct weights."""
 
 from typing import Any
 
@@ -14,7 +13,7 @@ from megacore.models.inputs import BertRules, MaskRules, ModelInput, T5Rules
 from megacore.parallel.mesh import ProcessMesh
 
 VOCAB_SIZE = 100
-"""Padded to 112."""
+"""Size of the vocabulary, padded to 112."""
 SEQ_LENGTH = 24
 DECODER_LENGTH = 10
 
@@ -132,11 +131,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         _T5 | {"activation": "swiglu", "num_decoder_layers": 3},
     ),
 }
-"""Family, class of transformers and architecture, by a name for tests."""
+"""Family, class of transformers and architecture, by name of the test case."""
 
 
 def tiny_spec(name: str, **model: Any) -> ModelSpec:
-    """The spec of one of MODELS."""
+    """Return the specification of one of MODELS."""
     family, _, values = MODELS[name]
     special = {
         "gpt": SpecialTokens(eod=2),
@@ -152,7 +151,7 @@ def tiny_spec(name: str, **model: Any) -> ModelSpec:
 
 
 def randomize(model: torch.nn.Module, seed: int = 7) -> Any:
-    """Draw every parameter, biases and norms included: zeros and ones would hide a wrong place."""
+    """Draw every parameter, including biases and norms: zeros and ones would hide a swap."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -163,12 +162,12 @@ def randomize(model: torch.nn.Module, seed: int = 7) -> Any:
 
 
 def our_model(spec: ModelSpec) -> Any:
-    """Our model, each parameter drawn."""
+    """Return megacore's model with random parameters."""
     return randomize(build_bare(spec, ProcessMesh.serial(), device="cpu"))
 
 
 def their_model(spec: ModelSpec) -> Any:
-    """The model of transformers that our config.json describes, each parameter drawn."""
+    """Return the model of transformers for the exported config.json, with random parameters."""
     import transformers
 
     values = model_config(spec, "float32")
@@ -182,15 +181,17 @@ def their_model(spec: ModelSpec) -> Any:
 
 
 def on_disk(spec: ModelSpec, theirs: Any) -> dict[str, Tensor]:
-    """The parameters of a model of transformers under the names of the table."""
+    """Return the parameters of a model of transformers under the names of its files."""
     _, form = hf_form_of(spec)
     table = form.key_map(spec)
-    held = theirs.state_dict()
-    return {name: held[form.name_when_loaded(name)].detach().clone() for name in table.their_shapes}
+    state = theirs.state_dict()
+    return {
+        name: state[form.name_when_loaded(name)].detach().clone() for name in table.their_shapes
+    }
 
 
 def samples(spec: ModelSpec, count: int = 3) -> ModelInput:
-    """Random ids, in BERT's and T5's with padding."""
+    """Return random ids, with padding for BERT and T5."""
     generator = torch.Generator().manual_seed(1)
 
     def ids(length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 with weights that are not all alike, as the conversion's tests need it."""
+"""A tiny GPT-2 with distinct weights."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ SEQ_LENGTH = 48
 
 
 def tiny_config(**model: Any) -> RunConfig:
-    """Two layers of 32 with 4 heads; the vocabulary of 300 is padded to 304."""
+    """Return a configuration of three layers of width 32 with 4 heads.
+
+    The vocabulary of 300 is padded to 304.
+    """
     values = {
         "name": "tiny",
         "data": {
@@ -49,9 +52,9 @@ def tiny_config(**model: Any) -> RunConfig:
 
 
 def random_model(config: RunConfig, vocab_size: int = VOCAB_SIZE) -> GPTModel:
-    """Our model with every parameter drawn, biases and norms included.
+    """Return megacore's model with all parameters random, including biases and norms.
 
-    Zeros and ones would hide a wrong place.
+    Zeros and ones would hide a swap.
     """
     model = build_model(config, vocab_size, ProcessMesh.serial()).eval()
     generator = torch.Generator().manual_seed(7)
@@ -63,7 +66,7 @@ def random_model(config: RunConfig, vocab_size: int = VOCAB_SIZE) -> GPTModel:
 
 
 def documents() -> list[str]:
-    """Texts with something for a BPE to merge, one of them beyond ASCII."""
+    """Return texts with repetitions for a BPE to merge, some of them beyond ASCII."""
     functions = [
         f"def step_{i}(value):\n    return value * {i} + offset_{i % 7}\n" for i in range(120)
     ]
@@ -73,8 +76,11 @@ def documents() -> list[str]:
 
 
 def tiny_job(root: Path, config: RunConfig) -> tuple[ConvertJob, GPTModel]:
-    """A tokenizer, tokens, index maps and a checkpoint below `root`, and the job that exports it to
-    `root/export`."""
+    """Write the inputs of an export below `root`, and return the job and the model.
+
+    The inputs are a tokenizer, tokens, index maps and a checkpoint. The job exports to
+    `root/export`.
+    """
     folders = {
         name: root / name
         for name in ("corpus", "tokenizer", "tokens", "index", "checkpoints", "export")

@@ -1,4 +1,4 @@
-"""One export, made once; tests that damage it work on a copy."""
+"""An export that is built once; tests that damage it work on a copy."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ POSITIONS = 64
 
 @dataclass(frozen=True)
 class Exported:
-    """A finished export and what it was made from."""
+    """A finished export and its inputs."""
 
     job: ConvertJob
     model: GPTModel
@@ -30,11 +30,11 @@ class Exported:
 
     @property
     def directory(self) -> Path:
-        """The transformers directory."""
+        """Path of the transformers directory."""
         return Path(self.job.output_directory) / "model"
 
     def copy(self, target: Path) -> "Exported":
-        """The same with an output directory of its own."""
+        """Return the same export with its output directory copied to `target`."""
         shutil.copytree(self.job.output_directory, target / "export")
         paths = {"output_directory": str(target / "export"), "exit_directory": str(target / "exit")}
         return replace(self, job=self.job.model_copy(update=paths))
@@ -42,7 +42,7 @@ class Exported:
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """The models are too small for threads to help."""
+    """Set one thread: the models are too small to gain from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """An export that passed the gate; not to be changed."""
+    """Return an export that passed the gate; tests only read it."""
     config = tiny_config(max_position_embeddings=POSITIONS)
     job, model = tiny_job(tmp_path_factory.mktemp("tiny"), config)
     table = hf_form_of(job.spec)[1].key_map(job.spec)
@@ -60,5 +60,5 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 @pytest.fixture
 def exported(original: Exported, tmp_path: Path) -> Exported:
-    """A copy of the export that a test may damage."""
+    """Return a copy of the export that a test may damage."""
     return original.copy(tmp_path)

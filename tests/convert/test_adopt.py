@@ -1,4 +1,4 @@
-"""Tokenizers of transformers directories, whatever files they have."""
+"""Tokenizers of transformers directories with different sets of files."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def byte_level() -> JsonTokenizer:
     return JsonTokenizer(train_bpe([TEXT] * 9, 270), "<|endoftext|>")
 
 
-def adopted(source: Path, target: Path, name: str = "gpt2") -> JsonTokenizer:
+def adopt(source: Path, target: Path, name: str = "gpt2") -> JsonTokenizer:
     target.mkdir()
     assert adopt_tokenizer(source, target, tiny_spec(name)) is not None
     loaded = load_tokenizer(target)
@@ -26,13 +26,13 @@ def adopted(source: Path, target: Path, name: str = "gpt2") -> JsonTokenizer:
     return loaded
 
 
-def test_nothing_is_adopted_where_there_is_nothing(tmp_path: Path) -> None:
+def test_a_directory_without_tokenizer_gives_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert adopt_tokenizer(tmp_path, tmp_path, tiny_spec("gpt2")) is None
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_what_transformers_saves_is_taken(tmp_path: Path) -> None:
+def test_a_tokenizer_saved_by_transformers_is_adopted(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     ours = byte_level()
@@ -40,23 +40,28 @@ def test_what_transformers_saves_is_taken(tmp_path: Path) -> None:
         tokenizer_object=ours.backend, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
     )
     saved.save_pretrained(tmp_path / "hf")
-    loaded = adopted(tmp_path / "hf", tmp_path / "own")
+    loaded = adopt(tmp_path / "hf", tmp_path / "own")
     assert loaded.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
     assert loaded.eod_id == ours.eod_id
     settings = json.loads((tmp_path / "own" / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert settings["bos_token"] == "<|endoftext|>"
 
 
-def test_an_eos_token_with_properties_and_no_eos_token(tmp_path: Path) -> None:
+def test_the_end_of_document_is_the_eos_or_the_sep_token(tmp_path: Path) -> None:
     byte_level().save(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({"eos_token": {"content": "<|endoftext|>", "lstrip": False}}))
-    assert adopted(tmp_path, tmp_path / "own").eod_token == "<|endoftext|>"
+    assert adopt(tmp_path, tmp_path / "own").eod_token == "<|endoftext|>"
     path.write_text(json.dumps({"sep_token": "q"}))
-    assert adopted(tmp_path, tmp_path / "sep").eod_token == "q"
+    assert adopt(tmp_path, tmp_path / "sep").eod_token == "q"
+
+
+def test_settings_without_an_end_of_document_are_refused(tmp_path: Path) -> None:
+    byte_level().save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
     path.write_text("{}")
     with pytest.raises(
-        ConversionError, match=r"nothing beside .* says which token ends a document"
+        ConversionError, match=r"no file next to .* says which token ends a document"
     ):
         adopt_tokenizer(tmp_path, tmp_path, tiny_spec("gpt2"))
     path.write_text("{torn")
@@ -67,19 +72,19 @@ def test_an_eos_token_with_properties_and_no_eos_token(tmp_path: Path) -> None:
         adopt_tokenizer(tmp_path, tmp_path, tiny_spec("gpt2"))
 
 
-def test_gpt2s_two_files(tmp_path: Path) -> None:
+def test_vocabulary_and_merges_of_gpt2_are_adopted(tmp_path: Path) -> None:
     ours = byte_level()
     ours.save(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
-    loaded = adopted(tmp_path, tmp_path / "own")
+    loaded = adopt(tmp_path, tmp_path / "own")
     assert loaded.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
 
 
-def test_berts_vocabulary(tmp_path: Path) -> None:
+def test_a_vocabulary_of_bert_is_adopted(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox", "##es"]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    loaded = adopted(tmp_path, tmp_path / "own", "bert")
+    loaded = adopt(tmp_path, tmp_path / "own", "bert")
     assert loaded.encode("The foxes").tolist() == [5, 7, 8]
     assert loaded.eod_id == 3
     spec = with_special_tokens(tiny_spec("bert"), loaded, tmp_path / "own")
@@ -87,7 +92,7 @@ def test_berts_vocabulary(tmp_path: Path) -> None:
     assert spec.tokenizer_directory == str(tmp_path / "own")
 
 
-def test_config_json_goes_before_the_spelling(tmp_path: Path) -> None:
+def test_config_json_takes_precedence_over_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = byte_level()
     spec = tiny_spec("gpt2").model_copy(update={"vocab_size": 300})
     assert with_special_tokens(spec, tokenizer, tmp_path).special_tokens.eod == 2

@@ -1,5 +1,4 @@
-"""Files of DeepSpeed that do not make one model are refused in one sentence, and nothing in them is
-run."""
+"""Refusals of DeepSpeed files that do not form one model, without running code in them."""
 
 import os
 import shutil
@@ -40,7 +39,7 @@ def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 class Malicious:
-    """Runs a command when it is unpickled by `pickle`."""
+    """An object that runs a command when `pickle` unpickles it."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -75,14 +74,14 @@ def test_code_in_a_universal_checkpoint_is_refused_and_not_run(tmp_path: Path) -
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
-def test_a_truncated_file_is_named(tmp_path: Path, name: str, share: float) -> None:
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path, name: str, share: float) -> None:
     written_zero1(tmp_path, tensor=1)
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     assert f"{name} cannot be read (" in refusal(tmp_path)
 
 
-def test_a_missing_replica_is_named(tmp_path: Path) -> None:
+def test_a_missing_replica_is_refused_by_name(tmp_path: Path) -> None:
     written_zero1(tmp_path)
     first = tmp_path / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
     first.rename(tmp_path / "elsewhere")
@@ -94,13 +93,13 @@ def test_a_missing_replica_is_named(tmp_path: Path) -> None:
     assert "make 4 files, and 3 are there" in message
 
 
-def test_a_replica_that_all_ranks_lack_is_noticed(tmp_path: Path) -> None:
+def test_a_replica_that_all_ranks_lack_is_refused(tmp_path: Path) -> None:
     written_zero1(tmp_path, tensor=1)
     (tmp_path / OPTIMIZER).unlink()
     assert "is one of 2 data-parallel ranks, and 1 files are there" in refusal(tmp_path)
 
 
-def test_a_missing_model_rank_is_named(tmp_path: Path) -> None:
+def test_a_missing_model_rank_is_refused_by_name(tmp_path: Path) -> None:
     written_zero1(tmp_path)
     (tmp_path / MODEL).unlink()
     assert "lacks *mp_rank_00_model_states.pt, and has such files of 1 model ranks" in refusal(
@@ -112,7 +111,7 @@ def test_a_missing_model_rank_is_named(tmp_path: Path) -> None:
     assert "has model files of 1 ranks where" in refusal(tmp_path)
 
 
-def test_a_missing_layer_is_noticed(tmp_path: Path) -> None:
+def test_a_missing_layer_is_refused(tmp_path: Path) -> None:
     written_pipeline(tmp_path, zero=False)
     (tmp_path / "layer_05-model_01-model_states.pt").unlink()
     assert "tensor rank 1 lacks language_model.encoder.layers.2." in refusal(tmp_path)
@@ -120,7 +119,7 @@ def test_a_missing_layer_is_noticed(tmp_path: Path) -> None:
     assert "holds 3 layers where its args say num_layers 4" in refusal(tmp_path)
 
 
-def test_files_of_two_stages_are_refused(tmp_path: Path) -> None:
+def test_files_of_two_zero_stages_are_refused(tmp_path: Path) -> None:
     written_zero1(tmp_path, tensor=1)
     change(tmp_path / OPTIMIZER, lambda state: state["optimizer_state_dict"].update(zero_stage=2))
     assert "is of ZeRO stage 1 and" in refusal(tmp_path)
@@ -134,7 +133,7 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     assert "are both of data-parallel rank 1 and model rank 0" in refusal(tmp_path)
 
 
-def test_files_of_different_runs_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_different_runs_are_refused(tmp_path: Path) -> None:
     written_zero1(tmp_path)
     change(tmp_path / "mp_rank_01_model_states.pt", lambda state: state.update(global_steps=7))
     assert "has global_steps 1000 and" in refusal(tmp_path)
@@ -173,7 +172,7 @@ def shorten(state: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_content_of_another_form_is_named(
+def test_content_of_another_form_is_refused(
     tmp_path: Path, name: str, edit: Callable[[dict[str, Any]], object], sentence: str
 ) -> None:
     written_zero1(tmp_path, tensor=1)
@@ -181,23 +180,25 @@ def test_content_of_another_form_is_named(
     assert sentence in refusal(tmp_path)
 
 
-def test_what_has_no_counterpart_is_refused(tmp_path: Path) -> None:
+def test_files_without_addresses_are_refused(tmp_path: Path) -> None:
     written_zero1(tmp_path, tensor=1)
     change(
         tmp_path / OPTIMIZER,
         lambda state: state["optimizer_state_dict"].pop("param_slice_mappings"),
     )
     assert (
-        "does not say where its parameters lie (param_slice_mappings), as DeepSpeed None"
+        "does not say where its parameters are (param_slice_mappings), which DeepSpeed None"
         in refusal(tmp_path, ConversionError)
     )
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    written_zero1(tmp_path, tensor=1)
     shutil.copy(tmp_path / MODEL, tmp_path / "layer_0_expert_0_mp_rank_00_model_states.pt")
-    assert "holds experts, for which there is no model of ours" in refusal(
-        tmp_path, ConversionError
-    )
+    assert "holds experts, which no model of megacore has" in refusal(tmp_path, ConversionError)
 
 
-def test_directories_without_a_checkpoint(tmp_path: Path) -> None:
+def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     assert "is no directory" in refusal(tmp_path / "missing")
     assert "it has neither *_model_states.pt, nor zero/, nor a file latest" in refusal(tmp_path)
     (tmp_path / "latest").write_text("global_step7")
@@ -219,8 +220,10 @@ def test_moments_without_a_number_of_steps_are_left_out(tmp_path: Path) -> None:
         change(
             path,
             lambda state: [
-                own.pop("step")
-                for own in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
+                parameter_state.pop("step")
+                for parameter_state in state["optimizer_state_dict"]["base_optimizer_state"][
+                    "state"
+                ].values()
             ],
         )
     read = read_deepspeed(tmp_path)
@@ -229,7 +232,7 @@ def test_moments_without_a_number_of_steps_are_left_out(tmp_path: Path) -> None:
     assert "after one number of steps: none is taken" in read.remarks[0]
 
 
-def test_stretches_in_another_order_than_the_shapes_are_refused(tmp_path: Path) -> None:
+def test_flat_ranges_in_another_order_than_the_shapes_are_refused(tmp_path: Path) -> None:
     written_zero1(tmp_path, tensor=1)
 
     def shuffle(state: dict[str, Any]) -> None:
@@ -237,6 +240,6 @@ def test_stretches_in_another_order_than_the_shapes_are_refused(tmp_path: Path) 
         state["param_shapes"][0] = dict([*rest, first])
 
     change(tmp_path / MODEL, shuffle)
-    assert "with round_robin_gradients DeepSpeed takes one for another" in refusal(
+    assert "with round_robin_gradients DeepSpeed confuses them" in refusal(
         tmp_path, ConversionError
     )

@@ -1,5 +1,4 @@
-"""Megatron-DeepSpeed's files, of tensor-parallel ranks and pipelines, are the model that
-Megatron-LM's own are."""
+"""Megatron-DeepSpeed's files of tensor-parallel ranks and pipelines, compared with Megatron-LM."""
 
 from pathlib import Path
 from typing import Any
@@ -54,12 +53,12 @@ def assert_read(
     [{}, LLAMA, {"untie_embeddings_and_output_weights": True}],
     ids=["gpt", "llama", "untied"],
 )
-def test_tensor_parallel_ranks_with_zero1(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_tensor_parallel_ranks_with_zero1_are_joined(tmp_path: Path, model: dict[str, Any]) -> None:
     spec, tensors = written_zero1(tmp_path, **model)
     assert_read(tmp_path, spec, tensors)
 
 
-def test_it_is_the_model_that_megatrons_own_files_are(tmp_path: Path) -> None:
+def test_the_model_equals_that_of_megatron_lms_files(tmp_path: Path) -> None:
     spec, tensors = written_zero1(tmp_path / "ds")
     write_megatron(spec, tensors, tmp_path / "megatron", iteration=ITERATION, tensor=2)
     ours, theirs = read_deepspeed(tmp_path / "ds"), read_megatron(tmp_path / "megatron")
@@ -72,12 +71,12 @@ def test_it_is_the_model_that_megatrons_own_files_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "model", [{}, {**LLAMA, "untie_embeddings_and_output_weights": True}], ids=["gpt", "llama"]
 )
-def test_pipelines(tmp_path: Path, model: dict[str, Any], zero: bool) -> None:
+def test_pipeline_stages_are_joined(tmp_path: Path, model: dict[str, Any], zero: bool) -> None:
     spec, tensors = written_pipeline(tmp_path, zero=zero, **model)
     assert_read(tmp_path, spec, tensors, moments=zero)
 
 
-def test_a_universal_vocabulary_gets_its_padding_back(tmp_path: Path) -> None:
+def test_the_vocabulary_of_a_universal_checkpoint_is_padded(tmp_path: Path) -> None:
     spec, tensors = written_universal(tmp_path)
     table = "embedding.word_embeddings.weight"
     tensors[table][spec.vocab_size :] = 0

@@ -1,4 +1,4 @@
-"""What DeepSpeed itself saves of a model of ours, at every stage of ZeRO, is read bit for bit."""
+"""DeepSpeed checkpoints of megacore's models, read bit for bit at every ZeRO stage."""
 
 import shutil
 from pathlib import Path
@@ -21,33 +21,32 @@ from tests.convert._deepspeed import (
     TAG,
     UNIVERSAL,
     VOCAB_SIZE,
-    Held,
+    EngineState,
     needs_deepspeed,
     spec_and_config,
     write_all,
 )
 
-pytestmark = needs_deepspeed
+pytestmark = [needs_deepspeed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Held]]:
-    """A directory for each case, below one with the description of the model, and what the engines
-    held."""
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, EngineState]]:
+    """Return a directory of checkpoints with the model's description, and the engines' states."""
     root = tmp_path_factory.mktemp("deepspeed")
-    held = run_distributed(2, write_all, str(root), timeout=120)
-    assert held[0].keys() == CASES.keys()
+    states = run_distributed(2, write_all, str(root), timeout=120)
+    assert states[0].keys() == CASES.keys()
     write_json(root / "state.json", {"model": spec_and_config()[0].model_dump(mode="json")})
-    return root, held[0]
+    return root, states[0]
 
 
-def assert_read(directory: Path, held: Held) -> None:
+def assert_read(directory: Path, state: EngineState) -> None:
     read = read_deepspeed(directory)
     assert read.spec == spec_and_config()[0]
     kinds = {"weights": read.tensors, **read.moments}
     assert kinds.keys() == {"weights", "exp_avg", "exp_avg_sq"}
     for kind, tensors in kinds.items():
-        expected = getattr(held, kind)
+        expected = getattr(state, kind)
         assert tensors.keys() == expected.keys()
         for name, value in expected.items():
             assert tensors[name].dtype == torch.float32
@@ -58,54 +57,54 @@ def assert_read(directory: Path, held: Held) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_stage_and_precision_is_read_exactly(
-    saved: tuple[Path, dict[str, Held]], name: str
+    checkpoints: tuple[Path, dict[str, EngineState]], name: str
 ) -> None:
-    root, held = saved
-    assert_read(root / name, held[name])  # by its file `latest`
-    assert_read(root / name / TAG, held[name])
+    root, states = checkpoints
+    assert_read(root / name, states[name])  # through the file `latest`
+    assert_read(root / name / TAG, states[name])
 
 
 @pytest.mark.parametrize("name", UNIVERSAL)
 def test_universal_checkpoints_are_read_exactly(
-    saved: tuple[Path, dict[str, Held]], name: str
+    checkpoints: tuple[Path, dict[str, EngineState]], name: str
 ) -> None:
-    root, held = saved
+    root, states = checkpoints
     directory = root / name / f"{TAG}_universal"
-    assert_read(directory, held[name])
+    assert_read(directory, states[name])
     assert read_deepspeed(directory).optimizer_steps == STEPS
 
 
-def test_a_half_precision_model_is_not_its_main_weights(
-    saved: tuple[Path, dict[str, Held]],
+def test_half_precision_weights_differ_from_the_main_weights(
+    checkpoints: tuple[Path, dict[str, EngineState]],
 ) -> None:
-    root, held = saved
+    root, states = checkpoints
     state = torch.load(root / "zero1-bf16" / TAG / "mp_rank_00_model_states.pt", weights_only=True)
     name = "embedding.word_embeddings.weight"
     assert state["module"][f"model.{name}"].dtype == torch.bfloat16
     assert not torch.equal(
-        state["module"][f"model.{name}"].float(), held["zero1-bf16"].weights[name]
+        state["module"][f"model.{name}"].float(), states["zero1-bf16"].weights[name]
     )
 
 
 def test_an_import_is_a_checkpoint_with_moments(
-    saved: tuple[Path, dict[str, Held]], tmp_path: Path
+    checkpoints: tuple[Path, dict[str, EngineState]], tmp_path: Path
 ) -> None:
-    root, held = saved
+    root, states = checkpoints
     source = root / "zero2-bf16"
     checkpoint = import_model(open_from_deepspeed(source), source, tmp_path / "out")
     assert checkpoint == tmp_path / "out" / f"iter_{STEPS:07d}"
     verify(checkpoint)
     assert read_spec(checkpoint) == spec_and_config()[0]
     tensors = read_tensors(checkpoint)
-    expected = {f"model.{name}": value for name, value in held["zero2-bf16"].weights.items()}
+    expected = {f"model.{name}": value for name, value in states["zero2-bf16"].weights.items()}
     for kind in ("exp_avg", "exp_avg_sq"):
         expected |= {
             f"optimizer.{kind}.{name}": value
-            for name, value in getattr(held["zero2-bf16"], kind).items()
+            for name, value in getattr(states["zero2-bf16"], kind).items()
         }
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
-    # Weights alone can be taken, as a run that begins with them does.
+    # A run that starts from these weights loads only them.
     weights = {
         name: torch.zeros_like(value)
         for name, value in expected.items()
@@ -116,10 +115,10 @@ def test_an_import_is_a_checkpoint_with_moments(
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
 
 
-def test_the_runs_own_description_is_found(
-    saved: tuple[Path, dict[str, Held]], tmp_path: Path
+def test_the_model_is_described_by_the_runs_job_file(
+    checkpoints: tuple[Path, dict[str, EngineState]], tmp_path: Path
 ) -> None:
-    root, held = saved
+    root, states = checkpoints
     shutil.copytree(root / "zero1", tmp_path / "run" / "ds")
     with pytest.raises(
         ConversionError,
@@ -141,13 +140,13 @@ def test_the_runs_own_description_is_found(
     ).write(tmp_path / "run" / "run.json")
     read = read_deepspeed(tmp_path / "run" / "ds")
     assert read.spec == spec.model_copy(update={"tokenizer_directory": "tok"})
-    assert read.tensors.keys() == held["zero1"].weights.keys()
+    assert read.tensors.keys() == states["zero1"].weights.keys()
 
 
-def test_another_models_description_is_refused(
-    saved: tuple[Path, dict[str, Held]], tmp_path: Path
+def test_a_description_of_another_model_is_refused(
+    checkpoints: tuple[Path, dict[str, EngineState]], tmp_path: Path
 ) -> None:
-    root, _ = saved
+    root, _ = checkpoints
     shutil.copytree(root / "zero3" / TAG, tmp_path / TAG)
     spec, _ = spec_and_config()
     other = spec.model_copy(update={"model": spec.model.model_copy(update={"num_layers": 4})})

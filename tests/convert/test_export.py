@@ -1,4 +1,4 @@
-"""The stage: what lies in the directory, and that nothing lies there when the gate fails."""
+"""The export stage: files of the directory, refusals, and nothing published if the gate fails."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ FILES = {
 }
 
 
-def test_directory_is_complete(original: Exported) -> None:
+def test_the_export_contains_every_file_and_a_card(original: Exported) -> None:
     assert {path.name for path in original.directory.iterdir()} == FILES
     assert {path.name for path in Path(original.job.output_directory).iterdir()} == {
         "model",
@@ -44,7 +44,7 @@ def test_directory_is_complete(original: Exported) -> None:
     assert f"{parameters:,} parameters" in card
 
 
-def test_weights_are_float32_and_the_head_is_not_written_twice(original: Exported) -> None:
+def test_weights_are_float32_and_a_tied_head_is_written_once(original: Exported) -> None:
     from safetensors import safe_open
 
     with safe_open(original.directory / "model.safetensors", "pt") as file:
@@ -55,7 +55,7 @@ def test_weights_are_float32_and_the_head_is_not_written_twice(original: Exporte
     assert dtypes == {"F32"}
 
 
-def test_report_is_written(original: Exported) -> None:
+def test_the_parity_report_is_written(original: Exported) -> None:
     report = json.loads(
         (Path(original.job.output_directory) / "parity.json").read_text(encoding="utf-8")
     )
@@ -70,11 +70,11 @@ def test_report_is_written(original: Exported) -> None:
     assert report["tokenizer_tokens"] > 100
 
 
-def test_perplexity_is_that_of_our_loss(original: Exported) -> None:
+def test_the_perplexity_equals_the_models_loss(original: Exported) -> None:
     losses = []
     with torch.inference_mode():
-        for given in samples_of(original.job, "cpu").batches():
-            losses.append(original.model.loss(given.tokens, given.labels).flatten())
+        for micro_batch in samples_of(original.job, "cpu").batches():
+            losses.append(original.model.loss(micro_batch.tokens, micro_batch.labels).flatten())
     total = torch.cat(losses)
     assert original.report.perplexity_split == "test"
     assert (
@@ -86,7 +86,7 @@ def test_perplexity_is_that_of_our_loss(original: Exported) -> None:
     )
 
 
-def test_fewer_test_samples_can_be_scored(original: Exported, tmp_path: Path) -> None:
+def test_max_test_samples_limits_the_scored_samples(original: Exported, tmp_path: Path) -> None:
     config = original.job.config
     capped = config.model_copy(
         update={"export": config.export.model_copy(update={"max_test_samples": 2})}
@@ -97,7 +97,7 @@ def test_fewer_test_samples_can_be_scored(original: Exported, tmp_path: Path) ->
     assert export(job).perplexity_samples == 2
 
 
-def test_pipeline_writes_text(original: Exported) -> None:
+def test_the_export_generates_text_with_transformers_pipeline(original: Exported) -> None:
     from transformers import pipeline
 
     generator = pipeline("text-generation", str(original.directory))
@@ -109,13 +109,13 @@ def test_pipeline_writes_text(original: Exported) -> None:
     assert len(result["generated_text"]) > len("def step")
 
 
-def test_sample_starts_with_the_prompt_and_is_longer_than_the_positions(original: Exported) -> None:
+def test_the_sample_starts_with_the_prompt_and_continues(original: Exported) -> None:
     text = (Path(original.job.output_directory) / "sample.txt").read_text(encoding="utf-8")
     assert text.startswith("def ")
     assert len(text) > len("def ") + 20
 
 
-def test_checkpoint_is_read_by_name(original: Exported) -> None:
+def test_checkpoint_tensors_contain_only_parameters(original: Exported) -> None:
     tensors = CheckpointTensors(Path(original.job.checkpoint))
     parameters = dict(original.model.named_parameters())
     assert set(tensors) == set(parameters)
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_another_model_is_refused(original: Exported, tmp_path: 
         take_weights(model, CheckpointTensors(Path(original.job.checkpoint)))
 
 
-def test_no_checkpoint_no_tokenizer_no_samples(original: Exported, tmp_path: Path) -> None:
+def test_missing_inputs_are_refused(original: Exported, tmp_path: Path) -> None:
     job = original.job.model_copy(update={"output_directory": str(tmp_path / "export")})
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         export(job.model_copy(update={"checkpoint": str(tmp_path)}))
@@ -150,7 +150,7 @@ def test_no_checkpoint_no_tokenizer_no_samples(original: Exported, tmp_path: Pat
         export(job.model_copy(update={"index_directory": str(tmp_path)}))
 
 
-def test_padding_is_compared_as_a_token(original: Exported, tmp_path: Path) -> None:
+def test_a_padded_position_has_a_token_but_no_loss(original: Exported, tmp_path: Path) -> None:
     config = original.job.config
     options = IndexOptions(
         split=config.data.split_weights,
@@ -171,11 +171,11 @@ def test_padding_is_compared_as_a_token(original: Exported, tmp_path: Path) -> N
     rows = validation_rows(job)
     assert rows.shape[1] == config.data.seq_length + 1
     assert (rows[:, -1] == -1).all()
-    given = samples_of(job, "cpu").validation
-    assert (given.tokens >= 0).all()
-    assert given.loss_mask is not None
-    assert not given.loss_mask[:, -1].any()
-    assert given.loss_mask[:, :-1].all()
+    validation = samples_of(job, "cpu").validation
+    assert (validation.tokens >= 0).all()
+    assert validation.loss_mask is not None
+    assert not validation.loss_mask[:, -1].any()
+    assert validation.loss_mask[:, :-1].all()
 
 
 def test_an_output_directory_that_is_a_file_is_a_workspace_error(
@@ -203,9 +203,9 @@ def test_a_failing_gate_publishes_nothing(
     with pytest.raises(ConversionError, match=r"first differing layer: encoder\.layers\.0\.mlp;"):
         build_artifact(folder, StageKey("convert", 1, {}, {}), build)
     assert [path.name for path in folder.iterdir() if not path.name.startswith(".")] == []
-    kept = json.loads((exits / "parity.json").read_text(encoding="utf-8"))
-    assert kept["passed"] is False
-    assert kept["first_differing_layer"] == "encoder.layers.0.mlp"
+    parity = json.loads((exits / "parity.json").read_text(encoding="utf-8"))
+    assert parity["passed"] is False
+    assert parity["first_differing_layer"] == "encoder.layers.0.mlp"
     monkeypatch.undo()
     artifact, ran = build_artifact(folder, StageKey("convert", 1, {}, {}), build)
     assert ran

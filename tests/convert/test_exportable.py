@@ -1,4 +1,4 @@
-"""Before training: what could not be exported afterwards."""
+"""Configurations that could not be exported after training, refused before it."""
 
 import subprocess
 import sys
@@ -53,13 +53,13 @@ def test_sequences_of_one_token_are_refused() -> None:
         check(with_data(seq_length=1))
 
 
-def test_asking_is_cheap() -> None:
+def test_the_check_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, megacore.convert; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_the_other_families_are_exportable(family: str) -> None:
+def test_bert_and_t5_are_exportable(family: str) -> None:
     check(family_config(family))
 
 
@@ -97,26 +97,26 @@ LLAMA = {
         ({"kv_channels": 4}, r"has no model\.kv_channels 4: set model\.kv_channels to 8"),
     ],
 )
-def test_every_option_without_counterpart_is_named_with_what_to_set(
+def test_options_without_counterpart_are_refused_with_the_value_to_set(
     model: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConversionError, match=message):
         check(tiny_config(**model))
 
 
-def test_a_value_that_no_table_knows_is_exported_only_at_its_default(
+def test_an_unlisted_field_is_exportable_only_at_its_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A field added to the architecture is refused until someone says how a form holds it."""
-    known = counterparts.CARRIED - {"rotary_base"}
-    monkeypatch.setattr(counterparts, "CARRIED", known)
+    """Check that a new field is refused until an export form lists it."""
+    listed = counterparts.SUPPORTED_FIELDS - {"rotary_base"}
+    monkeypatch.setattr(counterparts, "SUPPORTED_FIELDS", listed)
     check(tiny_config(**LLAMA))
     with pytest.raises(ConversionError, match=r"has no model\.rotary_base 5000\.0: set .* 10000"):
         check(tiny_config(**LLAMA, rotary_base=5000.0))
-    left = counterparts.without_place(tiny_config(**LLAMA, rotary_base=5000.0).model, known)
-    assert "rotary_base" in left
+    fields = counterparts.unsupported_fields(tiny_config(**LLAMA, rotary_base=5000.0).model, listed)
+    assert "rotary_base" in fields
 
 
-def test_every_field_of_the_architecture_is_known() -> None:
+def test_every_field_of_the_architecture_is_listed() -> None:
     model = tiny_config(**LLAMA).model
-    assert set(type(model).model_fields) == {*counterparts.CARRIED, *counterparts._NAMED}
+    assert set(type(model).model_fields) == {*counterparts.SUPPORTED_FIELDS, *counterparts._NAMED}

@@ -1,4 +1,4 @@
-"""The stage of a BERT and a T5, from sentences to a directory that passed the gate."""
+"""The export stage of a BERT and a T5, from sentences to a directory that passed the gate."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def read(job: ConvertJob, name: str) -> str:
     return (Path(job.output_directory) / name).read_text(encoding="utf-8")
 
 
-def test_a_bert_passes_with_its_binary_head(bert: ConvertJob) -> None:
+def test_a_bert_passes_the_gate_with_its_binary_head(bert: ConvertJob) -> None:
     report = json.loads(read(bert, "parity.json"))
     assert report["passed"] is True
     assert report["max_abs_logit_difference"] <= 1e-4
@@ -48,7 +48,7 @@ def test_a_bert_passes_with_its_binary_head(bert: ConvertJob) -> None:
     assert not (Path(bert.output_directory) / "model" / "generation_config.json").exists()
 
 
-def test_a_bert_fills_masks(bert: ConvertJob) -> None:
+def test_an_exported_bert_fills_masks(bert: ConvertJob) -> None:
     from transformers import pipeline
 
     lines = read(bert, "sample.txt").splitlines()
@@ -64,7 +64,7 @@ def test_a_bert_fills_masks(bert: ConvertJob) -> None:
     assert "AutoModelForPreTraining" in card
 
 
-def test_a_t5_passes_in_bfloat16(t5: ConvertJob) -> None:
+def test_a_t5_passes_the_gate_in_bfloat16(t5: ConvertJob) -> None:
     report = json.loads(read(t5, "parity.json"))
     assert report["passed"] is True
     assert report["dtype"] == "bfloat16"
@@ -79,7 +79,7 @@ def test_a_t5_passes_in_bfloat16(t5: ConvertJob) -> None:
     assert (config["decoder_start_token_id"], config["eos_token_id"]) == (special.pad, special.eod)
 
 
-def test_a_t5_fills_spans(t5: ConvertJob) -> None:
+def test_an_exported_t5_fills_spans(t5: ConvertJob) -> None:
     lines = read(t5, "sample.txt").splitlines()
     assert lines[0] == "step three <extra_id_0>"
     assert len(lines[1]) > 10
@@ -98,7 +98,7 @@ def test_the_code_of_a_t5s_card_runs(t5: ConvertJob, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_another_tokenizer_is_found(family: str, tmp_path: Path) -> None:
+def test_a_tokenizer_with_other_special_tokens_is_refused(family: str, tmp_path: Path) -> None:
     job = family_job(tmp_path / "own", family_config(family))
     settings = Path(job.tokenizer_directory) / "tokenizer_config.json"
     values = json.loads(settings.read_text(encoding="utf-8"))

@@ -1,7 +1,4 @@
-"""The gate of every class.
-
-It passes what is the same, and names where anything else begins to differ.
-"""
+"""The gate for every class: it passes equal models and names the first differing layer."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def exported(name: str, directory: Path, *, dtype: Any = "float32") -> ModelPair:
-    """A model of ours, and what transformers loads of its export."""
+    """Return a model of megacore and the model that transformers loads from its export."""
     spec = tiny_spec(name)
     ours = our_model(spec)
     write_model(directory, spec, dict(ours.named_parameters()), dtype=dtype)
@@ -31,21 +28,25 @@ def exported(name: str, directory: Path, *, dtype: Any = "float32") -> ModelPair
 
 def reported(pair: ModelPair) -> ParityReport:
     report = ParityReport(TOLERANCE)
-    given = samples(pair.spec)
-    check_models(report, pair, given, lambda: [given])
+    micro_batch = samples(pair.spec)
+    check_models(report, pair, micro_batch, lambda: [micro_batch])
     return report
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_same_model_passes(name: str, tmp_path: Path) -> None:
+def test_equal_models_pass_the_gate(name: str, tmp_path: Path) -> None:
     pair = exported(name, tmp_path)
     report = reported(pair)
     assert report.problems == []
     assert report.first_differing_layer is None
     assert report.max_abs_logit_difference <= 2e-5
     assert (report.max_abs_answer_difference is not None) == (name in {"bert", "megatron-bert"})
-    given = samples(pair.spec)
-    labels = given.labels.numel() if given.loss_mask is None else int(given.loss_mask.sum())
+    micro_batch = samples(pair.spec)
+    labels = (
+        micro_batch.labels.numel()
+        if micro_batch.loss_mask is None
+        else int(micro_batch.loss_mask.sum())
+    )
     assert (report.perplexity_samples, report.perplexity_tokens) == (3, labels)
     assert report.perplexity_with_padding > report.perplexity_ours > 1
     assert report.greedy_tokens >= 3
@@ -89,7 +90,7 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("name", "weight", "layer"), CHANGES, ids=[f"{name}-{layer}" for name, _, layer in CHANGES]
 )
-def test_a_changed_weight_is_found_and_its_layer_named(
+def test_a_changed_weight_fails_the_gate_with_its_layer(
     name: str, weight: str, layer: str, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -131,7 +132,7 @@ def test_a_changed_weight_is_found_and_its_layer_named(
         ("t5-v1.1", {"tie_word_embeddings": True}, "output_layer"),
     ],
 )
-def test_a_wrong_configuration_is_found(
+def test_a_wrong_configuration_fails_the_gate(
     name: str, values: dict[str, Any], layer: str, tmp_path: Path
 ) -> None:
     exported(name, tmp_path)
@@ -168,20 +169,20 @@ def test_a_wrong_configuration_is_found(
         ),
     ],
 )
-def test_swapped_query_and_key_are_found(
+def test_swapped_query_and_key_fail_the_gate(
     name: str, first: str, second: str, tmp_path: Path
 ) -> None:
     pair = exported(name, tmp_path)
-    held = pair.theirs.state_dict()
-    held[first], held[second] = held[second].clone(), held[first].clone()
-    pair.theirs.load_state_dict(held)
+    state = pair.theirs.state_dict()
+    state[first], state[second] = state[second].clone(), state[first].clone()
+    pair.theirs.load_state_dict(state)
     report = reported(pair)
     assert report.first_differing_layer == "encoder.layers.1.self_attention"
     assert "the exported model's logits differ" in report.problems
 
 
-class Liar:
-    """The exported model, with other choices."""
+class OtherTokens:
+    """An exported model that generates other tokens."""
 
     def __init__(self, model: Any, change: Callable[[Any], None]) -> None:
         self._model, self._change = model, change
@@ -193,26 +194,26 @@ class Liar:
         return getattr(self._model, name)
 
     def generate(self, *values: Any, **options: Any) -> Any:
-        found = self._model.generate(*values, **options)
-        self._change(found)
-        return found
+        tokens = self._model.generate(*values, **options)
+        self._change(tokens)
+        return tokens
 
 
 @pytest.mark.parametrize(("name", "place"), [("llama", 13), ("t5", 1)])
-def test_another_greedy_continuation_is_found(name: str, place: int, tmp_path: Path) -> None:
+def test_another_greedy_continuation_fails_the_gate(name: str, place: int, tmp_path: Path) -> None:
     pair = exported(name, tmp_path)
 
-    def change(found: Any) -> None:
-        found[1, place] = (found[1, place] + 1) % 100
+    def change(tokens: Any) -> None:
+        tokens[1, place] = (tokens[1, place] + 1) % 100
 
-    liar = ModelPair(pair.spec, pair.form, pair.ours, Liar(pair.theirs, change))
-    assert reported(liar).problems == ["its greedy continuation differs on 1 of 3 samples"]
+    changed = ModelPair(pair.spec, pair.form, pair.ours, OtherTokens(pair.theirs, change))
+    assert reported(changed).problems == ["its greedy continuation differs on 1 of 3 samples"]
 
 
 def test_bfloat16_is_compared_with_rounded_weights_and_natively(tmp_path: Path) -> None:
     pair = exported("llama-grouped", tmp_path, dtype="bfloat16")
-    given = samples(pair.spec)
-    trained = our_perplexity(pair, lambda: [given])
+    micro_batch = samples(pair.spec)
+    trained = our_perplexity(pair, lambda: [micro_batch])
     assert "its weights differ" in reported(pair).problems[-1]
     with torch.no_grad():
         for parameter in pair.ours.parameters():
@@ -221,8 +222,8 @@ def test_bfloat16_is_compared_with_rounded_weights_and_natively(tmp_path: Path) 
     assert report.problems == []
     native = load_exported(tmp_path, torch.bfloat16)
     assert next(native.parameters()).dtype == torch.bfloat16
-    # These random weights make logits in the tens, so that bfloat16 tells.
-    compare_native(report, native, trained, lambda: [given])
+    # These random weights give logits in the tens, for which bfloat16 makes a difference.
+    compare_native(report, native, trained, lambda: [micro_batch])
     assert report.perplexity_trained == trained["ours"]
     assert report.perplexity_native != report.perplexity_exported
     near = abs(report.perplexity_native / report.perplexity_trained - 1) <= 0.005  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""From transformers' files to a checkpoint and back: what lies there, and every refusal."""
+"""Imports from transformers and exports back: the files, and every refusal."""
 
 import json
 from collections.abc import Callable
@@ -36,13 +36,13 @@ CLASSES = (
     "t5",
     "t5-v1.1",
 )
-"""One for each way of naming and tying."""
+"""One class for each way of naming and tying."""
 
 
-def saved(
+def save_theirs(
     name: str, directory: Path, *, shard: str = "40KB", dtype: torch.dtype = torch.float32
 ) -> Any:
-    """A model of transformers, saved by itself, in several files."""
+    """Return a model of transformers after saving it in several files."""
     model = their_model(tiny_spec(name)).to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
     return model
@@ -50,15 +50,15 @@ def saved(
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved GPT-2 of several files; not to be changed."""
+    """Return a saved GPT-2 of several files; tests only read it."""
     directory = tmp_path_factory.mktemp("gpt2") / "hf"
-    saved("gpt2", directory)
+    save_theirs("gpt2", directory)
     return directory
 
 
 @pytest.fixture
-def copied(gpt2: Path, tmp_path: Path) -> Path:
-    """The same, for a test to damage."""
+def gpt2_copy(gpt2: Path, tmp_path: Path) -> Path:
+    """Return a copy of the saved GPT-2 that a test may damage."""
     target = tmp_path / "copied"
     target.mkdir()
     for path in gpt2.iterdir():
@@ -67,9 +67,9 @@ def copied(gpt2: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_an_import_and_an_export_return_the_same_model(name: str, tmp_path: Path) -> None:
     source, spec = tmp_path / "hf", tiny_spec(name)
-    theirs = saved(name, source)
+    theirs = save_theirs(name, source)
     assert len(list(source.glob("*.safetensors"))) > 1
     checkpoint = import_model(open_from_hf(source), source, tmp_path / "imported")
     assert checkpoint == tmp_path / "imported" / "iter_0000000"
@@ -93,27 +93,30 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[key], value), key
 
     opened, tensors = open_export(tmp_path / "again")
-    given = samples(spec)
+    micro_batch = samples(spec)
     with torch.inference_mode():
-        own = our_outputs(spec.family, load_model(opened, tensors, "cpu"), given).logits[..., :100]
-        other = their_outputs(theirs, given).logits
-    assert (own - other)[meaningful(given)].abs().max() <= 2e-5
+        our_logits = our_outputs(
+            spec.family, load_model(opened, tensors, "cpu"), micro_batch
+        ).logits[..., :100]
+        their_logits = their_outputs(theirs, micro_batch).logits
+    assert (our_logits - their_logits)[meaningful(micro_batch)].abs().max() <= 2e-5
 
 
-def test_bfloat16_comes_back_bitwise(tmp_path: Path) -> None:
-    theirs = saved("llama", tmp_path / "hf", dtype=torch.bfloat16)
+def test_a_bfloat16_round_trip_is_bit_identical(tmp_path: Path) -> None:
+    theirs = save_theirs("llama", tmp_path / "hf", dtype=torch.bfloat16)
     import_model(open_from_hf(tmp_path / "hf"), tmp_path / "hf", tmp_path / "imported")
     export_hf(open_source(tmp_path / "imported"), tmp_path / "again", dtype="bfloat16")
     config = json.loads((tmp_path / "again" / "config.json").read_text(encoding="utf-8"))
     assert config["dtype"] == "bfloat16"
     again = load_exported(tmp_path / "again", torch.bfloat16)
-    wanted = on_disk(tiny_spec("llama"), theirs)
+    expected = on_disk(tiny_spec("llama"), theirs)
     assert all(
-        torch.equal(value, wanted[key]) for key, value in on_disk(tiny_spec("llama"), again).items()
+        torch.equal(value, expected[key])
+        for key, value in on_disk(tiny_spec("llama"), again).items()
     )
 
 
-def test_padding_is_zero_and_shapes_are_those_of_the_spec(gpt2: Path, tmp_path: Path) -> None:
+def test_padding_of_the_imported_vocabulary_is_zero(gpt2: Path, tmp_path: Path) -> None:
     checkpoint = import_model(open_from_hf(gpt2), gpt2, tmp_path / "imported")
     table = CheckpointTensors(checkpoint)["embedding.word_embeddings.weight"]
     assert table.shape == (128, 32)
@@ -121,62 +124,68 @@ def test_padding_is_zero_and_shapes_are_those_of_the_spec(gpt2: Path, tmp_path: 
     assert not table[100:].any()
 
 
-def test_names_without_the_base_models_prefix_masks_and_a_copy_of_the_head(
-    copied: Path, tmp_path: Path
+def test_names_without_prefix_masks_and_a_copy_of_the_head_are_read(
+    gpt2_copy: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import save_file
 
-    _, spec, tensors = (
-        open_from_hf(copied).kind,
-        open_from_hf(copied).spec,
-        open_from_hf(copied).tensors,
-    )
+    before = open_from_hf(gpt2_copy)
     theirs = on_disk(tiny_spec("gpt2"), their_model(tiny_spec("gpt2")))
     bare = {key.removeprefix("transformer."): value.contiguous() for key, value in theirs.items()}
     bare |= {
         "h.0.attn.bias": torch.ones(1, 1, 32, 32),
         "lm_head.weight": theirs["transformer.wte.weight"].clone(),
     }
-    for path in copied.glob("*.safetensors*"):
+    for path in gpt2_copy.glob("*.safetensors*"):
         path.unlink()
-    save_file(bare, copied / "model.safetensors")
-    again = open_from_hf(copied)
-    assert again.spec == spec
-    assert all(torch.equal(again.tensors[name], tensors[name]) for name in tensors)
+    save_file(bare, gpt2_copy / "model.safetensors")
+    bare_names = open_from_hf(gpt2_copy)
+    assert bare_names.spec == before.spec
+    assert all(
+        torch.equal(bare_names.tensors[name], before.tensors[name]) for name in before.tensors
+    )
     bare["lm_head.weight"][3] += 1
-    save_file(bare, copied / "model.safetensors")
+    save_file(bare, gpt2_copy / "model.safetensors")
     with pytest.raises(
         ConversionError, match=r"lm_head\.weight and transformer\.wte\.weight with different values"
     ):
-        open_from_hf(copied)
+        open_from_hf(gpt2_copy)
 
 
-def test_a_pickle_of_tensors_is_read_and_any_other_refused(copied: Path, gpt2: Path) -> None:
+def test_pickles_of_tensors_are_read(gpt2_copy: Path, gpt2: Path) -> None:
     theirs = their_model(tiny_spec("gpt2"))
-    for path in copied.glob("*.safetensors*"):
+    for path in gpt2_copy.glob("*.safetensors*"):
         path.unlink()
-    torch.save(theirs.state_dict(), copied / "pytorch_model.bin")
-    opened, wanted = open_from_hf(copied), open_from_hf(gpt2)
-    assert all(torch.equal(opened.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
-    torch.save(
-        theirs.state_dict(), copied / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    torch.save(theirs.state_dict(), gpt2_copy / "pytorch_model.bin")
+    opened, expected = open_from_hf(gpt2_copy), open_from_hf(gpt2)
+    assert all(
+        torch.equal(opened.tensors[name], expected.tensors[name]) for name in expected.tensors
     )
-    opened = open_from_hf(copied)
-    assert all(torch.equal(opened.tensors[name], wanted.tensors[name]) for name in wanted.tensors)
-    torch.save({"model": Path("/")}, copied / "pytorch_model.bin")
+    torch.save(
+        theirs.state_dict(), gpt2_copy / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )
+    opened = open_from_hf(gpt2_copy)
+    assert all(
+        torch.equal(opened.tensors[name], expected.tensors[name]) for name in expected.tensors
+    )
+
+
+def test_other_pickles_are_refused(gpt2_copy: Path) -> None:
+    remove_all_weights(gpt2_copy)
+    torch.save({"model": Path("/")}, gpt2_copy / "pytorch_model.bin")
     with pytest.raises(
         ConversionError, match=r"asks for pathlib\.\w+, which is no tensor: nothing of it was run"
     ):
-        open_from_hf(copied)
-    (copied / "pytorch_model.bin").write_bytes(b"hello")
+        open_from_hf(gpt2_copy)
+    (gpt2_copy / "pytorch_model.bin").write_bytes(b"hello")
     with pytest.raises(
         ConversionError,
-        match=r"\(5 bytes\) cannot be read as tensors alone .* damaged or cut short",
+        match=r"\(5 bytes\) cannot be read as tensors only .* damaged or cut short",
     ):
-        open_from_hf(copied)
+        open_from_hf(gpt2_copy)
 
 
-def lose_a_shard(directory: Path) -> None:
+def remove_a_shard(directory: Path) -> None:
     next(iter(sorted(directory.glob("model-*.safetensors")))).unlink()
 
 
@@ -185,12 +194,12 @@ def cut_a_shard(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def lose_all(directory: Path) -> None:
+def remove_all_weights(directory: Path) -> None:
     for path in directory.glob("*.safetensors*"):
         path.unlink()
 
 
-def escape(directory: Path) -> None:
+def name_a_file_outside(directory: Path) -> None:
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text(encoding="utf-8"))
     index["weight_map"]["transformer.wte.weight"] = "../elsewhere.safetensors"
@@ -211,15 +220,15 @@ def config(**values: Any) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (
-            lose_a_shard,
+            remove_a_shard,
             (
                 r"index\.json names \d+ files, of which 1 are missing, "
                 r"model-00001-of-\d+\.safetensors first"
             ),
         ),
         (cut_a_shard, r"model-00002-of-\d+\.safetensors \([\d,]+ bytes\) is damaged or cut short"),
-        (lose_all, r"has no weights: none of model\.safetensors, .*pytorch_model\.bin"),
-        (escape, r"names files outside of"),
+        (remove_all_weights, r"has no weights: none of model\.safetensors, .*pytorch_model\.bin"),
+        (name_a_file_outside, r"names files outside of"),
         (config(n_embd=64), r"has shape \(100, 32\) where the configuration says \(100, 64\)"),
         (
             config(vocab_size=99),
@@ -247,12 +256,12 @@ def config(**values: Any) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_damage_is_told_in_one_sentence(
-    copied: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
+def test_damaged_directories_are_refused_in_one_sentence(
+    gpt2_copy: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
-    damage(copied)
+    damage(gpt2_copy)
     with pytest.raises(ConversionError, match=message) as caught:
-        import_model(open_from_hf(copied), copied, tmp_path / "imported")
+        import_model(open_from_hf(gpt2_copy), gpt2_copy, tmp_path / "imported")
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copied"]
 
@@ -283,7 +292,7 @@ def test_damage_is_told_in_one_sentence(
         ("t5", {"feed_forward_proj": "gated-relu"}, "feed_forward_proj 'relu'"),
     ],
 )
-def test_what_models_here_lack_is_refused_by_key_and_value(
+def test_unsupported_options_are_refused_by_key_and_value(
     name: str, values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     from megacore.convert.hf.forms import model_config
@@ -308,7 +317,7 @@ def test_the_rotary_base_of_transformers_4_is_read(tmp_path: Path) -> None:
     assert (model.rotary_base, model.rotary_percent) == (77.0, 0.25)
 
 
-def test_an_output_that_holds_something_is_refused(gpt2: Path, tmp_path: Path) -> None:
+def test_an_output_that_is_not_empty_is_refused(gpt2: Path, tmp_path: Path) -> None:
     foreign = open_from_hf(gpt2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
@@ -324,7 +333,7 @@ def test_an_output_that_holds_something_is_refused(gpt2: Path, tmp_path: Path) -
     assert import_model(foreign, gpt2, tmp_path / "empty").is_dir()
 
 
-def test_a_tokenizer_that_is_not_there_or_of_another_vocabulary(gpt2: Path, tmp_path: Path) -> None:
+def test_a_missing_or_larger_tokenizer_is_refused(gpt2: Path, tmp_path: Path) -> None:
     from megacore.tokenizer.build import train_bpe
     from megacore.tokenizer.load import JsonTokenizer
 
@@ -341,7 +350,7 @@ def test_a_tokenizer_that_is_not_there_or_of_another_vocabulary(gpt2: Path, tmp_
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_file_that_may_not_be_read_is_not_called_damaged(
+def test_an_unreadable_file_is_refused_with_its_reason(
     gpt2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, *_: object) -> None:
@@ -357,7 +366,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(
         HfTensors(gpt2, FORMS["gpt2"], key_map)
 
 
-def test_an_output_that_the_system_refuses_is_one_sentence(gpt2: Path) -> None:
+def test_an_output_that_cannot_be_created_is_refused(gpt2: Path) -> None:
     foreign = open_from_hf(gpt2)
     with pytest.raises(
         WorkspaceError,
@@ -366,7 +375,7 @@ def test_an_output_that_the_system_refuses_is_one_sentence(gpt2: Path) -> None:
         import_model(foreign, gpt2, Path("/proc/new/output"))
 
 
-def test_an_export_takes_no_tokenizer_of_another_vocabulary(gpt2: Path, tmp_path: Path) -> None:
+def test_an_export_refuses_a_tokenizer_of_another_vocabulary(gpt2: Path, tmp_path: Path) -> None:
     from megacore.tokenizer.build import train_bpe
     from megacore.tokenizer.load import JsonTokenizer
 
@@ -379,7 +388,7 @@ def test_an_export_takes_no_tokenizer_of_another_vocabulary(gpt2: Path, tmp_path
         open_source(checkpoint, tmp_path / "large")
 
 
-def test_sources_of_an_export_that_are_none(gpt2: Path, tmp_path: Path) -> None:
+def test_invalid_sources_of_an_export_are_refused(gpt2: Path, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="is a transformers directory already"):
         open_source(gpt2)
     with pytest.raises(CheckpointError):

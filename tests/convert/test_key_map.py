@@ -1,4 +1,4 @@
-"""The table is read in both directions and refuses what it does not know."""
+"""The key map in both directions, and its refusals."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from megacore.errors import ConversionError
 
 
 def encoded(shape: tuple[int, ...]) -> torch.Tensor:
-    """Values that say where they stand."""
+    """Return a tensor whose values identify their position."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
@@ -43,12 +43,12 @@ def test_qkv_blocks_moves_each_head_to_its_block() -> None:
         (padded_rows(6, 6), (6, 2)),
     ],
 )
-def test_layouts_are_bijections(layout: Relayout, shape: tuple[int, ...]) -> None:
+def test_layouts_are_inverted(layout: Relayout, shape: tuple[int, ...]) -> None:
     ours = encoded(shape)
     assert torch.equal(layout.merge(layout.split(ours)), ours)
 
 
-def test_padded_rows_are_cut_and_come_back_as_zeros() -> None:
+def test_padded_rows_are_cut_and_restored_as_zeros() -> None:
     layout = padded_rows(3, 8)
     (cut,) = layout.split(encoded((8, 2)))
     assert torch.equal(cut, encoded((8, 2))[:3])
@@ -71,7 +71,7 @@ def table() -> KeyMap:
     )
 
 
-def test_one_of_ours_may_be_several_of_theirs() -> None:
+def test_one_tensor_may_map_to_several() -> None:
     ours = {"a.weight": encoded((4, 3)), "b.weight": encoded((6, 2)) + 100}
     theirs = dict(table().forward(ours))
     assert {name: tuple(tensor.shape) for name, tensor in theirs.items()} == table().their_shapes
@@ -89,7 +89,7 @@ def test_a_name_in_the_table_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "ours"])
-def test_missing_and_unknown_names_and_wrong_shapes_are_named(direction: str) -> None:
+def test_missing_and_unknown_names_and_wrong_shapes_are_refused(direction: str) -> None:
     shapes = table().our_shapes if direction == "forward" else table().their_shapes
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     convert = getattr(table(), direction)

@@ -1,4 +1,4 @@
-"""The first difference is found, and hooks are taken away."""
+"""Search for the first differing layer, and removal of its hooks."""
 
 import math
 from functools import partial
@@ -25,7 +25,7 @@ def compare(
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_first_changed_module_is_named(changed: int) -> None:
+def test_the_first_changed_module_is_named(changed: int) -> None:
     ours, theirs = stack(), stack()
     with torch.no_grad():
         theirs[changed].weight += 0.01

@@ -1,4 +1,4 @@
-"""What is written is what Megatron-LM writes, and comes back bitwise."""
+"""Files written in Megatron-LM's form, and their bit-identical round trip."""
 
 import re
 from collections import OrderedDict
@@ -32,7 +32,7 @@ def test_the_table_names_every_parameter_of_the_model(name: str) -> None:
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_round_trip_is_bitwise_and_keeps_the_spec(
+def test_a_round_trip_is_bit_identical_and_keeps_the_spec(
     tmp_path: Path, name: str, tensor: int, pipeline: int
 ) -> None:
     _, tensors = written(tmp_path / "out", name, tensor=tensor, pipeline=pipeline)
@@ -43,12 +43,12 @@ def test_round_trip_is_bitwise_and_keeps_the_spec(
     assert all(torch.equal(read.tensors[key], value) for key, value in tensors.items())
 
 
-def walked(
+def walk_checkpoint(
     iteration: Path, tensor: int, pipeline: int, layers: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our names and whole tensors, found as the public converters find them.
+    """Yield names and whole tensors the way public converters find them.
 
-    By order, ends of names, and sizes.
+    They go by order, ends of names, and sizes.
     """
     for stage in range(pipeline):
         suffix = f"_{stage:03d}" if pipeline > 1 else ""
@@ -65,12 +65,12 @@ def walked(
             layer, name, kind = int(match[1]) + stage * layers // pipeline, match[2], match[3]
             parts = [encoder[key] for encoder in encoders]
             if f"{name}.{kind}" in {"self_attention.dense.weight", "mlp.dense_4h_to_h.weight"}:
-                whole = torch.cat(parts, 1)
+                joined = torch.cat(parts, 1)
             elif name in {"self_attention.query_key_value", "mlp.dense_h_to_4h"}:
-                whole = torch.cat(parts)
+                joined = torch.cat(parts)
             else:
-                whole = parts[0]
-            yield f"encoder.layers.{layer}.{name}.{kind}", whole
+                joined = parts[0]
+            yield f"encoder.layers.{layer}.{name}.{kind}", joined
         if stage == 0:
             embedding = [model["language_model"]["embedding"] for model in models]
             yield (
@@ -86,31 +86,31 @@ def walked(
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
-def test_gpt_is_found_as_the_public_converters_walk_it(
+def test_public_converters_would_find_every_tensor_of_gpt(
     tmp_path: Path, tensor: int, pipeline: int
 ) -> None:
     iteration, tensors = written(tmp_path / "out", tensor=tensor, pipeline=pipeline)
-    found = dict(walked(iteration, tensor, pipeline, 4))
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    converted = dict(walk_checkpoint(iteration, tensor, pipeline, 4))
+    assert converted.keys() == tensors.keys()
+    assert all(torch.equal(converted[name], value) for name, value in tensors.items())
 
 
 def keys(model: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Paths of the tensors, in their order."""
-    found = []
+    """Return the paths of the tensors in order."""
+    paths = []
     for key, value in model.items():
-        found += (
+        paths += (
             keys(value, f"{prefix}{key}/") if isinstance(value, Mapping) else [f"{prefix}{key}"]
         )
-    return found
+    return paths
 
 
-def both(*names: str) -> list[str]:
+def weight_and_bias(*names: str) -> list[str]:
     return [f"{name}.{kind}" for name in names for kind in ("weight", "bias")]
 
 
 def layer_keys(layer: int) -> list[str]:
-    names = both(
+    names = weight_and_bias(
         "input_layernorm",
         "self_attention.query_key_value",
         "self_attention.dense",
@@ -121,7 +121,7 @@ def layer_keys(layer: int) -> list[str]:
     return [f"language_model/encoder/layers.{layer}.{name}" for name in names]
 
 
-def test_bert_is_nested_and_ordered_as_the_public_converter_expects(tmp_path: Path) -> None:
+def test_bert_is_nested_and_ordered_for_the_public_converter(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path / "out", "bert")
     assert [path.name for path in iteration.iterdir()] == ["mp_rank_00"]
     assert [path.name for path in (iteration / "mp_rank_00").iterdir()] == ["model_optim_rng.pt"]
@@ -130,14 +130,14 @@ def test_bert_is_nested_and_ordered_as_the_public_converter_expects(tmp_path: Pa
         "language_model/embedding/position_embeddings/weight",
         "language_model/embedding/tokentype_embeddings/weight",
         *(key for layer in range(4) for key in layer_keys(layer)),
-        *(f"language_model/encoder/{key}" for key in both("final_layernorm")),
-        *(f"language_model/pooler/{key}" for key in both("dense")),
-        *(f"lm_head/{key}" for key in ("bias", *both("dense", "layernorm"))),
+        *(f"language_model/encoder/{key}" for key in weight_and_bias("final_layernorm")),
+        *(f"language_model/pooler/{key}" for key in weight_and_bias("dense")),
+        *(f"lm_head/{key}" for key in ("bias", *weight_and_bias("dense", "layernorm"))),
         *(f"binary_head/{key}" for key in ("weight", "bias")),
     ]
 
 
-def test_pipeline_stages_begin_at_layer_0_and_hold_what_is_theirs(tmp_path: Path) -> None:
+def test_pipeline_stages_number_layers_from_0_and_contain_their_own_tensors(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path / "out", tensor=2, pipeline=2)
     names = sorted(path.name for path in iteration.iterdir())
     assert names == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
@@ -148,7 +148,7 @@ def test_pipeline_stages_begin_at_layer_0_and_hold_what_is_theirs(tmp_path: Path
         "language_model/embedding/position_embeddings/weight",
         *layers,
     ]
-    final = [f"language_model/encoder/{key}" for key in both("final_layernorm")]
+    final = [f"language_model/encoder/{key}" for key in weight_and_bias("final_layernorm")]
     assert keys(last) == [*layers, *final, "word_embeddings_for_head/weight"]
     half = tensors["embedding.word_embeddings.weight"][152:]
     assert torch.equal(first["language_model"]["embedding"]["word_embeddings"]["weight"], half)
@@ -178,7 +178,7 @@ def test_grouped_queries_and_gated_halves_are_joined_per_rank(tmp_path: Path) ->
         assert model["embedding"].keys() == {"word_embeddings"}
 
 
-def test_files_are_read_with_weights_only_and_have_args_in_both_forms(tmp_path: Path) -> None:
+def test_files_load_with_weights_only_and_have_args_as_attributes_and_items(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path / "out", "bert", tensor=2, pipeline=2)
     state = load(iteration / "mp_rank_01_001")
     args = state["args"]
@@ -222,7 +222,7 @@ def test_args_name_the_tokenizer_and_the_approximate_gelu(tmp_path: Path) -> Non
     assert read_megatron(tmp_path / "out").spec == spec
 
 
-def test_a_file_holds_its_parts_alone(tmp_path: Path) -> None:
+def test_a_file_contains_only_its_ranks_tensors(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path / "out", "bert", tensor=2, pipeline=2)
     total = sum(path.stat().st_size for path in iteration.glob("*/*"))
     assert total < 4 * 2**16 + 4 * (
@@ -266,7 +266,7 @@ def test_weights_of_other_dtypes_are_written_in_float32(tmp_path: Path) -> None:
         ({}, 0, 1, "tensor parallel size of 0"),
     ],
 )
-def test_sizes_that_do_not_divide_are_told_with_their_numbers(
+def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
     tmp_path: Path, model: dict[str, Any], tensor: int, pipeline: int, sentence: str
 ) -> None:
     spec = megatron_spec("gpt", **model)
@@ -306,7 +306,7 @@ def test_sizes_that_do_not_divide_are_told_with_their_numbers(
         ("bert", {"num_query_groups": 2}, "num_query_groups 2"),
     ],
 )
-def test_options_without_a_place_are_named(
+def test_options_without_counterpart_are_refused_by_name(
     tmp_path: Path, name: str, model: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConversionError, match=sentence):
@@ -338,7 +338,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_pat
 
 
 class Failing(dict[str, Tensor]):
-    """Fails when the last of the weights is asked for, after other ranks' files were written."""
+    """Weights whose last tensor raises an error, after files of other ranks were written."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name == "encoder.final_layernorm.bias":
@@ -346,7 +346,7 @@ class Failing(dict[str, Tensor]):
         return super().__getitem__(name)
 
 
-def test_a_failure_leaves_nothing_and_the_tracker_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing_and_an_unchanged_tracker(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     tensors = weights(spec)
     fresh, used = tmp_path / "a" / "b", tmp_path / "used"
@@ -362,7 +362,7 @@ def test_a_failure_leaves_nothing_and_the_tracker_as_it_was(tmp_path: Path) -> N
     assert (used / "latest_checkpointed_iteration.txt").read_text() == "5\n"
 
 
-def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     tensors = weights(spec)
     write_megatron(spec, tensors, tmp_path / "out", iteration=5)
@@ -374,7 +374,7 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "here"
 
 
-def test_a_wrong_shape_is_told_with_both_sides(tmp_path: Path) -> None:
+def test_a_wrong_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     tensors = {**weights(spec), "encoder.final_layernorm.bias": torch.zeros(31)}
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Files that do not make one model of ours are refused in one sentence with both sides."""
+"""Refusals of Megatron-LM files that do not form one model, with both sides of the conflict."""
 
 import shutil
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def refusal(directory: Path, kind: type[MegacoreError] = CheckpointError) -> str
     return str(caught.value)
 
 
-def test_a_missing_rank_is_named_with_the_sizes(tmp_path: Path) -> None:
+def test_a_missing_rank_is_refused_with_the_sizes(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, tensor=2, pipeline=2)
     shutil.rmtree(iteration / "mp_rank_01_001")
     assert (
@@ -34,7 +34,7 @@ def test_a_missing_rank_is_named_with_the_sizes(tmp_path: Path) -> None:
     assert "make 4 files, and 3 are there" in refusal(tmp_path)
 
 
-def test_a_rank_too_many_is_named(tmp_path: Path) -> None:
+def test_surplus_ranks_are_refused_by_name(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, tensor=2)
     shutil.copytree(iteration / "mp_rank_01", iteration / "mp_rank_02")
     assert "has too many: mp_rank_02_000/model_optim_rng.pt" in refusal(tmp_path)
@@ -51,7 +51,7 @@ def test_a_rank_too_many_is_named(tmp_path: Path) -> None:
         (lambda state: state.update(checkpoint_version=2.0), "has checkpoint_version 3.0 and "),
     ],
 )
-def test_files_of_different_runs_are_told_apart(tmp_path: Path, edit: Edit, sentence: str) -> None:
+def test_files_of_different_runs_are_refused(tmp_path: Path, edit: Edit, sentence: str) -> None:
     iteration, _ = written(tmp_path, tensor=2)
     change(iteration / "mp_rank_01", edit)
     assert f"mp_rank_00/model_optim_rng.pt {sentence}" in refusal(tmp_path)
@@ -59,7 +59,7 @@ def test_files_of_different_runs_are_told_apart(tmp_path: Path, edit: Edit, sent
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_truncated_file_is_named(tmp_path: Path, share: float) -> None:
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path, share: float) -> None:
     iteration, _ = written(tmp_path)
     path = iteration / "mp_rank_00" / "model_optim_rng.pt"
     content = path.read_bytes()
@@ -67,7 +67,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, share: float) -> None:
     assert "mp_rank_00/model_optim_rng.pt cannot be read (" in refusal(tmp_path)
 
 
-def test_files_without_a_model_are_told_by_what_they_hold(tmp_path: Path) -> None:
+def test_files_without_a_model_are_refused_with_their_content(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path)
     change(iteration / "mp_rank_00", lambda state: state.update(optimizer=state.pop("model")))
     assert "has no model, but args, checkpoint_version, iteration, optimizer" in refusal(tmp_path)
@@ -75,7 +75,7 @@ def test_files_without_a_model_are_told_by_what_they_hold(tmp_path: Path) -> Non
     assert "has no model_optim_rng.pt or model_rng.pt in any mp_rank directory" in refusal(tmp_path)
 
 
-def test_ranks_that_disagree_in_what_both_hold_are_told(tmp_path: Path) -> None:
+def test_ranks_that_differ_in_a_replicated_tensor_are_refused(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, tensor=2)
 
     def drift(state: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def without_layer(state: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_tensors_that_do_not_fit_the_args_are_told(
+def test_tensors_that_do_not_fit_the_args_are_refused(
     tmp_path: Path, edit: Edit, sentence: str
 ) -> None:
     iteration, _ = written(tmp_path)
@@ -172,7 +172,7 @@ def as_core(state: dict[str, Any]) -> None:
             as_core,
             "has no model.language_model, but decoder.layers.0.self_attention.linear_qkv.weight",
         ),
-        (setting(num_experts=8), "was trained with num_experts 8, which no model of ours has"),
+        (setting(num_experts=8), "was trained with num_experts 8, which no model of megacore has"),
         (
             setting(apply_layernorm_1p=True, squared_relu=True),
             "with squared_relu True, apply_layernorm_1p True",
@@ -180,25 +180,25 @@ def as_core(state: dict[str, Any]) -> None:
         (setting(ds_sequence_parallel_fpdt=False), "rows of query_key_value are in another order"),
     ],
 )
-def test_models_that_are_not_ours_are_named(tmp_path: Path, edit: Edit, sentence: str) -> None:
+def test_unsupported_models_are_refused_by_name(tmp_path: Path, edit: Edit, sentence: str) -> None:
     iteration, _ = written(tmp_path)
     change(iteration / "mp_rank_00", edit)
     assert sentence in refusal(tmp_path, ConversionError)
 
 
-def test_rotated_parts_of_odd_size_are_refused(tmp_path: Path) -> None:
+def test_rotary_dimensions_of_odd_size_are_refused(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, "llama")
     change(iteration / "mp_rank_00", setting(rotary_percent=0.4))
     assert "rotary_percent 0.4 of heads of 8, an odd number" in refusal(tmp_path, ConversionError)
 
 
-def test_groups_of_queries_before_they_were_are_refused(tmp_path: Path) -> None:
+def test_query_groups_in_an_old_checkpoint_version_are_refused(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, "llama")
     change(iteration / "mp_rank_00", lambda state: state.update(checkpoint_version=1.0))
     assert "num_query_groups 2 and checkpoint_version 1.0" in refusal(tmp_path, ConversionError)
 
 
-def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_megatron_forms_are_refused_by_name(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path)
     (iteration / "mp_rank_00").rename(iteration / "mp_rank_00_000_001")
     assert "divided by a third number" in refusal(tmp_path, ConversionError)
@@ -211,7 +211,7 @@ def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
         )
 
 
-def test_directories_that_are_no_checkpoint_are_told(tmp_path: Path) -> None:
+def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     assert "is no directory" in refusal(tmp_path / "nowhere")
     assert (
         "is no checkpoint of Megatron-LM: it has neither latest_checkpointed_iteration.txt"

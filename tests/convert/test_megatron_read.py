@@ -1,7 +1,4 @@
-"""What Megatron-LM of any version wrote is read, whatever else the files hold.
-
-Nothing in them is executed.
-"""
+"""Reading of Megatron-LM files of all versions, without running code in them."""
 
 import argparse
 import enum
@@ -41,7 +38,7 @@ def encoder_of(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def setting(**values: Any) -> Edit:
-    """Change args."""
+    """Return an edit that changes args."""
 
     def edit(state: dict[str, Any]) -> None:
         state["args"].update(values)
@@ -51,8 +48,10 @@ def setting(**values: Any) -> Edit:
 
 
 def in_order(version: float | None) -> Edit:
-    """Rows of query_key_value as files of `checkpoint_version` have them; None: of files without
-    the entry."""
+    """Return an edit that reorders rows of query_key_value for a `checkpoint_version`.
+
+    None stands for files without that entry.
+    """
 
     def edit(state: dict[str, Any]) -> None:
         state.pop("checkpoint_version")
@@ -92,8 +91,10 @@ def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def megatron_enum(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A member of an enumeration that pickles as `megatron.core.enums.ModelType` and cannot be
-    imported."""
+    """Return a member of an enumeration that pickles as `megatron.core.enums.ModelType`.
+
+    The enumeration cannot be imported.
+    """
     module = types.ModuleType("megatron.core.enums")
     kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module=module.__name__)
     module.ModelType = kind  # type: ignore[attr-defined]
@@ -105,7 +106,7 @@ def megatron_enum(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before-1.6"])
 @pytest.mark.parametrize("container", [argparse.Namespace, types.SimpleNamespace])
-def test_all_that_training_saves_is_passed_over(
+def test_other_content_of_a_training_checkpoint_is_ignored(
     tmp_path: Path,
     megatron_enum: Any,
     container: Any,
@@ -121,8 +122,7 @@ def test_all_that_training_saves_is_passed_over(
             else {}
         )
         extra["params_dtype"] = torch.float32
-        # Of torch's old form no list of names can be had before reading: it is older than the
-        # enumerations.
+        # Torch's old form has no list of names before reading; it is older than the enumerations.
         state["args"] = container(**{**vars(state["args"]), **extra})
         parameters = [torch.nn.Parameter(torch.ones(3))]
         state["optimizer"] = {
@@ -147,7 +147,7 @@ def test_all_that_training_saves_is_passed_over(
 
 
 class Malicious:
-    """Makes a directory when it is unpickled by `pickle`."""
+    """An object that creates a directory when `pickle` unpickles it."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -175,7 +175,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> 
     assert target.exists()
 
 
-def test_names_of_other_versions_are_known(tmp_path: Path) -> None:
+def test_tensor_names_of_other_versions_are_read(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path, "bert")
     swaps = {
         "self_attention": "attention",
@@ -208,13 +208,13 @@ def test_names_of_other_versions_are_known(tmp_path: Path) -> None:
     assert_read(tmp_path, tensors)
 
 
-def test_args_of_old_versions_are_known(tmp_path: Path) -> None:
+def test_args_of_old_versions_are_read(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path, tensor=2)
 
     def old(state: dict[str, Any]) -> None:
-        kept = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+        names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
         state["args"] = argparse.Namespace(
-            **{name: state["args"][name] for name in kept}, model_parallel_size=2
+            **{name: state["args"][name] for name in names}, model_parallel_size=2
         )
         state.pop("iteration")
 
@@ -232,7 +232,7 @@ def test_args_of_old_versions_are_known(tmp_path: Path) -> None:
     assert "how many rows of the padded vocabulary" in read.remarks[0]
 
 
-def test_biases_fused_with_gelu_make_it_approximate_and_bert_remarked(tmp_path: Path) -> None:
+def test_a_fused_bias_gelu_is_read_as_approximate_with_a_remark(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path, "bert")
     change(iteration / "mp_rank_00", setting(bias_gelu_fusion=True))
     read = read_megatron(tmp_path)
@@ -240,7 +240,7 @@ def test_biases_fused_with_gelu_make_it_approximate_and_bert_remarked(tmp_path: 
     assert [remark for remark in read.remarks if "masked LM's head" in remark] == list(read.remarks)
 
 
-def test_chunks_of_a_virtual_pipeline_are_put_in_order(tmp_path: Path) -> None:
+def test_chunks_of_a_virtual_pipeline_are_ordered(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path, pipeline=4)
     models = [load(iteration / f"mp_rank_00_00{stage}")["model"] for stage in range(4)]
 
@@ -272,7 +272,7 @@ def test_half_precision_is_read_in_float32(tmp_path: Path) -> None:
     assert torch.equal(read, tensors[name] % 2048)
 
 
-def test_root_iteration_and_release_directories_are_opened(tmp_path: Path) -> None:
+def test_root_iteration_and_release_directories_are_read(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path / "root")
     assert read_megatron(iteration).iteration == ITERATION
     release = tmp_path / "released"
@@ -286,7 +286,7 @@ def test_root_iteration_and_release_directories_are_opened(tmp_path: Path) -> No
     assert read_megatron(release).spec == megatron_spec("gpt")
 
 
-def test_a_copy_of_the_table_in_the_only_stage_is_taken_if_it_is_one(tmp_path: Path) -> None:
+def test_a_copy_of_the_embedding_in_the_only_stage_must_be_equal(tmp_path: Path) -> None:
     iteration, tensors = written(tmp_path)
     table = tensors["embedding.word_embeddings.weight"]
     change(
@@ -303,7 +303,7 @@ def test_a_copy_of_the_table_in_the_only_stage_is_taken_if_it_is_one(tmp_path: P
         read_megatron(tmp_path)
 
 
-def test_read_tensors_are_nobodys_memory(tmp_path: Path) -> None:
+def test_changing_a_read_tensor_does_not_change_later_reads(tmp_path: Path) -> None:
     _, tensors = written(tmp_path)
     read = read_megatron(tmp_path).tensors
     name = "encoder.final_layernorm.bias"
@@ -311,7 +311,7 @@ def test_read_tensors_are_nobodys_memory(tmp_path: Path) -> None:
     assert torch.equal(read[name], tensors[name])
 
 
-def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+def test_a_full_disk_raises_an_os_error(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00").mkdir()
     path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
     path.symlink_to("/dev/full")

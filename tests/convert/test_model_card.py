@@ -1,4 +1,4 @@
-"""The card's header is YAML and its body holds the facts."""
+"""The model card: a YAML header and a body with the facts."""
 
 import yaml
 
@@ -9,7 +9,7 @@ from megacore.convert.report import ParityReport
 from tests.convert._tiny import tiny_config
 
 
-def test_card() -> None:
+def test_the_card_has_a_yaml_header_and_the_facts() -> None:
     config = tiny_config()
     card = model_card(
         config,

@@ -1,4 +1,4 @@
-"""The gate can fail: each way in which an export can be another model is found and named."""
+"""The gate can fail: every way in which an export differs from the model is found and named."""
 
 import json
 from collections.abc import Callable
@@ -47,19 +47,19 @@ def gate(exported: Exported) -> ParityReport:
 
 
 def failure(exported: Exported) -> tuple[str, dict[str, Any]]:
-    """The message of a gate that must fail, and the report it left."""
+    """Return the message of a gate that must fail, and the report it left."""
     with pytest.raises(ConversionError) as caught:
         gate(exported)
     message = str(caught.value)
     assert "\n" not in message
-    kept = Path(exported.job.exit_directory) / "parity.json"
-    assert str(kept) in message
-    report = json.loads(kept.read_text(encoding="utf-8"))
+    report_path = Path(exported.job.exit_directory) / "parity.json"
+    assert str(report_path) in message
+    report = json.loads(report_path.read_text(encoding="utf-8"))
     assert report["passed"] is False
     return message, report
 
 
-def test_an_unchanged_export_passes(exported: Exported) -> None:
+def test_an_unchanged_export_passes_the_gate(exported: Exported) -> None:
     assert gate(exported).passed
     assert not Path(exported.job.exit_directory).exists()
 
@@ -107,7 +107,7 @@ def test_an_unchanged_export_passes(exported: Exported) -> None:
         ("transformer.ln_f.bias", (0,), "encoder.final_layernorm.bias", "encoder.final_layernorm"),
     ],
 )
-def test_one_changed_weight_is_named_with_its_layer(
+def test_one_changed_weight_fails_the_gate_with_its_layer(
     exported: Exported, name: str, index: tuple[int, ...], ours: str, layer: str
 ) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -129,7 +129,7 @@ def test_one_changed_weight_is_named_with_its_layer(
 
 
 @pytest.mark.parametrize(("used", "layer"), [(True, "embedding"), (False, "output_layer")])
-def test_a_changed_embedding_of_an_unused_token_shows_in_the_logits_alone(
+def test_a_changed_embedding_of_an_unused_token_changes_only_the_output_layer(
     exported: Exported, used: bool, layer: str
 ) -> None:
     inputs = set(validation_rows(exported.job)[:, :-1].flatten().tolist())
@@ -145,12 +145,12 @@ def test_a_changed_embedding_of_an_unused_token_shows_in_the_logits_alone(
 
 
 def swapped(blocks: torch.Tensor) -> torch.Tensor:
-    """C_attn's columns with q and k exchanged."""
+    """Return the columns of c_attn with query and key exchanged."""
     query, key, value = blocks.chunk(3, dim=-1)
     return torch.cat([key, query, value], dim=-1)
 
 
-def test_swapped_query_and_key_are_found(exported: Exported) -> None:
+def test_swapped_query_and_key_fail_the_gate(exported: Exported) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for part in ("weight", "bias"):
             name = f"transformer.h.1.attn.c_attn.{part}"
@@ -162,7 +162,7 @@ def test_swapped_query_and_key_are_found(exported: Exported) -> None:
     assert "the exported model's logits differ; its perplexity differs" in message
 
 
-def test_a_wrong_table_is_found_though_it_agrees_with_itself(
+def test_a_wrong_but_consistent_table_fails_the_gate(
     exported: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(entry: Entry) -> Entry:
@@ -177,9 +177,11 @@ def test_a_wrong_table_is_found_though_it_agrees_with_itself(
         CheckpointTensors(Path(exported.job.checkpoint)),
         table=table,
     )
-    found, form = hf_form_of(exported.job.spec)
+    architecture, form = hf_form_of(exported.job.spec)
     monkeypatch.setattr(
-        export_module, "hf_form_of", lambda spec: (found, replace(form, key_map=lambda spec: table))
+        export_module,
+        "hf_form_of",
+        lambda spec: (architecture, replace(form, key_map=lambda spec: table)),
     )
     with pytest.raises(
         ConversionError,
@@ -201,7 +203,7 @@ def test_a_wrong_table_is_found_though_it_agrees_with_itself(
         ({"scale_attn_by_inverse_layer_idx": True}, "encoder.layers.1.self_attention"),
     ],
 )
-def test_a_wrong_configuration_is_found(
+def test_a_wrong_configuration_fails_the_gate(
     exported: Exported, values: dict[str, Any], layer: str
 ) -> None:
     change_json(exported.directory / "config.json", **values)
@@ -211,7 +213,7 @@ def test_a_wrong_configuration_is_found(
     assert "logits differ" in message
 
 
-def test_a_weight_that_no_sample_uses_is_compared_too(exported: Exported) -> None:
+def test_a_changed_weight_that_no_sample_uses_fails_the_gate(exported: Exported) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["transformer.wpe.weight"][60, 0] += 1e-3
 
@@ -223,7 +225,7 @@ def test_a_weight_that_no_sample_uses_is_compared_too(exported: Exported) -> Non
     assert "its weights differ in embedding.position_embeddings.weight" in message
 
 
-def test_nan_never_passes(exported: Exported) -> None:
+def test_nan_fails_the_gate(exported: Exported) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["transformer.h.1.ln_2.weight"][0] = float("nan")
 
@@ -233,7 +235,7 @@ def test_nan_never_passes(exported: Exported) -> None:
     assert report["first_differing_layer"] == "encoder.layers.1.post_attention_layernorm"
 
 
-def test_a_wrong_tokenizer_is_found(exported: Exported, tmp_path: Path) -> None:
+def test_a_wrong_tokenizer_fails_the_gate(exported: Exported, tmp_path: Path) -> None:
     other = tmp_path / "other"
     for name in ("corpus", "tokenizer"):
         (other / name).mkdir(parents=True)
@@ -253,20 +255,20 @@ def test_a_wrong_tokenizer_is_found(exported: Exported, tmp_path: Path) -> None:
     assert report["first_differing_layer"] is None
 
 
-def test_a_wrong_end_of_document_is_found(exported: Exported) -> None:
+def test_a_wrong_end_of_document_fails_the_gate(exported: Exported) -> None:
     change_json(exported.directory / "tokenizer_config.json", eos_token="!")
     message, _ = failure(exported)
     assert "its tokenizer ends documents with id 1, ours with 0" in message
 
 
-def test_an_added_token_is_found(exported: Exported) -> None:
+def test_an_added_token_fails_the_gate(exported: Exported) -> None:
     change_json(exported.directory / "tokenizer_config.json", pad_token="<pad>")
     message, _ = failure(exported)
     assert "its tokenizer has a vocabulary of 301, ours of 300" in message
 
 
-class OtherWords:
-    """The exported model, but what it generates ends differently."""
+class OtherTokens:
+    """The exported model with a different token in one continuation."""
 
     def __init__(self, model: Any, position: int) -> None:
         self.model, self.position = model, position
@@ -274,7 +276,7 @@ class OtherWords:
     def __call__(self, **values: torch.Tensor) -> Any:
         return self.model(**values)
 
-    def to(self, device: Any) -> "OtherWords":
+    def to(self, device: Any) -> "OtherTokens":
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -286,13 +288,13 @@ class OtherWords:
         return continued
 
 
-def test_another_greedy_continuation_is_found(
+def test_another_greedy_continuation_fails_the_gate(
     exported: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_exported(exported.directory)
-    # the first generated token: half of a sample is its prompt
-    liar = OtherWords(model, position=49 - 24)
-    monkeypatch.setattr(export_module, "load_exported", lambda directory: liar)
+    # The first generated token: half of a sample is its prompt.
+    changed = OtherTokens(model, position=49 - 24)
+    monkeypatch.setattr(export_module, "load_exported", lambda directory: changed)
     with pytest.raises(ConversionError, match="its greedy continuation differs on 1 of 3 samples"):
         gate(exported)
 
@@ -308,7 +310,7 @@ def test_choices_closer_than_twice_the_tolerance_are_undecided(exported: Exporte
     assert (report.greedy_undecided, report.greedy_tokens) == (3, 0)
 
 
-def test_what_transformers_would_fill_in_or_drop_is_refused(exported: Exported) -> None:
+def test_missing_and_surplus_tensors_are_refused(exported: Exported) -> None:
     change_weights(
         exported.directory, lambda tensors: tensors.__delitem__("transformer.h.1.mlp.c_fc.bias")
     )

@@ -1,4 +1,4 @@
-"""Verdicts and what is written of them."""
+"""Verdict and text of the parity report."""
 
 import json
 import math
@@ -23,11 +23,11 @@ from megacore.convert.report import ParityReport, same_to_four_digits
         (0.0, 0.0, True),
     ],
 )
-def test_four_digits(value: float, reference: float, same: bool) -> None:
+def test_values_are_compared_to_four_digits(value: float, reference: float, same: bool) -> None:
     assert same_to_four_digits(value, reference) is same
 
 
-def test_a_report_passes_when_nothing_is_wrong() -> None:
+def test_a_report_without_problems_passes() -> None:
     report = ParityReport(tolerance=1e-4, samples=2, greedy_tokens=64)
     assert report.passed
     assert report.to_json()["passed"] is True

@@ -1,4 +1,4 @@
-"""What is streamed is what safetensors reads."""
+"""Streamed safetensors files, read back with safetensors."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from megacore.convert.hf.write import write_safetensors
 from megacore.errors import WorkspaceError
 
 
-def test_file_is_read_back_bitwise(tmp_path: Path) -> None:
+def test_a_file_is_read_back_bit_identically(tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
@@ -35,20 +35,20 @@ def test_file_is_read_back_bitwise(tmp_path: Path) -> None:
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
-def test_tensors_must_come_as_announced(tmp_path: Path) -> None:
+def test_tensors_must_arrive_in_the_declared_order(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="b came where a"):
         write_safetensors(tmp_path, {"a": (2,)}, [("b", torch.zeros(2))])
     with pytest.raises(AssertionError, match="nothing came where b"):
         write_safetensors(tmp_path, {"a": (2,), "b": (2,)}, [("a", torch.zeros(2))])
 
 
-def test_a_refusing_disk_is_a_workspace_error(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_workspace_error(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("/dev/full")
     with pytest.raises(WorkspaceError, match="No space left"):
         write_safetensors(tmp_path, {"a": (1 << 16,)}, [("a", torch.zeros(1 << 16))])
 
 
-def test_only_one_tensor_is_asked_for_at_a_time(tmp_path: Path) -> None:
+def test_one_tensor_is_requested_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     sizes = []
 
@@ -62,7 +62,7 @@ def test_only_one_tensor_is_asked_for_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_several_files_are_read_by_transformers_rules(tmp_path: Path, dtype: Any) -> None:
+def test_shards_have_an_index_and_stay_below_their_maximum_size(tmp_path: Path, dtype: Any) -> None:
     from safetensors.torch import load_file
 
     tensors = {f"t{number}": torch.randn(10, number + 1) for number in range(6)}
@@ -87,15 +87,18 @@ def test_several_files_are_read_by_transformers_rules(tmp_path: Path, dtype: Any
     for name, value in tensors.items():
         assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], value.to(kind))
     for path in files:
-        held = load_file(path)
-        assert len(held) == 1 or sum(value.nbytes for value in held.values()) <= 60 * kind.itemsize
+        content = load_file(path)
+        assert (
+            len(content) == 1
+            or sum(value.nbytes for value in content.values()) <= 60 * kind.itemsize
+        )
 
 
-def test_views_are_written_in_their_own_order(tmp_path: Path) -> None:
+def test_views_are_written_with_their_elements(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    whole = torch.randn(700, 900)
-    views = {"turned": whole.t(), "part": whole[:, 3:5], "empty": whole[:0]}
+    matrix = torch.randn(700, 900)
+    views = {"turned": matrix.t(), "part": matrix[:, 3:5], "empty": matrix[:0]}
     write_safetensors(
         tmp_path, {name: tuple(value.shape) for name, value in views.items()}, views.items()
     )

@@ -1,7 +1,4 @@
-"""No file that the package reads can execute anything.
-
-A malicious one of each kind is planted, and refused.
-"""
+"""Malicious files of every kind that the package reads: each is refused, and none executes code."""
 
 import io
 import json
@@ -40,7 +37,7 @@ HF_CONFIG = {
 
 
 class Payload:
-    """Makes a directory when it is unpickled."""
+    """An object that creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,22 +47,22 @@ class Payload:
 
 
 def pickled(path: Path, payload: Payload) -> None:
-    """A plain pickle, whatever the file's name."""
+    """Write a plain pickle, whatever the name of the file."""
     path.write_bytes(pickle.dumps(payload, protocol=2))
 
 
 def zipped(path: Path, payload: Payload) -> None:
-    """Torch's form, the payload beside a tensor."""
+    """Write torch's form, with the payload next to a tensor."""
     torch.save({"w": torch.ones(3), "x": payload}, path)
 
 
 def legacy(path: Path, payload: Payload) -> None:
-    """Torch's form before 1.6."""
+    """Write torch's form before version 1.6."""
     torch.save({"w": torch.ones(3), "x": payload}, path, _use_new_zipfile_serialization=False)
 
 
 def array(path: Path, payload: Payload) -> None:
-    """NumPy's form, of objects."""
+    """Write NumPy's form with an array of objects."""
     np.save(path, np.array([payload], dtype=object), allow_pickle=True)
 
 
@@ -119,7 +116,7 @@ CASES: list[tuple[str, Plant, Read]] = [
 @pytest.mark.parametrize(
     ("name", "plant", "read"), CASES, ids=[f"{case[0]}-{case[1].__name__}" for case in CASES]
 )
-def test_a_planted_file_is_refused_and_not_run(
+def test_a_malicious_file_is_refused_and_not_run(
     tmp_path: Path, name: str, plant: Plant, read: Read
 ) -> None:
     trap = tmp_path / "executed"
@@ -128,12 +125,12 @@ def test_a_planted_file_is_refused_and_not_run(
     plant(directory / name, Payload(trap))
     with pytest.raises(MegacoreError) as caught:
         read(directory)
-    assert name in str(caught.value), "the file is named"
+    assert name in str(caught.value), "the error must name the file"
     assert not trap.exists(), "the pickle was executed"
 
 
 @pytest.mark.parametrize("plant", [pickled, zipped, legacy, array])
-def test_the_payloads_would_work(tmp_path: Path, plant: Plant) -> None:
+def test_the_payloads_run_in_unsafe_readers(tmp_path: Path, plant: Plant) -> None:
     trap, path = tmp_path / "executed", tmp_path / "file.npy"
     plant(path, Payload(trap))
     if plant is pickled:
@@ -145,8 +142,8 @@ def test_the_payloads_would_work(tmp_path: Path, plant: Plant) -> None:
     assert trap.is_dir()
 
 
-def test_a_checkpoint_that_is_converted(tmp_path: Path) -> None:
-    """Conversion reads the archives of a checkpoint by a reader of its own."""
+def test_a_malicious_checkpoint_is_refused_by_conversion(tmp_path: Path) -> None:
+    """Check the separate reader that conversion uses for a checkpoint's archives."""
     trap = tmp_path / "executed"
     checkpoint = save_checkpoint(tmp_path / "root", 1, {"model.w": torch.ones(4, 3)}, {})
     (shard,) = checkpoint.glob("*.distcp")
@@ -160,8 +157,8 @@ def test_a_checkpoint_that_is_converted(tmp_path: Path) -> None:
             )
     shard.write_bytes(buffer.getvalue())
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    whole = _StorageInfo(shard.name, 0, shard.stat().st_size)
-    metadata.storage_data = dict.fromkeys(metadata.storage_data, whole)
+    archive = _StorageInfo(shard.name, 0, shard.stat().st_size)
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, archive)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(MegacoreError, match="cannot be read"):
         CheckpointTensors(checkpoint)["w"]

@@ -1,4 +1,4 @@
-"""Sampling is seeded, and goes on past the model's positions."""
+"""Sampled text of the exported model."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from megacore.convert.parity import load_exported, load_exported_tokenizer
 from tests.convert.conftest import Exported
 
 
-def test_same_seed_same_text(original: Exported, tmp_path: Path) -> None:
+def test_the_seed_determines_the_text(original: Exported, tmp_path: Path) -> None:
     loaded = load_exported(original.directory), load_exported_tokenizer(original.directory)
     path = tmp_path / "sample.txt"
     texts = [
@@ -19,7 +19,7 @@ def test_same_seed_same_text(original: Exported, tmp_path: Path) -> None:
     assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == texts[2] + "\n"
 
 
-def test_length_does_not_depend_on_positions_and_an_empty_prompt_is_a_new_document(
+def test_length_exceeds_the_positions_and_an_empty_prompt_starts_a_document(
     original: Exported, tmp_path: Path
 ) -> None:
     model, tokenizer = (

@@ -1,4 +1,4 @@
-"""A checkpoint is read by name, from any layout, one tensor's memory at a time."""
+"""Tensors of a checkpoint, read by name from any layout, one at a time."""
 
 import subprocess
 import sys
@@ -23,30 +23,32 @@ FLAT = (
     (slice(2, 3), slice(3, 4)),
     (slice(3, 9), slice(4)),
 )
-"""What two flat ranges of a tensor [9, 4] are."""
+"""Rectangles of two flat ranges of a tensor [9, 4]."""
 
 
-def shard(whole: Tensor, *corners: tuple[slice, ...]) -> TensorShard:
-    """The rectangles of a tensor, as the ranks of a layout hold them."""
+def shard(tensor: Tensor, *corners: tuple[slice, ...]) -> TensorShard:
+    """Return rectangles of a tensor like those on the ranks of a layout."""
     pieces = {
-        torch.Size([part.start or 0 for part in corner]): whole[corner].contiguous()
+        torch.Size([part.start or 0 for part in corner]): tensor[corner].contiguous()
         for corner in corners
     }
-    return TensorShard(whole.shape, whole.dtype, pieces)
+    return TensorShard(tensor.shape, tensor.dtype, pieces)
 
 
-def test_every_layout_is_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layout_is_read_without_torchs_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    whole, columns, flat = torch.randn(40, 30), torch.randn(7, 1 << 18), torch.randn(9, 4)
+    plain, columns, flat = torch.randn(40, 30), torch.randn(7, 1 << 18), torch.randn(9, 4)
     tensors = {
-        "model.whole": whole,
+        "model.whole": plain,
         "model.columns": shard(
             columns, (slice(7), slice(1 << 17)), (slice(7), slice(1 << 17, None))
         ),
         "model.flat": shard(flat, *FLAT),
         "model.scalar": torch.tensor(2.5),
-        "model.small": whole[:3].to(torch.bfloat16),
-        "optimizer.exp_avg": whole,
+        "model.small": plain[:3].to(torch.bfloat16),
+        "optimizer.exp_avg": plain,
     }
     checkpoint = save_checkpoint(tmp_path, 1, tensors, {})
 
@@ -60,22 +62,22 @@ def test_every_layout_is_read_in_place(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(load, "_BLOCK", 100)
     read = CheckpointTensors(checkpoint)
     assert set(read) == {"whole", "columns", "flat", "scalar", "small"}
-    assert torch.equal(read["whole"], whole)
+    assert torch.equal(read["whole"], plain)
     assert torch.equal(read["columns"], columns)
     assert torch.equal(read["flat"], flat)
     assert torch.equal(read["scalar"], torch.tensor(2.5))
-    assert torch.equal(read["small"], whole[:3].bfloat16().float())
+    assert torch.equal(read["small"], plain[:3].bfloat16().float())
     with pytest.raises(KeyError):
         read["optimizer.exp_avg"]
 
 
-def test_values_in_another_order_are_read(tmp_path: Path) -> None:
+def test_a_transposed_tensor_is_read(tmp_path: Path) -> None:
     turned = torch.randn(6, 4).t()
     checkpoint = save_checkpoint(tmp_path, 1, {"model.turned": turned}, {})
     assert torch.equal(CheckpointTensors(checkpoint)["turned"], turned)
 
 
-def test_only_the_files_of_a_tensor_are_read(tmp_path: Path) -> None:
+def test_only_the_archive_of_a_tensor_is_read(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(
         tmp_path, 1, {"model.first": torch.ones(3), "model.last": torch.ones(5)}, {}
     )
@@ -115,5 +117,5 @@ def test_an_export_takes_the_memory_of_its_largest_tensor(tmp_path: Path) -> Non
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert total > 2 * largest
-    # Blocks of a few megabytes come on top, which with larger tensors are part of the 10 %.
+    # Blocks of a few megabytes are added; with larger tensors they are part of the 10 %.
     assert largest < int(result.stdout) + (1 << 20) < 1.1 * largest + (6 << 20)

@@ -1,4 +1,4 @@
-"""Files of documents in every form."""
+"""Writers of document files in every supported format."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ def lines(texts: Sequence[str], key: str = "text") -> bytes:
 
 
 def write_form(path: Path, texts: Sequence[str], key: str = "text") -> Path:
-    """The texts in the form that the suffix says, parquet with two rows per row group."""
+    """Write `texts` in the format of the path's suffix; parquet gets two rows per row group."""
     match path.suffix:
         case ".gz":
             path.write_bytes(gzip.compress(lines(texts, key)))

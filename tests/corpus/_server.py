@@ -1,4 +1,4 @@
-"""A web server on the loopback interface that misbehaves as it is told."""
+"""Web server on the loopback interface with configurable faults."""
 
 import hashlib
 import re
@@ -11,30 +11,29 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Site:
-    """What the server has, and what it does."""
+    """Files and faults of the server, and the requests it received."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     breaks: list[int] = field(default_factory=list)
-    """For each of the next answers with a body: after how many bytes of it the connection is
-    cut."""
+    """Bytes of the body after which the connection is cut, for each of the next responses."""
     statuses: list[int] = field(default_factory=list)
-    """What the next answers are instead of a file."""
+    """Status codes of the next responses, which then have no body."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Sent with every answer."""
+    """Headers of every response."""
     ranges: bool = True
-    """Whether it sends parts."""
+    """True if the server supports range requests."""
     if_range: bool = True
-    """Whether it minds what If-Range says."""
+    """True if the server respects If-Range."""
     validators: bool = True
-    """Whether it says which version of a file it has."""
+    """True if the server sends the ETag of a file."""
     chunked: bool = False
-    """Whether it keeps the length to itself."""
+    """True if the server sends chunks and no length."""
     length_error: int = 0
-    """Added to the length it announces."""
+    """Error of the announced length in bytes."""
     silence: threading.Event | None = None
-    """Waited for at the end of each body, the connection open."""
+    """Event that the server waits for at the end of each body, with the connection open."""
     requests: list[dict[str, str]] = field(default_factory=list)
-    """Headers of every request, in lower case, and its path."""
+    """Lower-case headers and path of every request."""
     url: str = ""
 
     def ranges_asked(self) -> list[str | None]:
@@ -51,8 +50,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         site = self.site
-        asked = {name.lower(): value for name, value in self.headers.items()} | {"path": self.path}
-        site.requests.append(asked)
+        request = {name.lower(): value for name, value in self.headers.items()} | {
+            "path": self.path
+        }
+        site.requests.append(request)
         if site.statuses:
             self._answer(site.statuses.pop(0), b"")
             return
@@ -60,10 +61,10 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self._answer(404, b"no such file")
             return
-        if asked.get("if-none-match") == etag(content):
+        if request.get("if-none-match") == etag(content):
             self._answer(304, b"")
             return
-        start = self._start(asked, content)
+        start = self._start(request, content)
         if start is None:
             self._answer(200, content, {"ETag": etag(content)} if site.validators else {})
         elif start >= len(content):
@@ -74,13 +75,13 @@ class _Handler(BaseHTTPRequestHandler):
                 206, content[start:], part | ({"ETag": etag(content)} if site.validators else {})
             )
 
-    def _start(self, asked: dict[str, str], content: bytes) -> int | None:
-        found = re.fullmatch(r"bytes=(\d+)-", asked.get("range", ""))
-        if found is None or not self.site.ranges:
+    def _start(self, request: dict[str, str], content: bytes) -> int | None:
+        match = re.fullmatch(r"bytes=(\d+)-", request.get("range", ""))
+        if match is None or not self.site.ranges:
             return None
-        if self.site.if_range and asked.get("if-range") not in (None, etag(content)):
+        if self.site.if_range and request.get("if-range") not in (None, etag(content)):
             return None
-        return int(found[1])
+        return int(match[1])
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         site = self.site
@@ -115,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that hang up are what these tests are about."""
+        """Ignore clients that hang up: the tests provoke them."""
 
 
 @contextmanager

@@ -1,3 +1,5 @@
+"""Tests of reading documents from files in blocks."""
+
 import gzip
 import random
 import threading
@@ -34,7 +36,7 @@ def read(path: Path, block_bytes: int = 64, key: str = "text") -> tuple[list[str
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("block_bytes", BLOCK_BYTES)
-def test_every_form_yields_its_documents_in_order(
+def test_every_format_yields_its_documents_in_order(
     tmp_path: Path, suffix: str, block_bytes: int
 ) -> None:
     path = write_form(tmp_path / f"a{suffix}", TEXTS)
@@ -42,7 +44,7 @@ def test_every_form_yields_its_documents_in_order(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".big.parquet"])
-def test_blocks_are_of_the_size_that_was_asked_for(tmp_path: Path, suffix: str) -> None:
+def test_blocks_have_about_the_requested_size(tmp_path: Path, suffix: str) -> None:
     texts = [f"{number:0100}" for number in range(80_000)]
     path = write_form(tmp_path / f"a{suffix}", [] if suffix == ".big.parquet" else texts)
     if suffix == ".big.parquet":
@@ -66,7 +68,7 @@ def test_blocks_are_of_the_size_that_was_asked_for(tmp_path: Path, suffix: str) 
         b'{"text": "a", "title": "\\ud800"}\n{"n": 123456789012345678901234567890, "text": "b"}\n',
     ],
 )
-def test_line_ends_and_what_python_writes_beyond_json_are_taken(
+def test_line_ends_byte_order_marks_and_pythons_json_extensions_are_accepted(
     tmp_path: Path, suffix: str, content: bytes
 ) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
@@ -97,7 +99,9 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_bad_line_is_named_and_the_others_are_read(tmp_path: Path, bad: bytes, suffix: str) -> None:
+def test_a_bad_line_is_reported_and_the_others_are_read(
+    tmp_path: Path, bad: bytes, suffix: str
+) -> None:
     content = lines(["a", "b"]) + bad + b"\n" + lines(["c"]) + bad + b"\n" + lines(["d"])
     path = tmp_path / f"x{suffix}"
     path.write_bytes(
@@ -114,18 +118,18 @@ def test_bad_line_is_named_and_the_others_are_read(tmp_path: Path, bad: bytes, s
     assert [problem.position for problem in read(path, 1 << 20)[1]] == [2, 3]
 
 
-def test_line_numbers_of_a_segment_that_starts_later_are_those_of_the_file(tmp_path: Path) -> None:
+def test_line_numbers_of_a_later_segment_count_from_the_start_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n{\n{"text": "c"}')
     blocks = list(read_blocks([Segment(str(path), "text", start=15)], 16))
-    # Whichever block is asked first.
+    # The line numbers do not depend on the order in which the blocks are parsed.
     for block in [*blocks, *reversed(blocks)]:
         assert [bad.line for bad in block.texts()[1]] == ([4] if block is blocks[0] else [])
     (block,) = read_blocks([Segment(str(path), "text", start=14, stop=15)], 100)
     assert [bad.line for bad in block.texts()[1]] == [2]
 
 
-def test_rows_without_text_are_bad_rows(tmp_path: Path) -> None:
+def test_null_and_non_utf8_rows_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     broken = pa.StringArray.from_buffers(
         5,
@@ -147,7 +151,7 @@ def test_rows_without_text_are_bad_rows(tmp_path: Path) -> None:
         ]
 
 
-def test_parquet_types_of_text_are_read_and_others_refused(tmp_path: Path) -> None:
+def test_string_columns_of_parquet_are_read_and_others_refused(tmp_path: Path) -> None:
     for number, kind in enumerate(
         (pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()))
     ):
@@ -165,7 +169,7 @@ def test_parquet_types_of_text_are_read_and_others_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
-def test_several_frames_follow_each_other(tmp_path: Path, suffix: str) -> None:
+def test_concatenated_compressed_frames_are_read(tmp_path: Path, suffix: str) -> None:
     compress = {".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix]
     content = lines(TEXTS)
     path = tmp_path / f"a{suffix}"
@@ -175,7 +179,7 @@ def test_several_frames_follow_each_other(tmp_path: Path, suffix: str) -> None:
     assert read(path) == (TEXTS, [])
 
 
-def test_padding_and_skippable_frames_are_passed_over(tmp_path: Path) -> None:
+def test_padding_and_skippable_frames_are_skipped(tmp_path: Path) -> None:
     content = lines(TEXTS)
     (tmp_path / "a.gz").write_bytes(
         gzip.compress(content) + bytes(100_000) + gzip.compress(content) + bytes(10)
@@ -187,28 +191,30 @@ def test_padding_and_skippable_frames_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
-def test_truncated_and_damaged_files_are_named(tmp_path: Path, suffix: str) -> None:
+def test_truncated_and_damaged_files_are_refused_with_their_name(
+    tmp_path: Path, suffix: str
+) -> None:
     path = write_form(
         tmp_path / f"a{suffix}", [f"text {number * 7919 % 1000}" for number in range(5000)]
     )
-    whole = path.read_bytes()
-    for size in (0, 1, 5, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
+    content = path.read_bytes()
+    for size in (0, 1, 5, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
         with pytest.raises(
             DataFormatError, match=rf"a{suffix} (ends in the middle|is a damaged|does not begin)"
         ):
             read(path)
-    for place in range(40, len(whole) - 100, len(whole) // 7):
-        path.write_bytes(whole[:place] + bytes(90) + whole[place + 90 :])
+    for place in range(40, len(content) - 100, len(content) // 7):
+        path.write_bytes(content[:place] + bytes(90) + content[place + 90 :])
         try:
             texts, bad = read(path)
         except DataFormatError as error:
-            assert str(path) in str(error)  # noqa: PT017 (not every damage can be seen)
+            assert str(path) in str(error)  # noqa: PT017 (not every damage is detectable)
         else:
             assert suffix == ".parquet" or len(texts) + len(bad) == 5000
 
 
-def test_damaged_checksum_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     for suffix, compress in {
         ".gz": gzip.compress,
         ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
@@ -220,7 +226,7 @@ def test_damaged_checksum_is_refused(tmp_path: Path) -> None:
             read(tmp_path / f"a{suffix}")
 
 
-def test_the_form_is_told_from_the_content(tmp_path: Path) -> None:
+def test_the_format_is_detected_from_the_content(tmp_path: Path) -> None:
     for suffix in SUFFIXES:
         path = write_form(tmp_path / f"a{suffix}", TEXTS)
         renamed = path.rename(tmp_path / f"part{len(suffix)}")
@@ -235,7 +241,7 @@ def test_the_form_is_told_from_the_content(tmp_path: Path) -> None:
         read(tmp_path / "a.jsonl.xz")
 
 
-def test_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_during_reading_is_refused(tmp_path: Path) -> None:
     path = write_form(tmp_path / "a.jsonl", ["x" * 100_000] * 10)
     blocks = read_blocks(jsonl_segments([path], "text"), 200_000)
     next(blocks)
@@ -253,7 +259,7 @@ def test_missing_files_and_directories_are_refused(tmp_path: Path) -> None:
             list(read_blocks([Segment(str(path), "text")], 100))
 
 
-def test_memory_does_not_grow_with_what_a_file_expands_to(tmp_path: Path) -> None:
+def test_block_size_is_bounded_for_highly_compressed_files(tmp_path: Path) -> None:
     line = lines(["z" * 1000])
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard.compress(line * 100_000))
@@ -263,7 +269,7 @@ def test_memory_does_not_grow_with_what_a_file_expands_to(tmp_path: Path) -> Non
     assert max(sizes) < 3 << 20
 
 
-def test_blocks_are_parsed_in_any_thread(tmp_path: Path) -> None:
+def test_threads_parse_blocks_with_correct_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
         b"".join(
@@ -271,35 +277,35 @@ def test_blocks_are_parsed_in_any_thread(tmp_path: Path) -> None:
         )
     )
     blocks = list(read_blocks(jsonl_segments([path], "text"), 100))
-    found: dict[int, int] = {}
+    reports_by_line: dict[int, int] = {}
 
     def work(part: list) -> None:
         for block in part:
             for bad in block.texts()[1]:
-                found[bad.line] = found.get(bad.line, 0) + 1
+                reports_by_line[bad.line] = reports_by_line.get(bad.line, 0) + 1
 
     threads = [threading.Thread(target=work, args=(blocks[start::4],)) for start in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {4 * number + 2: 1 for number in range(333)}
+    assert reports_by_line == {4 * number + 2: 1 for number in range(333)}
 
 
-def test_texts_of_a_corpus_stop_at_a_bad_line_or_pass_it_over(tmp_path: Path) -> None:
+def test_iterate_texts_stops_at_a_bad_line_or_skips_it(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path) as writer:
         for text in TEXTS:
             writer.add(text, "here")
     assert list(iterate_texts(tmp_path)) == TEXTS
     with open(tmp_path / "corpus.jsonl", "ab") as file:
         file.write(b"\n" + lines(["more"]))
-    seen = []
+    texts = []
     with pytest.raises(DataFormatError, match=r"corpus\.jsonl:7 is blank"):
-        seen.extend(iterate_texts(tmp_path))
+        texts.extend(iterate_texts(tmp_path))
     assert list(iterate_texts(tmp_path, skip_bad_lines=True)) == [*TEXTS, "more"]
 
 
-def test_bad_lines_found_out_of_order_cost_one_pass_over_the_file(
+def test_bad_lines_in_random_block_order_do_not_rescan_the_file_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.jsonl"
@@ -311,11 +317,11 @@ def test_bad_lines_found_out_of_order_cost_one_pass_over_the_file(
         return count_newlines(path, start, stop)
 
     monkeypatch.setattr(blocks, "count_newlines", count)
-    read = list(read_blocks([Segment(str(path), "text")], 1000))
-    shuffled = list(enumerate(read))
+    parsed = list(read_blocks([Segment(str(path), "text")], 1000))
+    shuffled = list(enumerate(parsed))
     random.Random(1).shuffle(shuffled)
-    found = {number: [line.line for line in block.texts()[1]] for number, block in shuffled}
-    assert [line for number in range(len(read)) for line in found[number]] == list(
+    bad_lines = {number: [line.line for line in block.texts()[1]] for number, block in shuffled}
+    assert [line for number in range(len(parsed)) for line in bad_lines[number]] == list(
         range(2, 4001, 2)
     )
     assert sum(counted) < 10 * path.stat().st_size

@@ -1,7 +1,4 @@
-"""Whatever the documents, the ends of lines, the blocks and the shards.
-
-Each document comes once, in order.
-"""
+"""Property tests of blocks and shards: each document is read exactly once, in order."""
 
 import gzip
 import itertools
@@ -37,15 +34,15 @@ BAD = st.sampled_from(
 END = st.sampled_from([b"\n", b"\r\n"])
 LINE = st.tuples(st.one_of(TEXT, TEXT, BAD), END)
 FILE = st.tuples(st.lists(LINE, max_size=12), st.booleans(), st.booleans())
-"""Lines, whether the last one has an end, and whether a byte order mark comes first."""
+"""Lines, True if the last one has a line end, True if the file has a byte order mark."""
 COMPRESS = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}
-Found = tuple[list[str], list[tuple[str, int]]]
+TextsAndBadLines = tuple[list[str], list[tuple[str, int]]]
 
 
 def encode(
     lines: Sequence[tuple[str | bytes, bytes]], ended: bool, bom: bool, escape: bool
 ) -> tuple[bytes, list]:
-    """A file's content, and its lines as they must be found."""
+    """Return the content of a file and the lines that a reader must find in it."""
     raw = [
         value
         if isinstance(value, bytes)
@@ -53,15 +50,16 @@ def encode(
         for value, _ in lines
     ]
     content = b"".join(line + end for line, (_, end) in zip(raw, lines, strict=True))
-    found = [value for value, _ in lines]
+    expected = [value for value, _ in lines]
     if lines and not ended:
         content = content.removesuffix(lines[-1][1])
-        found = found if raw[-1] else found[:-1]  # nothing after the last line end is no line
-    return (b"\xef\xbb\xbf" if bom else b"") + content, found
+        # An empty rest after the last line end is not a line.
+        expected = expected if raw[-1] else expected[:-1]
+    return (b"\xef\xbb\xbf" if bom else b"") + content, expected
 
 
-def read(parts: Sequence[Segment], block_bytes: int) -> Found:
-    """The texts, and file and number of each bad line."""
+def read(parts: Sequence[Segment], block_bytes: int) -> TextsAndBadLines:
+    """Return the texts, and file and number of each bad line."""
     texts: list[str] = []
     bad: list[tuple[str, int]] = []
     for block in read_blocks(parts, block_bytes):
@@ -84,36 +82,38 @@ def read(parts: Sequence[Segment], block_bytes: int) -> Found:
     block_bytes=st.integers(1, 200),
     shard_bytes=st.integers(1, 300),
 )
-def test_lines_of_any_kind(files: list, escape: bool, block_bytes: int, shard_bytes: int) -> None:
+def test_any_lines_are_read_once_in_blocks_and_shards(
+    files: list, escape: bool, block_bytes: int, shard_bytes: int
+) -> None:
     with TemporaryDirectory() as folder:
         paths, expected = [], ([], [])
         for number, ((lines, ended, bom), suffix) in enumerate(files):
-            content, found = encode(lines, ended, bom, escape)
+            content, values = encode(lines, ended, bom, escape)
             paths.append(Path(folder, f"{number}{suffix}"))
             paths[-1].write_bytes(COMPRESS[suffix](content))
-            assert count_documents(paths[-1], "text") == len(found)
-            expected[0].extend(value for value in found if isinstance(value, str))
-            bad = [line for line, value in enumerate(found, 1) if isinstance(value, bytes)]
+            assert count_documents(paths[-1], "text") == len(values)
+            expected[0].extend(value for value in values if isinstance(value, str))
+            bad = [line for line, value in enumerate(values, 1) if isinstance(value, bytes)]
             expected[1].extend((str(paths[-1]), line) for line in bad)
-        whole = jsonl_segments(paths, "text")
-        assert read(whole, block_bytes) == expected
-        shards = divide(whole, shard_bytes)
+        segments = jsonl_segments(paths, "text")
+        assert read(segments, block_bytes) == expected
+        shards = divide(segments, shard_bytes)
         assert read([part for shard in shards for part in shard], block_bytes) == expected
         parts = [read(shard, block_bytes) for shard in shards]
         assert (
             [text for texts, _ in parts for text in texts],
             [line for _, bad in parts for line in bad],
         ) == expected
-        assert_contiguous(whole, [part for shard in shards for part in shard])
+        assert_contiguous(segments, [part for shard in shards for part in shard])
 
 
-def assert_contiguous(whole: Sequence[Segment], parts: Sequence[Segment]) -> None:
-    """The parts of each file follow each other, and their first lines are those of the file."""
-    for segment in whole:
-        own = [part for part in parts if part.path == segment.path]
-        assert own[0].start == 0
-        assert own[-1].stop is None
-        for before, after in itertools.pairwise(own):
+def assert_contiguous(segments: Sequence[Segment], parts: Sequence[Segment]) -> None:
+    """Check that the parts of each file are contiguous and begin at the right line numbers."""
+    for segment in segments:
+        file_parts = [part for part in parts if part.path == segment.path]
+        assert file_parts[0].start == 0
+        assert file_parts[-1].stop is None
+        for before, after in itertools.pairwise(file_parts):
             assert before.stop == after.start
             content = Path(segment.path).read_bytes()
             assert content[after.start - 1 : after.start] == b"\n"
@@ -127,15 +127,15 @@ def assert_contiguous(whole: Sequence[Segment], parts: Sequence[Segment]) -> Non
     block_bytes=st.integers(1, 300),
     shard_bytes=st.integers(1, 300),
 )
-def test_rows_of_any_kind(
+def test_any_parquet_rows_are_read_once_in_blocks_and_shards(
     rows: list[str | None], group: int, block_bytes: int, shard_bytes: int
 ) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "a.parquet")
         pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), path, row_group_size=group)
-        whole = jsonl_segments([path], "text")
-        shards = divide(whole, shard_bytes)
-        for parts in (whole, [part for shard in shards for part in shard]):
+        segments = jsonl_segments([path], "text")
+        shards = divide(segments, shard_bytes)
+        for parts in (segments, [part for shard in shards for part in shard]):
             texts, bad = [], []
             for block in read_blocks(parts, block_bytes):
                 good, problems = block.texts()

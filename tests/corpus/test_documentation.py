@@ -1,4 +1,4 @@
-"""The examples of docs/sources.md are sources."""
+"""Tests of the examples in docs/sources.md."""
 
 import re
 from pathlib import Path
@@ -19,20 +19,20 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example["kind"])
-def test_example_is_a_source(example: dict[str, Any]) -> None:
+def test_each_example_is_a_valid_source(example: dict[str, Any]) -> None:
     source = TypeAdapter(Source).validate_python(example)
     if source.kind == "http":
         assert fingerprint(source)["files"][0][0] == example["files"][0]["url"]
 
 
-def test_every_kind_has_an_example() -> None:
+def test_every_kind_of_source_has_an_example() -> None:
     union = get_args(get_args(Source)[0])
     kinds = {get_args(section.model_fields["kind"].annotation)[0] for section in union}
     assert {example["kind"] for example in EXAMPLES} == kinds
     assert len(kinds) == 6
 
 
-def test_suffixes_are_all_named() -> None:
+def test_every_suffix_is_documented() -> None:
     text = PAGE.read_text()
     assert all(
         f"`.{part}`" in text for suffix in TEXT_SUFFIXES for part in suffix.strip(".").split(".")

@@ -1,3 +1,5 @@
+"""Tests of downloading one file: resuming, versions, digests and errors."""
+
 import errno
 import hashlib
 import io
@@ -16,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.corpus import fetch as module
-from megacore.corpus import fetch as progress
+from megacore.corpus import fetch as fetch_module
 from megacore.corpus.fetch import Patience, fetch
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
 from tests.corpus._server import Site, etag, serve
@@ -39,7 +40,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "cache" / "a.jsonl"
 
 
-def get(site: Site, target: Path, sha256: str | None = SHA256) -> module.Version:
+def fetch_file(site: Site, target: Path, sha256: str | None = SHA256) -> fetch_module.Version:
     return fetch(f"{site.url}/a.jsonl", sha256, target, QUICK)
 
 
@@ -47,17 +48,17 @@ def names(target: Path) -> set[str]:
     return {path.name for path in target.parent.iterdir() if not path.name.startswith(".")}
 
 
-def test_whole_file_comes_and_nothing_else_is_left(site: Site, target: Path) -> None:
-    version = get(site, target)
+def test_a_download_leaves_only_the_file_and_its_record(site: Site, target: Path) -> None:
+    version = fetch_file(site, target)
     assert (version.sha256, version.size) == (SHA256, len(CONTENT))
     assert target.read_bytes() == CONTENT
     assert names(target) == {"a.jsonl", "a.jsonl.json"}
     assert site.requests[0]["accept-encoding"] == "identity"
 
 
-def test_broken_download_goes_on_where_it_was(site: Site, target: Path) -> None:
+def test_an_interrupted_download_resumes_at_the_last_byte(site: Site, target: Path) -> None:
     site.breaks = [3 << 20, 1 << 20, 100_000, 5]
-    assert get(site, target).sha256 == SHA256
+    assert fetch_file(site, target).sha256 == SHA256
     assert target.read_bytes() == CONTENT
     assert site.ranges_asked() == [
         None,
@@ -69,8 +70,8 @@ def test_broken_download_goes_on_where_it_was(site: Site, target: Path) -> None:
     assert site.requests[1]["if-range"] == etag(CONTENT)
 
 
-def test_next_process_goes_on_where_the_last_was_killed(site: Site, target: Path) -> None:
-    """A real process, killed while the server lets it wait for the rest."""
+def test_the_next_process_resumes_the_download_of_a_killed_one(site: Site, target: Path) -> None:
+    # The process is killed during its wait before the second attempt.
     site.breaks = [2 << 20]
     script = (
         "import sys, time; from pathlib import Path; from megacore.corpus import fetch\n"
@@ -85,118 +86,127 @@ def test_next_process_goes_on_where_the_last_was_killed(site: Site, target: Path
     process.kill()
     process.communicate()
     assert names(target) == {"a.jsonl.part", "a.jsonl.part.json"}
-    assert get(site, target, None).sha256 == SHA256
+    assert fetch_file(site, target, None).sha256 == SHA256
     assert site.ranges_asked() == [None, f"bytes={2 << 20}-"]
     assert names(target) == {"a.jsonl", "a.jsonl.json"}
 
 
 @pytest.mark.parametrize("values", [{"ranges": False}, {"validators": False}, {"chunked": True}])
-def test_server_that_cannot_go_on_sends_all_again(
+def test_a_server_without_ranges_validators_or_length_sends_the_file_again(
     site: Site, target: Path, values: dict[str, bool]
 ) -> None:
     for name, value in values.items():
         setattr(site, name, value)
     site.breaks = [3 << 20, 10]
-    assert get(site, target).sha256 == SHA256
+    assert fetch_file(site, target).sha256 == SHA256
     assert target.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("if_range", [True, False])
 @pytest.mark.parametrize("sha256", [True, False])
-def test_content_that_changed_meanwhile_is_never_mixed(
+def test_old_and_new_content_are_never_mixed(
     site: Site, target: Path, if_range: bool, sha256: bool
 ) -> None:
     site.breaks, site.if_range = [1 << 20, 10, 10, 10], if_range
     with pytest.raises(DownloadError, match=r"failed 3 times in a row .* 1048606 bytes are there"):
-        get(site, target)
+        fetch_file(site, target)
     changed = bytes(reversed(CONTENT))
     site.files["/a.jsonl"] = changed
     digest = hashlib.sha256(changed).hexdigest()
-    assert get(site, target, digest if sha256 else None).sha256 == digest
+    assert fetch_file(site, target, digest if sha256 else None).sha256 == digest
     assert target.read_bytes() == changed
 
 
-def test_content_that_became_shorter_is_fetched_anew(site: Site, target: Path) -> None:
+def test_content_that_became_shorter_is_fetched_again(site: Site, target: Path) -> None:
     site.breaks, site.if_range = [4 << 20, 1, 1, 1], False
     with pytest.raises(DownloadError):
-        get(site, target)
+        fetch_file(site, target)
     site.files["/a.jsonl"] = b"short"
-    assert get(site, target, None).size == 5
+    assert fetch_file(site, target, None).size == 5
 
 
-def test_wrong_digest_names_both_and_leaves_nothing(site: Site, target: Path) -> None:
+def test_a_wrong_digest_is_refused_and_leaves_no_file(site: Site, target: Path) -> None:
     wrong = "0" * 64
     with pytest.raises(
         DataFormatError,
         match=rf"/a\.jsonl has the sha256 {SHA256}, not {wrong} as data\.source says",
     ):
-        get(site, target, wrong)
+        fetch_file(site, target, wrong)
     assert names(target) == set()
     assert len(site.requests) == 1
 
 
-def test_file_with_the_right_digest_is_not_asked_for_again(site: Site, target: Path) -> None:
-    get(site, target)
-    assert get(site, target).sha256 == SHA256
+def test_a_file_with_the_right_digest_is_not_requested_again(site: Site, target: Path) -> None:
+    fetch_file(site, target)
+    assert fetch_file(site, target).sha256 == SHA256
     assert len(site.requests) == 1
-    # But its bytes are read, not believed.
+    # The digest is computed from the file's bytes again.
     target.write_bytes(CONTENT[:-1] + b"?")
-    assert get(site, target).sha256 == SHA256
+    assert fetch_file(site, target).sha256 == SHA256
     assert target.read_bytes() == CONTENT
     assert len(site.requests) == 2
 
 
-def test_file_without_a_digest_is_taken_as_long_as_the_server_has_it(
-    site: Site, target: Path
-) -> None:
-    get(site, target, None)
+def test_a_file_without_a_digest_is_revalidated_with_the_server(site: Site, target: Path) -> None:
+    fetch_file(site, target, None)
     before = target.stat().st_ino
-    assert get(site, target, None).sha256 == SHA256
+    assert fetch_file(site, target, None).sha256 == SHA256
     assert site.requests[1]["if-none-match"] == etag(CONTENT)
     assert target.stat().st_ino == before
     assert names(target) == {"a.jsonl", "a.jsonl.json"}
     linked = target.with_name("linked")
     os.link(target, linked)
     site.files["/a.jsonl"] = b"new"
-    assert get(site, target, None).size == 3
+    assert fetch_file(site, target, None).size == 3
     assert (target.read_bytes(), linked.read_bytes()) == (b"new", CONTENT)
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_passing_trouble_of_the_server_is_waited_for(site: Site, target: Path, status: int) -> None:
+def test_a_temporary_server_error_is_retried(site: Site, target: Path, status: int) -> None:
     site.statuses, site.headers = [status, status], {"Retry-After": "3600"}
     started = time.monotonic()
-    assert get(site, target).sha256 == SHA256
-    assert 0.1 <= time.monotonic() - started < 5  # longest_wait, twice
+    assert fetch_file(site, target).sha256 == SHA256
+    assert 0.1 <= time.monotonic() - started < 5  # at least two waits of longest_wait
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_persistent_server_error_fails_after_the_attempts(
+    site: Site, target: Path, status: int
+) -> None:
     site.statuses = [status] * 3
-    shutil.rmtree(target.parent)
     with pytest.raises(
         DownloadError, match=rf"failed 3 times in a row \(the server answered {status}"
     ) as caught:
-        get(site, target)
+        fetch_file(site, target)
     assert caught.value.retryable
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 410, 304])
-def test_refusal_is_final(site: Site, target: Path, status: int) -> None:
+def test_a_client_error_is_not_retried(site: Site, target: Path, status: int) -> None:
     site.statuses = [status]
     with pytest.raises(
         DataFormatError,
         match=rf"/a\.jsonl answered {status} \w.* instead of a file: check data\.source",
     ):
-        get(site, target)
+        fetch_file(site, target)
     assert len(site.requests) == 1
     assert names(target) == set()
 
 
-def test_redirection_is_followed_and_a_circle_refused(site: Site, target: Path) -> None:
+def test_a_redirect_is_followed(site: Site, target: Path) -> None:
     site.statuses, site.headers = [302], {"Location": f"{site.url}/a.jsonl"}
-    assert get(site, target).sha256 == SHA256
-    site.statuses = [302] * 50
+    assert fetch_file(site, target).sha256 == SHA256
+
+
+def test_a_loop_of_redirects_is_refused(site: Site, target: Path) -> None:
+    site.statuses, site.headers = [302] * 50, {"Location": f"{site.url}/a.jsonl"}
     with pytest.raises(
         DataFormatError, match="cannot be downloaded: Exceeded maximum allowed redirects"
     ):
         fetch(f"{site.url}/b.jsonl", None, target.with_name("b"), QUICK)
+
+
+def test_a_redirect_to_another_protocol_is_refused(site: Site, target: Path) -> None:
     site.statuses, site.headers = [302], {"Location": "ftp://127.0.0.1/a.jsonl"}
     with pytest.raises(
         DataFormatError, match="cannot be downloaded: Request URL has an unsupported protocol"
@@ -204,7 +214,7 @@ def test_redirection_is_followed_and_a_circle_refused(site: Site, target: Path) 
         fetch(f"{site.url}/c.jsonl", None, target.with_name("c"), QUICK)
 
 
-def test_server_that_is_not_there_is_given_up_soon(target: Path) -> None:
+def test_a_refused_connection_fails_soon(target: Path) -> None:
     with serve() as site:
         url = site.url
     started = time.monotonic()
@@ -213,7 +223,7 @@ def test_server_that_is_not_there_is_given_up_soon(target: Path) -> None:
     assert time.monotonic() - started < 5
 
 
-def test_server_that_falls_silent_is_given_up(site: Site, target: Path) -> None:
+def test_a_silent_server_fails_after_the_read_timeout(site: Site, target: Path) -> None:
     site.length_error, site.silence = 10, threading.Event()
     site.files["/a.jsonl"] = b"x" * 1000
     with pytest.raises(
@@ -224,43 +234,49 @@ def test_server_that_falls_silent_is_given_up(site: Site, target: Path) -> None:
     assert not target.exists()
 
 
-def test_length_that_is_too_short_shows_in_the_digest(site: Site, target: Path) -> None:
+def test_a_length_that_is_too_short_fails_the_digest_check(site: Site, target: Path) -> None:
     site.length_error = -1
     with pytest.raises(DataFormatError, match="has the sha256"):
-        get(site, target)
+        fetch_file(site, target)
 
 
-def test_server_that_always_begins_anew_is_given_up(site: Site, target: Path) -> None:
+def test_a_server_that_always_restarts_the_file_fails_after_the_attempts(
+    site: Site, target: Path
+) -> None:
     site.ranges, site.breaks = False, [2 << 20] * 100
     with pytest.raises(DownloadError, match="failed 3 times in a row"):
-        get(site, target)
+        fetch_file(site, target)
     assert len(site.requests) == 4
 
 
-def test_full_disk_is_refused_before_and_while_it_happens(
+def test_too_little_free_disk_is_refused_before_the_download(
     site: Site, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil._ntuple_diskusage(10**9, 10**9, 1 << 20)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(fetch_module.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(
-        WorkspaceError, match=r"a\.jsonl\.part: 5242880 bytes are to come and 1048576 are free"
+        WorkspaceError,
+        match=r"a\.jsonl\.part: 5242880 bytes are still to be downloaded and 1048576",
     ):
-        get(site, target)
-    monkeypatch.undo()
+        fetch_file(site, target)
 
+
+def test_a_full_disk_during_the_download_is_refused_and_the_next_attempt_succeeds(
+    site: Site, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Full:
         def __init__(self, *_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
 
-    monkeypatch.setattr(module, "write_json", Full)
+    monkeypatch.setattr(fetch_module, "write_json", Full)
     with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
-        get(site, target)
+        fetch_file(site, target)
     monkeypatch.undo()
-    assert get(site, target).sha256 == SHA256
+    assert fetch_file(site, target).sha256 == SHA256
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_full_disk_keeps_a_part_only_of_what_is_known_to_fit(
+def test_a_full_disk_keeps_the_partial_file_only_if_the_length_is_known(
     site: Site, target: Path, monkeypatch: pytest.MonkeyPatch, chunked: bool
 ) -> None:
     class Full(io.FileIO):
@@ -269,20 +285,22 @@ def test_full_disk_keeps_a_part_only_of_what_is_known_to_fit(
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(data)
 
-    monkeypatch.setattr(module, "open", lambda path, mode, **_: Full(path, mode), raising=False)
+    monkeypatch.setattr(
+        fetch_module, "open", lambda path, mode, **_: Full(path, mode), raising=False
+    )
     site.chunked = chunked
     with pytest.raises(
         WorkspaceError,
         match=r"cannot write .*a\.jsonl\.part: No space left on device: free some space",
     ):
-        get(site, target)
+        fetch_file(site, target)
     assert target.with_name("a.jsonl.part").exists() != chunked
     monkeypatch.undo()
-    assert get(site, target).sha256 == SHA256
+    assert fetch_file(site, target).sha256 == SHA256
 
 
-def test_two_at_once_fetch_it_once(site: Site, target: Path) -> None:
-    threads = [threading.Thread(target=get, args=(site, target)) for _ in range(4)]
+def test_concurrent_downloads_fetch_the_file_once(site: Site, target: Path) -> None:
+    threads = [threading.Thread(target=fetch_file, args=(site, target)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -292,12 +310,12 @@ def test_two_at_once_fetch_it_once(site: Site, target: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://host:x/a", "http://[::1/a", "http://a\tb/c"])
-def test_what_is_no_address_is_refused(target: Path, url: str) -> None:
+def test_an_invalid_url_is_refused(target: Path, url: str) -> None:
     with pytest.raises(DataFormatError, match=r"is no address .*: check data\.source"):
         fetch(url, None, target, QUICK)
 
 
-def test_password_is_not_written_anywhere(
+def test_a_password_is_not_logged_or_stored(
     site: Site, target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = site.url.replace("//", "//me:a@secret@") + "/a.jsonl"
@@ -312,32 +330,32 @@ def test_password_is_not_written_anywhere(
     assert "secret" not in str(caught.value)
 
 
-def test_empty_file_comes(site: Site, target: Path) -> None:
+def test_an_empty_file_is_downloaded(site: Site, target: Path) -> None:
     site.files["/a.jsonl"] = b""
-    assert get(site, target, None).size == 0
+    assert fetch_file(site, target, None).size == 0
     assert target.read_bytes() == b""
 
 
-def test_damaged_notes_are_no_obstacle(site: Site, target: Path) -> None:
+def test_damaged_download_records_are_ignored(site: Site, target: Path) -> None:
     target.parent.mkdir(parents=True)
-    for about in (
+    for record in (
         "",
         "[]",
         '{"url": 1}',
         json.dumps({"url": f"{site.url}/a.jsonl", "etag": "x", "size": 3}),
     ):
         (target.parent / "a.jsonl.part").write_bytes(b"garbage")
-        (target.parent / "a.jsonl.part.json").write_text(about)
-        (target.parent / "a.jsonl.json").write_text(about)
-        assert get(site, target, None).sha256 == SHA256
+        (target.parent / "a.jsonl.part.json").write_text(record)
+        (target.parent / "a.jsonl.json").write_text(record)
+        assert fetch_file(site, target, None).sha256 == SHA256
 
 
-def test_progress_is_logged_where_there_is_no_terminal(
+def test_progress_is_logged_without_a_terminal(
     site: Site, target: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(fetch_module, "_LOG_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "megacore.corpus"):
-        get(site, target)
+        fetch_file(site, target)
     assert caplog.messages[-1].startswith("a.jsonl: 5.2 of 5.2 MB after ")
     assert len(caplog.messages) > 2
 
@@ -346,7 +364,7 @@ def test_progress_is_a_bar_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress.download_progress("a[b].jsonl") as report:
+    with fetch_module.download_progress("a[b].jsonl") as report:
         report(10, None)
         report(1_000_000, 2_000_000)
     shown = capsys.readouterr().err

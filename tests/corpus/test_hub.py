@@ -1,3 +1,5 @@
+"""Tests of sources on the Hugging Face hub."""
+
 import errno
 import json
 import os
@@ -46,29 +48,29 @@ def test_rows_of_local_parquet_become_documents(
         ({"split": "test"}, r"cannot be loaded: (Bad split: test|Unknown split \"test\")"),
     ],
 )
-def test_wrong_split_or_column_is_named(
+def test_a_wrong_split_or_column_is_refused_with_its_name(
     dataset: Path, tmp_path: Path, values: dict, message: str, streaming: bool
 ) -> None:
     with pytest.raises(DataFormatError, match=message):
         collect(source(dataset, streaming=streaming, **values), tmp_path / "out")
 
 
-def test_missing_directory_is_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(DataFormatError, match="cannot be loaded: Couldn't find any data file"):
         collect(source(tmp_path / "none"), tmp_path / "out")
 
 
-def test_lost_connection_is_retryable_and_the_cache_stays_in_place(
+def test_a_lost_connection_is_retryable_and_the_cache_setting_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
     from huggingface_hub import constants
 
-    before, seen = constants.HF_HUB_CACHE, {}
+    before, cache_directories = constants.HF_HUB_CACHE, {}
 
     def unreachable(*_: object, cache_dir: str, **__: object) -> None:
-        seen.update(datasets=cache_dir, hub=constants.HF_HUB_CACHE)
+        cache_directories.update(datasets=cache_dir, hub=constants.HF_HUB_CACHE)
         raise ConnectionError("Couldn't reach the Hub.\nDetails")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
@@ -78,22 +80,24 @@ def test_lost_connection_is_retryable_and_the_cache_stays_in_place(
     ) as caught:
         collect(source(Path("owner/name")), tmp_path / "out")
     assert caught.value.retryable
-    assert seen == {name: str(tmp_path / ".huggingface" / name) for name in ("datasets", "hub")}
+    assert cache_directories == {
+        name: str(tmp_path / ".huggingface" / name) for name in ("datasets", "hub")
+    }
     assert before == constants.HF_HUB_CACHE
 
 
-def test_fingerprint_of_a_local_copy_follows_its_files(dataset: Path) -> None:
+def test_fingerprint_of_a_local_dataset_depends_on_its_files(dataset: Path) -> None:
     before = fingerprint(source(dataset))
     (dataset / "train-00001.parquet").unlink()
     assert fingerprint(source(dataset)) != before
     assert fingerprint(source(dataset, revision="abc"))["revision"] == "abc"
 
 
-def test_whether_rows_are_streamed_is_no_part_of_the_identity(dataset: Path) -> None:
+def test_fingerprint_does_not_depend_on_streaming(dataset: Path) -> None:
     assert fingerprint(source(dataset, streaming=False)) == fingerprint(source(dataset))
 
 
-def test_full_disk_is_told_from_a_damaged_data_set(
+def test_a_full_disk_is_a_workspace_error(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets

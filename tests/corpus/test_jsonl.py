@@ -1,3 +1,5 @@
+"""Tests of local JSON Lines sources."""
+
 import gzip
 import os
 from pathlib import Path
@@ -30,9 +32,9 @@ def files(tmp_path: Path) -> Path:
     return folder
 
 
-def test_files_are_referred_to_in_the_given_order(files: Path, tmp_path: Path) -> None:
-    given = source(files / "b.jsonl", files / "[ac].jsonl")
-    assert collect(given, tmp_path / "out") == {
+def test_files_are_referenced_in_the_configured_order(files: Path, tmp_path: Path) -> None:
+    jsonl_source = source(files / "b.jsonl", files / "[ac].jsonl")
+    assert collect(jsonl_source, tmp_path / "out") == {
         "documents": 3,
         "files": 3,
         "skipped_files": 0,
@@ -42,14 +44,14 @@ def test_files_are_referred_to_in_the_given_order(files: Path, tmp_path: Path) -
     assert list(iterate_texts(tmp_path / "out")) == ["one", "two\n", "three"]
 
 
-def test_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:
-    given = source(files / "a.jsonl")
-    before = fingerprint(given)
-    collect(given, tmp_path / "out")
+def test_a_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:
+    jsonl_source = source(files / "a.jsonl")
+    before = fingerprint(jsonl_source)
+    collect(jsonl_source, tmp_path / "out")
     assert read_sources(tmp_path / "out") is not None
     with open(files / "a.jsonl", "a") as file:
         file.write("\n")
-    assert fingerprint(given) != before
+    assert fingerprint(jsonl_source) != before
     with pytest.raises(DataFormatError, match=r"a\.jsonl has changed since it was collected"):
         segments(tmp_path / "out")
 
@@ -76,7 +78,9 @@ def test_missing_file_empty_glob_and_empty_corpus_are_refused(files: Path, tmp_p
         ('{"text": "\\ud800"}', r"x\.jsonl:2 is not JSON"),
     ],
 )
-def test_bad_line_is_named(files: Path, tmp_path: Path, line: str, message: str) -> None:
+def test_a_bad_line_is_refused_with_its_number(
+    files: Path, tmp_path: Path, line: str, message: str
+) -> None:
     (files / "x.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n{{"text": "fine"}}\n')
     assert collect(source(files / "b.jsonl", files / "x.jsonl"), tmp_path / "out")["documents"] == 5
     with pytest.raises(DataFormatError, match=message):
@@ -91,14 +95,14 @@ def test_more_files_than_descriptors_can_be_read(tmp_path: Path) -> None:
     assert list(iterate_texts(tmp_path / "out")) == [str(number) for number in range(300)]
 
 
-def test_damaged_sources_file_is_refused(files: Path, tmp_path: Path) -> None:
+def test_a_damaged_sources_json_is_refused(files: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "sources.json").write_text('{"kind": "jsonl", "files": [{}]}')
     with pytest.raises(DataFormatError, match=r"sources\.json is damaged"):
         segments(tmp_path / "out")
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_compressed_files_are_counted_and_referred_to(tmp_path: Path, suffix: str) -> None:
+def test_compressed_files_are_counted_and_referenced(tmp_path: Path, suffix: str) -> None:
     texts = [f"text {number}" * 100 for number in range(3000)]
     path = write_form(tmp_path / f"a.jsonl{suffix}", texts)
     (tmp_path / "out").mkdir()
@@ -126,7 +130,9 @@ def test_compressed_files_are_counted_and_referred_to(tmp_path: Path, suffix: st
         (b"\xef\xbb\xbfa\r\n", 1),
     ],
 )
-def test_every_line_counts(tmp_path: Path, content: bytes, documents: int) -> None:
+def test_every_line_is_counted_as_a_document(
+    tmp_path: Path, content: bytes, documents: int
+) -> None:
     for suffix, compress in {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}.items():
         path = tmp_path / f"a.jsonl{suffix}"
         path.write_bytes(compress(content))
@@ -136,7 +142,7 @@ def test_every_line_counts(tmp_path: Path, content: bytes, documents: int) -> No
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
-def test_unreadable_file_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     (tmp_path / "a.jsonl").chmod(0)
     with pytest.raises(DataFormatError, match=r"a\.jsonl cannot be read: Permission denied"):

@@ -1,3 +1,5 @@
+"""Tests of local parquet sources."""
+
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,9 +30,9 @@ def source(*files: Path | str, key: str = "text") -> ParquetSource:
 
 
 def test_rows_of_the_files_are_documents(files: Path, tmp_path: Path) -> None:
-    given = source(files / "b.parquet", files / "[an]*.parquet")
+    parquet_source = source(files / "b.parquet", files / "[an]*.parquet")
     size = sum(path.stat().st_size for path in files.iterdir())
-    assert collect(given, tmp_path / "out") == {
+    assert collect(parquet_source, tmp_path / "out") == {
         "documents": 4,
         "files": 3,
         "skipped_files": 0,
@@ -40,23 +42,21 @@ def test_rows_of_the_files_are_documents(files: Path, tmp_path: Path) -> None:
     assert list(iterate_texts(tmp_path / "out")) == ["four", "one", "two", "three"]
 
 
-def test_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:
-    given = source(files / "a.parquet")
-    before = fingerprint(given)
+def test_a_changed_file_is_refused_and_has_another_fingerprint(files: Path, tmp_path: Path) -> None:
+    parquet_source = source(files / "a.parquet")
+    before = fingerprint(parquet_source)
     assert fingerprint(source(files / "a.parquet", key="id")) != before
-    collect(given, tmp_path / "out")
+    collect(parquet_source, tmp_path / "out")
     write_form(files / "a.parquet", ["other"])
-    assert fingerprint(given) != before
+    assert fingerprint(parquet_source) != before
     with pytest.raises(DataFormatError, match=r"a\.parquet has changed since it was collected"):
         list(iterate_texts(tmp_path / "out"))
 
 
-def test_wrong_files_and_columns_are_refused_when_they_are_collected(
-    files: Path, tmp_path: Path
-) -> None:
+def test_wrong_files_and_columns_are_refused_by_collect(files: Path, tmp_path: Path) -> None:
     (files / "x.jsonl").write_text('{"text": "a"}\n')
     (files / "broken.parquet").write_bytes((files / "a.parquet").read_bytes()[:-20])
-    for given, message in {
+    for parquet_source, message in {
         source(
             files / "a.parquet", key="body"
         ): r"a\.parquet has no column 'body', only id, text: set data\.source\.key",
@@ -76,10 +76,10 @@ def test_wrong_files_and_columns_are_refused_when_they_are_collected(
         source(files): "is not a file",
     }.items():
         with pytest.raises(DataFormatError, match=message):
-            collect(given, tmp_path / "out")
+            collect(parquet_source, tmp_path / "out")
 
 
-def test_null_row_is_named(files: Path, tmp_path: Path) -> None:
+def test_a_null_row_is_refused_with_its_number_or_skipped(files: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", None]}), files / "a.parquet")
     assert collect(source(files / "a.parquet"), tmp_path / "out")["documents"] == 2
     with pytest.raises(
@@ -89,8 +89,8 @@ def test_null_row_is_named(files: Path, tmp_path: Path) -> None:
     assert list(iterate_texts(tmp_path / "out", skip_bad_lines=True)) == ["a"]
 
 
-def test_memory_is_bounded_where_values_are_repeated(tmp_path: Path) -> None:
-    """The file's own sizes know of each value once."""
+def test_chunks_of_a_dictionary_column_are_bounded_in_size(tmp_path: Path) -> None:
+    # The sizes in the file's metadata count each distinct value once.
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(["x" * 10_000] * 4_000).dictionary_encode()}), path)
     assert sum(local_files.group_sizes(path, "text")) < 1 << 20

@@ -1,3 +1,5 @@
+"""Tests of sources that are existing token files."""
+
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from megacore.errors import DataFormatError
 from tests.data._files import write_tokens
 
 
-def test_files_are_checked_and_referred_to(tmp_path: Path) -> None:
+def test_token_files_are_checked_and_referenced(tmp_path: Path) -> None:
     source = PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3, 0, 4]))
     (tmp_path / "out").mkdir()
     assert collect(source, tmp_path / "out") == {
@@ -25,7 +27,7 @@ def test_files_are_checked_and_referred_to(tmp_path: Path) -> None:
         segments(tmp_path / "out")
 
 
-def test_there_is_no_text_to_read(tmp_path: Path) -> None:
+def test_token_files_have_no_text_segments(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     collect(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3])), tmp_path / "out")
     with pytest.raises(
@@ -34,7 +36,7 @@ def test_there_is_no_text_to_read(tmp_path: Path) -> None:
         segments(tmp_path / "out")
 
 
-def test_files_that_were_moved_are_another_corpus(tmp_path: Path) -> None:
+def test_moved_token_files_have_another_fingerprint(tmp_path: Path) -> None:
     before = fingerprint(PrefixSource(kind="prefix", prefix=write_tokens(tmp_path / "a", [3])))
     for suffix in (".bin", ".idx"):
         (tmp_path / f"a{suffix}").rename(tmp_path / f"b{suffix}")
@@ -42,7 +44,7 @@ def test_files_that_were_moved_are_another_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [".bin", ".idx"])
-def test_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+def test_a_missing_file_is_refused_with_its_name(tmp_path: Path, missing: str) -> None:
     prefix = write_tokens(tmp_path / "a", [3])
     Path(prefix + missing).unlink()
     with pytest.raises(DataFormatError, match=f"a{missing} cannot be read"):

@@ -1,3 +1,5 @@
+"""Tests of sources on web servers."""
+
 import gzip
 import hashlib
 import json
@@ -41,7 +43,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         remote, "fetch", lambda *args: fetch.fetch(*args, Patience(attempts=2, backoff=0.01))
     )
@@ -58,10 +60,10 @@ def source(site: Site, *paths: str, key: str = "text", sha256: bool = False) -> 
     return HttpSource.model_validate({"kind": "http", "files": files, "key": key})
 
 
-def test_files_of_every_form_land_in_the_corpus(site: Site, tmp_path: Path) -> None:
-    given = source(site, *TEXTS)
+def test_files_of_every_format_are_collected(site: Site, tmp_path: Path) -> None:
+    http_source = source(site, *TEXTS)
     size = sum(map(len, site.files.values()))
-    assert collect(given, tmp_path / "out") == {
+    assert collect(http_source, tmp_path / "out") == {
         "documents": 7,
         "files": 5,
         "skipped_files": 0,
@@ -81,7 +83,7 @@ def test_files_of_every_form_land_in_the_corpus(site: Site, tmp_path: Path) -> N
     ]
 
 
-def test_corpus_is_the_same_whenever_it_is_fetched(site: Site, tmp_path: Path) -> None:
+def test_a_second_download_gives_an_identical_corpus(site: Site, tmp_path: Path) -> None:
     contents = []
     for _ in range(2):
         collect(source(site, "/x/a.jsonl"), tmp_path / "out", cache_directory=tmp_path / "cache")
@@ -92,17 +94,17 @@ def test_corpus_is_the_same_whenever_it_is_fetched(site: Site, tmp_path: Path) -
     assert contents[0] == contents[1]
 
 
-def test_pair_of_token_files_becomes_a_prefix(site: Site, tmp_path: Path) -> None:
+def test_a_pair_of_token_files_becomes_a_prefix_source(site: Site, tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "in" / "books", [3, 0, 4])
     for suffix in (".bin", ".idx"):
         site.files[f"/books{suffix}"] = Path(prefix + suffix).read_bytes()
     counts = collect(source(site, "/books.idx", "/books.bin", sha256=True), tmp_path / "out")
     assert (counts["documents"], counts["files"]) == (3, 2)
     moved = (tmp_path / "out").rename(tmp_path / "moved")
-    found = read_sources(moved)
-    assert found is not None
-    assert found[0]["kind"] == "prefix"
-    assert found[0]["prefix"] == str(moved / "books")
+    sources = read_sources(moved)
+    assert sources is not None
+    assert sources[0]["kind"] == "prefix"
+    assert sources[0]["prefix"] == str(moved / "books")
     (tmp_path / "again").mkdir()
     site.files["/books.bin"] = site.files["/books.bin"][:-2]
     with pytest.raises(DataFormatError, match="do not belong together"):
@@ -121,7 +123,7 @@ def test_pair_of_token_files_becomes_a_prefix(site: Site, tmp_path: Path) -> Non
         (("/a%00.jsonl",), "whose form is unknown"),
     ],
 )
-def test_odd_names_are_refused_before_anything_is_asked(
+def test_unsupported_names_are_refused_before_any_request(
     site: Site, paths: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(DataFormatError, match=message):
@@ -129,22 +131,22 @@ def test_odd_names_are_refused_before_anything_is_asked(
     assert site.requests == []
 
 
-@pytest.mark.usefixtures("impatient")
-def test_failed_attempt_leaves_what_came_for_the_next(site: Site, tmp_path: Path) -> None:
-    given = source(site, "/x/a.jsonl", "/b.jsonl.gz", sha256=True)
+@pytest.mark.usefixtures("two_attempts")
+def test_the_next_attempt_resumes_a_failed_download(site: Site, tmp_path: Path) -> None:
+    http_source = source(site, "/x/a.jsonl", "/b.jsonl.gz", sha256=True)
     content = site.files["/b.jsonl.gz"]
     site.files["/b.jsonl.gz"], site.breaks = content, [len(site.files["/x/a.jsonl"]), 10, 5]
     with pytest.raises(
         DownloadError, match=r"b\.jsonl\.gz failed 2 times in a row .* 15 bytes are there"
     ):
-        collect(given, tmp_path / "out")
+        collect(http_source, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
-    assert collect(given, tmp_path / "out")["documents"] == 3
+    assert collect(http_source, tmp_path / "out")["documents"] == 3
     assert [request["path"] for request in site.requests].count("/x/a.jsonl") == 1
     assert site.requests[-1]["range"] == "bytes=15-"
 
 
-def test_another_key_fetches_nothing_again(site: Site, tmp_path: Path) -> None:
+def test_another_key_causes_no_second_download(site: Site, tmp_path: Path) -> None:
     collect(source(site, "/d.parquet", sha256=True), tmp_path / "out")
     (tmp_path / "out2").mkdir()
     with pytest.raises(DataFormatError, match="has no column 'body', only id, text"):
@@ -152,19 +154,19 @@ def test_another_key_fetches_nothing_again(site: Site, tmp_path: Path) -> None:
     assert len(site.requests) == 1
 
 
-def test_damaged_file_without_a_digest_is_asked_for_again(site: Site, tmp_path: Path) -> None:
-    whole = gzip.compress(lines(["x" * 1000]))
-    site.files["/b.jsonl.gz"] = whole[:-5]
+def test_a_damaged_file_without_a_digest_is_downloaded_again(site: Site, tmp_path: Path) -> None:
+    content = gzip.compress(lines(["x" * 1000]))
+    site.files["/b.jsonl.gz"] = content[:-5]
     with pytest.raises(DataFormatError, match=r"b\.jsonl\.gz ends in the middle of its gzip data"):
         collect(source(site, "/b.jsonl.gz"), tmp_path / "out")
-    site.files["/b.jsonl.gz"] = whole
+    site.files["/b.jsonl.gz"] = content
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").mkdir()
     assert collect(source(site, "/b.jsonl.gz"), tmp_path / "out")["documents"] == 1
     assert "if-none-match" not in site.requests[-1]
 
 
-def test_file_system_without_links_gets_copies(
+def test_files_are_copied_if_they_cannot_be_linked(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -175,7 +177,7 @@ def test_file_system_without_links_gets_copies(
     assert list(iterate_texts(tmp_path / "out")) == ["one", "two"]
 
 
-def test_identity_is_addresses_digests_and_key(site: Site) -> None:
+def test_fingerprint_depends_on_urls_digests_and_key_without_passwords(site: Site) -> None:
     plain, named = source(site, "/x/a.jsonl"), source(site, "/x/a.jsonl", sha256=True)
     prints = [fingerprint(plain), fingerprint(named), fingerprint(source(site, "/y/a.jsonl"))]
     prints += [
@@ -190,7 +192,7 @@ def test_identity_is_addresses_digests_and_key(site: Site) -> None:
     assert site.requests == []
 
 
-def test_empty_files_are_an_empty_corpus(site: Site, tmp_path: Path) -> None:
+def test_files_without_documents_are_refused(site: Site, tmp_path: Path) -> None:
     site.files["/x/a.jsonl"] = b""
     with pytest.raises(
         DataFormatError, match=rf"the corpus is empty: {site.url}/x/a\.jsonl has no document"

@@ -1,3 +1,5 @@
+"""Tests of segments of files and their division into shards."""
+
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,13 @@ def texts_of(parts: tuple[Segment, ...] | list[Segment]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 100, 1000, 10**9])
-def test_shards_hold_every_document_once_in_order(tmp_path: Path, size: int) -> None:
+def test_shards_contain_every_document_once_in_order(tmp_path: Path, size: int) -> None:
     names = ("a.jsonl", "b.parquet", "c.jsonl", "d.jsonl.gz", "e.jsonl.zst", "f.parquet")
     paths = [write_form(tmp_path / name, TEXTS[7 * number :]) for number, name in enumerate(names)]
     (tmp_path / "empty.jsonl").write_bytes(b"")
-    whole = jsonl_segments([*paths, tmp_path / "empty.jsonl"], "text")
-    shards = divide(whole, size)
-    assert [text for shard in shards for text in texts_of(shard)] == texts_of(whole)
+    all_segments = jsonl_segments([*paths, tmp_path / "empty.jsonl"], "text")
+    shards = divide(all_segments, size)
+    assert [text for shard in shards for text in texts_of(shard)] == texts_of(all_segments)
     assert all(shards)
     if size == 1:
         lines_and_groups = (
@@ -35,23 +37,25 @@ def test_shards_hold_every_document_once_in_order(tmp_path: Path, size: int) -> 
         )
         assert len(shards) == lines_and_groups + 1
     if size == 10**9:
-        assert shards == [tuple(whole)]
+        assert shards == [tuple(all_segments)]
 
 
-def test_shards_are_of_about_the_size(tmp_path: Path) -> None:
+def test_shards_have_about_the_requested_size(tmp_path: Path) -> None:
     path = write_form(tmp_path / "a.jsonl", TEXTS)
     ends = [shard[-1].stop for shard in divide(jsonl_segments([path], "text"), 1000)]
     assert ends[-1] is None
     sizes = [stop - start for start, stop in zip([0, *ends], ends[:-1], strict=False)]
     assert all(1000 <= size < 1130 for size in sizes)
-    # A shard may begin with the rest of one file and end with a part of the next.
-    other = write_form(tmp_path / "b.jsonl", TEXTS)
-    mixed = divide(jsonl_segments([path, other], "text"), path.stat().st_size + 10)
+
+
+def test_a_shard_may_end_with_a_part_of_the_next_file(tmp_path: Path) -> None:
+    paths = [write_form(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.jsonl")]
+    mixed = divide(jsonl_segments(paths, "text"), paths[0].stat().st_size + 10)
     assert [len(shard) for shard in mixed] == [2, 1]
     assert mixed[1][0].start == mixed[0][1].stop
 
 
-def test_division_happens_exactly_at_a_line_that_starts_there(tmp_path: Path) -> None:
+def test_a_shard_may_end_exactly_at_the_start_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"aa\nbb\ncc\n")
     for size, cuts in {
@@ -65,7 +69,7 @@ def test_division_happens_exactly_at_a_line_that_starts_there(tmp_path: Path) ->
         assert [shard[0].stop for shard in divide(jsonl_segments([path], "text"), size)] == cuts
 
 
-def test_lines_count_from_the_start_of_the_file(tmp_path: Path) -> None:
+def test_first_line_counts_from_the_start_of_the_file(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.parquet"):
         path = write_form(tmp_path / name, TEXTS)
         line = 1
@@ -75,7 +79,7 @@ def test_lines_count_from_the_start_of_the_file(tmp_path: Path) -> None:
         assert line == len(TEXTS) + 1
 
 
-def test_files_in_the_corpus_are_found_wherever_it_lies(tmp_path: Path) -> None:
+def test_files_inside_a_moved_corpus_are_found(tmp_path: Path) -> None:
     directory = tmp_path / "corpus"
     directory.mkdir()
     path = write_form(directory / "a.jsonl", TEXTS)
@@ -88,16 +92,7 @@ def test_files_in_the_corpus_are_found_wherever_it_lies(tmp_path: Path) -> None:
         segments(moved)
 
 
-def test_token_files_have_no_segments(tmp_path: Path) -> None:
-    path = write_form(tmp_path / "a.bin", ["x"])
-    write_sources(tmp_path, "prefix", [SourceFile.of(path)], prefix=str(tmp_path / "a"))
-    with pytest.raises(
-        DataFormatError, match=r"has no text: give data\.tokenizer a tokenizer that exists"
-    ):
-        segments(tmp_path)
-
-
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_missing_files_and_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match="cannot be read: No such file"):
         jsonl_segments([tmp_path / "none.jsonl"], "text")
     with pytest.raises(DataFormatError, match="is not a file"):

@@ -1,3 +1,5 @@
+"""Tests of source trees as sources."""
+
 import json
 import os
 from pathlib import Path
@@ -30,7 +32,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def test_files_become_documents_in_order(tree: Path, tmp_path: Path) -> None:
+def test_files_become_documents_in_path_order(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     counts = collect(SourceTreeSource(kind="source_tree", path=str(tree)), tmp_path / "out")
     assert counts == {"documents": 3, "files": 4, "skipped_files": 1, "bytes": 10}
@@ -42,7 +44,7 @@ def test_files_become_documents_in_order(tree: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_fingerprint_is_of_the_content(tree: Path) -> None:
+def test_fingerprint_depends_only_on_paths_and_content(tree: Path) -> None:
     source = SourceTreeSource(kind="source_tree", path=str(tree))
     before = fingerprint(source)
     assert before["files"] == 4
@@ -53,7 +55,7 @@ def test_fingerprint_is_of_the_content(tree: Path) -> None:
     assert fingerprint(SourceTreeSource(kind="source_tree", path=str(moved))) != before
 
 
-def test_default_is_the_standard_library() -> None:
+def test_the_default_tree_is_the_standard_library() -> None:
     source = SourceTreeSource(kind="source_tree")
     files = list_files(root_of(source), source.pattern)
     assert "json/decoder.py" in files
@@ -89,13 +91,11 @@ def test_missing_and_empty_trees_are_refused(tree: Path, tmp_path: Path) -> None
         ("**/site-packages/*.py", []),
     ],
 )
-def test_pattern_with_a_slash_is_one_for_the_path(
-    tree: Path, pattern: str, names: list[str]
-) -> None:
+def test_pattern_selects_files(tree: Path, pattern: str, names: list[str]) -> None:
     assert list_files(tree, pattern) == names
 
 
-def test_folders_match_at_any_depth(tmp_path: Path) -> None:
+def test_double_star_matches_folders_at_any_depth(tmp_path: Path) -> None:
     for name in ("a/b/c/d.md", "a/d.md", "b/c/d.md", "d.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")

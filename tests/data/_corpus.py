@@ -1,5 +1,4 @@
-"""A corpus with everything that tokenizing leaves behind, written by hand: text, tokens,
-documents.json, tokenizer."""
+"""A small corpus with its text, token files, documents.json and tokenizer, written directly."""
 
 import gzip
 import json
@@ -19,7 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_tokenizer() -> JsonTokenizer:
-    """A token for each byte, and <|endoftext|> (id 256)."""
+    """Return a tokenizer with a token for each byte and <|endoftext|> (id 256)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(
         models.BPE({letter: number for number, letter in enumerate(alphabet)}, [])
@@ -32,24 +31,24 @@ def byte_tokenizer() -> JsonTokenizer:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What `write_corpus` wrote."""
+    """Token files, texts and tokenizer of a corpus that `write_corpus` wrote."""
 
     prefix: str
     texts: list[str]
-    """In the order of the files."""
+    """Texts in the order of the files."""
     order: list[int]
-    """Document i of the token files is text order[i]."""
+    """Number of the text of each document of the token files."""
     tokenizer: Path
 
 
 def write_lines(path: Path, texts: Sequence[str], key: str = "text", **fields: str) -> None:
-    """A JSON Lines file; a text of None is a blank line."""
+    """Write a JSON Lines file, compressed if its name ends in .gz."""
     content = "".join(json.dumps({key: text, **fields}) + "\n" for text in texts)
     path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
 
 
 def write_documents(path: Path, files: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """A documents.json."""
+    """Write a documents.json with these files."""
     values = {
         "format": 1,
         "shuffle_seed": None,
@@ -61,7 +60,7 @@ def write_documents(path: Path, files: Sequence[dict[str, Any]], **facts: Any) -
 
 
 def entry(path: Path | str, documents: int, **facts: Any) -> dict[str, Any]:
-    """A file of a documents.json."""
+    """Return the entry of a file in documents.json."""
     return {
         "path": str(path),
         "key": "text",
@@ -72,9 +71,9 @@ def entry(path: Path | str, documents: int, **facts: Any) -> dict[str, Any]:
 
 
 def write_corpus(directory: Path, texts: Sequence[str], *, seed: int | None = None) -> Corpus:
-    """Two files with the texts, as token files with all that belongs to them.
+    """Write the texts to two files, and their token files, documents.json and tokenizer.
 
-    An empty text is an empty document.
+    An empty text becomes an empty document.
     """
     tokenizer, place = byte_tokenizer(), directory / "tokenizer"
     place.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Small token files for the tests of this package."""
+"""Small token files for tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 
 
 def write_tokens(prefix: Path, lengths: Sequence[int], dtype: str = "u2") -> str:
-    """A pair of files whose tokens count upwards through all documents.
+    """Write token files whose tokens count upwards through all documents.
 
     A length of 0 is an empty document.
     """

@@ -1,7 +1,4 @@
-"""The compiled parts of the index maps in NumPy and plain Python.
-
-The definition that they are held against.
-"""
+"""Reference implementation of the compiled index helpers in NumPy and plain Python."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +8,7 @@ import numpy.typing as npt
 
 _WORD = 2**64 - 1
 LONG_SENTENCE = 512
-"""Tokens beyond which a sentence drops its document from a sentence map."""
+"""Tokens of a sentence beyond which its document is left out of a sentence map."""
 
 
 def build_sample_index(
@@ -23,44 +20,45 @@ def build_sample_index(
     partial: bool = False,
     dtype: npt.DTypeLike = np.int32,
 ) -> npt.NDArray[Any]:
-    """Where each sample begins, shape (num_samples + 1, 2).
+    """Return the start of each sample, shape (num_samples + 1, 2).
 
-    Columns: position in `document_index`, token offset there.
+    Columns: position in `document_index`, token offset in that document.
 
-    Consecutive samples of `seq_length` + `extra` tokens overlap by `extra`. The last row is where
-    one more sample would begin; with `partial` the last sample is shorter, and the last row is
-    `extra` before the end of the last document. Raises ValueError when the documents end first.
+    Consecutive samples of `seq_length` + `extra` tokens overlap by `extra`. The last row is the
+    start of the sample after the last. With `partial` the last sample is shorter, and the last row
+    is `extra` before the end of the last document.
+
+    Raises:
+        ValueError: The documents have too few tokens.
     """
-    whole = num_samples - partial
+    complete = num_samples - partial
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    if whole and (not len(ends) or ends[-1] < whole * seq_length + extra):
+    if complete and (not len(ends) or ends[-1] < complete * seq_length + extra):
         raise ValueError("the documents end before the samples do")
     rows = np.zeros((num_samples + 1, 2), dtype)
-    # A sample's boundary lies in the document of the last token read so far, the overlap included.
-    last_read = np.arange(1, whole + 1, dtype=np.int64) * seq_length + extra
+    # A sample's boundary is in the document of the last token read so far, including the overlap.
+    last_read = np.arange(1, complete + 1, dtype=np.int64) * seq_length + extra
     position = np.searchsorted(ends, last_read, side="left")
     start = ends[position] - lengths[document_index[position]]
-    rows[1 : whole + 1, 0] = position
-    rows[1 : whole + 1, 1] = last_read - extra - start
+    rows[1 : complete + 1, 0] = position
+    rows[1 : complete + 1, 1] = last_read - extra - start
     if partial:
         rows[-1] = len(document_index) - 1, lengths[document_index[-1]] - extra
     return rows
 
 
 def shuffle(values: npt.NDArray[Any], seed: int) -> None:
-    """Shuffle in place as the first use of `numpy.random.RandomState(seed)` does.
-
-    It is the shuffle of Fisher and Yates, from the end.
-    """
+    """Shuffle in place with `numpy.random.RandomState(seed)` (Fisher-Yates from the end)."""
     np.random.RandomState(seed).shuffle(values)
 
 
 def build_blend(
     weights: Sequence[float] | npt.NDArray[np.float64], size: int
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index) of a blend by weights.
+    """Return (dataset index, dataset sample index) of a blend by weights.
 
-    Sample i is from the largest weight x max(i, 1) - taken, the first of equals.
+    Sample i is from the data set with the largest weight x max(i, 1) - samples taken, the first
+    one of a tie.
     """
     return _blend(np.asarray(weights, np.float64), np.full(len(weights), size), size)
 
@@ -68,9 +66,9 @@ def build_blend(
 def build_exhaustive_blend(
     sizes: Sequence[int] | npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """(dataset index, dataset sample index) with the weights size / total.
+    """Return (dataset index, dataset sample index) of a blend that uses every sample once.
 
-    It ends when every data set is used up.
+    The weights are size / total.
     """
     limits = np.asarray(sizes, np.int64)
     total = int(limits.sum())
@@ -81,12 +79,12 @@ def _blend(
     weights: npt.NDArray[np.float64], limits: npt.NDArray[np.int64], size: int
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
     dataset_index, sample_index = np.empty(size, np.int16), np.empty(size, np.int64)
-    taken = np.zeros(len(weights), np.int64)
+    counts = np.zeros(len(weights), np.int64)
     for i in range(size):
-        errors = weights * float(max(i, 1)) - taken
-        best = int(np.argmax(np.where(taken < limits, errors, -np.inf)))
-        dataset_index[i], sample_index[i] = best, taken[best]
-        taken[best] += 1
+        errors = weights * float(max(i, 1)) - counts
+        best = int(np.argmax(np.where(counts < limits, errors, -np.inf)))
+        dataset_index[i], sample_index[i] = best, counts[best]
+        counts[best] += 1
     return dataset_index, sample_index
 
 
@@ -101,14 +99,14 @@ def build_sentence_map(
     seed: int,
     dtype: npt.DTypeLike = np.uint32,
 ) -> npt.NDArray[Any]:
-    """Samples of whole sentences, shape (samples, 3).
+    """Return samples of complete sentences, shape (samples, 3).
 
-    First sentence, end sentence, target length in tokens.
+    Columns: first sentence, end sentence, target length in tokens.
 
     `document_starts` has the first sentence of each document and the end of the last. A sample ends
-    once it reaches its target, has `min_sentences` and leaves at least two, or with its document.
-    Documents of several sentences of which one is longer than 512 tokens are left out. No epoch
-    begins with `max_samples` samples or more.
+    when it reaches its target, has `min_sentences` and leaves at least two, or with its document.
+    Documents of several sentences are left out if one of them is longer than 512 tokens. No epoch
+    begins after `max_samples` samples.
     """
     targets = np.random.RandomState(seed)
     ratio = int(np.floor(1.0 / short_probability + 0.5)) if short_probability > 0 else 0
@@ -146,9 +144,9 @@ def build_sentence_map(
 
 
 def _shuffled_rows(count: int, seed: int) -> list[int]:
-    """The rows 0 … count-1, shuffled from the last to the second.
+    """Return the rows 0 … count-1, shuffled from the last to the second.
 
-    Row i changes places with row (next 64-bit draw) % (i + 1).
+    Row i is swapped with row (next 64-bit draw) % (i + 1).
     """
     order, generator = list(range(count)), _Mt19937x64(seed)
     for i in range(count - 1, 0, -1):
@@ -158,7 +156,7 @@ def _shuffled_rows(count: int, seed: int) -> list[int]:
 
 
 class _Mt19937x64:
-    """MT19937-64 (Matsumoto and Nishimura 2004), as in the C++ standard library."""
+    """The generator MT19937-64 (Matsumoto and Nishimura 2004) of the C++ standard library."""
 
     def __init__(self, seed: int) -> None:
         self._state = [seed & _WORD]

@@ -1,4 +1,4 @@
-"""Samples as the definitions have them, made slowly from lists."""
+"""Slow reference implementation of the packing of documents into samples."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,7 @@ def samples_of(
     *,
     keep_partial: bool = False,
 ) -> list[list[int]]:
-    """The samples of documents in their order, before they are shuffled; padded with -1 to s +
-    1."""
+    """Return the unshuffled samples of the documents, padded with -1 to `seq_length` + 1."""
     capacity = seq_length + extra
     cut = {"packed": _packed, "pack_until_overflow": _until_overflow, "unpacked": _unpacked}[
         packing

@@ -1,5 +1,4 @@
-"""Token files with a sequence per sentence, a vocabulary for them, and Megatron core's rules in
-plain Python."""
+"""Token files of sentences, a vocabulary, and Megatron core's BERT and T5 samples in Python."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -19,10 +18,13 @@ SENTINELS = tuple(range(FIRST_SENTINEL, FIRST_SENTINEL + 60))
 
 
 def vocabulary(seed: int = 0, **changes: Any) -> Vocabulary:
-    """Five special tokens, text of which a third continues words, sentinels."""
+    """Return a vocabulary of five special tokens, text and sentinels.
+
+    About a third of the text tokens continue a word.
+    """
     continues = (np.random.default_rng(seed).random(VOCAB_SIZE) < 0.35).astype(np.uint8)
     continues[:FIRST_TEXT] = continues[FIRST_SENTINEL:] = 0
-    given = {
+    defaults = {
         "eod": SEP,
         "pad": PAD,
         "cls": CLS,
@@ -31,11 +33,11 @@ def vocabulary(seed: int = 0, **changes: Any) -> Vocabulary:
         "unk": UNK,
         "sentinels": SENTINELS,
     }
-    return Vocabulary(SpecialTokens(**given | changes), continues)
+    return Vocabulary(SpecialTokens(**defaults | changes), continues)
 
 
 def write_lengths(prefix: Path, documents: Sequence[Sequence[int]]) -> IndexedDataset:
-    """Sentences of these lengths, whose tokens are text."""
+    """Write sentences of these lengths with random text tokens."""
     random = np.random.default_rng(len(documents))
     with IndexedDatasetWriter(prefix, "u2") as writer:
         for lengths in documents:
@@ -47,7 +49,7 @@ def write_lengths(prefix: Path, documents: Sequence[Sequence[int]]) -> IndexedDa
 
 
 def joined(lists: Sequence[list[int]]) -> list[int]:
-    """Lists one after the other."""
+    """Return the concatenation of the lists."""
     return list(chain.from_iterable(lists))
 
 
@@ -60,10 +62,12 @@ def draw_spans(
     share: float,
     whole_words: bool,
     draw_length: Callable[[], int],
-    take: Callable[[int], None] = lambda place: None,
+    select: Callable[[int], None] = lambda place: None,
 ) -> list[list[int]]:
-    """Places of the tokens to be predicted, in the order in which they are drawn
-    (masked_dataset.py)."""
+    """Return the positions of the tokens to predict, in the order of the draws.
+
+    Source: masked_dataset.py of Megatron core.
+    """
     candidates: list[list[int]] = []
     for place, token in enumerate(tokens):
         if token in (words.special.cls, words.special.sep):
@@ -76,21 +80,21 @@ def draw_spans(
     order = list(range(len(candidates)))
     random.shuffle(order)
     spans: list[list[int]] = []
-    taken: set[int] = set()
+    selected: set[int] = set()
     for first in order:
-        if len(taken) >= limit:
+        if len(selected) >= limit:
             break
         length = draw_length()
         while length:
             places = joined(candidates[first : first + length])
-            if len(taken) + len(places) <= limit:
+            if len(selected) + len(places) <= limit:
                 break
             length -= 1
-        if not length or taken & set(places):
+        if not length or selected & set(places):
             continue
         for place in places:
-            take(place)
-        taken |= set(places)
+            select(place)
+        selected |= set(places)
         spans.append(places)
     return spans
 
@@ -107,7 +111,7 @@ def bert_row(
     ngram: int = 3,
     pairs: bool = True,
 ) -> list[int]:
-    """A row of BERT's (bert_dataset.py)."""
+    """Return a row of the BERT data set (bert_dataset.py of Megatron core)."""
     random = np.random.RandomState(seed % 2**32)
     pivot, swapped = len(sentences), False
     if pairs:
@@ -129,7 +133,7 @@ def bert_row(
     labels = [-1] * len(tokens)
     read = list(tokens)
 
-    def take(place: int) -> None:
+    def select(place: int) -> None:
         labels[place] = tokens[place]
         if random.random() < 0.8:
             read[place] = MASK
@@ -147,7 +151,7 @@ def bert_row(
         share=share,
         whole_words=whole_words,
         draw_length=draw_length,
-        take=take,
+        select=select,
     )
     parts = [part + [-1] * (seq_length - len(part)) for part in (read, labels, segments)]
     return [*parts[0], *parts[1], *parts[2], int(swapped)]
@@ -163,7 +167,10 @@ def t5_row(
     *,
     share: float = 0.15,
 ) -> list[int] | None:
-    """A row of T5's (t5_dataset.py); None where the decoder has no room."""
+    """Return a row of the T5 data set (t5_dataset.py of Megatron core).
+
+    None if the spans do not fit into the decoder.
+    """
     random = np.random.RandomState(seed % 2**32)
     tokens = joined(sentences)[:target]
 

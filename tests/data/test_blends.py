@@ -1,10 +1,12 @@
+"""Tests of blends of data sets."""
+
 import numpy as np
 import pytest
 
 from megacore.data.index_plans import build_blend, build_exhaustive_blend, member_sizes, shares
 
 
-def test_members_are_asked_for_their_rounded_share_and_a_surplus() -> None:
+def test_member_sizes_are_the_rounded_shares_with_a_surplus() -> None:
     # 0.3 x 101 = 30.3 -> 31 -> 31.155 -> 32; 0.7 x 101 = 70.7 -> 71 -> 71.355 -> 72; the blend
     # takes 31 + 71.
     assert member_sizes([0.3, 0.7], 101, "megatron") == ([32, 72], 102)
@@ -12,7 +14,7 @@ def test_members_are_asked_for_their_rounded_share_and_a_surplus() -> None:
     assert member_sizes([0.3, 0.7], 101, "neox") == ([31, 72], 101)
 
 
-def test_shares_add_up_as_each_sums_them() -> None:
+def test_shares_are_normalized_like_megatron_and_neox() -> None:
     weights = [0.1] * 9
     assert shares(weights) == (np.array(weights) / np.sum(weights)).tolist()
     assert shares(weights, "neox") == [0.1 / sum(weights)] * 9
@@ -31,7 +33,7 @@ def test_a_blend_follows_its_weights(size: int) -> None:
         )
 
 
-def test_an_exhaustive_blend_takes_everything_once() -> None:
+def test_an_exhaustive_blend_uses_every_sample_once() -> None:
     dataset_index, sample_index = build_exhaustive_blend([2, 0, 5])
     assert sorted(zip(dataset_index.tolist(), sample_index.tolist(), strict=True)) == [
         *((0, i) for i in range(2)),

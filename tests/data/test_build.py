@@ -1,4 +1,4 @@
-"""Splits as training opens them: one data set, blends, and one pass over each member."""
+"""Tests of opening splits for training: single data sets, blends and one epoch of each member."""
 
 from pathlib import Path
 
@@ -62,13 +62,15 @@ def options(split: str | None) -> IndexOptions:
     return IndexOptions(split=split, seq_length=SEQ_LENGTH, seed=5)
 
 
-def opened(prefixes: list[str], directory: Path, name: str, **changes: object) -> Dataset:
+def open_dataset(prefixes: list[str], directory: Path, name: str, **changes: object) -> Dataset:
     config = run_config(**{"split": "50,25,25", **changes})
     return open_split(prefixes, directory, name, config, tokenizer_directory=directory)
 
 
-def test_a_blend_is_its_members_samples_in_the_maps_order(prefixes: list[str], blend: Path) -> None:
-    dataset = opened(prefixes, blend, "train")
+def test_a_blend_returns_its_members_samples_in_the_order_of_the_maps(
+    prefixes: list[str], blend: Path
+) -> None:
+    dataset = open_dataset(prefixes, blend, "train")
     assert isinstance(dataset, BlendedDataset)
     members = [
         GPTDataset(prefix, member_directory(blend, number), "train", SEQ_LENGTH)
@@ -83,10 +85,14 @@ def test_a_blend_is_its_members_samples_in_the_maps_order(prefixes: list[str], b
         [members[number][sample] for number, sample in zip(numbers, samples, strict=True)]
     )
     np.testing.assert_array_equal(dataset.gather(range(len(dataset))), expected)
-    some = np.array([41, 3, 3, 88, 0])
+    indices = np.array([41, 3, 3, 88, 0])
     out = np.zeros((5, SEQ_LENGTH + 1), np.int64)
-    assert dataset.gather(some, out) is out
-    np.testing.assert_array_equal(out, expected[some])
+    assert dataset.gather(indices, out) is out
+    np.testing.assert_array_equal(out, expected[indices])
+
+
+def test_an_index_outside_a_blend_is_refused(prefixes: list[str], blend: Path) -> None:
+    dataset = open_dataset(prefixes, blend, "train")
     with pytest.raises(IndexError, match=r"dataset_index\.npy has no sample 1000"):
         dataset.gather([1000])
     with pytest.raises(IndexError, match="has no sample -1"):
@@ -99,21 +105,24 @@ def test_a_split_without_data_sets_is_empty(prefixes: list[str], tmp_path: Path)
     )
     build_index_maps(mixture, tmp_path, options(None), (4, 4, 0))
     assert [
-        len(opened(prefixes, tmp_path, name, split=None)) >= 4
+        len(open_dataset(prefixes, tmp_path, name, split=None)) >= 4
         for name in ("train", "valid", "test")
     ] == [
         True,
         True,
         False,
     ]
-    assert opened(prefixes, tmp_path, "test", split=None).gather([]).shape == (0, SEQ_LENGTH + 1)
+    empty = open_dataset(prefixes, tmp_path, "test", split=None)
+    assert empty.gather([]).shape == (0, SEQ_LENGTH + 1)
     [(prefix, tokens)] = train_tokens(
         prefixes, tmp_path, run_config(split=None), tokenizer_directory=tmp_path
     )
     assert (prefix, len(tokens)) == (prefixes[0], sum(LENGTHS[0]))
 
 
-def test_data_sets_one_after_the_other(prefixes: list[str], blend: Path) -> None:
+def test_concatenated_data_sets_are_read_one_after_another(
+    prefixes: list[str], blend: Path
+) -> None:
     members = [
         GPTDataset(prefix, member_directory(blend, number), "test", SEQ_LENGTH)
         for number, prefix in enumerate(prefixes)
@@ -127,13 +136,10 @@ def test_data_sets_one_after_the_other(prefixes: list[str], blend: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["valid", "test"])
-def test_one_epoch_has_each_sample_of_each_member_once(
+def test_one_epoch_has_the_samples_of_each_members_split_once(
     prefixes: list[str], blend: Path, tmp_path: Path, name: str
 ) -> None:
-    """Every document of the split, whatever was blended.
-
-    What the packing loses is less than a sample per member.
-    """
+    # Packing loses less than one sample per member.
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     dataset = one_epoch(
@@ -155,24 +161,24 @@ def test_one_epoch_has_each_sample_of_each_member_once(
     assert abs(len(dataset) - sum((count - 1) // SEQ_LENGTH for count in counts)) <= 3
 
 
-def test_one_epoch_of_a_single_data_set_is_that_of_its_maps(
+def test_one_epoch_of_a_single_data_set_equals_its_split(
     prefixes: list[str], tmp_path: Path
 ) -> None:
     config = run_config(split="50,25,25")
     build_index_maps(Mixture.single(prefixes[0]), tmp_path, options("50,25,25"), (20, None, None))
-    own = opened(prefixes[:1], tmp_path, "valid").gather(range(3))
+    expected = open_dataset(prefixes[:1], tmp_path, "valid").gather(range(3))
     dataset = one_epoch(
         prefixes[:1], tmp_path, "valid", config, tmp_path, tokenizer_directory=tmp_path
     )
-    np.testing.assert_array_equal(dataset.gather(range(3)), own)
+    np.testing.assert_array_equal(dataset.gather(range(3)), expected)
 
 
-def test_train_tokens_are_those_of_the_split(prefixes: list[str], blend: Path) -> None:
-    found = list(
+def test_train_tokens_are_the_tokens_of_the_train_split(prefixes: list[str], blend: Path) -> None:
+    streams = list(
         train_tokens(prefixes, blend, run_config(split="50,25,25"), tokenizer_directory=blend)
     )
-    assert [prefix for prefix, _ in found] == prefixes
-    assert [len(tokens) for _, tokens in found] == [92, 97, 103]
+    assert [prefix for prefix, _ in streams] == prefixes
+    assert [len(tokens) for _, tokens in streams] == [92, 97, 103]
 
 
 @pytest.mark.parametrize(
@@ -183,16 +189,16 @@ def test_train_tokens_are_those_of_the_split(prefixes: list[str], blend: Path) -
         ({"add_extra_token": False}, r"built for data\.add_extra_token True, not False"),
     ],
 )
-def test_maps_for_another_configuration_are_refused(
+def test_maps_of_another_configuration_are_refused(
     prefixes: list[str], blend: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(DataFormatError, match=message):
-        opened(prefixes, blend, "train", **changes)
+        open_dataset(prefixes, blend, "train", **changes)
 
 
 def test_maps_of_other_data_sets_are_refused(prefixes: list[str], blend: Path) -> None:
     with pytest.raises(DataFormatError, match="built for 3 pairs of token files, not for 2"):
-        opened(prefixes[:2], blend, "train")
+        open_dataset(prefixes[:2], blend, "train")
 
 
 @pytest.mark.parametrize("change", ["negative", "beyond", "float", "shorter", "missing"])
@@ -209,11 +215,11 @@ def test_a_damaged_blend_is_refused(
             values[3] = -1 if change == "negative" else 1000
         np.save(path, {"float": values.astype(float), "shorter": values[:-1]}.get(change, values))
     with pytest.raises(DataFormatError, match=r"dataset_index\.npy|dataset_sample_index\.npy"):
-        opened(prefixes, blend, "train").gather(range(90))
+        open_dataset(prefixes, blend, "train").gather(range(90))
 
 
 def write_tokenizer(directory: Path) -> Path:
-    """A vocabulary with the special tokens of BERT and T5, and 60 sentinels."""
+    """Write a tokenizer with the special tokens of BERT and T5, and 60 sentinels."""
     letters = [
         *SPECIAL,
         *(f"{'##' * (number % 3 == 0)}t{number}" for number in range(FIRST_TEXT, FIRST_SENTINEL)),
@@ -234,6 +240,15 @@ def sentence_run(family: str, **data: object) -> RunConfig:
     return run_config(family=family, split="2,1,1", seq_length=32, **data)
 
 
+def sentence_index_options(run: RunConfig) -> IndexOptions:
+    return IndexOptions(
+        split="2,1,1",
+        seq_length=32,
+        seed=run.seed,
+        sentences=sentence_options(run.family, run.model, run.data),
+    )
+
+
 @pytest.fixture
 def sentences(tmp_path: Path) -> list[str]:
     random = np.random.default_rng(1)
@@ -244,20 +259,14 @@ def sentences(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "width"), [("bert", 97), ("t5", 32 + 128)])
-def test_samples_of_sentences_blend_like_others(
+def test_samples_of_sentences_are_blended(
     sentences: list[str], tmp_path: Path, family: str, width: int
 ) -> None:
     run, tokenizer = sentence_run(family), write_tokenizer(tmp_path)
     mixture = Mixture.blend([Member(sentences[0], 1.0), Member(sentences[1], 2.0)])
     directory = tmp_path / "index"
     directory.mkdir()
-    given = IndexOptions(
-        split="2,1,1",
-        seq_length=32,
-        seed=run.seed,
-        sentences=sentence_options(run.family, run.model, run.data),
-    )
-    build_sentence_maps(mixture, directory, given, (30, 6, None))
+    build_sentence_maps(mixture, directory, sentence_index_options(run), (30, 6, None))
     dataset = open_split(sentences, directory, "train", run, tokenizer_directory=tokenizer)
     assert isinstance(dataset, BlendedDataset)
     assert (len(dataset), dataset.width, dataset.seq_length) == (30, width, 32)
@@ -282,42 +291,32 @@ def test_samples_of_sentences_blend_like_others(
     )
 
 
-def test_what_is_frequent_in_training(sentences: list[str], tmp_path: Path) -> None:
-    """Of BERT the tokens of the split's documents, of T5 its labels.
-
-    Sentinels and ends among them.
-    """
-    tokenizer = write_tokenizer(tmp_path)
-    for family in ("bert", "t5"):
-        run, directory = sentence_run(family), tmp_path / family
-        directory.mkdir()
-        given = IndexOptions(
-            split="2,1,1",
-            seq_length=32,
-            seed=run.seed,
-            sentences=sentence_options(run.family, run.model, run.data),
-        )
-        build_sentence_maps(Mixture.single(sentences[0]), directory, given, (20, 0, 0))
-        [(prefix, tokens)] = train_tokens(
-            sentences[:1], directory, run, tokenizer_directory=tokenizer
-        )
-        assert prefix == sentences[0]
-        if family == "bert":
-            whole = IndexedDataset(prefix)
-            np.testing.assert_array_equal(
-                tokens, whole.token_range(0, int(whole.document_indices[20]))
-            )
-        else:
-            dataset = open_split(
-                sentences[:1], directory, "train", run, tokenizer_directory=tokenizer
-            )
-            labels = dataset.gather(range(len(dataset)))[:, 32:]
-            np.testing.assert_array_equal(tokens, labels[labels >= 0])
-            assert (tokens == SEP).sum() == len(dataset)
+def test_train_tokens_of_bert_are_the_tokens_of_the_split(
+    sentences: list[str], tmp_path: Path
+) -> None:
+    run, tokenizer = sentence_run("bert"), write_tokenizer(tmp_path)
+    mixture = Mixture.single(sentences[0])
+    build_sentence_maps(mixture, tmp_path, sentence_index_options(run), (20, 0, 0))
+    [(prefix, tokens)] = train_tokens(sentences[:1], tmp_path, run, tokenizer_directory=tokenizer)
+    assert prefix == sentences[0]
+    dataset = IndexedDataset(prefix)
+    np.testing.assert_array_equal(tokens, dataset.token_range(0, int(dataset.document_indices[20])))
 
 
-def test_maps_and_vocabularies_of_another_family_are_refused(
-    sentences: list[str], prefixes: list[str], blend: Path, tmp_path: Path
+def test_train_tokens_of_t5_are_the_labels(sentences: list[str], tmp_path: Path) -> None:
+    run, tokenizer = sentence_run("t5"), write_tokenizer(tmp_path)
+    mixture = Mixture.single(sentences[0])
+    build_sentence_maps(mixture, tmp_path, sentence_index_options(run), (20, 0, 0))
+    [(prefix, tokens)] = train_tokens(sentences[:1], tmp_path, run, tokenizer_directory=tokenizer)
+    assert prefix == sentences[0]
+    dataset = open_split(sentences[:1], tmp_path, "train", run, tokenizer_directory=tokenizer)
+    labels = dataset.gather(range(len(dataset)))[:, 32:]
+    np.testing.assert_array_equal(tokens, labels[labels >= 0])
+    assert (tokens == SEP).sum() == len(dataset)
+
+
+def test_token_maps_are_refused_for_a_sentence_model(
+    prefixes: list[str], blend: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
         DataFormatError, match="was built for family gpt, not bert: build the index maps again"
@@ -325,14 +324,14 @@ def test_maps_and_vocabularies_of_another_family_are_refused(
         open_split(
             prefixes, blend, "train", run_config(family="bert"), tokenizer_directory=tmp_path
         )
+
+
+def test_sentence_maps_of_another_family_or_configuration_are_refused(
+    sentences: list[str], tmp_path: Path
+) -> None:
     run, tokenizer = sentence_run("t5"), write_tokenizer(tmp_path)
-    given = IndexOptions(
-        split="2,1,1",
-        seq_length=32,
-        seed=1,
-        sentences=sentence_options(run.family, run.model, run.data),
-    )
-    build_sentence_maps(Mixture.single(sentences[0]), tmp_path, given, (5, 0, 0))
+    mixture = Mixture.single(sentences[0])
+    build_sentence_maps(mixture, tmp_path, sentence_index_options(run), (5, 0, 0))
     with pytest.raises(DataFormatError, match="was built for family t5, not gpt"):
         open_split(
             sentences[:1], tmp_path, "train", sentence_run("gpt"), tokenizer_directory=tokenizer
@@ -340,6 +339,9 @@ def test_maps_and_vocabularies_of_another_family_are_refused(
     changed = sentence_run("t5", span_corruption={"short_seq_prob": 0.5})
     with pytest.raises(DataFormatError, match=r"was built for short_seq_prob 0\.1, not 0\.5"):
         open_split(sentences[:1], tmp_path, "train", changed, tokenizer_directory=tokenizer)
+
+
+def test_a_vocabulary_without_the_tokens_of_the_family_is_refused() -> None:
     many = sentence_run("t5", span_corruption={"noise_density": 0.9, "mean_span_length": 1.0})
     special = SpecialTokens(eod=3, pad=0, sentinels=(7, 8))
     with pytest.raises(

@@ -1,3 +1,5 @@
+"""Tests of the number of epochs that a number of samples takes."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from megacore.data.index_plans import plan_epochs, plan_whole_documents
         (1001, 10, 180, (2, False, 200, 200)),
     ],
 )
-def test_epochs_and_their_last_one(
+def test_plan_separates_a_final_epoch_used_below_80_percent(
     tokens: int, seq_length: int, samples: int | None, expected: tuple
 ) -> None:
     plan = plan_epochs(tokens, seq_length, samples)
@@ -34,7 +36,7 @@ def test_epochs_and_their_last_one(
     samples=st.integers(0, 10**9),
     extra=st.integers(0, 1),
 )
-def test_epochs_are_the_least_that_suffice(
+def test_plan_has_the_fewest_sufficient_epochs(
     tokens: int, seq_length: int, samples: int, extra: int
 ) -> None:
     plan = plan_epochs(tokens, seq_length, samples, extra=extra)
@@ -44,7 +46,7 @@ def test_epochs_are_the_least_that_suffice(
     assert plan.separate_final_epoch == (plan.samples_before_final_epoch < plan.samples)
 
 
-def test_neox_shuffles_all_epochs_as_one() -> None:
+def test_neox_has_no_separate_final_epoch() -> None:
     assert plan_epochs(1001, 10, 101).separate_final_epoch
     plan = plan_epochs(1001, 10, 101, style="neox")
     assert (plan.epochs, plan.separate_final_epoch, plan.samples_before_final_epoch) == (
@@ -64,20 +66,20 @@ def test_neox_shuffles_all_epochs_as_one() -> None:
         (2, 1, (1, True)),
     ],
 )
-def test_partial_sample_counts_when_something_remains(
+def test_partial_sample_is_counted_if_tokens_remain(
     tokens: int, extra: int, expected: tuple
 ) -> None:
     plan = plan_epochs(tokens, 10, None, extra=extra, keep_partial=True)
     assert (plan.samples, plan.partial_sample) == expected
 
 
-def test_partial_sample_is_counted_beyond_32_bit_floats() -> None:
-    # As 32-bit floats, these tokens are a whole number of samples.
+def test_partial_sample_is_counted_exactly_for_many_tokens() -> None:
+    # In fp32 arithmetic the number of samples would be an integer.
     plan = plan_epochs(2**24 * 1024 + 2, 1024, None, keep_partial=True)
     assert (plan.samples, plan.partial_sample) == (2**24 + 1, True)
 
 
-def test_whole_documents_in_the_least_epochs() -> None:
+def test_plan_of_whole_documents_has_the_fewest_sufficient_epochs() -> None:
     # 25 tokens an epoch in samples of 10: 1 epoch has at least 3 samples, 2 have 5, 3 have 8.
     for samples, epochs in ((None, 1), (0, 1), (3, 1), (4, 2), (5, 2), (6, 3), (8, 3)):
         plan = plan_whole_documents(lambda epochs: -(-epochs * 25 // 10), samples, 10)

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle on samples of real text."""
+"""Tests of fill-in-the-middle on samples of text."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that knows the special tokens, tokens, and index maps."""
+    """Return a directory with a tokenizer with the special tokens, token files and index maps."""
     root = tmp_path_factory.mktemp("fim")
     for name in ("corpus", "tokenizer", "index"):
         (root / name).mkdir()
@@ -45,15 +45,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(root: Path, name: str = "train", *, seed: int = 7, **fim: object) -> Dataset:
+def open_dataset(root: Path, name: str = "train", *, seed: int = 7, **fim: object) -> Dataset:
     config = run_config(seed=seed, seq_length=SEQ_LENGTH, split="80,10,10", fim=fim)
     return open_split(
         [str(root / "tokens")], root / "index", name, config, tokenizer_directory=root / "tokenizer"
     )
 
 
-class Rows:
-    """Samples that are given, as a data set."""
+class FixedSamples:
+    """A data set of given samples."""
 
     def __init__(self, rows: list[list[int]], columns: int) -> None:
         self.seq_length, self.width = columns - 1, columns
@@ -70,23 +70,23 @@ class Rows:
         return out
 
 
-def rearranged(
+def rearrange(
     tokenizer: Tokenizer, texts: list[str], *, columns: int = 400, **fim: float
 ) -> list[int]:
-    """One sample of some documents, with enough room, rearranged."""
+    """Return one sample of the documents with every document rearranged and enough room."""
     ids = [
         token
         for text in texts
         for token in [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.eod_id]
     ]
     config = FimConfig.model_validate({"rate": 1.0, **fim})
-    dataset = FimDataset(Rows([ids], columns), tokenizer, config, seed=3, capacity=columns)
+    dataset = FimDataset(FixedSamples([ids], columns), tokenizer, config, seed=3, capacity=columns)
     sample: list[int] = dataset.gather([0])[0].tolist()
     return sample
 
 
 def original(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, bool]:
-    """The text that a rearranged document was, and whether its suffix came first."""
+    """Return the original text of a rearranged document, and True if its suffix is first."""
     prefix, middle, suffix = (ids.index(tokenizer.token_id(name)) for name in TOKENS)  # type: ignore[arg-type]
     assert prefix == 0
     if suffix == 1:
@@ -98,10 +98,10 @@ def original(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("spm_rate", [0.0, 1.0])
-def test_each_document_is_cut_and_joined_to_itself(directory: Path, spm_rate: float) -> None:
+def test_each_document_is_rearranged_separately(directory: Path, spm_rate: float) -> None:
     tokenizer = load_tokenizer(directory / "tokenizer")
     texts = [TEXTS[3], TEXTS[20], "", TEXTS[41]]
-    sample = rearranged(tokenizer, texts, spm_rate=spm_rate)
+    sample = rearrange(tokenizer, texts, spm_rate=spm_rate)
     used = np.array(sample[: sample.index(-1)])
     assert set(sample[len(used) :]) == {-1}
     ends = np.flatnonzero(used == tokenizer.eod_id)
@@ -115,7 +115,7 @@ def test_each_document_is_cut_and_joined_to_itself(directory: Path, spm_rate: fl
             (text, False) for text in texts
         ]
     else:
-        # The prefix follows the middle's token, so that the two are one text.
+        # The prefix follows the token <fim_middle>, and the middle follows the prefix.
         assert all(part[1] == tokenizer.token_id("<fim_suffix>") for part in parts if part)
         assert all(
             len(original(tokenizer, part)[0]) == len(text)
@@ -124,62 +124,68 @@ def test_each_document_is_cut_and_joined_to_itself(directory: Path, spm_rate: fl
         )
 
 
-def test_a_sample_keeps_its_length(directory: Path) -> None:
-    plain, changed = opened(directory, "valid"), opened(directory)
+def test_rearranged_samples_keep_their_length(directory: Path) -> None:
+    plain, changed = open_dataset(directory, "valid"), open_dataset(directory)
     assert not isinstance(plain, FimDataset)
     batch = changed.gather(range(len(changed)))
     assert batch.shape == (len(changed), SEQ_LENGTH + 1)
-    assert (batch >= 0).all()  # the special tokens make it longer, and what is too much is cut off
+    assert (batch >= 0).all()  # the tokens beyond the length are cut off
     special = [load_tokenizer(directory / "tokenizer").token_id(name) for name in TOKENS]
     assert all((batch == token).any() for token in special)
 
 
-def test_a_sample_depends_on_seed_and_number_alone(directory: Path) -> None:
-    expected = opened(directory).gather(range(40))
-    again = opened(directory)
+def test_a_sample_depends_only_on_seed_and_number(directory: Path) -> None:
+    expected = open_dataset(directory).gather(range(40))
+    dataset = open_dataset(directory)
     for index in (17, 3, 39, 17):
-        np.testing.assert_array_equal(again.gather([index])[0], expected[index])
+        np.testing.assert_array_equal(dataset.gather([index])[0], expected[index])
     out = np.empty((3, SEQ_LENGTH + 1), np.int64)
-    assert again.gather([5, 6, 5], out) is out
+    assert dataset.gather([5, 6, 5], out) is out
     np.testing.assert_array_equal(out, expected[[5, 6, 5]])
-    assert not np.array_equal(opened(directory, seed=8).gather(range(40)), expected)
+    assert not np.array_equal(open_dataset(directory, seed=8).gather(range(40)), expected)
 
 
-def test_rates_are_those_of_the_configuration(directory: Path) -> None:
+def test_rates_follow_the_configuration(directory: Path) -> None:
     tokenizer = load_tokenizer(directory / "tokenizer")
     rows = [tokenizer.encode_batch([TEXTS[n % 60]])[0].tolist() for n in range(2000)]
     fim = FimConfig(rate=0.3, spm_rate=0.75)
-    batch = FimDataset(Rows(rows, 80), tokenizer, fim, seed=5, capacity=80).gather(range(2000))
-    first = batch[:, 0] == tokenizer.token_id("<fim_prefix>")
-    suffix_first = first & (batch[:, 1] == tokenizer.token_id("<fim_suffix>"))
-    assert first.mean() == pytest.approx(0.3, abs=0.04)
-    # An empty prefix, too, is followed by the suffix.
-    assert suffix_first.sum() / first.sum() == pytest.approx(0.75, abs=0.06)
-    untouched = ~first
-    np.testing.assert_array_equal(batch[untouched], Rows(rows, 80).rows[untouched])
+    batch = FimDataset(FixedSamples(rows, 80), tokenizer, fim, seed=5, capacity=80).gather(
+        range(2000)
+    )
+    changed = batch[:, 0] == tokenizer.token_id("<fim_prefix>")
+    suffix_first = changed & (batch[:, 1] == tokenizer.token_id("<fim_suffix>"))
+    assert changed.mean() == pytest.approx(0.3, abs=0.04)
+    # An empty prefix also looks like a suffix that comes first.
+    assert suffix_first.sum() / changed.sum() == pytest.approx(0.75, abs=0.06)
+    untouched = ~changed
+    np.testing.assert_array_equal(batch[untouched], FixedSamples(rows, 80).rows[untouched])
 
 
-def test_without_an_extra_token_the_last_column_stays_empty(directory: Path) -> None:
+def test_the_last_column_is_empty_without_an_extra_token(directory: Path) -> None:
     tokenizer = load_tokenizer(directory / "tokenizer")
     ids = tokenizer.encode_batch([TEXTS[1]])[0].tolist()[:20]
-    dataset = FimDataset(Rows([ids], 21), tokenizer, FimConfig(rate=1.0), seed=5, capacity=20)
+    dataset = FimDataset(
+        FixedSamples([ids], 21), tokenizer, FimConfig(rate=1.0), seed=5, capacity=20
+    )
     sample = dataset.gather([0])[0]
     assert sample[-1] == -1
     assert (sample[:-1] >= 0).all()
 
 
-def test_a_divided_character_is_left_out(directory: Path) -> None:
+def test_bytes_of_a_divided_character_are_dropped(directory: Path) -> None:
     tokenizer = load_tokenizer(directory / "tokenizer")
     ids = tokenizer.encode_batch(["💡 abc💡"])[0].tolist()
     inside = ids[1:-1]
     assert "\ufffd" in tokenizer.decode(inside)
     fim = FimConfig(rate=1.0, spm_rate=0.0)
-    sample = FimDataset(Rows([inside], 40), tokenizer, fim, seed=5, capacity=40).gather([0])[0]
+    sample = FimDataset(FixedSamples([inside], 40), tokenizer, fim, seed=5, capacity=40).gather(
+        [0]
+    )[0]
     assert original(tokenizer, sample[sample >= 0].tolist())[0] == " abc"
 
 
-def test_missing_special_tokens_are_named(directory: Path) -> None:
+def test_missing_special_tokens_are_refused_with_their_names(directory: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data\.fim needs the tokens <PRE>, <SUF>, which .*special_tokens"
     ):
-        opened(directory, prefix_token="<PRE>", suffix_token="<SUF>")
+        open_dataset(directory, prefix_token="<PRE>", suffix_token="<SUF>")

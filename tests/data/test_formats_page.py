@@ -1,7 +1,4 @@
-"""docs/formats.md is right.
-
-Its Python prints what the page says, its bytes and JSON are those of the example.
-"""
+"""Tests of docs/formats.md: its Python code, bytes and JSON agree with the example files."""
 
 import doctest
 import json
@@ -23,7 +20,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory in which the page's code has run."""
+    """Run the page's code in a temporary directory and return the directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "documents.json").write_text(blocks("json")[1])
     code = "\n".join(blocks("python"))
@@ -35,23 +32,23 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_index_is_shown_byte_by_byte(example: Path) -> None:
+def test_documented_bytes_equal_the_idx_file(example: Path) -> None:
     table = PAGE.split("| offset | type |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| ([\d SD+]+) \| [^|]+ \| `?([\da-f ]*)`? \|", table, re.MULTILINE)
     content = (example / "tiny_text_document.idx").read_bytes()
-    place = 0
-    for offset, shown in rows:
-        assert eval(re.sub(r"(\d) ([SD])", r"\1*\2", offset), {"S": 3, "D": 5}) == place
-        place += len(bytes.fromhex(shown))
-    assert bytes.fromhex("".join(shown for _, shown in rows)) == content
+    position = 0
+    for offset, field in rows:
+        assert eval(re.sub(r"(\d) ([SD])", r"\1*\2", offset), {"S": 3, "D": 5}) == position
+        position += len(bytes.fromhex(field))
+    assert bytes.fromhex("".join(field for _, field in rows)) == content
 
 
-def test_index_json_is_that_of_the_example(example: Path) -> None:
+def test_documented_index_json_equals_the_file(example: Path) -> None:
     assert json.loads(blocks("json")[0]) == json.loads((example / "index.json").read_text())
     assert describe_index(example).samples["train"] == 10
 
 
-def test_table_of_the_sample_index(example: Path) -> None:
+def test_documented_sample_index_equals_the_file(example: Path) -> None:
     import numpy as np
 
     from megacore.token_files.indexed_dataset import IndexedDataset
@@ -62,14 +59,14 @@ def test_table_of_the_sample_index(example: Path) -> None:
         np.load(example / f"train_{name}_index.npy") for name in ("document", "sample")
     )
     assert [int(sequence) for _, sequence, _, _ in rows] == document.tolist()
-    for position, sequence, shown, begins in rows:
-        assert [int(token) for token in shown.split()] == tokens[int(sequence)].tolist()
-        for number, offset, token in re.findall(r"(\d+): offset (\d+) \((\d+)\)", begins):
+    for position, sequence, ids, starts in rows:
+        assert [int(token) for token in ids.split()] == tokens[int(sequence)].tolist()
+        for number, offset, token in re.findall(r"(\d+): offset (\d+) \((\d+)\)", starts):
             assert sample[int(number)].tolist() == [int(position), int(offset)]
             assert tokens[int(sequence)][int(offset)] == int(token)
     assert len(re.findall(r"\d+: offset \d+ \(\d+\)", PAGE)) == len(sample) - 1
 
 
-def test_documents_json_is_read(tmp_path: Path) -> None:
+def test_documented_documents_json_is_readable(tmp_path: Path) -> None:
     (tmp_path / "documents.json").write_text(blocks("json")[1])
     assert Origins.read(tmp_path / "documents.json").documents == 6

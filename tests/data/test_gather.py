@@ -1,4 +1,4 @@
-"""The compiled reader and packer against a slow reader, and against damaged maps."""
+"""Tests of the compiled gatherer and packer against a slow reference and with damaged maps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30).filter(
 
 
 def tokens(count: int, dtype: str) -> np.ndarray:
-    """Tokens that differ from their neighbours and reach the limits of their type."""
+    """Return tokens that differ from their neighbours and reach the limits of their type."""
     return np.resize(
         np.array([0, 1, 5, np.iinfo(dtype).max, 2, np.iinfo(dtype).max - 1, 3], dtype), count
     )
@@ -47,17 +47,17 @@ def write(prefix: Path, lengths: Sequence[int], dtype: str) -> None:
     packing=st.sampled_from(PACKINGS),
     extra=st.booleans(),
     keep_partial=st.booleans(),
-    wanted=st.integers(1, 40),
+    requested=st.integers(1, 40),
     order=st.randoms(use_true_random=False),
 )
-def test_samples_are_the_slow_readers(
+def test_gathered_samples_equal_the_reference(
     lengths: list[int],
     dtype: str,
     seq_length: int,
     packing: str,
     extra: bool,
     keep_partial: bool,
-    wanted: int,
+    requested: int,
     order: object,
 ) -> None:
     options = IndexOptions(
@@ -77,7 +77,7 @@ def test_samples_are_the_slow_readers(
     with TemporaryDirectory() as folder:
         prefix = Path(folder, "tokens")
         write(prefix, lengths, dtype)
-        build_index_maps(Mixture.single(str(prefix)), folder, options, (0, wanted, 0))
+        build_index_maps(Mixture.single(str(prefix)), folder, options, (0, requested, 0))
         dataset = open_split([str(prefix)], folder, "valid", config, tokenizer_directory=folder)
         documents, _, shuffle = (np.load(map_path(folder, "valid", name)) for name in MAP_NAMES)
         stored = IndexedDataset(prefix)
@@ -88,7 +88,7 @@ def test_samples_are_the_slow_readers(
             int(extra),
             keep_partial=keep_partial,
         )
-        assert len(dataset) == len(expected) >= wanted
+        assert len(dataset) == len(expected) >= requested
         indices = list(range(len(dataset))) * 2
         order.shuffle(indices)  # type: ignore[attr-defined]
         assert dataset.gather(indices).tolist() == [expected[shuffle[index]] for index in indices]
@@ -102,22 +102,23 @@ def test_samples_are_the_slow_readers(
     packing=st.sampled_from(PACKINGS[1:]),
     extra=st.integers(0, 1),
 )
-def test_the_least_number_of_samples_is_reached(
+def test_least_samples_is_a_lower_bound_of_an_epoch(
     lengths: list[int], seq_length: int, packing: str, extra: int
 ) -> None:
     sizes, documents = np.array(lengths, np.int32), np.arange(len(lengths), dtype=np.int32)
     rows = pack_sample_index(sizes, documents, seq_length, packing, extra)  # type: ignore[arg-type]
-    filled = np.count_nonzero(sizes)
-    least = least_samples(int(sizes.sum()), int(filled), seq_length, packing, extra)  # type: ignore[arg-type]
+    documents_with_tokens = np.count_nonzero(sizes)
+    least = least_samples(int(sizes.sum()), int(documents_with_tokens), seq_length, packing, extra)  # type: ignore[arg-type]
     assert rows.dtype == np.int32
     assert len(rows) - 1 >= least
-    assert packing == "pack_until_overflow" or len(rows) - 1 == least == filled
+    assert packing == "pack_until_overflow" or len(rows) - 1 == least == documents_with_tokens
 
 
 @given(lengths=LENGTHS, seq_length=st.integers(1, 11))
-def test_packing_learns_each_token_once(lengths: list[int], seq_length: int) -> None:
-    """Every token but a document's first, which none before it can tell, is a label of exactly one
-    sample."""
+def test_packing_until_overflow_predicts_each_token_once(
+    lengths: list[int], seq_length: int
+) -> None:
+    # The first token of a document has no preceding token to predict it from.
     ends = np.cumsum(lengths).tolist()
     documents = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
     samples = samples_of(documents, seq_length, "pack_until_overflow", 1)
@@ -126,8 +127,8 @@ def test_packing_learns_each_token_once(lengths: list[int], seq_length: int) -> 
         assert all(labels.count(token) == 1 for token in document[1:])
 
 
-def raw(**changes: object) -> Gatherer:
-    """Six documents, one of them empty, as four samples of five tokens and one more."""
+def small_gatherer(**changes: object) -> Gatherer:
+    """Return a gatherer of six documents, one of them empty, with four samples of 5 + 1 tokens."""
     values: dict[str, object] = {
         "tokens": np.arange(24, dtype=np.uint16),
         "pointers": np.array([0, 8, 8, 20, 30, 40], np.int64),
@@ -153,36 +154,36 @@ NUMBERS = st.one_of(
     rows=st.lists(st.tuples(NUMBERS, NUMBERS), min_size=5, max_size=5),
     shuffle=st.lists(NUMBERS, min_size=4, max_size=4),
     pointers=st.lists(NUMBERS, max_size=8),
-    whole=st.booleans(),
+    whole_documents=st.booleans(),
     extra=st.integers(0, 1),
 )
-def test_damaged_maps_are_refused_and_nothing_else_happens(
+def test_damaged_maps_never_cause_writes_outside_the_row(
     documents: list[int],
     rows: list[tuple[int, int]],
     shuffle: list[int],
     pointers: list[int],
-    whole: bool,
+    whole_documents: bool,
     extra: int,
 ) -> None:
-    gatherer = raw(
+    gatherer = small_gatherer(
         pointers=np.array(pointers, np.int64),
         document_index=np.array(documents, np.int64),
         sample_index=np.array(rows, np.int64),
         shuffle_index=np.array(shuffle, np.int64),
-        whole_documents=whole,
+        whole_documents=whole_documents,
         extra=extra,
         short_last=True,
     )
     for index in range(4):
         out = np.full((3, 6), -7, np.int64)
-        wrong = gatherer.gather(np.array([index]), out, np.array([1]))
+        first_damaged = gatherer.gather(np.array([index]), out, np.array([1]))
         assert (out[[0, 2]] == -7).all()
-        if wrong < 0:
+        if first_damaged < 0:
             assert ((out[1] >= -1) & (out[1] < 24)).all()
 
 
-def test_a_sample_is_copied_to_the_row_it_is_for() -> None:
-    gatherer, out = raw(), np.full((4, 6), -7, np.int64)
+def test_each_sample_is_copied_to_its_row() -> None:
+    gatherer, out = small_gatherer(), np.full((4, 6), -7, np.int64)
     assert gatherer.gather(np.array([0, 1]), out, np.array([3, 1])) == -1
     assert out.tolist() == [[-7] * 6, [15, 16, 17, 18, 19, 0], [-7] * 6, [5, 6, 7, 8, 9, 20]]
 
@@ -199,13 +200,13 @@ def test_a_sample_is_copied_to_the_row_it_is_for() -> None:
         {"seq_length": 0},
     ],
 )
-def test_what_is_no_map_is_refused(arguments: dict[str, object]) -> None:
+def test_arguments_of_wrong_type_or_shape_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        raw(**arguments)
+        small_gatherer(**arguments)
 
 
-def test_what_is_no_batch_is_refused() -> None:
-    gatherer, indices, out = raw(), np.array([0, 1]), np.zeros((2, 6), np.int64)
+def test_output_rows_and_indices_that_do_not_fit_are_refused() -> None:
+    gatherer, indices, out = small_gatherer(), np.array([0, 1]), np.zeros((2, 6), np.int64)
     frozen = out.copy()
     frozen.flags.writeable = False
     for rows in (np.array([0]), np.array([0, 2]), np.array([-1, 0])):
@@ -221,7 +222,7 @@ def test_what_is_no_batch_is_refused() -> None:
         gatherer.gather(np.array([4]), out)
 
 
-def test_packing_checks_what_it_is_given() -> None:
+def test_packing_refuses_invalid_documents_and_lengths() -> None:
     lengths = np.array([3, 4], np.int32)
     with pytest.raises(ValueError, match="document_index is out of range"):
         pack_sample_index(lengths, np.array([2], np.int32), 4, "pack_until_overflow", 1)

@@ -1,3 +1,5 @@
+"""Tests of the GPT data set: samples of token files and damaged index maps."""
+
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,9 @@ def prefix(tmp_path: Path) -> str:
     return prefix
 
 
-def test_samples_are_the_shuffled_documents_cut_into_windows(prefix: str, tmp_path: Path) -> None:
+def test_samples_are_shuffled_windows_of_the_shuffled_documents(
+    prefix: str, tmp_path: Path
+) -> None:
     dataset = GPTDataset(prefix, tmp_path, "train", SEQ_LENGTH)
     order, documents = (
         np.load(map_path(tmp_path, "train", name)) for name in ("shuffle", "document")
@@ -31,7 +35,7 @@ def test_samples_are_the_shuffled_documents_cut_into_windows(prefix: str, tmp_pa
         np.testing.assert_array_equal(dataset[index], expected)
 
 
-def test_gather_is_a_batch_of_samples(prefix: str, tmp_path: Path) -> None:
+def test_gather_returns_a_batch_of_samples(prefix: str, tmp_path: Path) -> None:
     dataset = GPTDataset(prefix, tmp_path, "train", SEQ_LENGTH)
     batch = dataset.gather([4, 0, 4])
     assert (batch.shape, batch.dtype) == ((3, SEQ_LENGTH + 1), np.int64)
@@ -39,14 +43,14 @@ def test_gather_is_a_batch_of_samples(prefix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 9])
-def test_sample_beyond_the_split_is_refused(prefix: str, tmp_path: Path, index: int) -> None:
+def test_an_index_outside_the_split_is_refused(prefix: str, tmp_path: Path, index: int) -> None:
     dataset = GPTDataset(prefix, tmp_path, "train", SEQ_LENGTH)
     assert len(dataset) == 9
     with pytest.raises(IndexError, match="has no sample"):
         dataset[index]
 
 
-def test_maps_of_another_length_are_refused(prefix: str, tmp_path: Path) -> None:
+def test_maps_of_another_sequence_length_are_refused(prefix: str, tmp_path: Path) -> None:
     for seq_length in (SEQ_LENGTH - 1, SEQ_LENGTH + 1):
         dataset = GPTDataset(prefix, tmp_path, "train", seq_length)
         with pytest.raises(DataFormatError, match=r"built for another data\.seq_length"):
@@ -60,7 +64,7 @@ def test_maps_of_other_tokens_are_refused(prefix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MAP_NAMES)
 @pytest.mark.parametrize("content", [None, b"", b"\x93NUMPY\x01\x00", b"text"])
-def test_damaged_map_is_named(
+def test_a_missing_or_damaged_map_is_refused_with_its_name(
     prefix: str, tmp_path: Path, name: str, content: bytes | None
 ) -> None:
     path = map_path(tmp_path, "train", name)
@@ -73,7 +77,7 @@ def test_damaged_map_is_named(
 
 @pytest.mark.parametrize("name", MAP_NAMES)
 @pytest.mark.parametrize("change", ["float", "pickle", "negative", "beyond"])
-def test_map_with_wrong_values_is_refused(
+def test_a_map_with_wrong_types_or_values_is_refused(
     prefix: str, tmp_path: Path, name: str, change: str
 ) -> None:
     path = map_path(tmp_path, "train", name)
@@ -89,7 +93,7 @@ def test_map_with_wrong_values_is_refused(
         GPTDataset(prefix, tmp_path, "train", SEQ_LENGTH)
 
 
-def test_offset_beyond_a_document_is_refused(prefix: str, tmp_path: Path) -> None:
+def test_an_offset_beyond_a_document_is_refused(prefix: str, tmp_path: Path) -> None:
     path = map_path(tmp_path, "train", "sample")
     rows = np.load(path)
     rows[3, 1] = 10**6

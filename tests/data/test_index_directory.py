@@ -1,3 +1,5 @@
+"""Tests of the directory of index maps and its index.json."""
+
 import json
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from megacore.errors import DataFormatError, WorkspaceError
 OPTIONS = IndexOptions(split=None, seq_length=10, seed=1, packing="unpacked", add_extra_token=False)
 
 
-def test_description_says_what_was_built(tmp_path: Path) -> None:
+def test_description_is_read_back_after_a_move(tmp_path: Path) -> None:
     data, directory = tmp_path / "data", tmp_path / "index"
     directory.mkdir()
     a, b, c = (str(data / name) for name in "abc")
@@ -32,19 +34,18 @@ def test_description_says_what_was_built(tmp_path: Path) -> None:
     description = read_description(moved)
     assert description.options == OPTIONS
     assert [member.prefix for member in description.members] == [a, c, b]
-    # The members of validation in the order in which its blend was given, which is not that of the
-    # numbers.
+    # The validation members are in the order of their blend, not sorted by number.
     assert description.blends == {"train": (0, 1), "valid": (2, 1)}
     assert description.samples == {"train": 7, "valid": 3}
     assert not description.single
 
 
-def test_single_data_set_is_said_to_be_one(tmp_path: Path) -> None:
+def test_description_of_a_single_data_set_is_marked_as_single(tmp_path: Path) -> None:
     write_description(tmp_path, Mixture.single("a"), IndexOptions("8,1,1", 10, 1), {"train": 7})
     assert read_description(tmp_path).single
 
 
-def test_missing_description(tmp_path: Path) -> None:
+def test_a_missing_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataFormatError, match=r"index.json does not exist: build the index maps first"
     ):
@@ -64,7 +65,7 @@ def test_missing_description(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_damaged_description(tmp_path: Path, damage: object) -> None:
+def test_a_damaged_description_is_refused(tmp_path: Path, damage: object) -> None:
     write_description(tmp_path, Mixture.single("a"), IndexOptions("8,1,1", 10, 1), {"train": 7})
     path = tmp_path / INDEX_NAME
     path.write_text(damage(json.loads(path.read_text())))  # type: ignore[operator]
@@ -74,13 +75,13 @@ def test_damaged_description(tmp_path: Path, damage: object) -> None:
         read_description(tmp_path)
 
 
-def test_description_of_another_format(tmp_path: Path) -> None:
+def test_a_description_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).write_text('{"format": 2}')
     with pytest.raises(DataFormatError, match="has format 2; only 1 is known"):
         read_description(tmp_path)
 
 
-def test_arrays_are_numpys_own(tmp_path: Path) -> None:
+def test_arrays_are_stored_in_numpys_format(tmp_path: Path) -> None:
     rows = np.arange(6, dtype=np.int32).reshape(3, 2)
     maps = IndexMaps(np.arange(3, dtype=np.int32), rows, np.arange(0, dtype=np.uint32))
     save_maps(maps, tmp_path, "train")
@@ -97,7 +98,7 @@ def test_arrays_are_numpys_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
-def test_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_raises_a_workspace_error(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     path.symlink_to("/dev/full")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The compiled helpers against their definition in NumPy, with and without vector instructions."""
+"""Tests of the compiled index helpers against a reference, with and without SIMD instructions."""
 
 import gc
 from pathlib import Path
@@ -14,18 +14,18 @@ from tests.data import _index_helpers_reference as reference
 
 PORTABLE = pytest.mark.parametrize("portable", [False, True])
 ROUND = 8 * 64 * 512
-"""Samples that a blend of up to 8 data sets walks in segments at a time."""
+"""Samples per round in which a blend of up to 8 data sets is computed in segments."""
 
 
 @PORTABLE
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
 @pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
 @pytest.mark.parametrize("count", [0, 1, 2, 127, 128, 129, 257, 1000, 2**16, 70_001])
-def test_shuffle_is_numpys(dtype: type, seed: int, count: int, portable: bool) -> None:
-    ours, theirs = np.arange(count, dtype=dtype), np.arange(count, dtype=dtype)
-    helpers.RandomState(seed, portable).shuffle(ours)
-    reference.shuffle(theirs, seed)
-    np.testing.assert_array_equal(ours, theirs)
+def test_shuffle_equals_numpys(dtype: type, seed: int, count: int, portable: bool) -> None:
+    result, expected = np.arange(count, dtype=dtype), np.arange(count, dtype=dtype)
+    helpers.RandomState(seed, portable).shuffle(result)
+    reference.shuffle(expected, seed)
+    np.testing.assert_array_equal(result, expected)
 
 
 @PORTABLE
@@ -33,22 +33,22 @@ def test_shuffle_is_numpys(dtype: type, seed: int, count: int, portable: bool) -
 @given(
     seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(0, 3000), min_size=1, max_size=5)
 )
-def test_shuffles_draw_one_after_another(portable: bool, seed: int, counts: list[int]) -> None:
-    ours, theirs = helpers.RandomState(seed, portable), np.random.RandomState(seed)
+def test_consecutive_shuffles_equal_numpys(portable: bool, seed: int, counts: list[int]) -> None:
+    state, numpy_state = helpers.RandomState(seed, portable), np.random.RandomState(seed)
     for count in counts:
-        mine, expected = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)
-        ours.shuffle(mine)
-        theirs.shuffle(expected)
-        np.testing.assert_array_equal(mine, expected)
+        result, expected = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)
+        state.shuffle(result)
+        numpy_state.shuffle(expected)
+        np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_seed_has_32_bits(seed: int) -> None:
+def test_a_seed_beyond_32_bits_is_refused(seed: int) -> None:
     with pytest.raises(TypeError):
         helpers.RandomState(seed)
 
 
-def test_shuffle_refuses_what_it_cannot_do_in_place() -> None:
+def test_shuffle_refuses_arrays_it_cannot_change_in_place() -> None:
     state = helpers.RandomState(1)
     frozen = np.arange(4, dtype=np.int32)
     frozen.flags.writeable = False
@@ -69,7 +69,7 @@ def test_shuffle_refuses_what_it_cannot_do_in_place() -> None:
     extra=st.integers(0, 1),
     partial=st.booleans(),
 )
-def test_sample_index_is_the_references(
+def test_sample_index_equals_the_reference(
     lengths: list[int], order: Any, epochs: int, seq_length: int, extra: int, partial: bool
 ) -> None:
     sizes = np.array(lengths, np.int32)
@@ -87,7 +87,7 @@ def test_sample_index_is_the_references(
             build(sizes, documents, seq_length, samples + 1, extra, partial)
 
 
-def test_sample_index_checks_what_it_is_given() -> None:
+def test_sample_index_refuses_invalid_arguments() -> None:
     build = helpers.build_sample_index_int32
     sizes, first, outside = np.array([4], np.int32), np.zeros(1, np.int32), np.array([1], np.int32)
     with pytest.raises(ValueError, match="out of range"):
@@ -104,7 +104,7 @@ def test_sample_index_checks_what_it_is_given() -> None:
         build(sizes.astype(np.int64), outside, 2, 1, 1)  # type: ignore[arg-type]
 
 
-def test_sample_index_counts_tokens_beyond_32_bits() -> None:
+def test_sample_index_is_exact_beyond_32_bits_of_tokens() -> None:
     sizes = np.full(3, 2**31 - 1, np.int32)
     documents = np.arange(3, dtype=np.int32)
     seq_length = 2**30
@@ -116,7 +116,7 @@ def test_sample_index_counts_tokens_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("length", [65534, 65535, 65536, 200_000])
-def test_lengths_that_16_bits_do_not_hold(length: int) -> None:
+def test_sample_index_equals_the_reference_for_lengths_beyond_16_bits(length: int) -> None:
     sizes = np.array([7, length, 3], np.int32)
     documents = np.array([1, 0, 1, 2, 1], np.int32)
     samples = (int(sizes[documents].sum()) - 1) // 1000
@@ -128,25 +128,25 @@ def test_lengths_that_16_bits_do_not_hold(length: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(weights=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=40), size=st.integers(0, 300))
-def test_blend_is_the_references(weights: list[float], size: int) -> None:
+def test_blend_equals_the_reference(weights: list[float], size: int) -> None:
     shares = np.array(weights) / np.sum(weights)
-    expected = reference.build_blend(shares, size)
-    for ours, theirs in zip(helpers.build_blend(shares, size), expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
+    reference_blend = reference.build_blend(shares, size)
+    for result, expected in zip(helpers.build_blend(shares, size), reference_blend, strict=True):
+        assert result.dtype == expected.dtype
+        np.testing.assert_array_equal(result, expected)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12))
-def test_exhaustive_blend_is_the_references(sizes: list[int]) -> None:
-    expected = reference.build_exhaustive_blend(sizes)
-    for ours, theirs in zip(helpers.build_exhaustive_blend(np.array(sizes)), expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
-    np.testing.assert_array_equal(np.bincount(expected[0], minlength=len(sizes)), sizes)
+def test_exhaustive_blend_equals_the_reference(sizes: list[int]) -> None:
+    blend = helpers.build_exhaustive_blend(np.array(sizes))
+    for result, expected in zip(blend, reference.build_exhaustive_blend(sizes), strict=True):
+        assert result.dtype == expected.dtype
+        np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(np.bincount(blend[0], minlength=len(sizes)), sizes)
 
 
-def test_ties_of_equal_weights_are_megatrons(shared_data: Path) -> None:
+def test_ties_of_equal_weights_are_resolved_like_megatron(shared_data: Path) -> None:
     golden = np.load(shared_data / "golden" / "blend" / "w3tie.npz")
     dataset_index, sample_index = helpers.build_blend(
         golden["weights"], len(golden["dataset_index"])
@@ -157,29 +157,29 @@ def test_ties_of_equal_weights_are_megatrons(shared_data: Path) -> None:
 
 @pytest.mark.parametrize("datasets", [1, 3, 8, 9, 17, 33])
 @pytest.mark.parametrize("power", [0, 1, 6])
-def test_segments_join_to_the_plain_walk(datasets: int, power: int) -> None:
+def test_a_blend_in_segments_equals_the_sequential_one(datasets: int, power: int) -> None:
     weights = np.random.RandomState(datasets).random_sample(datasets) ** power
     shares, size = weights / weights.sum(), ROUND + 3000
-    for ours, theirs in zip(
+    for result, expected in zip(
         helpers.build_blend(shares, size), helpers.build_blend(shares, size, True), strict=True
     ):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize(
     "sizes", [[ROUND, 1, 2, ROUND // 2], [100, ROUND + 7], [ROUND // 9] * 11, [0, ROUND * 2, 5]]
 )
-def test_data_sets_run_out_within_segments(sizes: list[int]) -> None:
+def test_an_exhaustive_blend_in_segments_equals_the_sequential_one(sizes: list[int]) -> None:
     limits = np.array(sizes)
     dataset_index, sample_index = helpers.build_exhaustive_blend(limits)
-    for ours, theirs in zip(
+    for result, expected in zip(
         (dataset_index, sample_index), helpers.build_exhaustive_blend(limits, True), strict=True
     ):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(result, expected)
     np.testing.assert_array_equal(np.bincount(dataset_index, minlength=len(sizes)), sizes)
 
 
-def test_blend_checks_what_it_is_given() -> None:
+def test_blend_refuses_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="add up to 1"):
         helpers.build_blend(np.array([0.5, 0.6]), 4)
     with pytest.raises(ValueError, match="must not be negative"):
@@ -200,7 +200,7 @@ def test_blend_checks_what_it_is_given() -> None:
         helpers.build_blend(np.ones(1, np.float32), 4)  # type: ignore[arg-type]
 
 
-def test_blend_numbers_as_many_data_sets_as_i16_holds() -> None:
+def test_blend_supports_as_many_data_sets_as_int16() -> None:
     dataset_index, _ = helpers.build_blend(np.full(32767, 1 / 32767), 32767)
     assert sorted(dataset_index.tolist()) == list(range(32767))
 
@@ -216,7 +216,7 @@ def test_blend_numbers_as_many_data_sets_as_i16_holds() -> None:
     min_sentences=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_sentence_map_is_the_references(
+def test_sentence_map_equals_the_reference(
     documents: list[list[int]], long: bool, **arguments: Any
 ) -> None:
     lengths = np.array([length for document in documents for length in document], np.int32)
@@ -225,7 +225,7 @@ def test_sentence_map_is_the_references(
     starts = np.cumsum([0, *map(len, documents)])
     values = list(arguments.values())
     max_samples, max_epochs, max_length, short, min_sentences, seed = values
-    given_values = (
+    build_arguments = (
         starts,
         lengths,
         max_samples,
@@ -235,17 +235,17 @@ def test_sentence_map_is_the_references(
         min_sentences,
         seed,
     )
-    expected = reference.build_sentence_map(*given_values)
+    expected = reference.build_sentence_map(*build_arguments)
     for build, dtype in (
         (helpers.build_sentence_map_uint32, np.uint32),
         (helpers.build_sentence_map_uint64, np.uint64),
     ):
-        rows = build(*given_values)
+        rows = build(*build_arguments)
         assert rows.dtype == dtype
         np.testing.assert_array_equal(rows, expected)
 
 
-def test_sentence_map_checks_what_it_is_given() -> None:
+def test_sentence_map_refuses_invalid_arguments() -> None:
     starts, lengths = np.array([0, 2]), np.ones(2, np.int32)
 
     def build(
@@ -270,7 +270,7 @@ def test_sentence_map_checks_what_it_is_given() -> None:
         build(min_sentences=0)
 
 
-def test_sentence_map_outlives_what_it_was_made_of() -> None:
+def test_sentence_map_outlives_its_inputs() -> None:
     rows = helpers.build_sentence_map_uint32(
         np.array([0, 4]), np.ones(4, np.int32), 9, 1, 5, 0.0, 1, 1
     )

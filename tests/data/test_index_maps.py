@@ -1,3 +1,5 @@
+"""Tests of building index maps of token files and of blends."""
+
 import hashlib
 import json
 import tempfile
@@ -33,7 +35,7 @@ from tests.data import _index_helpers_reference as reference
 from tests.data._files import write_tokens
 
 
-def test_maps_and_samples_are_megatrons(shared_data: Path, tmp_path: Path) -> None:
+def test_index_maps_and_samples_equal_megatron(shared_data: Path, tmp_path: Path) -> None:
     prefix, golden = (
         shared_data / "golden" / "C_merged",
         shared_data / "golden" / "separate_final_epoch",
@@ -51,11 +53,11 @@ def test_maps_and_samples_are_megatrons(shared_data: Path, tmp_path: Path) -> No
         expected = parameters["splits"][name]
         assert counts[name]["samples"] == expected["len"]
         for map_name in MAP_NAMES:
-            ours, theirs = (
+            result, expected_array = (
                 np.load(map_path(folder, name, map_name)) for folder in (tmp_path, golden)
             )
-            assert ours.dtype == theirs.dtype
-            np.testing.assert_array_equal(ours, theirs)
+            assert result.dtype == expected_array.dtype
+            np.testing.assert_array_equal(result, expected_array)
         dataset, digest = GPTDataset(prefix, tmp_path, name, 64), hashlib.sha256()
         for sample in dataset.gather(range(len(dataset))):
             digest.update(sample[:-1].tobytes() + sample[1:].tobytes())
@@ -65,7 +67,7 @@ def test_maps_and_samples_are_megatrons(shared_data: Path, tmp_path: Path) -> No
 def reference_split(
     lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, samples: int
 ) -> list:
-    """The rules of the three maps, written with NumPy alone."""
+    """Return Megatron's three maps of a split, computed only with NumPy."""
     tokens, state = int(lengths[first:last].sum()), np.random.RandomState(seed)
     epochs = 1
     while epochs * tokens < samples * seq_length + 1:
@@ -93,7 +95,7 @@ def reference_split(
     seed=st.integers(0, 2**32 - 1),
     samples=st.integers(0, 300),
 )
-def test_maps_of_a_split_follow_the_rules(
+def test_maps_of_a_split_equal_the_reference(
     lengths: list[int], seq_length: int, seed: int, samples: int
 ) -> None:
     sizes = np.array(lengths, np.int32)
@@ -105,20 +107,20 @@ def test_maps_of_a_split_follow_the_rules(
         sizes, first, last, plan_epochs(tokens, seq_length, samples), seq_length, seed
     )
     expected = reference_split(sizes, first, last, seq_length, seed, samples)
-    for ours, theirs in zip(
+    for result, expected_array in zip(
         (maps.document_index, maps.sample_index, maps.shuffle_index), expected, strict=True
     ):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(result, expected_array)
     assert maps.shuffle_index.dtype == np.uint32
 
 
-def test_shuffle_index_keeps_the_final_epoch_apart() -> None:
+def test_shuffle_index_shuffles_the_final_epoch_separately() -> None:
     index = build_shuffle_index(50, 30, helpers.RandomState(3))
     assert sorted(index[:30]) == list(range(30))
     assert sorted(index[30:]) == list(range(30, 50))
 
 
-def test_plan_moves_only_when_the_maps_would(tmp_path: Path) -> None:
+def test_plan_changes_only_if_the_maps_change(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100] * 10)
     mixture, options = Mixture.single(prefix), IndexOptions(split="8,1,1", seq_length=10, seed=1)
     plan = index_plan(mixture, options, (40, 5, None))
@@ -131,7 +133,7 @@ def test_plan_moves_only_when_the_maps_would(tmp_path: Path) -> None:
     json.dumps(plan)
 
 
-def test_counts_say_what_each_split_has(tmp_path: Path) -> None:
+def test_counts_describe_each_split(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100, 0] * 10)
     options = IndexOptions(split="8,1,1", seq_length=10, seed=1)
     counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (100, 5, None))
@@ -145,11 +147,11 @@ def test_counts_say_what_each_split_has(tmp_path: Path) -> None:
     assert counts["test"]["samples"] == 9
 
 
-def test_empty_split_is_refused_when_samples_are_wanted(tmp_path: Path) -> None:
+def test_an_empty_split_is_refused_if_samples_are_requested(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100] * 10)
     mixture, options = Mixture.single(prefix), IndexOptions(split="1,0,0", seq_length=10, seed=1)
     with pytest.raises(
-        DataFormatError, match=r"the valid split of .* has 0 of 10 sequences .*wanted: 7"
+        DataFormatError, match=r"the valid split of .* has 0 of 10 sequences .*requested: 7"
     ):
         build_index_maps(mixture, tmp_path, options, (5, 7, 0))
     with pytest.raises(DataFormatError, match="the test split"):
@@ -158,17 +160,17 @@ def test_empty_split_is_refused_when_samples_are_wanted(tmp_path: Path) -> None:
     assert len(GPTDataset(prefix, tmp_path, "valid", 10)) == 0
 
 
-def test_split_below_one_sample_is_refused(tmp_path: Path) -> None:
+def test_a_split_with_fewer_tokens_than_a_sample_is_refused(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [10] * 10)
     with pytest.raises(
-        DataFormatError, match=r"with 10 tokens, but one sample takes 10 \+ 1 .*wanted: 1"
+        DataFormatError, match=r"with 10 tokens, but one sample takes 10 \+ 1 .*requested: 1"
     ):
         index_plan(
             Mixture.single(prefix), IndexOptions(split="8,1,1", seq_length=10, seed=1), (5, 1, 0)
         )
 
 
-def test_split_bounds_agree_with_the_reader(tmp_path: Path) -> None:
+def test_split_ranges_count_sequences_and_not_documents(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_tokens(tmp_path / "a", [3, 0, 5]))
     assert split_ranges("1,1", len(dataset))["valid"] == (1, 2)
     assert dataset.count_tokens(1, 2) == 5
@@ -178,7 +180,7 @@ def load(directory: Path, split_name: str) -> list[np.ndarray]:
     return [np.load(map_path(directory, split_name, name)) for name in MAP_NAMES]
 
 
-def test_validation_keeps_its_partial_sample_when_asked_to(tmp_path: Path) -> None:
+def test_validation_keeps_its_partial_sample_on_request(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100, 7] * 5)
     options = IndexOptions(split="0,1,1", seq_length=10, seed=1, drop_last_partial=False)
     counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (0, None, None))
@@ -189,7 +191,7 @@ def test_validation_keeps_its_partial_sample_when_asked_to(tmp_path: Path) -> No
     assert sorted(order) == list(range(32))
 
 
-def test_without_an_extra_token_samples_share_none(tmp_path: Path) -> None:
+def test_samples_do_not_overlap_without_an_extra_token(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [100] * 10)
     options = IndexOptions(split="8,1,1", seq_length=10, seed=1, add_extra_token=False)
     counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (80, None, 0))
@@ -201,7 +203,9 @@ def test_without_an_extra_token_samples_share_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("packing", "samples"), [("unpacked", 20), ("pack_until_overflow", 10)])
-def test_whole_documents_fill_whole_epochs(tmp_path: Path, packing: str, samples: int) -> None:
+def test_packings_of_whole_documents_use_complete_epochs(
+    tmp_path: Path, packing: str, samples: int
+) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 0] * 10)
     options = IndexOptions(split="1", seq_length=9, seed=1, packing=packing)  # type: ignore[arg-type]
     counts = build_index_maps(Mixture.single(prefix), tmp_path, options, (samples - 1, 0, 0))
@@ -217,7 +221,7 @@ def test_whole_documents_fill_whole_epochs(tmp_path: Path, packing: str, samples
 def reference_neox(
     lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, samples: int
 ) -> list:
-    """GPT-NeoX's three maps, written with NumPy alone."""
+    """Return GPT-NeoX's three maps of a split, computed only with NumPy."""
     tokens, state, epochs = int(lengths[first:last].sum()), np.random.RandomState(seed), 1
     while (epochs * tokens - 1) // seq_length < samples:
         epochs += 1
@@ -236,7 +240,7 @@ def reference_neox(
     seed=st.integers(0, 2**32 - 1),
     samples=st.integers(1, 300),
 )
-def test_neox_orders_samples_as_neox_does(
+def test_maps_of_style_neox_equal_the_reference(
     lengths: list[int], seq_length: int, seed: int, samples: int
 ) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -247,12 +251,12 @@ def test_neox_orders_samples_as_neox_does(
         sizes = np.array(lengths, np.int32) + seq_length
         first, last = split_ranges("3,2,1", len(lengths), "neox")["train"]
         expected = reference_neox(sizes, first, last, seq_length, seed, samples)
-        for ours, theirs in zip(load(directory, "train"), expected, strict=True):
-            assert ours.dtype == theirs.dtype
-            np.testing.assert_array_equal(ours, theirs)
+        for result, expected_array in zip(load(directory, "train"), expected, strict=True):
+            assert result.dtype == expected_array.dtype
+            np.testing.assert_array_equal(result, expected_array)
 
 
-def test_blend_draws_from_its_members_maps(tmp_path: Path) -> None:
+def test_a_blend_has_the_reference_order_and_maps_of_each_member(tmp_path: Path) -> None:
     a, b = (write_tokens(tmp_path / name, [count] * 10) for name, count in (("a", 100), ("b", 30)))
     options, index = IndexOptions(split="8,1,1", seq_length=10, seed=1), tmp_path / "index"
     index.mkdir()
@@ -270,21 +274,21 @@ def test_blend_draws_from_its_members_maps(tmp_path: Path) -> None:
         np.load(map_path(index, "train", name)) for name in BLEND_MAP_NAMES
     )
     expected = reference.build_blend([0.25, 0.75], 100)
-    for ours, theirs in zip((dataset_index, sample_index), expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
-    # None: every sample of every member once, whatever the weights.
+    for result, expected_array in zip((dataset_index, sample_index), expected, strict=True):
+        assert result.dtype == expected_array.dtype
+        np.testing.assert_array_equal(result, expected_array)
+    # None requests every sample of every member once, regardless of the weights.
     assert counts["test"]["samples"] == 9 + 2
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    build_index_maps(Mixture.single(b), alone, options, (76, 0, None))
-    for ours, theirs in zip(
-        load(member_directory(index, 1), "train"), load(alone, "train"), strict=True
+    single = tmp_path / "single"
+    single.mkdir()
+    build_index_maps(Mixture.single(b), single, options, (76, 0, None))
+    for result, expected_array in zip(
+        load(member_directory(index, 1), "train"), load(single, "train"), strict=True
     ):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(result, expected_array)
 
 
-def test_blend_of_what_there_is(tmp_path: Path) -> None:
+def test_a_blend_without_weights_uses_every_sample_at_most_once(tmp_path: Path) -> None:
     a, b = (write_tokens(tmp_path / name, [count] * 10) for name, count in (("a", 100), ("b", 30)))
     mixture, options = (
         Mixture.blend((Member(a), Member(b))),
@@ -295,12 +299,12 @@ def test_blend_of_what_there_is(tmp_path: Path) -> None:
     assert np.load(map_path(tmp_path, "train", "dataset")).shape == (100,)
     with pytest.raises(
         DataFormatError,
-        match=r"129 samples are wanted of the train split, but .* has 128: give them",
+        match=r"129 samples are requested from the train split, but .* has 128: give them",
     ):
         build_index_maps(mixture, tmp_path, options, (129, 0, 0))
 
 
-def test_splits_with_data_sets_of_their_own(tmp_path: Path) -> None:
+def test_splits_with_separate_data_sets_have_separate_maps(tmp_path: Path) -> None:
     a, b, c = (write_tokens(tmp_path / name, [30] * 10) for name in "abc")
     mixture = Mixture.per_split([Member(a, 1.0), Member(c, 1.0)], [Member(b), Member(c)], [])
     options = IndexOptions(split=None, seq_length=10, seed=1)
@@ -317,13 +321,13 @@ def test_splits_with_data_sets_of_their_own(tmp_path: Path) -> None:
     assert set(index_plan(mixture, options, (20, None, None))) == {"train", "valid"}
 
 
-def test_only_data_set_of_a_split_is_not_blended(tmp_path: Path) -> None:
+def test_the_only_data_set_of_a_split_has_complete_epochs(tmp_path: Path) -> None:
     a, b = (write_tokens(tmp_path / name, [30] * 10) for name in "ab")
     mixture = Mixture.per_split([Member(a, 1.0)], [Member(b, 2.0)], [])
     counts = build_index_maps(
         mixture, tmp_path, IndexOptions(split=None, seq_length=10, seed=1), (40, 5, 0)
     )
-    assert (counts["train"]["samples"], counts["valid"]["samples"]) == (59, 29)  # whole epochs
+    assert (counts["train"]["samples"], counts["valid"]["samples"]) == (59, 29)  # complete epochs
     np.testing.assert_array_equal(
         np.load(map_path(tmp_path, "train", "dataset_sample")), np.arange(59)
     )
@@ -338,12 +342,12 @@ def test_only_data_set_of_a_split_is_not_blended(tmp_path: Path) -> None:
             Mixture.per_split([Member("{a}")], [], []),
             None,
             (1, 3, 0),
-            "3 samples are wanted of the valid split, which",
+            "3 samples are requested from the valid split, which",
         ),
-        (Mixture.single("{a}"), "1,1,1", (-1, 0, 0), "-1 samples are wanted of the train split"),
+        (Mixture.single("{a}"), "1,1,1", (-1, 0, 0), "-1 samples are requested from the train"),
     ],
 )
-def test_mixtures_that_do_not_go_with_the_options(
+def test_mixtures_that_contradict_the_options_are_refused(
     tmp_path: Path, mixture: Mixture, split: str | None, samples: tuple, message: str
 ) -> None:
     prefix = write_tokens(tmp_path / "a", [30] * 10)

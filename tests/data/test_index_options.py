@@ -1,3 +1,5 @@
+"""Tests of the options and mixtures of index maps."""
+
 import pytest
 
 from megacore.data.index_options import MAX_MEMBERS, IndexOptions, Member, Mixture, parse_members
@@ -19,15 +21,18 @@ def options(**changes: object) -> IndexOptions:
         ({"style": "neox", "drop_last_partial": False}, "data.drop_last_partial false"),
     ],
 )
-def test_options_that_cannot_work(changes: dict, message: str) -> None:
+def test_invalid_options_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options(**changes)
 
 
-def test_only_validation_keeps_a_partial_sample() -> None:
+def test_only_the_valid_split_keeps_a_partial_sample() -> None:
     keeping = options(drop_last_partial=False)
     assert [name for name in ("train", "valid", "test") if keeping.keeps_partial(name)] == ["valid"]
     assert not options().keeps_partial("valid")
+
+
+def test_extra_is_one_only_with_an_extra_token() -> None:
     assert (options().extra, options(add_extra_token=False).extra) == (1, 0)
 
 
@@ -41,7 +46,7 @@ def test_only_validation_keeps_a_partial_sample() -> None:
         ((1.0, None), "gives b no weight but others one"),
     ],
 )
-def test_weights_that_cannot_work(weights: tuple, message: str) -> None:
+def test_invalid_weights_are_refused(weights: tuple, message: str) -> None:
     members = [Member(prefix, weight) for prefix, weight in zip("ab", weights, strict=True)]
     with pytest.raises(ConfigError, match=f"the data blend {message}"):
         Mixture.blend(members)
@@ -49,7 +54,7 @@ def test_weights_that_cannot_work(weights: tuple, message: str) -> None:
         Mixture.per_split([Member("c")], members, [])
 
 
-def test_members_that_cannot_work() -> None:
+def test_invalid_members_are_refused() -> None:
     with pytest.raises(ConfigError, match="the train blend names a 2 times"):
         Mixture.per_split([Member("a"), Member("b"), Member("a")], [], [])
     with pytest.raises(ConfigError, match="has 32768 data sets; 32767 can be numbered"):
@@ -60,7 +65,7 @@ def test_members_that_cannot_work() -> None:
         Mixture((Member("a"),), (Member("b"),), (), whole=False)
 
 
-def test_single_is_what_needs_no_blend() -> None:
+def test_only_one_data_set_without_weight_is_single() -> None:
     assert Mixture.single("a").is_single
     assert Mixture.blend([Member("a")]).is_single
     assert not Mixture.blend([Member("a", 1.0)]).is_single
@@ -68,7 +73,7 @@ def test_single_is_what_needs_no_blend() -> None:
     assert not Mixture.per_split([Member("a")], [], []).is_single
 
 
-def test_prefixes_are_in_the_order_of_their_first_naming() -> None:
+def test_prefixes_are_in_the_order_of_their_first_occurrence() -> None:
     mixture = Mixture.per_split(
         [Member("c"), Member("a")], [Member("b"), Member("c")], [Member("a")]
     )
@@ -84,13 +89,13 @@ def test_prefixes_are_in_the_order_of_their_first_naming() -> None:
         (["1", "./2"], [("./2", 1.0)]),
     ],
 )
-def test_command_lines_that_name_members(values: list[str], expected: list) -> None:
+def test_prefixes_with_or_without_weights_are_parsed(values: list[str], expected: list) -> None:
     assert parse_members(values, "--data-prefix") == tuple(Member(*member) for member in expected)
 
 
 @pytest.mark.parametrize(
     "values", [["0.3", "a", "0.7"], ["a", "0.7"], ["0.3", "0.7"], ["0.3"], ["a", "b", "1", "c"]]
 )
-def test_weights_and_prefixes_take_turns(values: list[str]) -> None:
+def test_a_missing_weight_or_prefix_is_refused(values: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--data-prefix .*: give a weight before each prefix"):
         parse_members(values, "--data-prefix")

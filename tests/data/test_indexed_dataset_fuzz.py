@@ -1,5 +1,4 @@
-"""Whatever an index, tokens or a map hold: DataFormatError at worst, no crash, no hang, no large
-allocation."""
+"""Fuzz tests of readers: damaged files are refused without crash, hang or large allocation."""
 
 import io
 import json
@@ -34,9 +33,8 @@ fuzz = settings(
 
 
 @contextmanager
-def little_memory(file_bytes: int) -> Iterator[None]:
-    """What NumPy and Python allocate inside stays near the size of the file (with room for
-    messages)."""
+def bounded_memory(file_bytes: int) -> Iterator[None]:
+    """Check that the allocations of NumPy and Python inside are bounded by the size of the file."""
     tracemalloc.start()
     try:
         yield
@@ -45,21 +43,21 @@ def little_memory(file_bytes: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def refused(error: DataFormatError) -> bool:
-    """False, after a look at the message: one line that says what to do."""
+def check_message(error: DataFormatError) -> bool:
+    """Check that the message is one line with advice, and return False."""
     assert "\n" not in str(error)
     assert ": " in str(error)
     return False
 
 
 def open_and_check(prefix: Path) -> bool:
-    """Whether the reader took the files; then what it returns is what the index says."""
+    """Return True if the reader accepts the files, after a check of its content against them."""
     index = Path(f"{prefix}.idx").read_bytes()
-    with little_memory(len(index)):
+    with bounded_memory(len(index)):
         try:
             dataset = IndexedDataset(prefix)
         except DataFormatError as error:
-            return refused(error)
+            return check_message(error)
     code, sequences, entries = struct.unpack_from("<BQQ", index, 17)
     lengths = struct.unpack_from(f"<{sequences}i", index, 34)
     starts = struct.unpack_from(f"<{entries}q", index, 34 + 12 * sequences)
@@ -77,15 +75,15 @@ def open_and_check(prefix: Path) -> bool:
 
 
 def valid_index(code: int, documents: list[int]) -> tuple[bytes, bytes]:
-    """The two files of documents of these lengths."""
-    dtype, filled = DTYPES[code], [length for length in documents if length]
+    """Return the contents of the .bin and .idx files of documents of these lengths."""
+    dtype, lengths = DTYPES[code], [length for length in documents if length]
     tokens = np.arange(sum(documents)).astype(dtype).tobytes()
-    ends = np.cumsum(filled) * dtype.itemsize
+    ends = np.cumsum(lengths) * dtype.itemsize
     starts = np.cumsum([0, *(length > 0 for length in documents)])
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(filled), len(starts))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(starts))
     index += (
-        np.array(filled, "<i4").tobytes()
-        + (ends - np.array(filled) * dtype.itemsize).astype("<i8").tobytes()
+        np.array(lengths, "<i4").tobytes()
+        + (ends - np.array(lengths) * dtype.itemsize).astype("<i8").tobytes()
     )
     return tokens, index + starts.astype("<i8").tobytes()
 
@@ -98,7 +96,9 @@ def write(directory: Path, tokens: bytes, index: bytes) -> Path:
 
 @fuzz
 @given(index=st.binary(max_size=400), tokens=st.binary(max_size=40), header=st.booleans())
-def test_random_bytes(tmp_path: Path, index: bytes, tokens: bytes, header: bool) -> None:
+def test_random_bytes_are_refused_or_read_consistently(
+    tmp_path: Path, index: bytes, tokens: bytes, header: bool
+) -> None:
     prefix = write(
         tmp_path, tokens, (b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) if header else b"") + index
     )
@@ -111,7 +111,7 @@ def test_random_bytes(tmp_path: Path, index: bytes, tokens: bytes, header: bool)
     code=st.sampled_from([1, 2, 3, 4, 5, 8]),
     documents=st.lists(st.integers(0, 9), max_size=6),
 )
-def test_mutations_of_a_valid_index(
+def test_mutations_of_an_idx_file_are_refused_or_read_consistently(
     tmp_path: Path, data: st.DataObject, code: int, documents: list[int]
 ) -> None:
     tokens, valid = valid_index(code, documents)
@@ -140,7 +140,7 @@ def test_mutations_of_a_valid_index(
     change=st.integers(-20, 20).filter(bool),
     documents=st.lists(st.integers(1, 9), min_size=1, max_size=6),
 )
-def test_tokens_of_another_size_are_never_taken(
+def test_a_bin_file_of_another_size_is_refused(
     tmp_path: Path, change: int, documents: list[int]
 ) -> None:
     tokens, index = valid_index(8, documents)
@@ -150,7 +150,9 @@ def test_tokens_of_another_size_are_never_taken(
 
 @pytest.mark.parametrize("sequences", [*HUGE, 3, 0])
 @pytest.mark.parametrize("entries", [*HUGE, 3, 0])
-def test_counts_that_the_file_cannot_hold(tmp_path: Path, sequences: int, entries: int) -> None:
+def test_counts_that_do_not_fit_into_the_file_are_refused(
+    tmp_path: Path, sequences: int, entries: int
+) -> None:
     tokens, index = valid_index(8, [4, 4])
     changed = index[:18] + struct.pack("<QQ", sequences, entries) + index[34:]
     assert not open_and_check(write(tmp_path, tokens, changed))
@@ -159,11 +161,10 @@ def test_counts_that_the_file_cannot_hold(tmp_path: Path, sequences: int, entrie
 @fuzz
 @given(overflow=st.integers(1, 11), entries=st.integers(0, 40))
 @example(overflow=4, entries=0)
-def test_counts_whose_size_overflows_64_bits(tmp_path: Path, overflow: int, entries: int) -> None:
-    """12 S + 8 D modulo 2^64 is the size of the file.
-
-    A reader that computes in 64 bits believes it.
-    """
+def test_counts_with_a_size_that_overflows_64_bits_are_refused(
+    tmp_path: Path, overflow: int, entries: int
+) -> None:
+    # 12 S + 8 D modulo 2^64 is the size of the file: arithmetic in 64 bits would accept it.
     body = bytes(400)
     sequences = (overflow * 2**64 + len(body) - 8 * entries) // 12
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, sequences % 2**64, entries)
@@ -172,7 +173,7 @@ def test_counts_whose_size_overflows_64_bits(tmp_path: Path, overflow: int, entr
 
 @pytest.mark.parametrize("value", [-1, -(2**31), 2**31 - 1])
 @pytest.mark.parametrize("place", [34, 38])
-def test_lengths_that_cannot_be(tmp_path: Path, value: int, place: int) -> None:
+def test_impossible_lengths_are_refused(tmp_path: Path, value: int, place: int) -> None:
     tokens, index = valid_index(8, [4, 4])
     assert not open_and_check(
         write(tmp_path, tokens, index[:place] + struct.pack("<i", value) + index[place + 4 :])
@@ -181,20 +182,21 @@ def test_lengths_that_cannot_be(tmp_path: Path, value: int, place: int) -> None:
 
 @pytest.mark.parametrize("value", [-1, -8, 2, 2**40, -(2**63), 2**63 - 1])
 @pytest.mark.parametrize("place", [42, 50, 58, 66, 74])
-def test_pointers_and_document_entries_out_of_range(tmp_path: Path, value: int, place: int) -> None:
+def test_pointers_and_document_entries_out_of_range_are_refused(
+    tmp_path: Path, value: int, place: int
+) -> None:
     tokens, index = valid_index(8, [4, 4])
     if place == 74 and value == 2:
         assert open_and_check(write(tmp_path, tokens, index))
         return
     changed = index[:place] + struct.pack("<q", value) + index[place + 8 :]
-    # Document 1 may begin anywhere between 0 and 2: it is the only field of the index that the
-    # others do not decide.
+    # Document 1 may begin anywhere between 0 and 2: the other fields do not determine it.
     assert open_and_check(write(tmp_path, tokens, changed)) == (place == 66 and value == 2)
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "loop"])
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, suffix: str) -> None:
+def test_directories_pipes_and_loops_are_refused(tmp_path: Path, kind: str, suffix: str) -> None:
     import os
 
     prefix = write(tmp_path, *valid_index(8, [4]))
@@ -211,8 +213,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str, suffix: s
         IndexedDataset(prefix)
 
 
-def test_tokens_of_megatron_deepspeed_are_named(tmp_path: Path) -> None:
-    """Its --append-eod writes a token after each document that the index does not count."""
+def test_token_files_of_megatron_deepspeed_are_refused_with_the_reason(tmp_path: Path) -> None:
+    # Its --append-eod writes a token after each document that the index does not count.
     with IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
         for length in (3, 0, 5):
             writer.add_document(range(length))
@@ -226,7 +228,7 @@ def test_tokens_of_megatron_deepspeed_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def maps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with tokens `a` and their maps, for tests that put every file back."""
+    """Return a directory with tokens `a` and their maps, for tests that restore every file."""
     directory = tmp_path_factory.mktemp("maps")
     prefix = write_tokens(directory / "a", [5, 1, 9])
     options = IndexOptions(split="1", seq_length=SEQ_LENGTH, seed=5)
@@ -235,14 +237,14 @@ def maps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_maps(directory: Path) -> GPTDataset | None:
-    """The data set, every sample read; None when it was refused."""
+    """Open the data set and read every sample; return None if it was refused."""
     size = sum(path.stat().st_size for path in directory.iterdir())
     try:
-        with little_memory(size):
+        with bounded_memory(size):
             dataset = GPTDataset(directory / "a", directory, "train", SEQ_LENGTH)
             dataset.gather(range(len(dataset)))
     except DataFormatError as error:
-        refused(error)
+        check_message(error)
         return None
     return dataset
 
@@ -258,27 +260,27 @@ def replaced(path: Path, content: bytes) -> Iterator[None]:
 
 
 def npy(header: str, body: bytes = b"", version: bytes = b"\x01\x00") -> bytes:
-    """A .npy file of this header."""
-    text = header.encode() + b"\n"
+    """Return a .npy file with this header."""
+    encoded = header.encode() + b"\n"
     return (
         b"\x93NUMPY"
         + version
-        + struct.pack("<H" if version == b"\x01\x00" else "<I", len(text))
-        + text
+        + struct.pack("<H" if version == b"\x01\x00" else "<I", len(encoded))
+        + encoded
         + body
     )
 
 
 @fuzz
 @given(name=st.sampled_from(MAP_NAMES), content=st.binary(max_size=300), magic=st.booleans())
-def test_random_maps(maps: Path, name: str, content: bytes, magic: bool) -> None:
+def test_random_maps_are_refused(maps: Path, name: str, content: bytes, magic: bool) -> None:
     with replaced(map_path(maps, "train", name), (b"\x93NUMPY" if magic else b"") + content):
         assert open_maps(maps) is None
 
 
 @fuzz
 @given(data=st.data(), name=st.sampled_from(MAP_NAMES))
-def test_mutations_of_maps(maps: Path, data: st.DataObject, name: str) -> None:
+def test_mutations_of_maps_are_refused_or_read(maps: Path, data: st.DataObject, name: str) -> None:
     content = bytearray(map_path(maps, "train", name).read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -288,8 +290,8 @@ def test_mutations_of_maps(maps: Path, data: st.DataObject, name: str) -> None:
         open_maps(maps)
 
 
-def headers() -> dict[str, bytes]:
-    """Maps that are no maps, by what is wrong with them."""
+def invalid_maps() -> dict[str, bytes]:
+    """Return invalid map files by their fault."""
     good = "{'descr': '<i4', 'fortran_order': False, 'shape': (3,), }"
     pickled, archive = io.BytesIO(), io.BytesIO()
     np.save(pickled, np.array([1, "a"], object), allow_pickle=True)
@@ -334,13 +336,13 @@ def headers() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", MAP_NAMES)
-@pytest.mark.parametrize("case", headers())
-def test_headers_that_numpy_takes_amiss(maps: Path, name: str, case: str) -> None:
-    with replaced(map_path(maps, "train", name), headers()[case]):
+@pytest.mark.parametrize("case", invalid_maps())
+def test_map_files_with_invalid_headers_are_refused(maps: Path, name: str, case: str) -> None:
+    with replaced(map_path(maps, "train", name), invalid_maps()[case]):
         assert open_maps(maps) is None
 
 
-def test_untouched_maps_are_taken(maps: Path) -> None:
+def test_valid_maps_are_accepted(maps: Path) -> None:
     dataset = open_maps(maps)
     assert dataset is not None
     assert len(dataset) == 4
@@ -356,7 +358,7 @@ JSON = st.recursive(
 
 
 def replace_somewhere(data: st.DataObject, value: Any) -> Any:
-    """`value` with something inside of it replaced, added or removed."""
+    """Return `value` with a random part of it replaced or removed."""
     keys = (
         list(value)
         if isinstance(value, dict)
@@ -375,19 +377,21 @@ def replace_somewhere(data: st.DataObject, value: Any) -> Any:
 
 @fuzz
 @given(data=st.data())
-def test_mutations_of_index_json(maps: Path, data: st.DataObject) -> None:
+def test_mutations_of_index_json_are_refused_or_read(maps: Path, data: st.DataObject) -> None:
     path = maps / "index.json"
     content = replace_somewhere(data, json.loads(path.read_text()))
     with replaced(path, json.dumps(content).encode()):
         try:
             read_description(maps)
         except DataFormatError as error:
-            refused(error)
+            check_message(error)
 
 
 @fuzz
 @given(data=st.data())
-def test_mutations_of_documents_json(tmp_path: Path, data: st.DataObject) -> None:
+def test_mutations_of_documents_json_are_refused_or_read(
+    tmp_path: Path, data: st.DataObject
+) -> None:
     write_documents(
         tmp_path / "documents.json",
         [entry("a", 2, skipped_lines=[2]), entry("b", 1)],
@@ -398,14 +402,14 @@ def test_mutations_of_documents_json(tmp_path: Path, data: st.DataObject) -> Non
     try:
         origins = Origins.read(tmp_path / "documents.json")
     except DataFormatError as error:
-        refused(error)
+        check_message(error)
         return
     for document in range(min(origins.documents, 3)):
         origins.place(document)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"format": 1e999}', "\ud800", "\x00", "NaN"])
-def test_json_that_python_takes_amiss(maps: Path, content: str) -> None:
+def test_invalid_json_is_refused_with_the_name_of_the_file(maps: Path, content: str) -> None:
     for name, read in (("index.json", read_description), ("documents.json", read_origins)):
         path = maps / name
         path.touch()

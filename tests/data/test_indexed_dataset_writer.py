@@ -1,3 +1,5 @@
+"""Tests of writing, merging and permuting token files."""
+
 import hashlib
 import os
 import subprocess
@@ -23,7 +25,7 @@ documents_of_sequences = st.lists(
 
 
 def write(prefix: Path, documents: Documents, batches: int | None = None) -> IndexedDatasetWriter:
-    """Documents of sequences, one at a time or in batches of so many."""
+    """Write documents of sequences, one at a time or in batches of `batches` documents."""
     with IndexedDatasetWriter(prefix, "u2") as writer:
         if batches is None:
             for document in documents:
@@ -54,26 +56,26 @@ def read(prefix: Path) -> Documents:
 
 @settings(max_examples=60, deadline=None)
 @given(documents=documents_of_sequences, batches=st.integers(1, 5))
-def test_batches_write_what_single_documents_write(
+def test_batches_and_single_documents_give_equal_files(
     tmp_path_factory: pytest.TempPathFactory, documents: Documents, batches: int
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
-    one = write(folder / "one", documents)
-    many = write(folder / "many", documents, batches)
-    assert contents(folder / "one") == contents(folder / "many")
-    assert read(folder / "many") == documents
+    single = write(folder / "single", documents)
+    batched = write(folder / "batched", documents, batches)
+    assert contents(folder / "single") == contents(folder / "batched")
+    assert read(folder / "batched") == documents
     counts = [
         (writer.documents, writer.empty_documents, writer.sequences, writer.tokens)
-        for writer in (one, many)
+        for writer in (single, batched)
     ]
     sequences = [len(ids) for document in documents for ids in document]
     assert counts[0] == counts[1]
     assert counts[0] == (len(documents), documents.count([]), len(sequences), sum(sequences))
-    for suffix, content in zip((".bin", ".idx"), contents(folder / "many"), strict=True):
-        assert many.sha256[suffix] == hashlib.sha256(content).hexdigest()
+    for suffix, content in zip((".bin", ".idx"), contents(folder / "batched"), strict=True):
+        assert batched.sha256[suffix] == hashlib.sha256(content).hexdigest()
 
 
-def test_length_of_zero_is_an_empty_document(tmp_path: Path) -> None:
+def test_a_length_of_zero_is_an_empty_document(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
         writer.add_batch(np.arange(5), np.array([0, 3, 0, 2]))
         writer.add_batch(np.arange(0), np.array([0]))
@@ -81,7 +83,7 @@ def test_length_of_zero_is_an_empty_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("lengths", "sequences"), [([2], None), ([3], [2]), ([1, 2], [1])])
-def test_lengths_that_do_not_add_up_are_a_mistake(
+def test_lengths_that_do_not_add_up_are_refused(
     tmp_path: Path, lengths: list[int], sequences: list[int] | None
 ) -> None:
     counts = None if sequences is None else np.array(sequences)
@@ -95,23 +97,24 @@ def test_lengths_that_do_not_add_up_are_a_mistake(
 
 @settings(max_examples=40, deadline=None)
 @given(shards=st.lists(documents_of_sequences, min_size=1, max_size=4))
-def test_shards_merge_into_the_whole(
+def test_merged_shards_equal_the_unsharded_files(
     tmp_path_factory: pytest.TempPathFactory, shards: list[Documents]
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
-    whole = write(folder / "whole", [document for shard in shards for document in shard])
+    unsharded = write(folder / "unsharded", [document for shard in shards for document in shard])
     with IndexedDatasetWriter(folder / "merged", "u2") as writer:
         for number, shard in enumerate(shards):
             write(folder / str(number), shard)
             writer.append(IndexedDataset(folder / str(number)))
-    assert contents(folder / "merged") == contents(folder / "whole")
-    assert writer.sha256 == whole.sha256
-    assert (writer.documents, writer.empty_documents) == (whole.documents, whole.empty_documents)
+    assert contents(folder / "merged") == contents(folder / "unsharded")
+    assert writer.sha256 == unsharded.sha256
+    assert writer.documents == unsharded.documents
+    assert writer.empty_documents == unsharded.empty_documents
 
 
 @settings(max_examples=60, deadline=None)
 @given(documents=documents_of_sequences, seed=st.integers(0, 2**32 - 1), gather=st.integers(1, 6))
-def test_permuted_files_are_those_of_permuted_documents(
+def test_permuted_files_equal_files_of_permuted_documents(
     tmp_path_factory: pytest.TempPathFactory, documents: Documents, seed: int, gather: int
 ) -> None:
     folder = tmp_path_factory.mktemp("files")
@@ -129,7 +132,7 @@ def test_permuted_files_are_those_of_permuted_documents(
     assert contents(folder / "permuted") == contents(folder / "expected")
 
 
-def test_shards_of_different_types_are_not_merged(tmp_path: Path) -> None:
+def test_shards_of_different_types_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[1]]])
     with (
         pytest.raises(DataFormatError, match="made with different tokenizers"),
@@ -142,7 +145,7 @@ def test_shards_of_different_types_are_not_merged(tmp_path: Path) -> None:
     ("dtype", "vocab_size", "bad"),
     [("u2", None, 2**16), ("u2", None, -1), ("u2", 300, 300), ("i4", 300, 301)],
 )
-def test_id_beyond_the_vocabulary_is_named_and_nothing_left(
+def test_an_id_outside_the_vocabulary_is_refused_and_leaves_no_file(
     tmp_path: Path, dtype: str, vocab_size: int | None, bad: int
 ) -> None:
     with (
@@ -153,7 +156,7 @@ def test_id_beyond_the_vocabulary_is_named_and_nothing_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_exception_leaves_the_older_pair(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_existing_files(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[1, 2]]])
     before = contents(tmp_path / "a")
     with pytest.raises(DataFormatError), IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
@@ -162,22 +165,22 @@ def test_an_exception_leaves_the_older_pair(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_names_appear_last_and_the_index_after_the_tokens(
+def test_the_idx_file_appears_after_the_bin_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[set[str]] = []
+    visible_names: list[set[str]] = []
     replace = os.replace
 
     def watch(source: Path, target: Path) -> None:
         replace(source, target)
-        seen.append({path.name for path in tmp_path.iterdir() if ".tmp-" not in path.name})
+        visible_names.append({path.name for path in tmp_path.iterdir() if ".tmp-" not in path.name})
 
     monkeypatch.setattr(os, "replace", watch)
     write(tmp_path / "a", [[[1]]])
-    assert seen == [{"a.bin"}, {"a.bin", "a.idx"}]
+    assert visible_names == [{"a.bin"}, {"a.bin", "a.idx"}]
 
 
-def test_full_disk_is_a_workspace_error(tmp_path: Path) -> None:
+def test_a_full_disk_raises_a_workspace_error_and_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / f"a.bin.tmp-{os.getpid()}").symlink_to("/dev/full")
     with (
         pytest.raises(WorkspaceError, match="free some space"),
@@ -202,8 +205,8 @@ except WorkspaceError as error:
 """
 
 
-def test_index_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
-    # In a process of its own: the limit would hold for pytest's output too.
+def test_an_idx_file_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    # In a separate process: the limit would also apply to the output of pytest.
     command = [sys.executable, "-c", NO_FILE_BEYOND_4_KB, str(tmp_path / "a")]
     result = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
@@ -213,8 +216,8 @@ def test_index_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_does_not_grow_with_the_tokens(tmp_path: Path) -> None:
-    """A permutation of 64 MB goes through parts of it."""
+def test_a_large_permutation_is_processed_in_parts(tmp_path: Path) -> None:
+    # The tokens take 64 MB.
     lengths = np.full(4096, 8192)
     with IndexedDatasetWriter(tmp_path / "a", "u2") as writer:
         for _ in range(16):

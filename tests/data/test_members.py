@@ -1,3 +1,5 @@
+"""Tests of directories that contain token files or refer to others."""
+
 from pathlib import Path
 
 import pytest
@@ -7,25 +9,25 @@ from megacore.token_files.indexed_dataset import MEMBERS_NAME, token_prefixes, w
 from tests.data._files import write_tokens
 
 
-def test_a_directory_stands_for_its_own_files(tmp_path: Path) -> None:
+def test_a_directory_refers_to_the_token_files_in_it(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "tokens_text_sentence", [3])
     assert token_prefixes(tmp_path) == (prefix,)
 
 
-def test_members_keep_their_order_and_move_with_the_workspace(tmp_path: Path) -> None:
-    place = tmp_path / "before"
+def test_members_keep_their_order_and_are_found_after_a_move(tmp_path: Path) -> None:
+    workspace = tmp_path / "before"
     for name in ("b", "a", "both"):
-        (place / name).mkdir(parents=True)
+        (workspace / name).mkdir(parents=True)
     for name in ("b", "a"):
-        write_tokens(place / name / "tokens_text_document", [3])
-    write_members(place / "both", [place / "b", place / "a"])
-    moved = place.rename(tmp_path / "after")
+        write_tokens(workspace / name / "tokens_text_document", [3])
+    write_members(workspace / "both", [workspace / "b", workspace / "a"])
+    moved = workspace.rename(tmp_path / "after")
     expected = tuple(str(moved / name / "tokens_text_document") for name in ("b", "a"))
     assert token_prefixes(moved / "both") == expected
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"members": 3}'])
-def test_a_damaged_list_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_damaged_members_json_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / MEMBERS_NAME).write_text(content)
     with pytest.raises(DataFormatError, match=r"members.json is damaged"):
         token_prefixes(tmp_path)

@@ -1,3 +1,5 @@
+"""Tests of the order of samples and of reading batches ahead."""
+
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -15,17 +17,17 @@ def gather(indices: Sequence[int]) -> np.ndarray:
     return np.array([[index, index + 1] for index in indices], np.int64)
 
 
-def threads() -> list[str]:
+def prefetch_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "megacore-prefetch"]
 
 
-def test_order_is_megatrons() -> None:
+def test_micro_batches_have_megatrons_order() -> None:
     assert micro_batch_indices(
         100, micro_step=1, micro_batch_size=2, dp_rank=1, dp_size=3
     ) == range(108, 110)
 
 
-def test_a_batch_with_a_skipped_sample_is_left_out_whole_and_no_other_moves() -> None:
+def test_a_global_batch_with_a_skipped_sample_is_left_out_and_no_other_changes() -> None:
     def read(*skipped: range) -> list[int]:
         ranges = micro_batches(
             40, micro_batch_size=2, schedule=EIGHT, dp_rank=0, dp_size=1, steps=3, skipped=skipped
@@ -41,7 +43,7 @@ def test_a_batch_with_a_skipped_sample_is_left_out_whole_and_no_other_moves() ->
 
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (4, 1), (1, 8), (2, 4)])
-def test_a_global_batch_is_the_same_for_every_layout(micro: int, ranks: int) -> None:
+def test_a_global_batch_has_the_same_samples_in_every_layout(micro: int, ranks: int) -> None:
     plans = [
         list(
             micro_batches(
@@ -52,30 +54,25 @@ def test_a_global_batch_is_the_same_for_every_layout(micro: int, ranks: int) -> 
     ]
     per_step = 8 // (micro * ranks)
     for step in range(3):
-        seen = [
+        samples = [
             index
             for plan in plans
             for batch in plan[step * per_step : (step + 1) * per_step]
             for index in batch
         ]
-        assert sorted(seen) == list(range(40 + 8 * step, 48 + 8 * step))
+        assert sorted(samples) == list(range(40 + 8 * step, 48 + 8 * step))
 
 
-def test_resuming_continues_where_the_samples_ended() -> None:
+def test_resuming_continues_after_the_consumed_samples() -> None:
     arguments = {"micro_batch_size": 2, "schedule": EIGHT, "dp_rank": 1, "dp_size": 2}
-    whole = list(micro_batches(0, **arguments, steps=5))
-    assert whole == [
+    assert list(micro_batches(0, **arguments, steps=5)) == [
         *micro_batches(0, **arguments, steps=2),
         *micro_batches(16, **arguments, steps=3),
     ]
 
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (1, 4)])
-def test_a_global_batch_grows_along_the_run(micro: int, ranks: int) -> None:
-    """Batches of 4, 4, 4, 8, 8, 12.
-
-    The ranks' micro batches together are the samples in order, none twice.
-    """
+def test_growing_global_batches_use_every_sample_once_in_order(micro: int, ranks: int) -> None:
     schedule = BatchSchedule(global_batch_size=12, start=4, increment=4, rampup_samples=24)
     sizes = [4, 4, 4, 8, 8, 12]
     arguments = {"micro_batch_size": micro, "schedule": schedule, "dp_size": ranks}
@@ -93,31 +90,31 @@ def test_a_global_batch_grows_along_the_run(micro: int, ranks: int) -> None:
     assert len(resumed) * micro * ranks == 8 + 8 + 12
 
 
-def test_batches_come_in_order_and_the_thread_ends() -> None:
+def test_batches_are_in_order_and_the_thread_ends() -> None:
     with PrefetchingIterator(gather, [[i, i + 7] for i in range(20)], depth=2) as batches:
         assert [batch[:, 0].tolist() for batch in batches] == [[i, i + 7] for i in range(20)]
         assert next(batches, None) is None
-    assert threads() == []
+    assert prefetch_threads() == []
 
 
-def test_reading_ahead_is_bounded() -> None:
-    asked: list[int] = []
+def test_prefetching_is_bounded_and_ends_at_close() -> None:
+    requested: list[int] = []
 
     def endless() -> Iterator[list[int]]:
         for index in range(10**9):
-            asked.append(index)
+            requested.append(index)
             yield [index]
 
     with PrefetchingIterator(gather, endless(), depth=3) as batches:
         for _ in range(5):
             next(batches)
-        assert len(asked) <= 5 + 3 + 1
-    assert threads() == []
+        assert len(requested) <= 5 + 3 + 1
+    assert prefetch_threads() == []
     batches.close()
     assert next(batches, None) is None
 
 
-def test_error_is_raised_where_its_batch_would_be() -> None:
+def test_an_error_is_raised_in_place_of_its_batch() -> None:
     def failing(indices: Sequence[int]) -> np.ndarray:
         if indices == [2]:
             raise IndexError("no sample 2")
@@ -129,4 +126,4 @@ def test_error_is_raised_where_its_batch_would_be() -> None:
         with pytest.raises(IndexError, match="no sample 2"):
             next(batches)
         assert next(batches, None) is None
-    assert threads() == []
+    assert prefetch_threads() == []

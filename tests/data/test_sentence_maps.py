@@ -1,3 +1,5 @@
+"""Tests of sentence maps, the index maps of BERT and T5."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -26,37 +28,40 @@ T5 = SentenceOptions("t5")
 
 
 def options(sentences: SentenceOptions | None = BERT, **changes: Any) -> IndexOptions:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "split": "4,1,1",
         "seq_length": 23,
         "seed": 1234,
         "sentences": sentences,
     }
-    return IndexOptions(**given | changes)
+    return IndexOptions(**defaults | changes)
 
 
-@pytest.mark.parametrize(("wanted", "minimum"), [(None, 2), (0, 2), (40, 1), (41, 2), (200, 2)])
-def test_map_of_a_split_is_the_references(tmp_path: Path, wanted: int | None, minimum: int) -> None:
+@pytest.mark.parametrize(("requested", "minimum"), [(None, 2), (0, 2), (40, 1), (41, 2), (200, 2)])
+def test_map_of_a_split_equals_the_reference(
+    tmp_path: Path, requested: int | None, minimum: int
+) -> None:
     dataset = write_lengths(tmp_path / "a", DOCUMENTS)
-    part, given = SentencePart(dataset, 2, 15, wanted), options(SentenceOptions("bert", minimum))
-    rows = build_sentence_map(part, given)
-    limits = (2**40, 1) if wanted is None else (wanted, 2**31)
+    part = SentencePart(dataset, 2, 15, requested)
+    index_options = options(SentenceOptions("bert", minimum))
+    rows = build_sentence_map(part, index_options)
+    limits = (2**40, 1) if requested is None else (requested, 2**31)
     starts = np.array(dataset.document_indices[2:16])
     lengths = np.array(dataset.lengths)
     expected = reference.build_sentence_map(starts, lengths, *limits, 20, 0.1, minimum, 1234)
     assert rows.dtype == np.uint32
     np.testing.assert_array_equal(rows, expected)
-    assert len(rows) >= (wanted or 0)
-    epochs, samples = count_samples(part, given)
+    assert len(rows) >= (requested or 0)
+    epochs, samples = count_samples(part, index_options)
     assert samples == len(rows)
-    if epochs > 1:  # one epoch less does not reach what is wanted
-        again = reference.build_sentence_map(
+    if epochs > 1:  # one epoch less has too few samples
+        fewer = reference.build_sentence_map(
             starts, lengths, 2**40, epochs - 1, 20, 0.1, minimum, 1234
         )
-        assert len(again) < (wanted or 0) <= samples
+        assert len(fewer) < (requested or 0) <= samples
 
 
-def test_documents_that_give_no_sample_are_refused(tmp_path: Path) -> None:
+def test_documents_without_a_sample_are_refused(tmp_path: Path) -> None:
     dataset = write_lengths(tmp_path / "a", DOCUMENTS)
     for build in (build_sentence_map, count_samples):
         with pytest.raises(
@@ -84,7 +89,7 @@ def test_documents_that_give_no_sample_are_refused(tmp_path: Path) -> None:
         ),
         (
             lambda: options(packing="unpacked"),
-            "are of samples of tokens, which those of bert are not",
+            "are for samples of tokens, which those of bert are not",
         ),
         (lambda: options(add_extra_token=False), "leave them at their defaults"),
         (
@@ -95,29 +100,33 @@ def test_documents_that_give_no_sample_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_values_that_cannot_be(make: Any, message: str) -> None:
+def test_invalid_options_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
 
 @pytest.mark.parametrize("sentences", [BERT, T5])
-def test_maps_are_written_and_read(tmp_path: Path, sentences: SentenceOptions) -> None:
+def test_maps_and_their_description_are_read_back(
+    tmp_path: Path, sentences: SentenceOptions
+) -> None:
     dataset = write_lengths(tmp_path / "a", DOCUMENTS)
-    given = options(sentences, seed=3)
+    index_options = options(sentences, seed=3)
     mixture = Mixture.single(str(tmp_path / "a"))
-    counts = build_sentence_maps(mixture, tmp_path, given, (50, 5, None))
+    counts = build_sentence_maps(mixture, tmp_path, index_options, (50, 5, None))
     assert (counts["train"]["documents"], counts["train"]["sequences"]) == (16, 46)
     rows = load_sentence_map(tmp_path, "train", dataset)
-    np.testing.assert_array_equal(rows, build_sentence_map(SentencePart(dataset, 0, 16, 50), given))
+    np.testing.assert_array_equal(
+        rows, build_sentence_map(SentencePart(dataset, 0, 16, 50), index_options)
+    )
     assert counts["train"]["samples"] == len(rows)
     description = read_description(tmp_path)
-    assert description.options == given
+    assert description.options == index_options
     assert description.single
     assert description.samples == {name: entry["samples"] for name, entry in counts.items()}
     epochs = {name: {"epochs": entry["epochs"]} for name, entry in counts.items()}
-    assert sentence_plan(mixture, given, (50, 5, None)) == epochs
-    # as many epochs: the same maps
-    assert sentence_plan(mixture, given, (len(rows), 5, None)) == epochs
+    assert sentence_plan(mixture, index_options, (50, 5, None)) == epochs
+    # As many epochs give the same maps.
+    assert sentence_plan(mixture, index_options, (len(rows), 5, None)) == epochs
 
 
 def test_a_blend_has_maps_of_each_member(tmp_path: Path) -> None:
@@ -140,7 +149,7 @@ def test_a_blend_has_maps_of_each_member(tmp_path: Path) -> None:
     json.loads((directory / "index.json").read_text())
 
 
-def test_splits_of_their_own_are_taken_whole(tmp_path: Path) -> None:
+def test_separate_data_sets_of_splits_are_used_entirely(tmp_path: Path) -> None:
     prefixes = [write_lengths(tmp_path / name, DOCUMENTS).prefix for name in "ab"]
     mixture = Mixture.per_split([Member(prefixes[0])], [Member(prefixes[1])], [])
     counts = build_sentence_maps(mixture, tmp_path, options(split=None), (10, None, 0))
@@ -149,7 +158,7 @@ def test_splits_of_their_own_are_taken_whole(tmp_path: Path) -> None:
         "valid": 24,
     }
     with pytest.raises(
-        ConfigError, match="3 samples are wanted of the test split, which has no data set"
+        ConfigError, match="3 samples are requested from the test split, which has no data set"
     ):
         build_sentence_maps(mixture, tmp_path, options(split=None), (10, None, 3))
     with pytest.raises(
@@ -172,7 +181,7 @@ def test_splits_of_their_own_are_taken_whole(tmp_path: Path) -> None:
         (np.array([[0, 2, 1]], np.uint32), "samples of 1 to 1 tokens"),
     ],
 )
-def test_map_of_other_sentences_is_refused(
+def test_an_invalid_map_or_one_of_other_sentences_is_refused(
     tmp_path: Path, values: np.ndarray, message: str
 ) -> None:
     dataset = write_lengths(tmp_path / "a", [[1, 2, 3], [4, 5]])
@@ -181,7 +190,7 @@ def test_map_of_other_sentences_is_refused(
         load_sentence_map(tmp_path, "train", dataset, 8)
 
 
-def test_map_that_is_missing_or_cut_off(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_map_and_an_unknown_split_are_refused(tmp_path: Path) -> None:
     dataset = write_lengths(tmp_path / "a", [[1, 2, 3]])
     with pytest.raises(DataFormatError, match="does not exist: build the index maps first"):
         load_sentence_map(tmp_path, "valid", dataset)
@@ -193,7 +202,9 @@ def test_map_that_is_missing_or_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"kind": "gpt"}, {"minimum_sentences": 0}, {"unknown": 1}])
-def test_a_damaged_description_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_description_with_damaged_sentence_options_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     prefix = write_lengths(tmp_path / "a", DOCUMENTS).prefix
     build_sentence_maps(Mixture.single(prefix), tmp_path, options(), (5, 5, 5))
     path = tmp_path / "index.json"
@@ -204,7 +215,7 @@ def test_a_damaged_description_is_refused(tmp_path: Path, change: dict[str, Any]
         read_description(tmp_path)
 
 
-def test_sentences_of_another_kind_of_dataset(tmp_path: Path) -> None:
+def test_t5_takes_all_sentences_of_a_document_as_one_sample(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_lengths(tmp_path / "a", [[3, 4], [2, 2]]).prefix)
     rows = build_sentence_map(SentencePart(dataset, 0, 2, None), options(T5))
     assert sorted(rows.tolist()) == [[0, 2, 21], [2, 4, 21]]

@@ -1,3 +1,5 @@
+"""Tests of the division of sequences into splits."""
+
 from itertools import pairwise
 
 import pytest
@@ -8,7 +10,7 @@ from megacore.data.index_options import parse_split, split_ranges
 from megacore.errors import ConfigError
 
 
-def test_golden_boundaries() -> None:
+def test_boundaries_equal_megatrons() -> None:
     assert split_ranges("949,50,1", 596) == {
         "train": (0, 566),
         "valid": (566, 595),
@@ -16,13 +18,13 @@ def test_golden_boundaries() -> None:
     }
 
 
-def test_boundaries_round_half_to_even() -> None:
+def test_boundaries_are_rounded_half_to_even() -> None:
     assert split_ranges("1,1", 5) == {"train": (0, 2), "valid": (2, 5), "test": (5, 5)}
     assert split_ranges("1,1", 7) == {"train": (0, 4), "valid": (4, 7), "test": (7, 7)}
 
 
 def test_neox_rounds_each_split_and_corrects_the_first() -> None:
-    # 3.5 -> 4, 3.5 -> 4: one too many, taken from the train split.
+    # 3.5 -> 4, 3.5 -> 4: one too many, subtracted from the train split.
     assert split_ranges("1,1", 7, "neox") == {"train": (0, 3), "valid": (3, 7), "test": (7, 7)}
     # 1.67 -> 2 three times in 5.
     assert split_ranges("1,1,1", 5, "neox") == {"train": (0, 1), "valid": (1, 3), "test": (3, 5)}
@@ -33,12 +35,12 @@ def test_neox_rounds_each_split_and_corrects_the_first() -> None:
     }
 
 
-def test_neox_may_leave_nothing_to_train() -> None:
+def test_neox_rounding_that_leaves_a_negative_train_split_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves the train split -1 of 3 sequences"):
         split_ranges("0,1,1", 3, "neox")
 
 
-def test_missing_weights_are_zero() -> None:
+def test_missing_split_weights_are_zero() -> None:
     assert parse_split("100") == (1.0, 0.0, 0.0)
 
 
@@ -47,7 +49,7 @@ def test_missing_weights_are_zero() -> None:
     weights=st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any),
     count=st.integers(0, 10**12),
 )
-def test_ranges_cover_everything_in_order(style: str, weights: list[int], count: int) -> None:
+def test_ranges_cover_all_sequences_in_order(style: str, weights: list[int], count: int) -> None:
     try:
         bounds = list(split_ranges(",".join(map(str, weights)), count, style).values())  # type: ignore[arg-type]
     except ConfigError:
@@ -59,6 +61,6 @@ def test_ranges_cover_everything_in_order(style: str, weights: list[int], count:
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf"])
-def test_wrong_split_is_refused(split: str) -> None:
+def test_an_invalid_split_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.split is"):
         parse_split(split)

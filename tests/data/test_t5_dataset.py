@@ -1,5 +1,4 @@
-"""T5's samples: Megatron core's spans token by token, and T5's own, whose text can be put together
-again."""
+"""Tests of T5's samples with Megatron core's spans and with T5's random spans."""
 
 from pathlib import Path
 from typing import Any
@@ -33,21 +32,23 @@ def build(directory: Path, seed: int = 1234, short: float = 0.2) -> IndexedDatas
     return tokens
 
 
-def opened(tokens: IndexedDataset, directory: Path, seed: int = 1234, **config: Any) -> T5Dataset:
-    given = SpanCorruptionConfig.model_validate({"decoder_seq_length": DECODER, **config})
+def open_dataset(
+    tokens: IndexedDataset, directory: Path, seed: int = 1234, **config: Any
+) -> T5Dataset:
+    span_corruption = SpanCorruptionConfig.model_validate({"decoder_seq_length": DECODER, **config})
     return T5Dataset(
         tokens.prefix,
         directory,
         "train",
         seq_length=SEQ_LENGTH,
         vocabulary=VOCABULARY,
-        config=given,
+        config=span_corruption,
         seed=seed,
     )
 
 
 def texts(tokens: IndexedDataset, directory: Path) -> list[tuple[list[list[int]], int]]:
-    """(sentences, target) of each sample."""
+    """Return (sentences, target) of each sample."""
     rows = load_sentence_map(directory, "train", tokens).tolist()
     return [
         ([tokens[sentence].tolist() for sentence in range(first, end)], target)
@@ -55,8 +56,8 @@ def texts(tokens: IndexedDataset, directory: Path) -> list[tuple[list[list[int]]
     ]
 
 
-def together(row: np.ndarray) -> tuple[list[int], list[list[int]]]:
-    """(the text with its spans put back, the spans) of a row."""
+def restore(row: np.ndarray) -> tuple[list[int], list[list[int]]]:
+    """Return the text of a row with its spans restored, and the spans."""
     encoder, decoder = (part[part >= 0].tolist() for part in (row[:SEQ_LENGTH], row[SEQ_LENGTH:]))
     assert decoder.pop() == SEP
     spans: list[list[int]] = []
@@ -75,9 +76,11 @@ def together(row: np.ndarray) -> tuple[list[int], list[list[int]]]:
 
 @pytest.mark.parametrize("seed", [1234, 2**31 - 60])
 @pytest.mark.parametrize("share", [0.15, 0.3])
-def test_samples_are_the_references(tmp_path: Path, seed: int, share: float) -> None:
+def test_samples_with_megatrons_spans_equal_the_reference(
+    tmp_path: Path, seed: int, share: float
+) -> None:
     tokens = build(tmp_path, seed)
-    rows = opened(tokens, tmp_path, seed, noise_density=share, **MEGATRON).gather(range(150))
+    rows = open_dataset(tokens, tmp_path, seed, noise_density=share, **MEGATRON).gather(range(150))
     compared = 0
     for number, (row, (sentences, target)) in enumerate(
         zip(rows, texts(tokens, tmp_path), strict=False)
@@ -91,35 +94,36 @@ def test_samples_are_the_references(tmp_path: Path, seed: int, share: float) -> 
     assert compared > 120
 
 
-def test_spans_without_room_stay_in_the_text(tmp_path: Path) -> None:
+def test_spans_that_do_not_fit_remain_in_the_text(tmp_path: Path) -> None:
     tokens = build(tmp_path)
-    dataset = opened(tokens, tmp_path, decoder_seq_length=8, **MEGATRON)
+    dataset = open_dataset(tokens, tmp_path, decoder_seq_length=8, **MEGATRON)
     assert dataset.width == SEQ_LENGTH + 8
     rows = dataset.gather(range(150))
     for row, (sentences, target) in zip(rows, texts(tokens, tmp_path), strict=False):
-        assert together(row)[0] == joined(sentences)[:target]
+        assert restore(row)[0] == joined(sentences)[:target]
     assert (rows[:, SEQ_LENGTH:] >= 0).sum(1).max() == 8
 
 
 @pytest.mark.parametrize(("share", "mean"), [(0.15, 3.0), (0.3, 1.0), (0.5, 8.0)])
-def test_random_spans_hold_their_share(tmp_path: Path, share: float, mean: float) -> None:
-    """Every token is in the text or in a span; the text begins, a span ends, and none is empty."""
+def test_random_spans_have_the_configured_share_and_mean_length(
+    tmp_path: Path, share: float, mean: float
+) -> None:
     tokens = build(tmp_path, short=0.0)
-    dataset = opened(
+    dataset = open_dataset(
         tokens, tmp_path, noise_density=share, mean_span_length=mean, decoder_seq_length=96
     )
     lengths = []
     for row, (sentences, target) in zip(
         dataset.gather(range(150)), texts(tokens, tmp_path), strict=False
     ):
-        text, spans = together(row)
-        whole = joined(sentences)[:target]
-        assert text == whole
-        noise = min(max(round(len(whole) * share), 1), len(whole) - 1)
+        text, spans = restore(row)
+        expected = joined(sentences)[:target]
+        assert text == expected
+        noise = min(max(round(len(expected) * share), 1), len(expected) - 1)
         assert sum(map(len, spans)) == noise
         assert all(spans)
         assert (
-            len(spans) == max(1, min(round(noise / mean), len(whole) - noise))
+            len(spans) == max(1, min(round(noise / mean), len(expected) - noise))
             if noise
             else not spans
         )
@@ -129,11 +133,13 @@ def test_random_spans_hold_their_share(tmp_path: Path, share: float, mean: float
     assert mean == 1.0 or np.std(lengths) > 0.5
 
 
-def test_a_sample_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
+def test_a_sample_depends_only_on_seed_and_number(tmp_path: Path) -> None:
     tokens = build(tmp_path)
     for config in ({}, MEGATRON):
-        dataset = opened(tokens, tmp_path, **config)
-        whole = dataset.gather(range(40))
-        np.testing.assert_array_equal(dataset.gather(range(39, -1, -1))[::-1], whole)
-        np.testing.assert_array_equal(opened(tokens, tmp_path, **config)[17], whole[17])
-        assert (opened(tokens, tmp_path, seed=99, **config).gather(range(40)) != whole).any()
+        dataset = open_dataset(tokens, tmp_path, **config)
+        samples = dataset.gather(range(40))
+        np.testing.assert_array_equal(dataset.gather(range(39, -1, -1))[::-1], samples)
+        np.testing.assert_array_equal(open_dataset(tokens, tmp_path, **config)[17], samples[17])
+        assert (
+            open_dataset(tokens, tmp_path, seed=99, **config).gather(range(40)) != samples
+        ).any()

@@ -1,3 +1,5 @@
+"""Tests of the unigram model, the baseline of perplexities."""
+
 import math
 
 import numpy as np
@@ -7,7 +9,7 @@ from megacore.errors import DataFormatError
 from megacore.train.score import UnigramModel
 
 
-def test_perplexity_of_smoothed_frequencies() -> None:
+def test_perplexity_is_that_of_smoothed_frequencies() -> None:
     # P(0) = 4/7, P(1) = 2/7, P(2) = 1/7
     model = UnigramModel(
         [("a", np.array([0, 0, 0], np.uint16)), ("b", np.array([1], np.uint16))], 3
@@ -19,7 +21,7 @@ def test_perplexity_of_smoothed_frequencies() -> None:
     assert model.perplexity([]) == math.inf
 
 
-def test_id_beyond_the_vocabulary_is_refused() -> None:
+def test_an_id_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(
         DataFormatError, match=r"a\.bin holds the token id 3, but the vocabulary has 3"
     ):

@@ -1,4 +1,4 @@
-"""A small model whose gradients take every way there is into the buckets."""
+"""A small model whose gradients reach the buckets in every possible way."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class SinkProduct(torch.autograd.Function):
-    """`x @ weight`, or `x @ weight.T`; the weight's gradient goes into its sink, if it has one."""
+    """`x @ weight` or `x @ weight.T`; the weight's gradient goes into its sink, if it has one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
@@ -29,10 +29,10 @@ class SinkProduct(torch.autograd.Function):
 
 
 class Mixed(nn.Module):
-    """`tied` is used twice through its sink, `dense` once; autograd brings the gradient of `bias`,
-    none `unused`'s.
+    """A model with parameters of every kind.
 
-    No size is a multiple of the alignment.
+    `tied` is used twice through its sink and `dense` once; autograd computes the gradient of
+    `bias`; `unused` gets none. No size is a multiple of the alignment.
     """
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class Mixed(nn.Module):
 
 
 def batch(seed: int) -> Tensor:
-    """Input of one micro batch, [6, 13]."""
+    """Return the input of one micro batch, [6, 13]."""
     return torch.randn(6, 13, generator=torch.Generator().manual_seed(seed))
 
 
 def total_gradients(seeds: list[int]) -> dict[str, Tensor]:
-    """The sum of the gradients of these micro batches by plain autograd."""
+    """Return the sum of the gradients of these micro batches by plain autograd."""
     model = Mixed()
     sum(model(batch(seed)) for seed in seeds).backward()
     return {

@@ -1,5 +1,7 @@
-"""What replicas compute, all cases of a world size in one spawn; the tests compare it with serial
-computations."""
+"""Results of replicas, all cases of a world size in one spawn.
+
+The tests compare them with serial computations.
+"""
 
 from typing import Any
 
@@ -31,32 +33,34 @@ WAYS = {
 
 
 def replicas() -> dict[str, Any]:
-    """Every case of nothing but replicas."""
+    """Run every case that needs only data parallelism."""
     mesh = ProcessMesh.build(
         RankLayout(data=dist.get_world_size()), timers=Timers(torch.device("cpu"))
     )
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         f"gradients, {way}": gradients(mesh, config) for way, config in WAYS.items()
     }
-    found["launches"], found["late"] = launches(mesh), late(mesh)
+    results["reductions"], results["late_contribution"] = reductions(mesh), late_contribution(mesh)
     for way, config in WAYS.items():
         for dtype in (torch.float32, torch.bfloat16):
-            found[f"training, {way}, {dtype}"] = training(mesh, config, dtype)
-        found[f"clipped, {way}"] = training(mesh, config, torch.float32, max_norm=0.05, scale=64.0)
-    found["reloaded"] = reloaded(mesh)
+            results[f"training, {way}, {dtype}"] = training(mesh, config, dtype)
+        results[f"clipped, {way}"] = training(
+            mesh, config, torch.float32, max_norm=0.05, scale=64.0
+        )
+    results["reloaded"] = reloaded(mesh)
     assert mesh.data_parallel.timers is not None
-    found["phases"] = mesh.data_parallel.timers.take(1)
-    return found
+    results["phases"] = mesh.data_parallel.timers.take(1)
+    return results
 
 
-def own_seeds(mesh: ProcessMesh, iteration: int = 0) -> list[int]:
-    """Two micro batches of this replica."""
+def seeds_of_replica(mesh: ProcessMesh, iteration: int = 0) -> list[int]:
+    """Return the seeds of this replica's two micro batches."""
     first = 2 * (iteration * mesh.data_parallel.size + mesh.data_parallel.rank)
     return [first, first + 1]
 
 
 def backward(model: Mixed, sync: GradSync, seeds: list[int], scale: float = 1.0) -> list[int]:
-    """Gradients of some micro batches; the buckets that travelled after each of them."""
+    """Run micro batches; return the number of reduced buckets after each of them."""
     launched = []
     sync.zero()
     for seed in seeds:
@@ -67,32 +71,32 @@ def backward(model: Mixed, sync: GradSync, seeds: list[int], scale: float = 1.0)
 
 
 def gradients(mesh: ProcessMesh, config: ParallelConfig) -> dict[str, Tensor]:
-    """Gradients after a second iteration.
+    """Return gradients after a second iteration.
 
-    With a distributed optimizer they are sums in this rank's shard alone.
+    With a distributed optimizer they are sums only in this rank's shard.
     """
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), mesh, config)
     for _ in range(2):
-        backward(model, sync, own_seeds(mesh))
+        backward(model, sync, seeds_of_replica(mesh))
         sync.finish()
     return {name: gradient.clone() for name, gradient in sync.gradients.items()}
 
 
-def launches(mesh: ProcessMesh) -> list[list[int]]:
-    """Buckets that travelled by the end of each micro step and of `finish`, in three iterations."""
+def reductions(mesh: ProcessMesh) -> list[list[int]]:
+    """Return reduced buckets after each micro step and after `finish`, in three iterations."""
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), mesh, WAYS["whole"])
     counts = []
     for _ in range(3):
-        counts.append(backward(model, sync, own_seeds(mesh)))
+        counts.append(backward(model, sync, seeds_of_replica(mesh)))
         sync.finish()
         counts[-1].append(sync.launched)
     return counts
 
 
-def late(mesh: ProcessMesh) -> str:
-    """What is said of a backward pass that contributes more than the first one did."""
+def late_contribution(mesh: ProcessMesh) -> str:
+    """Return the error of a backward pass with more contributions than the first one."""
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), mesh, WAYS["whole"])
     backward(model, sync, [0])
@@ -117,14 +121,13 @@ def training(
     max_norm: float = 0.0,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """Some iterations: norms, the model's weights, and how much this rank holds of the optimizer's
-    state."""
+    """Run some iterations; return norms, the model's weights and this rank's optimizer state."""
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), mesh, config)
     optimizer = MainWeightAdamW([sync], OPTIM, dtype)
     norms = []
     for iteration in range(ITERATIONS):
-        backward(model, sync, own_seeds(mesh, iteration), scale / 2)
+        backward(model, sync, seeds_of_replica(mesh, iteration), scale / 2)
         sync.finish()
         norms.append(optimizer.grad_norm(scale=scale))
         optimizer.step(1e-2, 0.1, norm=norms[-1], max_norm=max_norm, scale=scale)
@@ -143,7 +146,7 @@ def training(
 
 
 def reloaded(mesh: ProcessMesh) -> dict[str, Tensor]:
-    """The model's weights after this rank's main weights were overwritten and published."""
+    """Return the model's weights after this rank's main weights were overwritten and published."""
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), mesh, WAYS["sharded"])
     optimizer = MainWeightAdamW([sync], OPTIM, torch.bfloat16)
@@ -154,31 +157,36 @@ def reloaded(mesh: ProcessMesh) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def axes() -> dict[str, Any]:
-    """Four ranks: gradients that other axes share, with and without a distributed optimizer."""
+def four_ranks() -> dict[str, Any]:
+    """Run four ranks with gradients shared over other axes, sharded and unsharded."""
     tensor = ProcessMesh.build(RankLayout(data=2, tensor=2), timers=Timers(torch.device("cpu")))
     pipeline = ProcessMesh.build(RankLayout(data=2, pipeline=2), shared_stages=((0, 1),))
-    found = replicas()
+    results = replicas()
     for way in ("whole", "sharded", "bf16"):
-        found[f"tensor, {way}"] = by_hand(tensor, WAYS[way], TENSOR, partial=frozenset({"norm"}))
-        found[f"pipeline, {way}"] = by_hand(
+        results[f"tensor, {way}"] = reduce_and_step(
+            tensor, WAYS[way], TENSOR, partial=frozenset({"norm"})
+        )
+        results[f"pipeline, {way}"] = reduce_and_step(
             pipeline, WAYS[way], stage(pipeline), shared={"embedding": pipeline.copies[0, 1]}
         )
-    return found
+    return results
 
 
 TENSOR = {"norm": (37,), "bias": (5,), "rows": (6, 11)}
-"""`norm` has a part of its gradient on each tensor-parallel rank, `bias` the same one on both,
-`rows` is divided."""
+"""Shapes of parameters under tensor parallelism.
+
+`norm` has a part of its gradient on each tensor-parallel rank, `bias` has the same one on both,
+`rows` is sharded.
+"""
 
 
 def stage(mesh: ProcessMesh) -> dict[str, tuple[int, ...]]:
-    """Two stages that share the embedding."""
+    """Return the shapes of the parameters of this stage; the two stages share the embedding."""
     return {"embedding": (7, 9), "first" if mesh.is_first_stage else "last": (33,)}
 
 
 def contribution(mesh: ProcessMesh, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The gradient of a parameter on this rank."""
+    """Return the gradient of a parameter on this rank."""
     axes = [mesh.data_parallel.rank]
     axes += [mesh.tensor_parallel.rank] * (name in {"norm", "rows"})
     axes += [mesh.pipeline_parallel.rank] * (name == "embedding")
@@ -186,15 +194,15 @@ def contribution(mesh: ProcessMesh, name: str, shape: tuple[int, ...]) -> Tensor
 
 
 def drawn(name: str, axes: list[int], shape: tuple[int, ...]) -> Tensor:
-    """Multiples of 1/8 below 2, whose sums bf16 represents: the same in every process."""
+    """Return multiples of 1/8 below 2, whose sums bf16 represents, the same in every process."""
     generator = torch.Generator().manual_seed(stable_seed(name, *axes))
     return torch.randint(-15, 16, shape, generator=generator) / 8
 
 
-def by_hand(
+def reduce_and_step(
     mesh: ProcessMesh, config: ParallelConfig, shapes: dict[str, tuple[int, ...]], **kinds: Any
 ) -> dict[str, Any]:
-    """Hand gradients to the sinks, and make one step: reduced gradients, the norm, the weights."""
+    """Pass gradients to the sinks and make one step; return reduced gradients, norm and weights."""
     parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
     sync = GradSync(parameters, mesh, config, **kinds)
     partitions = {"rows": Partition(0, mesh.tensor_parallel.rank, 2)} if "rows" in shapes else {}

@@ -1,4 +1,4 @@
-"""One spawn per world size."""
+"""Fixtures with one spawn per world size."""
 
 from typing import Any
 
@@ -10,12 +10,14 @@ from tests.data_parallel import _ranks
 
 @pytest.fixture(scope="package")
 def two_replicas() -> list[dict[str, Any]]:
-    """What each of two replicas computed."""
+    """Return the results of each of two replicas."""
     return run_distributed(2, _ranks.replicas)
 
 
 @pytest.fixture(scope="package")
 def four_ranks() -> list[dict[str, Any]]:
-    """What each of four ranks computed: as four replicas, as 2 x 2 tensor parallel, as 2 x 2
-    stages."""
-    return run_distributed(4, _ranks.axes)
+    """Return the results of each of four ranks.
+
+    Cases: four replicas, 2 x 2 tensor parallel, and 2 x 2 stages.
+    """
+    return run_distributed(4, _ranks.four_ranks)

@@ -1,4 +1,4 @@
-"""What shares a buffer, and how a buffer is cut."""
+"""Assignment of parameters to buckets, and division of buckets into shards."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ def shards(layout: BucketLayout) -> list[range]:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.floats(1e-4, 1e-2))
-def test_buckets_hold_each_parameter_once_in_reverse_order_within_the_limit(
+def test_buckets_contain_each_parameter_once_in_reverse_order_within_the_limit(
     sizes: list[int], megabytes: float
 ) -> None:
     parameters = named(sizes)
@@ -35,7 +35,7 @@ def test_buckets_hold_each_parameter_once_in_reverse_order_within_the_limit(
 
 
 @given(SIZES, st.integers(1, 5))
-def test_shards_hold_every_element_once_and_cut_parameters_at_multiples_of_the_alignment(
+def test_shards_contain_every_element_once_and_cut_at_multiples_of_the_alignment(
     sizes: list[int], count: int
 ) -> None:
     layout = BucketLayout(named(sizes), count)
@@ -46,28 +46,28 @@ def test_shards_hold_every_element_once_and_cut_parameters_at_multiples_of_the_a
         for piece in layout.within(shard):
             assert piece.offset + piece.length <= len(shard)
             assert piece.start % ALIGNMENT == (shard.start + piece.offset) % ALIGNMENT == 0
-            whole = next(p for p in layout.pieces if p.name == piece.name)
-            assert shard.start + piece.offset == whole.offset + piece.start
+            unsharded = next(p for p in layout.pieces if p.name == piece.name)
+            assert shard.start + piece.offset == unsharded.offset + piece.start
             seen[piece.name] += range(piece.start, piece.start + piece.length)
     assert seen == {name: list(range(size)) for name, size in layout.sizes.items()}
 
 
 @given(SIZES, st.integers(1, 4), st.data())
-def test_runs_hold_the_elements_of_the_chosen_and_of_no_others(
+def test_runs_cover_exactly_the_chosen_parameters(
     sizes: list[int], count: int, data: st.DataObject
 ) -> None:
     layout = BucketLayout(named(sizes), count)
     chosen = data.draw(st.sets(st.sampled_from(sorted(layout.sizes))))
     for shard in shards(layout):
         covered = [
-            place for run in layout.runs(shard, chosen) for place in range(run.start, run.stop)
+            index for run in layout.runs(shard, chosen) for index in range(run.start, run.stop)
         ]
         assert len(covered) == len(set(covered))
         for piece in layout.within(shard):
-            wanted = set(range(piece.offset, piece.offset + piece.length))
-            assert wanted <= set(covered) if piece.name in chosen else not wanted & set(covered)
+            elements = set(range(piece.offset, piece.offset + piece.length))
+            assert elements <= set(covered) if piece.name in chosen else not elements & set(covered)
 
 
-def test_neighbours_are_one_run() -> None:
+def test_adjacent_parameters_form_one_run() -> None:
     layout = BucketLayout({"a": 5, "b": 40, "c": 7, "d": 3})
     assert list(layout.runs(range(layout.length), {"a", "b", "d"})) == [slice(0, 56), slice(80, 83)]

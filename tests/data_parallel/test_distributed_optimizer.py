@@ -1,6 +1,6 @@
-"""Main weights divided over replicas: the same weights as without, for less memory.
+"""Main weights sharded over replicas, and gradient sums over other axes.
 
-Sums over other axes.
+Sharding gives the same weights for less memory.
 """
 
 from typing import Any
@@ -25,35 +25,35 @@ DTYPES = [torch.float32, torch.bfloat16]
     ("sharded", "whole"),
     [("sharded", "whole"), ("sharded, one bucket", "one bucket"), ("sharded, bf16", "bf16")],
 )
-def test_two_replicas_train_bit_equal_with_and_without_it(
+def test_sharded_training_of_two_replicas_is_bit_identical(
     two_replicas: Results, sharded: str, whole: str, dtype: torch.dtype
 ) -> None:
     for result in two_replicas:
         expected = two_replicas[0][f"training, {whole}, {dtype}"]["weights"]
-        found = result[f"training, {sharded}, {dtype}"]["weights"]
+        weights = result[f"training, {sharded}, {dtype}"]["weights"]
         for name, weight in expected.items():
             assert weight.dtype == dtype
-            assert torch.equal(found[name], weight), name
+            assert torch.equal(weights[name], weight), name
 
 
 @pytest.mark.parametrize("case", ["training, {}, torch.float32", "clipped, {}"])
 @pytest.mark.parametrize("ranks", ["two_replicas", "four_ranks"])
-def test_clipped_or_on_four_replicas_weights_and_norms_agree_to_1e6(
+def test_sharded_weights_and_norms_agree_to_1e_6_if_clipped_or_on_four_replicas(
     request: pytest.FixtureRequest, ranks: str, case: str
 ) -> None:
     results: Results = request.getfixturevalue(ranks)
     expected = results[0][case.format("whole")]
     for result in results:
-        found = result[case.format("sharded")]
-        torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-6, atol=0)
+        sharded = result[case.format("sharded")]
+        torch.testing.assert_close(sharded["norms"], expected["norms"], rtol=1e-6, atol=0)
         for name, weight in expected["weights"].items():
             torch.testing.assert_close(
-                found["weights"][name], weight, rtol=1e-6, atol=1e-6, msg=name
+                sharded["weights"][name], weight, rtol=1e-6, atol=1e-6, msg=name
             )
 
 
 @pytest.mark.parametrize("ranks", ["two_replicas", "four_ranks"])
-def test_the_norm_has_the_same_bits_on_every_rank(
+def test_the_gradient_norm_is_bit_identical_on_every_rank(
     request: pytest.FixtureRequest, ranks: str
 ) -> None:
     results: Results = request.getfixturevalue(ranks)
@@ -67,11 +67,11 @@ def test_the_norm_has_the_same_bits_on_every_rank(
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
 @pytest.mark.parametrize("count", [2, 4])
-def test_replicas_train_as_one_process_does(
+def test_replicas_train_like_one_process(
     two_replicas: Results, four_ranks: Results, count: int, max_norm: float
 ) -> None:
-    found = (two_replicas if count == 2 else four_ranks)[0]
-    case = found["clipped, whole" if max_norm else "training, whole, torch.float32"]
+    results = (two_replicas if count == 2 else four_ranks)[0]
+    case = results["clipped, whole" if max_norm else "training, whole, torch.float32"]
     model = Mixed()
     sync = GradSync(dict(model.named_parameters()), ProcessMesh.serial(), ParallelConfig())
     optimizer = MainWeightAdamW([sync], _ranks.OPTIM, torch.float32)
@@ -83,7 +83,7 @@ def test_replicas_train_as_one_process_does(
         norms.append(optimizer.grad_norm())
         optimizer.step(1e-2, 0.1, norm=norms[-1], max_norm=max_norm)
     torch.testing.assert_close(case["norms"], torch.stack(norms), rtol=1e-5, atol=0)
-    assert min(norms) > 0.5  # so that 0.05 clips
+    assert min(norms) > 0.5  # a maximum of 0.05 clips
     x = batch(99)
     trained = Mixed()
     trained.load_state_dict(case["weights"])
@@ -92,16 +92,16 @@ def test_replicas_train_as_one_process_does(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", ["two_replicas", "four_ranks"])
-def test_each_replica_holds_its_share_alone(
+def test_each_replica_has_only_its_share_of_the_state(
     request: pytest.FixtureRequest, ranks: str, dtype: torch.dtype
 ) -> None:
     results: Results = request.getfixturevalue(ranks)
     elements = sum(parameter.numel() for parameter in Mixed().parameters())
-    found = [result[f"training, sharded, one bucket, {dtype}"]["state"] for result in results]
-    shares = [sum(weight.numel() for weight, *_ in state.values()) for state in found]
+    states = [result[f"training, sharded, one bucket, {dtype}"]["state"] for result in results]
+    shares = [sum(weight.numel() for weight, *_ in state.values()) for state in states]
     assert sum(shares) == elements
     assert max(shares) <= -(-elements // len(results)) + 64
-    # The main weights of an fp32 model are its own.
+    # An fp32 model's own weights serve as the main weights.
     assert [result[f"training, sharded, {dtype}"]["own copy"] for result in results] == [
         dtype != torch.float32
     ] * len(results)
@@ -114,7 +114,7 @@ def test_loaded_main_weights_reach_every_replicas_model(two_replicas: Results) -
 
 
 def summed(name: str, shape: tuple[int, ...], tensor: int | None = None) -> Tensor:
-    """What the sum over replicas, and over the other ranks that hold a part of it, should be."""
+    """Return the expected sum over replicas and over the other ranks that have a part of it."""
     others = {"norm": [[0], [1]], "embedding": [[0], [1]], "rows": [[tensor]]}.get(name, [[]])
     drawn = [_ranks.drawn(name, [data, *other], shape) for data in range(2) for other in others]
     return torch.stack(drawn).sum(0)
@@ -126,11 +126,11 @@ def test_parts_of_gradients_are_summed_over_tensor_parallel_ranks(
 ) -> None:
     total = 0.0
     for rank, result in enumerate(four_ranks):
-        found = result[f"tensor, {way}"]
+        case = result[f"tensor, {way}"]
         for name, shape in _ranks.TENSOR.items():
             expected = summed(name, shape, rank % 2)
-            assert_reduced(found, name, expected)
-            # dp ranks 0 and 1 agree; every parameter counts once, `rows` on both tensor-parallel
+            assert_reduced(case, name, expected)
+            # Data-parallel ranks agree. Every parameter counts once, `rows` on both tensor-parallel
             # ranks.
             if rank == 0 or (rank == 1 and name == "rows"):
                 total += float((expected / 2).square().sum())
@@ -146,28 +146,25 @@ def test_shared_gradients_are_summed_over_first_and_last_stage(
 ) -> None:
     total = 0.0
     for rank, result in enumerate(four_ranks):
-        found = result[f"pipeline, {way}"]
+        case = result[f"pipeline, {way}"]
         for name, shape in {"embedding": (7, 9), "first" if rank < 2 else "last": (33,)}.items():
             expected = summed(name, shape)
-            assert_reduced(found, name, expected)
+            assert_reduced(case, name, expected)
             if rank == 0 or (rank == 2 and name == "last"):
                 total += float((expected / 2).square().sum())
         assert torch.equal(
-            found["weights"]["embedding"], four_ranks[0][f"pipeline, {way}"]["weights"]["embedding"]
+            case["weights"]["embedding"], four_ranks[0][f"pipeline, {way}"]["weights"]["embedding"]
         )
     norms = [float(result[f"pipeline, {way}"]["norm"]) for result in four_ranks]
     assert norms == [pytest.approx(total**0.5, rel=1e-6)] * 4
     assert len(set(norms)) == 1
 
 
-def assert_reduced(found: dict[str, Any], name: str, expected: Tensor) -> None:
-    """This rank's elements of a gradient are those of the expected sum, and the weights moved
-    against its sign."""
+def assert_reduced(case: dict[str, Any], name: str, expected: Tensor) -> None:
+    """Assert that a rank's gradient is its part of `expected` and its weights moved against it."""
     assert not torch.equal(expected, torch.zeros_like(expected))
-    if name in found["gradients"]:
-        start, gradient = found["gradients"][name]
+    if name in case["gradients"]:
+        start, gradient = case["gradients"][name]
         assert torch.equal(gradient, expected.flatten()[start : start + gradient.numel()]), name
     # The first step of Adam without decay is lr in the direction of the sign.
-    torch.testing.assert_close(
-        found["weights"][name], 1 - 1e-2 * expected.sign(), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(case["weights"][name], 1 - 1e-2 * expected.sign(), rtol=0, atol=1e-6)

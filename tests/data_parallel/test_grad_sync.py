@@ -1,4 +1,4 @@
-"""Gradient buckets: what they hold, when they travel, and what comes back."""
+"""Contents of gradient buckets, the time of their reduction, and the result."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from megacore.config.parallel import ParallelConfig
 from megacore.data_parallel.buckets import BucketLayout, plan_buckets
 from megacore.data_parallel.grad_sync import GradSync
-from megacore.parallel.mesh import ALONE, ProcessMesh
+from megacore.parallel.mesh import SINGLE_RANK, ProcessMesh
 from tests.data_parallel import _ranks
 from tests.data_parallel._modules import Mixed, total_gradients
 
 Results = list[dict[str, Any]]
 SERIAL = ProcessMesh.serial()
 TOLERANCE = {"fp32": 1e-6, "bf16": 2.0**-7}
-"""Absolute, for sums below 1: bf16 rounds each summand and each sum to 8 bits."""
+"""Absolute tolerance of sums below 1: bf16 rounds each summand and each sum to 8 bits."""
 
 
 def serial_sync(model: Mixed) -> GradSync:
@@ -48,10 +48,10 @@ def test_micro_steps_accumulate_and_a_new_iteration_starts_from_zero() -> None:
         torch.testing.assert_close(sync.gradients[name], expected, rtol=0, atol=1e-7, msg=name)
 
 
-def test_low_precision_gradients_are_added_up_in_fp32() -> None:
+def test_low_precision_gradients_accumulate_in_fp32() -> None:
     weight = nn.Parameter(torch.ones(4))
     sync = GradSync({"w": weight}, SERIAL, ParallelConfig())
-    # As the optimizer does after the buckets were made.
+    # The optimizer does so after the buckets were built.
     weight.data = weight.data.bfloat16()
     sync.zero()
     for value in (1.0, 2.0**-9, 2.0**-9):
@@ -73,16 +73,16 @@ def test_sinks_of_a_half_precision_model_leave_no_gradient_behind() -> None:
         assert (sync.gradients[name] - expected).norm() <= 0.05 * expected.norm(), name
 
 
-def replicas_results(two_replicas: Results, four_ranks: Results, count: int) -> Results:
+def results_of(two_replicas: Results, four_ranks: Results, count: int) -> Results:
     return two_replicas if count == 2 else four_ranks
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("way", _ranks.WAYS)
-def test_replicas_hold_the_sum_of_all_micro_batches(
+def test_replicas_sum_the_gradients_of_all_micro_batches(
     two_replicas: Results, four_ranks: Results, count: int, way: str
 ) -> None:
-    results = replicas_results(two_replicas, four_ranks, count)
+    results = results_of(two_replicas, four_ranks, count)
     expected = total_gradients(list(range(2 * count)))
     tolerance = TOLERANCE[_ranks.WAYS[way].grad_reduce_dtype]
     for name in expected:
@@ -93,53 +93,53 @@ def test_replicas_hold_the_sum_of_all_micro_batches(
 
 
 def joined(results: Results, way: str, name: str) -> Tensor:
-    """A gradient from the ranks' parts of it.
+    """Assemble a gradient from the ranks' parts of it.
 
-    Where all have the whole of it, they have the same bits.
+    Ranks that all have the whole gradient must have the same bits.
     """
     gradients = [result[f"gradients, {way}"][name] for result in results]
     if not _ranks.WAYS[way].use_distributed_optimizer:
         assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
         return gradients[0]
-    whole = torch.full_like(gradients[0], torch.nan).flatten()
+    flat = torch.full_like(gradients[0], torch.nan).flatten()
     for rank, gradient in enumerate(gradients):
         for start, length in owned(way, name, rank, len(results)):
-            whole[start : start + length] = gradient.flatten()[start : start + length]
-    return whole.view(gradients[0].shape)
+            flat[start : start + length] = gradient.flatten()[start : start + length]
+    return flat.view(gradients[0].shape)
 
 
 def owned(way: str, name: str, rank: int, replicas: int) -> list[tuple[int, int]]:
-    """Which elements of a parameter a rank sums under a distributed optimizer, worked out anew."""
+    """Compute independently which elements of a parameter a rank sums if it is sharded."""
     sizes = {name: parameter.numel() for name, parameter in Mixed().named_parameters()}
-    found = []
+    pieces = []
     for planned in plan_buckets(sizes, _ranks.WAYS[way].grad_reduce_bucket_mb):
         layout = BucketLayout(planned, replicas)
         part = layout.length // replicas
         shard = range(rank * part, (rank + 1) * part)
-        found += [
+        pieces += [
             (piece.start, piece.length) for piece in layout.within(shard) if piece.name == name
         ]
-    return found
+    return pieces
 
 
-def test_only_the_last_micro_step_lets_gradients_travel_later_before_backward_ends(
+def test_buckets_are_reduced_only_in_the_last_micro_step(
     two_replicas: Results,
 ) -> None:
-    # Three buckets; that `unused` never gets a gradient and `tied` gets two is known after the
-    # first iteration.
+    # Three buckets. From the second iteration on, it is known that `unused` gets no gradient and
+    # `tied` gets two, so buckets are reduced before the backward pass ends.
     for result in two_replicas:
-        assert result["launches"] == [[0, 0, 3], [0, 3, 3], [0, 3, 3]]
+        assert result["reductions"] == [[0, 0, 3], [0, 3, 3], [0, 3, 3]]
 
 
-def test_waiting_is_timed(two_replicas: Results) -> None:
+def test_waiting_for_reductions_is_timed(two_replicas: Results) -> None:
     assert two_replicas[0]["phases"]["data-parallel wait"] > 0
 
 
-def test_a_gradient_after_its_bucket_left_is_noticed(two_replicas: Results) -> None:
-    assert "came after its bucket was full" in two_replicas[0]["late"]
+def test_a_gradient_after_the_reduction_of_its_bucket_is_refused(two_replicas: Results) -> None:
+    assert "came after its bucket was full" in two_replicas[0]["late_contribution"]
 
 
-def test_nothing_is_communicated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_does_not_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("communicated")
 
@@ -160,7 +160,7 @@ def test_nothing_is_communicated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             use_distributed_optimizer=True, grad_reduce_dtype="bf16", grad_reduce_bucket_mb=1e-4
         ),
         partial=frozenset({"bias"}),
-        shared={"tied": ALONE},
+        shared={"tied": SINGLE_RANK},
     )
     assert not sync.sharded
     expected = total_gradients([3])

@@ -1,5 +1,4 @@
-"""PostgreSQL for a test: a cluster of its own on loopback, with passwords, ended by its process
-id."""
+"""PostgreSQL for a test: a separate cluster on loopback, with passwords."""
 
 import os
 import pwd
@@ -22,11 +21,11 @@ START_LIMIT = 60.0
 
 
 def binaries() -> Path:
-    """The directory of PostgreSQL's programs; the test is skipped where they are not installed."""
-    found = sorted(
+    """Return the directory of PostgreSQL's programs; skip the test if they are not installed."""
+    initdb_paths = sorted(
         Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])
     )
-    directory = found[-1].parent if found else None
+    directory = initdb_paths[-1].parent if initdb_paths else None
     if directory is None and (initdb := shutil.which("initdb")) is not None:
         directory = Path(initdb).resolve().parent
     if directory is None or shutil.which("psql") is None or shutil.which("rsync") is None:
@@ -35,7 +34,7 @@ def binaries() -> Path:
 
 
 def _server_user() -> str | None:
-    """Whom the server runs as: PostgreSQL refuses root."""
+    """Return the user that runs the server, since PostgreSQL refuses root."""
     if os.geteuid() != 0:
         return None
     try:
@@ -57,7 +56,7 @@ class Postgres:
 
     @property
     def passfile(self) -> Path:
-        """What PGPASSFILE names: the passwords of Prefect's and MLflow's users."""
+        """Path of the file for PGPASSFILE: the passwords of Prefect's and MLflow's users."""
         path = self.directory / "pgpass"
         if not path.exists():
             lines = [
@@ -70,7 +69,7 @@ class Postgres:
 
     @property
     def environment(self) -> dict[str, str]:
-        """How a client reaches it as the servers' users."""
+        """Environment in which a client connects as the servers' users."""
         return {"PGHOST": "127.0.0.1", "PGPORT": str(self.port), "PGPASSFILE": str(self.passfile)}
 
     def superuser(
@@ -93,37 +92,37 @@ class Postgres:
             words, input=stdin, env=env, capture_output=True, text=True, timeout=60
         )
 
-    def make_databases(self) -> None:
-        """As the documentation tells an administrator to."""
+    def create_databases(self) -> None:
+        """Create the databases as the documentation describes."""
         variables = {
             f"{user.upper()}_DATABASE_PASSWORD": password
             for user, password in self.passwords.items()
         }
-        done = self.superuser(
+        result = self.superuser(
             "--file", str(ROOT / "deploy" / "postgres" / "databases.sql"), **variables
         )
-        assert done.returncode == 0, done.stderr
+        assert result.returncode == 0, result.stderr
 
     def drop_databases(self) -> None:
-        """What a disaster leaves."""
+        """Drop databases and users, like a disaster."""
         lines = [
             f"DROP DATABASE {name} WITH (FORCE);" for name in ("prefect", "mlflow", "mlflow_users")
         ]
-        done = self.superuser(
+        result = self.superuser(
             "--set", "ON_ERROR_STOP=1", stdin="\n".join([*lines, "DROP ROLE prefect, mlflow;"])
         )
-        assert done.returncode == 0, done.stderr
+        assert result.returncode == 0, result.stderr
 
     def log(self) -> str:
-        """What the server has logged."""
+        """Return the server's log."""
         return (self.directory / "postgres.log").read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
 def running(directory: Path) -> Iterator[Postgres]:
-    """A cluster while the block runs.
+    """Run a cluster during the block.
 
-    Its files lie where the server's user may go, and are removed.
+    Its files are where the server's user may write, and are removed.
     """
     programs, user = binaries(), _server_user()
     data = Path(tempfile.mkdtemp(prefix="megacore-postgres-"))
@@ -151,10 +150,10 @@ def running(directory: Path) -> Iterator[Postgres]:
             "--no-sync",
         ]
         words = [str(programs / "initdb"), f"--pgdata={cluster}", "--encoding=UTF8", *options]
-        made = subprocess.run(
+        created = subprocess.run(
             words, env=env, cwd=data, capture_output=True, text=True, timeout=120, **identity
         )  # type: ignore[call-overload]
-        assert made.returncode == 0, made.stderr
+        assert created.returncode == 0, created.stderr
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": port,
@@ -186,7 +185,7 @@ def _wait(server: "subprocess.Popen[bytes]", postgres: Postgres) -> None:
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    server.send_signal(2)  # PostgreSQL's fast shutdown: connections are ended, files are left whole
+    server.send_signal(2)  # PostgreSQL's fast shutdown ends connections and leaves complete files
     try:
         server.wait(20)
     except subprocess.TimeoutExpired:

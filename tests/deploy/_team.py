@@ -15,11 +15,11 @@ from tests.flows.conftest import tiny_config, write_corpus
 from tests.scripts._clone import ROOT, Clone
 
 NAME = "team-test"
-"""Of the configuration and its deployment."""
+"""Name of the configuration and its deployment."""
 
 
 class Team:
-    """One deployment, its servers' settings, and questions to them."""
+    """One deployment, its servers' settings, and requests to them."""
 
     def __init__(self, root: Path, postgres: Postgres) -> None:
         self.clone = Clone(root / "clone")
@@ -42,17 +42,17 @@ class Team:
         )
         path = self.clone.root / "prefect.yaml"
         deployments = yaml.safe_load(path.read_text(encoding="utf-8"))
-        one = {
+        deployment = {
             "name": NAME,
             "entrypoint": "flows/pretrain.py:pretrain",
             "parameters": {"conf": str(conf)},
         }
-        deployments["deployments"] = [{**deployments["definitions"]["base"], **one}]
+        deployments["deployments"] = [{**deployments["definitions"]["base"], **deployment}]
         path.write_text(yaml.safe_dump(deployments), encoding="utf-8")
 
     @property
     def secrets(self) -> list[str]:
-        """What must be in no log and on no command line."""
+        """Secrets that must not be in any log or command line."""
         return [
             *self.postgres.passwords.values(),
             self.prefect_password.partition(":")[2],
@@ -61,18 +61,18 @@ class Team:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the administrator sets before `make server`.
+        """Variables that the administrator sets before `make server`.
 
-        Nothing of it is an argument of a command.
+        None is an argument of a command.
         """
-        place = f"127.0.0.1:{self.postgres.port}"
+        server = f"127.0.0.1:{self.postgres.port}"
         return {
             **self.postgres.environment,
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": (
-                f"postgresql+asyncpg://prefect@{place}/prefect"
+                f"postgresql+asyncpg://prefect@{server}/prefect"
             ),
             "PREFECT_SERVER_API_AUTH_STRING": self.prefect_password,
-            "MLFLOW_BACKEND_STORE_URI": f"postgresql+psycopg://mlflow@{place}/mlflow",
+            "MLFLOW_BACKEND_STORE_URI": f"postgresql+psycopg://mlflow@{server}/mlflow",
             "MLFLOW_ARTIFACTS_DESTINATION": str(self.artifacts),
             "MLFLOW_AUTH_CONFIG_PATH": str(self.users),
             "MLFLOW_AUTH_ADMIN_PASSWORD": self.mlflow_password,
@@ -82,7 +82,7 @@ class Team:
         }
 
     def start(self) -> None:
-        """`make server`."""
+        """Run `make server`."""
         started = self.clone.servers("start", **self.environment)
         assert started.returncode == 0, started.stderr
         assert f"export MLFLOW_TRACKING_URI={self.mlflow}" in started.stdout
@@ -98,26 +98,26 @@ class Team:
         return f"http://127.0.0.1:{self.clone.ports[0]}"
 
     def deploy(self, password: str) -> subprocess.CompletedProcess[str]:
-        """`make deploy`, as on a machine that trains."""
+        """Run `make deploy` like a machine that trains."""
         return self.clone.servers(
             "deploy", PREFECT_API_URL=f"{self.prefect}/api", PREFECT_API_AUTH_STRING=password
         )
 
     def run(self) -> None:
-        """The flow, through the worker, until it has ended."""
+        """Run the flow through the worker until it ends."""
         words = ("deployment", "run", f"pretrain/{NAME}", "--watch")
-        done = self.clone.prefect(*words, PREFECT_API_AUTH_STRING=self.prefect_password)
-        assert done.returncode == 0, done.stdout + done.stderr + self.logs()
+        result = self.clone.prefect(*words, PREFECT_API_AUTH_STRING=self.prefect_password)
+        assert result.returncode == 0, result.stdout + result.stderr + self.logs()
 
     def logs(self) -> str:
-        """What the servers and the worker have logged."""
+        """Return the logs of the servers and the worker."""
         return "\n".join(
             path.read_text(errors="replace")
             for path in (self.clone.workspace / "servers").glob("*.log")
         )
 
     def script(self, name: str, directory: Path) -> subprocess.CompletedProcess[str]:
-        """deploy/backup.sh or deploy/restore.sh, as the administrator calls it."""
+        """Run deploy/backup.sh or deploy/restore.sh as the administrator does."""
         variables = {
             **self.postgres.environment,
             "MLFLOW_ARTIFACTS_DESTINATION": str(self.artifacts),
@@ -127,14 +127,14 @@ class Team:
     def ask_mlflow(
         self, path: str, body: dict[str, Any] | None = None, *, user: str | None = "admin"
     ) -> Any:
-        """An answer of MLflow's interface; raises HTTPError."""
+        """Return an answer of MLflow's interface; raise HTTPError on refusal."""
         login = None if user is None else f"{user}:{self.mlflow_password}"
         return _ask(f"{self.mlflow}/api/2.0/{path}", body, login)
 
     def ask_prefect(
         self, path: str, body: dict[str, Any] | None = None, *, password: str | None = None
     ) -> Any:
-        """An answer of Prefect's interface; raises HTTPError."""
+        """Return an answer of Prefect's interface; raise HTTPError on refusal."""
         return _ask(
             f"{self.prefect}/api/{path}",
             body,

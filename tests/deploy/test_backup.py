@@ -1,7 +1,4 @@
-"""backup.sh and restore.sh without a database.
-
-What they copy in which order, and what they refuse.
-"""
+"""backup.sh and restore.sh without a database: order of copies and refusals."""
 
 import os
 import shutil
@@ -17,7 +14,7 @@ PG_DUMP = """#!/usr/bin/env bash
 [ "${!#}" != "${BROKEN:-}" ] || exit 1
 while [ $# -gt 1 ]; do
     if [ "$1" = --file ]; then
-        # The artifact is written while the databases are dumped.
+        # Write an artifact while the databases are dumped.
         echo "${!#}" >"$2" && touch "$MLFLOW_ARTIFACTS_DESTINATION/during-${!#}"
     fi
     shift
@@ -26,7 +23,7 @@ done
 
 
 class Place:
-    """Artifacts, a workspace, and a pg_dump that leaves a word."""
+    """Artifacts, a workspace, and a pg_dump that writes a word."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -64,10 +61,10 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def test_files_are_copied_after_the_databases_that_name_them(place: Place) -> None:
+def test_files_are_copied_after_the_databases(place: Place) -> None:
     copy = place.root / "copy"
-    done = place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace))
-    assert done.returncode == 0, done.stderr
+    result = place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace))
+    assert result.returncode == 0, result.stderr
     assert {path.name for path in copy.iterdir()} == {
         *(f"{name}.dump" for name in DATABASES), "SHA256SUMS", "artifacts", "workspace"
     }  # fmt: skip
@@ -79,13 +76,13 @@ def test_files_are_copied_after_the_databases_that_name_them(place: Place) -> No
     assert copy.stat().st_mode & 0o077 == 0, "it holds users' passwords as hashes"
 
 
-def test_dated_copies_have_names_of_their_own(place: Place) -> None:
+def test_dated_copies_have_separate_names(place: Place) -> None:
     assert place.call("backup.sh", "--dated", str(place.root / "copies")).returncode == 0
     (copy,) = (place.root / "copies").iterdir()
     assert len(copy.name) == len("2026-01-31T235959Z")
 
 
-def test_a_backup_that_fails_has_no_name(place: Place) -> None:
+def test_failed_backup_leaves_no_copy(place: Place) -> None:
     copy = place.root / "copy"
     failed = place.call("backup.sh", str(copy), BROKEN="mlflow")
     assert failed.returncode == 1
@@ -96,24 +93,26 @@ def test_a_backup_that_fails_has_no_name(place: Place) -> None:
     assert place.call("restore.sh", f"{copy}.partial").returncode == 1
 
 
-@pytest.mark.parametrize(("code", "made"), [(24, True), (23, False)])
-def test_a_checkpoint_that_is_removed_meanwhile_is_none_that_is_missing(
-    place: Place, code: int, made: bool
+@pytest.mark.parametrize(("code", "complete"), [(24, True), (23, False)])
+def test_files_removed_during_the_backup_are_tolerated(
+    place: Place, code: int, complete: bool
 ) -> None:
-    """rsync ends with 24 where a file was there when it listed them and gone when its turn came."""
+    """Rsync exits with 24 if a listed file has disappeared."""
     rsync = shutil.which("rsync")
     place.program(
         "rsync",
         f'#!/usr/bin/env bash\n{rsync} "$@" || exit\n[[ "$*" != */workspace/* ]] || exit {code}\n',
     )
     copy = place.root / "copy"
-    done = place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace))
-    assert (done.returncode == 0, copy.exists()) == (made, made)
-    assert made or f"{place.workspace}/ was not copied (rsync ended with code 23" in done.stderr
+    result = place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace))
+    assert (result.returncode == 0, copy.exists()) == (complete, complete)
+    assert (
+        complete or f"{place.workspace}/ was not copied (rsync ended with code 23" in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "variables", "said"),
+    ("script", "arguments", "variables", "message"),
     [
         ("backup.sh", (), {}, "give one argument"),
         ("backup.sh", ("--dated",), {}, "name a directory"),
@@ -127,15 +126,15 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_none_that_is_missing(
         ("restore.sh", ("nowhere",), {}, "holds no SHA256SUMS"),
     ],
 )
-def test_what_is_missing_is_named(
-    place: Place, script: str, arguments: tuple[str, ...], variables: dict[str, str], said: str
+def test_missing_arguments_and_variables_are_named(
+    place: Place, script: str, arguments: tuple[str, ...], variables: dict[str, str], message: str
 ) -> None:
     refused = place.call(script, *arguments, **variables)
     assert refused.returncode != 0
-    assert said in refused.stderr
+    assert message in refused.stderr
 
 
-def test_a_damaged_copy_is_not_restored(place: Place) -> None:
+def test_damaged_copy_is_not_restored(place: Place) -> None:
     copy = place.root / "copy"
     assert (
         place.call("backup.sh", str(copy), MEGACORE_WORKSPACE=str(place.workspace)).returncode == 0
@@ -149,7 +148,7 @@ def test_a_damaged_copy_is_not_restored(place: Place) -> None:
     assert "touched" not in refused.stderr
 
 
-def test_files_are_not_restored_into_a_directory_that_is_called_like_a_bucket(place: Place) -> None:
+def test_files_are_not_restored_to_a_bucket(place: Place) -> None:
     copy = place.root / "copy"
     assert place.call("backup.sh", str(copy)).returncode == 0
     place.program("psql", "#!/usr/bin/env bash\necho touched >&2; exit 3\n")
@@ -159,19 +158,19 @@ def test_files_are_not_restored_into_a_directory_that_is_called_like_a_bucket(pl
     assert "touched" not in refused.stderr
 
 
-def test_artifacts_may_be_named_as_mlflow_takes_a_path(place: Place) -> None:
+def test_artifacts_may_be_given_as_a_file_url(place: Place) -> None:
     copy = place.root / "copy"
     place.program("pg_dump", PG_DUMP.replace("$MLFLOW_ARTIFACTS_DESTINATION", str(place.artifacts)))
-    done = place.call(
+    result = place.call(
         "backup.sh", str(copy), MLFLOW_ARTIFACTS_DESTINATION=f"file://{place.artifacts}"
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert (copy / "artifacts" / "model").exists()
 
 
-def test_a_bucket_is_left_to_its_own_versions(place: Place) -> None:
-    done = place.call(
+def test_artifacts_in_a_bucket_are_not_copied(place: Place) -> None:
+    result = place.call(
         "backup.sh", str(place.root / "copy"), MLFLOW_ARTIFACTS_DESTINATION="s3://bucket/path"
     )
-    assert "s3:// are not copied" in done.stdout
+    assert "s3:// are not copied" in result.stdout
     assert not (place.root / "copy" / "artifacts").exists()

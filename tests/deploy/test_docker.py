@@ -1,7 +1,4 @@
-"""Dockerfile and docker-compose.yml keep their promises.
-
-Nothing is open, nothing is baked in, all they name exists.
-"""
+"""Dockerfile and docker-compose.yml: no open ports, no secrets in images, existing files."""
 
 import json
 import os
@@ -31,22 +28,24 @@ SERVICES: dict[str, dict[str, Any]] = compose()["services"]
 
 
 def instructions() -> list[tuple[str, str, str]]:
-    """(stage, instruction, rest) of the Dockerfile, with continued lines joined and without
-    comments."""
+    """Return (stage, instruction, rest) of each line of the Dockerfile.
+
+    Continued lines are joined and comments removed.
+    """
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
-    found, stage = [], ""
+    parsed, stage = [], ""
     for line in text.replace("\\\n", " ").splitlines():
         if line.strip():
             word, _, rest = line.strip().partition(" ")
             if word == "FROM":
                 stage = rest.rpartition(" AS ")[2]
-            found.append((stage, word, " ".join(rest.split())))
-    return found
+            parsed.append((stage, word, " ".join(rest.split())))
+    return parsed
 
 
 def of_stage(stage: str, word: str) -> list[str]:
-    return [rest for named, found, rest in instructions() if (named, found) == (stage, word)]
+    return [rest for name, keyword, rest in instructions() if (name, keyword) == (stage, word)]
 
 
 def base_of(stage: str) -> str:
@@ -54,7 +53,7 @@ def base_of(stage: str) -> str:
     return rest.partition(" AS ")[0]
 
 
-def test_targets_are_there_and_each_stage_is_used() -> None:
+def test_all_targets_exist_and_all_stages_are_used() -> None:
     stages = [stage for stage, word, _ in instructions() if word == "FROM"]
     assert len(set(stages)) == len(stages)
     copied = {match for _, _, rest in instructions() for match in re.findall(r"--from=(\S+)", rest)}
@@ -67,7 +66,7 @@ def test_targets_are_there_and_each_stage_is_used() -> None:
     } == {"cuda"}
 
 
-def test_what_is_copied_exists_and_is_not_ignored() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     for _, word, rest in instructions():
         words = [part for part in rest.split() if not part.startswith("--")]
@@ -83,7 +82,7 @@ def test_what_is_copied_exists_and_is_not_ignored() -> None:
                 )
 
 
-def test_code_comes_after_the_installation() -> None:
+def test_code_is_copied_after_the_installation() -> None:
     for target in ("cpu", "cuda"):
         words = [(word, rest) for stage, word, rest in instructions() if stage == target]
         install = next(
@@ -97,19 +96,19 @@ def test_code_comes_after_the_installation() -> None:
     assert [source for source in inputs if source.endswith(".py") and "__init__" not in source] == [
         "setup.py"
     ]
-    # What setup.py compiles is among the inputs.
+    # The inputs include the sources that setup.py compiles.
     for path in [*ROOT.glob("megacore/**/*.cpp"), *ROOT.glob("megacore/**/*.h")]:
         assert any(fnmatch(str(path.relative_to(ROOT)), source) for source in inputs), path
 
 
-def test_images_run_as_a_user_without_rights() -> None:
+def test_images_run_as_an_unprivileged_user() -> None:
     for target in TARGETS:
         assert of_stage(target, "USER") == ["megacore"]
         words = [word for stage, word, _ in instructions() if stage == target]
         assert "USER" in words[: words.index("VOLUME")]
 
 
-def test_habits_of_dockerfiles() -> None:
+def test_dockerfile_follows_common_practice() -> None:
     for stage, word, rest in instructions():
         assert word != "ADD"
         if "apt-get install" in rest:
@@ -133,24 +132,26 @@ def test_habits_of_dockerfiles() -> None:
     assert all(":" in base and not base.endswith(":latest") for base in bases)
 
 
-def test_no_secret_is_in_an_image() -> None:
-    telling = re.compile(r"passw|secret|token|api_key|auth", re.IGNORECASE)
+def test_images_contain_no_secrets() -> None:
+    secret_name = re.compile(r"passw|secret|token|api_key|auth", re.IGNORECASE)
     assert [
-        rest for _, word, rest in instructions() if word in ("ENV", "ARG") and telling.search(rest)
+        rest
+        for _, word, rest in instructions()
+        if word in ("ENV", "ARG") and secret_name.search(rest)
     ] == []
     assert "deploy/docker/secrets" in (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert "/deploy/docker/secrets/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
-    # Images of the servers name what they take, so that nothing else comes along.
+    # Images of the servers name their files, so that no others are copied.
     assert "." not in [rest.split()[-2] for rest in of_stage("servers", "COPY")]
 
 
-def test_ports_are_published_on_loopback_alone() -> None:
+def test_ports_are_published_only_on_loopback() -> None:
     published = {name: service.get("ports", []) for name, service in SERVICES.items()}
     assert {name for name, ports in published.items() if ports} == {"prefect", "mlflow"}
     for ports in published.values():
         assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in ports)
     for name in TRAINERS:
-        # On the host's network, where sshd would listen everywhere.
+        # Trainers use the host's network, where sshd would otherwise listen on all addresses.
         (address,) = re.findall(
             r"\$\{TRAINER_\d_ADDRESS:-([\d.]+)\}", SERVICES[name]["environment"]["SSHD_ADDRESS"]
         )
@@ -175,7 +176,7 @@ def test_passwords_and_keys_are_mounted_files() -> None:
         }
 
 
-def test_trainers_have_the_limits_that_training_needs() -> None:
+def test_trainers_have_the_limits_of_training() -> None:
     for name in (*TRAINERS, "worker"):
         service = SERVICES[name]
         assert service["network_mode"] == "host"
@@ -196,12 +197,12 @@ def test_services_have_health_checks_and_wait_for_each_other() -> None:
     for name in ("prefect", "mlflow"):
         assert SERVICES[name]["depends_on"] == {"postgres": {"condition": "service_healthy"}}
     waits = SERVICES["worker"]["depends_on"]
-    assert {name for name, what in waits.items() if what["condition"] == "service_healthy"} == {
+    assert {name for name, wait in waits.items() if wait["condition"] == "service_healthy"} == {
         *TRAINERS, "prefect", "mlflow"
     }  # fmt: skip
 
 
-def test_overrides_change_services_that_exist() -> None:
+def test_overrides_change_existing_services() -> None:
     for name in ("gpu.yml", "rdma.yml"):
         assert set(compose(f"deploy/docker/{name}")["services"]) <= set(SERVICES)
     for name in TRAINERS:
@@ -211,7 +212,7 @@ def test_overrides_change_services_that_exist() -> None:
         assert reserved["devices"][0]["capabilities"] == ["gpu"]
 
 
-def test_programs_that_are_named_exist() -> None:
+def test_named_programs_exist() -> None:
     servers = {
         Path(source).name: ROOT / source
         for rest in of_stage("servers", "COPY")
@@ -244,55 +245,55 @@ def test_programs_that_are_named_exist() -> None:
                 assert target in targets or "apt-get" in rest, target
 
 
-def test_hostfile_and_ssh_config_speak_of_the_trainers() -> None:
+def test_hostfile_and_ssh_config_name_the_trainers() -> None:
     from megacore.config.hostfile import read_hostfile
 
     hosts = read_hostfile(DOCKER / "hostfile")
     assert hosts == dict.fromkeys(TRAINERS, 1)
     for name in TRAINERS:
-        found = subprocess.run(
+        result = subprocess.run(
             ["ssh", "-F", str(DOCKER / "ssh_config"), "-G", name],
             capture_output=True,
             text=True,
             check=True,
         )
-        settings = dict(line.split(" ", 1) for line in found.stdout.splitlines() if " " in line)
+        settings = dict(line.split(" ", 1) for line in result.stdout.splitlines() if " " in line)
         assert settings["port"] == "2222"
         assert settings["stricthostkeychecking"] == "true"
         assert settings["hostname"] in SERVICES[name]["environment"]["SSHD_ADDRESS"]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("deploy/**/*.sh")), ids=lambda path: path.name)
-def test_scripts_are_whole(path: Path) -> None:
+def test_scripts_are_executable_and_valid(path: Path) -> None:
     assert path.stat().st_mode & 0o111
     assert "set -euo pipefail" in path.read_text(encoding="utf-8")
     checked = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
 
 
-def test_secrets_are_made_once_and_open_no_door(tmp_path: Path) -> None:
+def test_secrets_are_created_once_and_protected(tmp_path: Path) -> None:
     shutil.copy(DOCKER / "make-secrets.sh", tmp_path)
     first = subprocess.run(
         [tmp_path / "make-secrets.sh"], capture_output=True, text=True, check=True
     )
-    made = {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()}
-    assert set(made) == set(compose()["secrets"])
-    values = [made[name].decode() for name in made if not name.startswith("ssh_")]
+    secrets = {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()}
+    assert set(secrets) == set(compose()["secrets"])
+    values = [secrets[name].decode() for name in secrets if not name.startswith("ssh_")]
     assert len(set(values)) == len(values)
     assert all(len(value) >= 24 for value in values)
     assert not [value for value in values if value in first.stdout + first.stderr]
     assert (tmp_path / "secrets").stat().st_mode & 0o077 == 0
-    # as ssh-keygen leaves it, and an interruption after it
+    # the mode that ssh-keygen sets, left by an interruption
     (tmp_path / "secrets" / "ssh_client_key").chmod(0o600)
-    again = subprocess.run(
+    repeated = subprocess.run(
         [tmp_path / "make-secrets.sh"], capture_output=True, text=True, check=True
     )
-    assert again.stdout == ""
+    assert repeated.stdout == ""
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "secrets").iterdir()} == {0o644}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()} == made
+    assert {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()} == secrets
 
 
-def test_sshd_takes_keys_alone(tmp_path: Path) -> None:
+def test_sshd_accepts_only_keys(tmp_path: Path) -> None:
     sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
     if sshd is None:
         pytest.skip("sshd is not installed: apt-get install openssh-server")
@@ -305,15 +306,15 @@ def test_sshd_takes_keys_alone(tmp_path: Path) -> None:
         check=True,
     )
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # as the service makes it, which is not started here
-    asked = subprocess.run(
+        Path("/run/sshd").mkdir(exist_ok=True)  # created by the service, which is not started here
+    result = subprocess.run(
         [sshd, "-T", "-f", str(tmp_path / "sshd_config")],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert asked.returncode == 0, asked.stderr
-    settings = dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
+    assert result.returncode == 0, result.stderr
+    settings = dict(line.split(" ", 1) for line in result.stdout.splitlines() if " " in line)
     for name in (
         "passwordauthentication",
         "kbdinteractiveauthentication",

@@ -1,7 +1,4 @@
-"""The systemd units, their settings and nginx's.
-
-What they name exists, they hold no password and open no port.
-"""
+"""Systemd units, their settings and those of nginx: existing files, no passwords, no open ports."""
 
 import configparser
 import re
@@ -15,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
 SETTINGS = sorted((ROOT / "deploy" / "systemd").glob("*.env"))
 INSTALLED = "/srv/megacore"
-"""Where the documentation has the repository lie."""
+"""Path of the repository in the documentation."""
 
 
 def service(path: Path) -> dict[str, str]:
@@ -26,7 +23,7 @@ def service(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_unit_names_what_exists_and_runs_as_a_user(path: Path) -> None:
+def test_unit_names_existing_files_and_runs_as_a_user(path: Path) -> None:
     values = service(path)
     assert values["User"] == "megacore"
     assert values["NoNewPrivileges"] == "yes"
@@ -43,7 +40,7 @@ def test_a_unit_names_what_exists_and_runs_as_a_user(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
-def test_settings_hold_no_password(path: Path) -> None:
+def test_settings_contain_no_password(path: Path) -> None:
     lines = [
         line
         for line in path.read_text(encoding="utf-8").splitlines()
@@ -58,7 +55,7 @@ def test_settings_hold_no_password(path: Path) -> None:
     assert "0600" in path.read_text(encoding="utf-8")
 
 
-def test_the_servers_settings_are_those_of_make_server() -> None:
+def test_server_settings_are_those_of_make_server() -> None:
     from scripts._backends import (
         MLFLOW_ARTIFACTS,
         MLFLOW_DATABASE,
@@ -75,26 +72,26 @@ def test_the_servers_settings_are_those_of_make_server() -> None:
     assert not re.search("DATABASE|BACKEND|PGPASS", texts["worker"]), "a worker reaches no database"
 
 
-def test_systemd_takes_the_units(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: apt-get install systemd")
     copies = []
     for path in [*UNITS, *(ROOT / "deploy" / "systemd").glob("*.timer")]:
         text = path.read_text(encoding="utf-8")
-        # The programs that will be there.
+        # Replace programs that are not installed.
         text = re.sub(
             rf"^ExecStart={INSTALLED}\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE
         )
         copies.append(tmp_path / path.name)
         copies[-1].write_text(text, encoding="utf-8")
-    asked = subprocess.run(
+    result = subprocess.run(
         ["systemd-analyze", "verify", *copies], capture_output=True, text=True, check=False
     )
-    own = [line for line in asked.stderr.splitlines() if "megacore" in line]
-    assert own == []
+    problems = [line for line in result.stderr.splitlines() if "megacore" in line]
+    assert problems == []
 
 
-def test_nginx_speaks_tls_and_hands_on_to_loopback() -> None:
+def test_nginx_uses_tls_and_forwards_to_loopback() -> None:
     text = (ROOT / "deploy" / "nginx" / "megacore.conf").read_text(encoding="utf-8")
     assert set(re.findall(r"proxy_pass http://([\d.]+):(\d+);", text)) == {
         ("127.0.0.1", "4200"),

@@ -1,7 +1,4 @@
-"""A team's servers.
-
-The flow on PostgreSQL with passwords, artifacts on a share, a disaster and the way back.
-"""
+"""A team's servers: the flow on PostgreSQL with passwords, and a backup restored after a loss."""
 
 import shutil
 from collections.abc import Iterator
@@ -20,11 +17,14 @@ pytest.importorskip("psycopg")
 pytest.importorskip("flask_wtf")
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     root = tmp_path_factory.mktemp("team")
     with running(root) as postgres:
-        postgres.make_databases()
+        postgres.create_databases()
         team = Team(root, postgres)
         try:
             yield team
@@ -33,35 +33,35 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 
 
 @pytest.mark.timeout(300)
-def test_the_flow_on_postgresql_and_after_a_restore(team: Team, tmp_path: Path) -> None:
+def test_run_on_postgresql_survives_backup_and_restore(team: Team, tmp_path: Path) -> None:
     team.start()
-    nobody_is_let_in_without_a_password(team)
-    the_worker_knows_no_database(team)
-    deploying_takes_the_password(team)
+    check_that_passwords_are_required(team)
+    check_that_the_worker_has_no_database_settings(team)
+    check_that_deploying_needs_the_password(team)
     team.run()
-    before = known(team)
-    everything_is_there(team, before)
-    no_secret_is_told(team)
+    before = server_contents(team)
+    check_that_the_run_is_complete(team, before)
+    check_that_no_secret_is_visible(team)
 
     copied = team.script("backup.sh", tmp_path / "copy")
     assert copied.returncode == 0, copied.stderr
-    a_copy_is_not_restored_over_what_is_there(team, tmp_path / "copy")
+    check_that_existing_data_is_not_overwritten(team, tmp_path / "copy")
     assert team.clone.servers("stop").returncode == 0
     team.postgres.drop_databases()
     shutil.rmtree(team.artifacts)
     shutil.rmtree(team.clone.workspace)
 
-    team.postgres.make_databases()
+    team.postgres.create_databases()
     restored = team.script("restore.sh", tmp_path / "copy")
     assert restored.returncode == 0, restored.stderr
     team.start()
-    after = known(team)
+    after = server_contents(team)
     assert after == before
-    everything_is_there(team, after)
+    check_that_the_run_is_complete(team, after)
 
 
-def known(team: Team) -> dict[str, Any]:
-    """What both servers say of the run, without what changes by itself."""
+def server_contents(team: Team) -> dict[str, Any]:
+    """Return the servers' records of the run, without values that change on their own."""
     experiment = team.ask_mlflow("mlflow/experiments/get-by-name?experiment_name=pretrain")[
         "experiment"
     ]
@@ -99,32 +99,32 @@ def known(team: Team) -> dict[str, Any]:
     }
 
 
-def everything_is_there(team: Team, seen: dict[str, Any]) -> None:
-    assert seen["status"] == "FINISHED"
-    assert [point["step"] for point in seen["losses"]] == [1, 2, 3]
-    assert {"test_ppl", "valid_ppl"} <= {name.rpartition("/")[2] for name, _ in seen["metrics"]}
-    assert ("data.seq_length", "32") in seen["params"]
-    assert seen["models"] == [
+def check_that_the_run_is_complete(team: Team, contents: dict[str, Any]) -> None:
+    assert contents["status"] == "FINISHED"
+    assert [point["step"] for point in contents["losses"]] == [1, 2, 3]
+    assert {"test_ppl", "valid_ppl"} <= {name.rpartition("/")[2] for name, _ in contents["metrics"]}
+    assert ("data.seq_length", "32") in contents["params"]
+    assert contents["models"] == [
         ("checkpoint", f"{NAME}-iter_0000002"),
         ("checkpoint", f"{NAME}-iter_0000003"),
         ("transformers", NAME),
     ]
-    assert seen["version"][0] == "1"
-    assert seen["version"][1].startswith("mlflow-artifacts:/")
-    assert seen["files"] == ["config.yaml", "export", "plots"]
-    assert any(name.endswith("artifacts/model/model.safetensors") for name in seen["share"])
-    assert seen["flow run"][1] == "COMPLETED"
-    assert len(seen["tasks"]) == 8
-    assert {state for _, state in seen["tasks"]} == {"COMPLETED"}
+    assert contents["version"][0] == "1"
+    assert contents["version"][1].startswith("mlflow-artifacts:/")
+    assert contents["files"] == ["config.yaml", "export", "plots"]
+    assert any(name.endswith("artifacts/model/model.safetensors") for name in contents["share"])
+    assert contents["flow run"][1] == "COMPLETED"
+    assert len(contents["tasks"]) == 8
+    assert {state for _, state in contents["tasks"]} == {"COMPLETED"}
     in_database = team.postgres.superuser(
         "--dbname", "mlflow", "--tuples-only", "--command", "SELECT run_uuid FROM runs"
     )
-    assert in_database.stdout.split() == [seen["run"]]
+    assert in_database.stdout.split() == [contents["run"]]
     assert not (team.clone.workspace / "mlflow.db").exists()
     assert not list((team.clone.workspace / "prefect").glob("*.db"))
 
 
-def nobody_is_let_in_without_a_password(team: Team) -> None:
+def check_that_passwords_are_required(team: Team) -> None:
     for question in (
         lambda: team.ask_prefect("flow_runs/filter", {}, password=""),
         lambda: team.ask_prefect("flow_runs/filter", {}, password="team:wrong"),
@@ -136,14 +136,14 @@ def nobody_is_let_in_without_a_password(team: Team) -> None:
         assert refused.value.code == 401
 
 
-def the_worker_knows_no_database(team: Team) -> None:
+def check_that_the_worker_has_no_database_settings(team: Team) -> None:
     worker = psutil.Process(team.clone.state()["processes"]["worker"]["pid"]).environ()
     assert SERVER_ONLY & set(worker) == set()
     assert worker["PREFECT_API_AUTH_STRING"] == team.prefect_password
     assert worker["MLFLOW_TRACKING_URI"] == team.mlflow
 
 
-def deploying_takes_the_password(team: Team) -> None:
+def check_that_deploying_needs_the_password(team: Team) -> None:
     refused = team.deploy("team:wrong")
     assert refused.returncode == 8
     assert refused.stderr.startswith(
@@ -153,27 +153,27 @@ def deploying_takes_the_password(team: Team) -> None:
     assert team.deploy(team.prefect_password).returncode == 0
 
 
-def no_secret_is_told(team: Team) -> None:
+def check_that_no_secret_is_visible(team: Team) -> None:
     lines = [
         psutil.Process(pid).cmdline() for pid in team.clone.left_over(team.clone.state()["token"])
     ]
     assert len(lines) >= 3
-    told = {"a command line": str(lines), "PostgreSQL's log": team.postgres.log()}
+    texts = {"a command line": str(lines), "PostgreSQL's log": team.postgres.log()}
     for path in team.clone.root.rglob("*"):
         if path.is_file():
-            told[str(path)] = path.read_text(encoding="utf-8", errors="replace")
+            texts[str(path)] = path.read_text(encoding="utf-8", errors="replace")
     assert [
-        place for place, text in told.items() for secret in team.secrets if secret in text
+        place for place, text in texts.items() for secret in team.secrets if secret in text
     ] == []
 
 
-def a_copy_is_not_restored_over_what_is_there(team: Team, copy: Path) -> None:
+def check_that_existing_data_is_not_overwritten(team: Team, copy: Path) -> None:
     refused = team.script("restore.sh", copy)
     assert refused.returncode == 1
     assert "database prefect holds" in refused.stderr
-    again = team.script("backup.sh", copy)
-    assert again.returncode == 1
-    assert "is there already" in again.stderr
+    repeated = team.script("backup.sh", copy)
+    assert repeated.returncode == 1
+    assert "already exists" in repeated.stderr
 
 
 @pytest.fixture
@@ -182,10 +182,10 @@ def empty(tmp_path: Path) -> Iterator[Postgres]:
         yield postgres
 
 
-def test_databases_are_not_made_without_passwords(empty: Postgres) -> None:
+def test_databases_are_not_created_without_passwords(empty: Postgres) -> None:
     empty.passwords = {"mlflow": "only this one"}
     with pytest.raises(AssertionError, match="syntax error"):
-        empty.make_databases()
+        empty.create_databases()
     roles = empty.superuser(
         "--tuples-only", "--command", "SELECT rolname FROM pg_roles WHERE rolcanlogin"
     )
@@ -193,15 +193,15 @@ def test_databases_are_not_made_without_passwords(empty: Postgres) -> None:
     assert "only this one" not in empty.log()
 
 
-def test_a_dropped_database_is_made_anew_and_what_is_there_stays(empty: Postgres) -> None:
-    """As a restore asks for: the users, and the other databases, are still there."""
-    empty.make_databases()
-    told = (
+def test_only_dropped_databases_are_created_again(empty: Postgres) -> None:
+    """A restore needs this: the users and the other databases still exist."""
+    empty.create_databases()
+    commands = (
         "COMMENT ON DATABASE prefect IS 'the old one'; DROP DATABASE mlflow; DROP DATABASE "
         "mlflow_users;"
     )
-    assert empty.superuser("--set", "ON_ERROR_STOP=1", stdin=told).returncode == 0
-    empty.make_databases()
+    assert empty.superuser("--set", "ON_ERROR_STOP=1", stdin=commands).returncode == 0
+    empty.create_databases()
     query = (
         "SELECT datname, pg_get_userbyid(datdba), coalesce(shobj_description(oid, 'pg_database'), "
         "'-') FROM pg_database WHERE datname IN ('prefect', 'mlflow', 'mlflow_users') ORDER BY 1"

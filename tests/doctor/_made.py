@@ -1,4 +1,4 @@
-"""Hosts that nobody has: answers of healthy ones, of which a test changes what it is about."""
+"""Probes of fictional hosts: the answers of healthy hosts, with changes by a test."""
 
 import copy
 from pathlib import Path
@@ -101,7 +101,7 @@ NEEDS = Needs("tiny", device=GIB, host=0, checkpoint=2 * GIB, checkpoints=8 * GI
 
 
 def probe(host: str, **changes: dict[str, Any] | str | None) -> HostProbe:
-    """Answers of a host: a change is merged into a check's value, or is its problem, or None."""
+    """Return the answers of a host; `changes` has values to merge, problems, or None per check."""
     values, problems = copy.deepcopy(HEALTHY), {}
     for check, change in changes.items():
         if isinstance(change, dict):
@@ -116,21 +116,21 @@ def probe(host: str, **changes: dict[str, Any] | str | None) -> HostProbe:
 def gpu_host(
     host: str, *, count: int = 8, smi: dict[str, Any] | None = None, **changes: dict[str, Any]
 ) -> HostProbe:
-    """A host with GPUs."""
+    """Return the answers of a host with GPUs."""
     visible = [{"name": "H100", "memory": 80 * GIB}] * count
     changes.setdefault("torch", {"cuda_works": True, "device": "cuda"})
-    made = probe(host, **changes)
+    healthy = probe(host, **changes)
     gpus = {
         "visible": visible,
         "smi": [GPU | {"index": number} | (smi or {}) for number in range(count)],
         "problem": None,
     }
-    return HostProbe(host, {**made.values, "gpus": gpus}, made.problems)
+    return HostProbe(host, {**healthy.values, "gpus": gpus}, healthy.problems)
 
 
 def facts(*probes: HostProbe, slots: int = 1, **more: Any) -> Facts:
-    """Facts of these hosts, the first of which is the head."""
-    names = [each.host for each in probes]
+    """Return the facts of these hosts; the first one is the head."""
+    names = [host_probe.host for host_probe in probes]
     contacts = {
         name: Contact(seconds=0.3, offset=0.0, uncertainty=0.15, here=name == names[0])
         for name in names
@@ -142,12 +142,14 @@ def facts(*probes: HostProbe, slots: int = 1, **more: Any) -> Facts:
         "master": names[0] if len(names) > 1 else "",
     }
     return Facts(
-        dict.fromkeys(names, slots), {each.host: each for each in probes}, **{**defaults, **more}
+        dict.fromkeys(names, slots),
+        {host_probe.host: host_probe for host_probe in probes},
+        **{**defaults, **more},
     )
 
 
 def expect(finding: Finding | None, verdict: str, hosts: tuple[str, ...], *words: str) -> None:
-    """Check a finding; of a problem also that its sentence has these words."""
+    """Check verdict and hosts of a finding, and that its advice contains these words."""
     assert finding is not None
     assert (finding.verdict, finding.hosts) == (verdict, hosts), finding
     assert (finding.advice == "") == (verdict == "ok"), finding
@@ -156,6 +158,7 @@ def expect(finding: Finding | None, verdict: str, hosts: tuple[str, ...], *words
 
 
 def write_tokens(prefix: Path, ids: "list[int] | np.ndarray[Any, Any]") -> str:
+    """Write token files of three documents and return their prefix."""
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for part in np.array_split(np.asarray(ids, np.int32), 3):
             writer.add_document(part)

@@ -1,4 +1,4 @@
-"""Verdicts on what each machine has."""
+"""Comparison of the hosts: packages, GPUs, kernels, speed, memory and limits."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,18 +38,18 @@ def test_healthy_hosts_have_no_problem() -> None:
     assert all(not finding.advice and not finding.hosts for finding in findings)
 
 
-def test_a_host_that_is_not_reached() -> None:
+def test_unreachable_host_is_an_error() -> None:
     lost = HostProbe(
         "b", unreachable="ssh cannot reach it: timed out", failed="ssh cannot reach it: timed out"
     )
     contact = {"a": Contact(here=True), "b": Contact(problem="ssh cannot reach it: timed out")}
-    found = facts(probe("a"), lost, contacts=contact)
-    expect(connections(found), "error", ("b",), "timed out", "`ssh b true`")
-    # The others are compared all the same.
-    assert {finding.check: finding.verdict for finding in compare(found)}["packages"] == "ok"
+    host_facts = facts(probe("a"), lost, contacts=contact)
+    expect(connections(host_facts), "error", ("b",), "timed out", "`ssh b true`")
+    # The other hosts are compared nevertheless.
+    assert {finding.check: finding.verdict for finding in compare(host_facts)}["packages"] == "ok"
 
 
-def test_an_elastic_run_does_without_a_host_that_is_not_reached() -> None:
+def test_unreachable_spare_host_of_an_elastic_run_is_a_warning() -> None:
     launch = LaunchConfig(hostfile="hosts", nnodes="1:2")
     lost = HostProbe("b", unreachable="no route", failed="no route")
     contact = {"a": Contact(here=True), "b": Contact(problem="no route")}
@@ -58,7 +58,7 @@ def test_an_elastic_run_does_without_a_host_that_is_not_reached() -> None:
     expect(connections(facts(probe("a"), lost, contacts=contact, launch=needed)), "error", ("b",))
 
 
-def test_a_host_where_megacore_does_not_run() -> None:
+def test_host_where_megacore_does_not_run_is_an_error() -> None:
     broken = HostProbe("b", failed="the command ended with code 127: python: not found")
     expect(
         connections(facts(probe("a"), broken)), "error", ("b",), "python: not found", "same paths"
@@ -69,7 +69,9 @@ def test_a_host_where_megacore_does_not_run() -> None:
     ("offset", "uncertainty", "verdict"),
     [(0.4, 0.1, "ok"), (1.3, 0.5, "ok"), (1.3, 0.2, "warning"), (-7.0, 0.2, "warning")],
 )
-def test_clocks(offset: float, uncertainty: float, verdict: str) -> None:
+def test_clock_offset_beyond_its_uncertainty_is_a_warning(
+    offset: float, uncertainty: float, verdict: str
+) -> None:
     contacts = {
         "a": Contact(here=True, offset=0.0),
         "b": Contact(offset=offset, uncertainty=uncertainty),
@@ -79,7 +81,7 @@ def test_clocks(offset: float, uncertainty: float, verdict: str) -> None:
     expect(clocks(facts(probe("a"), probe("b"), contacts=contacts)), verdict, hosts, *words)
 
 
-def test_packages_that_ranks_need_alike() -> None:
+def test_different_versions_of_required_packages_are_an_error() -> None:
     good, other = probe("a"), probe("b", packages=versions(torch="2.12.0"))
     expect(
         packages(facts(good, other, probe("c"))),
@@ -103,7 +105,7 @@ def test_packages_that_ranks_need_alike() -> None:
     )
 
 
-def test_packages_that_a_run_may_need() -> None:
+def test_missing_deepspeed_is_an_error_only_if_the_run_needs_it() -> None:
     without = probe("b", packages=versions(deepspeed=None))
     expect(packages(facts(probe("a"), without)), "warning", ("b",), "deepspeed is missing on b")
     expect(
@@ -111,15 +113,15 @@ def test_packages_that_a_run_may_need() -> None:
     )
 
 
-def test_a_probe_that_cannot_read_its_packages() -> None:
-    """Of a cold file share they may come late; versions are compared again when the ranks start."""
+def test_late_package_versions_are_a_warning_and_read_errors_an_error() -> None:
+    """A late answer may be due to a cold file share, and the ranks compare versions again."""
     late = probe("b", packages="no answer within 8 s")
     expect(packages(facts(probe("a"), late)), "warning", ("b",), "no answer within 8 s")
     broken = probe("b", packages="Input/output error")
     expect(packages(facts(probe("a"), broken)), "error", ("b",), "Input/output error")
 
 
-def test_gpus_for_all_slots() -> None:
+def test_missing_or_unusable_gpus_are_an_error() -> None:
     expect(gpus(facts(gpu_host("a"), gpu_host("b"), slots=8)), "ok", ())
     expect(
         gpus(facts(gpu_host("a"), gpu_host("b", count=7), slots=8)),
@@ -131,7 +133,7 @@ def test_gpus_for_all_slots() -> None:
     expect(gpus(facts(gpu_host("a"), dead, slots=8)), "error", ("b",), "does not run on them")
 
 
-def test_gpus_that_are_not_free_or_not_well() -> None:
+def test_busy_faulty_or_different_gpus_are_a_warning() -> None:
     used = gpu_host(
         "b", smi={"free": 2**30, "processes": [{"pid": 77, "name": "python", "used": 2**36}]}
     )
@@ -152,7 +154,7 @@ def test_gpus_that_are_not_free_or_not_well() -> None:
     )
 
 
-def test_a_driver_that_hangs() -> None:
+def test_hanging_or_failing_driver_is_an_error() -> None:
     expect(
         gpus(facts(probe("a"), probe("b", gpus="no answer within 16 s"))), "error", ("b",), "dmesg"
     )
@@ -160,7 +162,7 @@ def test_a_driver_that_hangs() -> None:
     expect(gpus(facts(probe("a"), broken)), "error", ("b",), "version mismatch")
 
 
-def test_kernels_and_precision() -> None:
+def test_different_kernels_are_a_warning_and_different_precision_an_error() -> None:
     other = probe("c", torch={"kernels": {"attention": "torch", "optimizer": "C++"}})
     expect(
         kernels(facts(probe("a"), probe("b"), other)),
@@ -179,7 +181,7 @@ def test_kernels_and_precision() -> None:
     expect(
         kernels(facts(probe("a"), probe("b", torch="ImportError: libc"))), "error", ("b",), "libc"
     )
-    # A cold file share may take longer than the doctor waits.
+    # Reading torch from a cold file share may take longer than the doctor waits.
     expect(
         kernels(facts(probe("a"), probe("b", torch="no answer within 30 s"))),
         "warning",
@@ -188,7 +190,7 @@ def test_kernels_and_precision() -> None:
     )
 
 
-def test_a_slow_host() -> None:
+def test_slow_host_is_a_warning_with_its_share_of_the_median() -> None:
     slow = probe("c", speed={"devices": [{"gflops": 50.0, "copy_gb_s": 20.0}]})
     expect(
         speeds(facts(probe("a"), probe("b"), slow)),
@@ -200,7 +202,7 @@ def test_a_slow_host() -> None:
     expect(speeds(facts(slow)), "ok", ())
 
 
-def test_a_gpu_that_is_slower_than_the_others_of_its_host() -> None:
+def test_slow_gpu_of_a_host_is_a_warning_and_a_broken_one_an_error() -> None:
     devices = [{"gflops": 1000.0, "copy_gb_s": 3000.0}, {"gflops": 400.0, "copy_gb_s": 3000.0}]
     expect(
         speeds(facts(probe("a", speed={"devices": devices}))), "warning", ("a",), "slowest GPU of a"
@@ -209,16 +211,16 @@ def test_a_gpu_that_is_slower_than_the_others_of_its_host() -> None:
     expect(speeds(facts(broken)), "error", ("a",), "illegal memory access")
 
 
-def test_the_rule_for_slow_hosts() -> None:
+def test_slow_hosts_are_below_a_share_of_the_median() -> None:
     assert slow_hosts({"a": 1.0}, 0.7) == {}
     assert slow_hosts({"a": 10.0, "b": 7.5}, 0.7) == {}
     assert slow_hosts({"a": 10.0, "b": 5.0}, 0.7) == {"b": 0.5}
-    # Half of the hosts being a little slower is no fault of any.
+    # No host is slow if half of the hosts are slightly slower.
     assert slow_hosts({"a": 10.0, "b": 10.0, "c": 8.0, "d": 8.0}, 0.7) == {}
     assert list(slow_hosts({"a": 10.0, "b": 11.0, "c": 9.0, "d": 3.0}, 0.7)) == ["d"]
 
 
-def test_memory_for_all_ranks() -> None:
+def test_host_memory_below_the_need_of_all_ranks_is_reported() -> None:
     expect(memories(facts(probe("a"), slots=8, needs=NEEDS)), "ok", ())
     limited = probe("a", memory={"limit": 4 * GIB})
     expect(
@@ -232,7 +234,7 @@ def test_memory_for_all_ranks() -> None:
     expect(memories(facts(limited)), "ok", ())
 
 
-def test_memory_of_gpus() -> None:
+def test_gpu_memory_below_the_need_of_a_rank_is_an_error() -> None:
     large = replace(NEEDS, device=90 * GIB, host=GIB)
     expect(
         memories(facts(gpu_host("a"), slots=8, needs=large)),
@@ -244,7 +246,7 @@ def test_memory_of_gpus() -> None:
     expect(memories(facts(gpu_host("a"), slots=8, needs=replace(large, device=70 * GIB))), "ok", ())
 
 
-def test_shared_memory() -> None:
+def test_small_shared_memory_is_reported() -> None:
     docker: dict[str, Any] = {"shared_total": 64 * MIB, "shared_free": 64 * MIB}
     expect(shared_memory(facts(probe("a"), slots=8)), "ok", ())
     expect(
@@ -265,7 +267,7 @@ def test_shared_memory() -> None:
     expect(shared_memory(facts(none)), "warning", ("a",), "no /dev/shm")
 
 
-def test_limits() -> None:
+def test_low_process_limits_are_a_warning() -> None:
     expect(limits(facts(probe("a"), slots=8)), "ok", ())
     expect(
         limits(facts(probe("a", limits={"nofile": 256}))), "warning", ("a",), "256 files", "nofile"

@@ -1,4 +1,4 @@
-"""The doctor on hosts of their own, some of them broken; and without any."""
+"""The doctor on three network namespaces, some of them broken, and its parts without hosts."""
 
 import json
 import shutil
@@ -22,30 +22,30 @@ MEGACORE = [sys.executable, "-c", "from megacore.cli import main; main()"]
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """Hosts a, b and c."""
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """Provide the hosts a, b and c."""
     require_rig()
-    with hosts(tmp_path_factory.mktemp("doctor"), tuple("abc")) as made:
-        yield made
+    with hosts(tmp_path_factory.mktemp("doctor"), tuple("abc")) as rig:
+        yield rig
 
 
-def doctor(rig: Rig, workspace: Path, *words: str) -> "tuple[int, dict[str, Any]]":
-    """What the doctor on host a says of all: its exit code and its JSON."""
-    if "--hostfile" not in words:
-        words = (*words, "--hostfile", str(rig.hostfile()), "--ssh-config", str(rig.ssh_config))
+def doctor(rig: Rig, workspace: Path, *options: str) -> "tuple[int, dict[str, Any]]":
+    """Run the doctor on host a and return its exit code and its JSON report."""
+    if "--hostfile" not in options:
+        options = (*options, "--hostfile", str(rig.hostfile()), "--ssh-config", str(rig.ssh_config))
     command = [*MEGACORE, "doctor"]
-    done = rig.run("a", [*command, "--workspace", str(workspace), "--json", *words], timeout=80)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    result = rig.run("a", [*command, "--workspace", str(workspace), "--json", *options], timeout=80)
+    assert result.stdout, result.stderr
+    return result.returncode, json.loads(result.stdout)
 
 
 def check(report: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(each for each in report["checks"] if each["check"] == name)
+    return next(item for item in report["checks"] if item["check"] == name)
 
 
-def slow_down(rig: Rig, host: str) -> None:
-    """Let a host's packets leave at 500 Mbit/s."""
-    shaped = [
+def limit_bandwidth(rig: Rig, host: str) -> None:
+    """Limit the outgoing packets of a host to 500 Mbit/s."""
+    tc_command = [
         "tc",
         "qdisc",
         "add",
@@ -60,28 +60,29 @@ def slow_down(rig: Rig, host: str) -> None:
         "latency",
         "50ms",
     ]
-    done = subprocess.run(
-        ["ip", "netns", "exec", rig.hosts[host].namespace, *shaped],
+    result = subprocess.run(
+        ["ip", "netns", "exec", rig.hosts[host].namespace, *tc_command],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode != 0:
-        pytest.skip(f"links cannot be slowed down here: {done.stderr.strip()}")
+    if result.returncode != 0:
+        pytest.skip(f"links cannot be slowed down here: {result.stderr.strip()}")
 
 
-def test_a_slow_link_is_flagged(three: Rig) -> None:
+@pytest.mark.slow
+def test_slow_link_is_a_warning_and_other_checks_pass(rig: Rig) -> None:
     if shutil.which("tc") is None:
         pytest.skip("links are slowed down by tc, which is not installed")
-    slow_down(three, "c")
+    limit_bandwidth(rig, "c")
     try:
-        code, report = doctor(three, three.shared / "workspace")
+        code, report = doctor(rig, rig.shared / "workspace")
     finally:
-        words = [
+        command = [
             "ip",
             "netns",
             "exec",
-            three.hosts["c"].namespace,
+            rig.hosts["c"].namespace,
             "tc",
             "qdisc",
             "del",
@@ -89,11 +90,11 @@ def test_a_slow_link_is_flagged(three: Rig) -> None:
             "eth0",
             "root",
         ]
-        subprocess.run(words, check=True)
-    assert code == 0, [each for each in report["checks"] if each["verdict"] == "error"]
-    found = check(report, "bandwidth")
-    assert (found["verdict"], found["hosts"]) == ("warning", ["c"])
-    assert "the link of c is slow" in found["advice"]
+        subprocess.run(command, check=True)
+    assert code == 0, [item for item in report["checks"] if item["verdict"] == "error"]
+    bandwidth = check(report, "bandwidth")
+    assert (bandwidth["verdict"], bandwidth["hosts"]) == ("warning", ["c"])
+    assert "the link of c is slow" in bandwidth["advice"]
     assert report["mode"] == "full"
     assert [pair["hosts"] for pair in report["pairs"]] == [["b", "c"], ["a", "c"], ["a", "b"]]
     assert all(pair["latency_us"] > 0 and pair["mb_1_ms"] > 0 for pair in report["pairs"])
@@ -101,30 +102,28 @@ def test_a_slow_link_is_flagged(three: Rig) -> None:
     assert rates["a", "c"] < 0.065 < rates["a", "b"]
     for name in ("ssh", "packages", "clocks", "interface", "ports", "workspace", "disk", "kernels"):
         assert check(report, name)["verdict"] == "ok", check(report, name)
-    # 127.0.1.1, as Debian's installer writes it
+    # Debian's installer writes 127.0.1.1 to /etc/hosts.
     assert check(report, "names")["verdict"] == "warning"
     assert report["seconds"] < 60
-    assert list((three.shared / "workspace").iterdir()) == []  # the proof is gone
+    assert list((rig.shared / "workspace").iterdir()) == []  # the proof is removed
 
 
-def test_broken_hosts_are_named_and_the_others_checked(three: Rig, tmp_path: Path) -> None:
-    workspace = three.shared / "mounted" / "workspace"
+def test_broken_hosts_are_named_and_other_hosts_are_checked(rig: Rig, tmp_path: Path) -> None:
+    workspace = rig.shared / "mounted" / "workspace"
     workspace.mkdir(parents=True)
-    _break(three, "b", workspace, tmp_path)
+    break_host(rig, "b", workspace, tmp_path)
     hostfile, config = tmp_path / "hosts", tmp_path / "ssh_config"
     hostfile.write_text("a slots=1\nb slots=1\ngone slots=1\n")
-    config.write_text(
-        f"Host gone\n  HostName 127.0.0.1\n  Port 9\n\n{three.ssh_config.read_text()}"
-    )
+    config.write_text(f"Host gone\n  HostName 127.0.0.1\n  Port 9\n\n{rig.ssh_config.read_text()}")
     code, report = doctor(
-        three, workspace, "--quick", "--hostfile", str(hostfile), "--ssh-config", str(config)
+        rig, workspace, "--quick", "--hostfile", str(hostfile), "--ssh-config", str(config)
     )
     assert (code, report["verdict"], report["mode"]) == (11, "error", "quick")
     errors = {
-        each["check"]: each["hosts"] for each in report["checks"] if each["verdict"] == "error"
+        item["check"]: item["hosts"] for item in report["checks"] if item["verdict"] == "error"
     }
     assert errors == {"ssh": ["gone"], "packages": ["b"], "workspace": ["b"]}
-    assert report["checks"][0]["verdict"] == "error"  # problems first
+    assert report["checks"][0]["verdict"] == "error"  # problems come first
     version = metadata.version("numpy")
     assert f"numpy is 0.0.7 on b and {version} on a" in check(report, "packages")["advice"]
     assert f"{workspace} does not exist on b" in check(report, "workspace")["advice"]
@@ -135,14 +134,14 @@ def test_broken_hosts_are_named_and_the_others_checked(three: Rig, tmp_path: Pat
     assert report["pairs"] == []
 
 
-def _break(rig: Rig, host: str, workspace: Path, directory: Path) -> None:
-    """Give a host another version of a package, another clock, and no workspace."""
-    described = next(
+def break_host(rig: Rig, host: str, workspace: Path, directory: Path) -> None:
+    """Give a host a different numpy version, a wrong clock and no workspace."""
+    metadata_file = next(
         file for file in metadata.files("numpy") or () if file.name == "METADATA"
     ).locate()
-    lines = Path(str(described)).read_text(encoding="utf-8").splitlines()
-    changed = directory / "METADATA"
-    changed.write_text(
+    lines = Path(str(metadata_file)).read_text(encoding="utf-8").splitlines()
+    changed_file = directory / "METADATA"
+    changed_file.write_text(
         "\n".join("Version: 0.0.7" if line.startswith("Version:") else line for line in lines)
     )
     clock = directory / "date"
@@ -150,13 +149,13 @@ def _break(rig: Rig, host: str, workspace: Path, directory: Path) -> None:
     clock.chmod(0o755)
     date = shutil.which("date")
     assert date is not None
-    for words in (
-        ["mount", "--bind", str(changed), str(described)],
+    for command in (
+        ["mount", "--bind", str(changed_file), str(metadata_file)],
         ["mount", "--bind", str(clock), date],
         ["mount", "-t", "tmpfs", "none", str(workspace.parent)],
     ):
-        done = rig.run(host, words)
-        assert done.returncode == 0, done.stderr
+        result = rig.run(host, command)
+        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def _break(rig: Rig, host: str, workspace: Path, directory: Path) -> None:
     [(b"1000.75\n", 0.25), (b"999.0\n", -1.5), (b"Sun Nov 22\n", None)],
     ids=["ahead", "behind", "text"],
 )
-def test_the_clock_is_compared_with_the_middle_of_the_round_trip(
+def test_clock_is_compared_with_the_middle_of_the_round_trip(
     output: bytes, offset: float | None
 ) -> None:
     contact = contact_of(HostResult("b", 0, output, ""), 1000.0, 1.0)
@@ -172,12 +171,12 @@ def test_the_clock_is_compared_with_the_middle_of_the_round_trip(
     assert contact.uncertainty == (0.0 if offset is None else 0.5)
 
 
-def test_a_host_that_does_not_answer() -> None:
+def test_host_that_does_not_answer_has_a_problem() -> None:
     contact = contact_of(HostResult("b", 255, b"", "Permission denied (publickey)."), 1000.0, 1.0)
     assert contact.problem == "ssh cannot reach it: Permission denied (publickey)."
 
 
-def test_hosts_get_the_variables_of_the_ranks(
+def test_probes_get_the_environment_variables_of_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,14 +185,14 @@ def test_hosts_get_the_variables_of_the_ranks(
     monkeypatch.setenv("PASSWORD_OF_MINE", "x")
     (tmp_path / "env").write_text("GLOO_SOCKET_IFNAME=eth7\n")
     launch = LaunchConfig(forward_env=("NCCL_*",), env_file=str(tmp_path / "env"))
-    found = environment_of(Subject({}, tmp_path, launch))
-    assert found["NCCL_DEBUG"] == "INFO"
-    assert found["GLOO_SOCKET_IFNAME"] == "eth7"
-    assert "PASSWORD_OF_MINE" not in found
+    variables = environment_of(Subject({}, tmp_path, launch))
+    assert variables["NCCL_DEBUG"] == "INFO"
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert "PASSWORD_OF_MINE" not in variables
 
 
-def test_what_takes_long_is_asked_last() -> None:
-    """An import of torch from a cold file share must not leave network and workspace unknown."""
+def test_slow_checks_are_requested_last() -> None:
+    """A slow import of torch must not delay the checks of network and workspace."""
     data = RunData(("t",), 10, "/i")
     subject = Subject({"a": 1, "b": 1}, Path("/w"), LaunchConfig(hostfile="h"), data=data)
     for request in _requests(subject, ["a", "b"], None, {}, {}).values():
@@ -204,7 +203,7 @@ def test_what_takes_long_is_asked_last() -> None:
         assert max(map(checks.index, ("workspace", "network", "index"))) < checks.index("gpus")
 
 
-def test_endpoints() -> None:
+def test_endpoint_is_split_into_host_and_port() -> None:
     assert endpoint_of(None) == (None, None)
     assert endpoint_of("10.0.0.1:29500") == ("10.0.0.1", 29500)
     assert endpoint_of("head") == ("head", None)

@@ -1,4 +1,4 @@
-"""What is read of a machine: its GPUs, with a stand-in for nvidia-smi, and its sources."""
+"""Probes of one host: GPUs, with a stand-in for nvidia-smi, and the digest of the sources."""
 
 import time
 from pathlib import Path
@@ -16,14 +16,16 @@ esac
 """
 
 
-def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def install_nvidia_smi(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "nvidia-smi").write_text(text)
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_a_slow_driver_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path, SLOW_DRIVER, monkeypatch)
+def test_both_queries_of_a_slow_driver_run_in_parallel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_nvidia_smi(tmp_path, SLOW_DRIVER, monkeypatch)
     started = time.monotonic()
     (gpu,) = look_at_gpus()["smi"]
     assert time.monotonic() - started < 3.8
@@ -33,16 +35,16 @@ def test_a_slow_driver_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_a_driver_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(
+def test_error_of_nvidia_smi_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvidia_smi(
         tmp_path, "#!/bin/sh\necho 'Driver/library version mismatch' >&2; exit 18\n", monkeypatch
     )
-    found = look_at_gpus()
-    assert found["smi"] is None
-    assert found["problem"] == "nvidia-smi failed: Driver/library version mismatch"
+    gpus = look_at_gpus()
+    assert gpus["smi"] is None
+    assert gpus["problem"] == "nvidia-smi failed: Driver/library version mismatch"
 
 
-def test_what_nvidia_smi_says() -> None:
+def test_output_of_nvidia_smi_is_parsed() -> None:
     listed = (
         "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 81008, 570.86, 0, 34, 0\n"
         "1, GPU-bb, NVIDIA H100 80GB HBM3, 81559, 1024, 570.86, [N/A], [N/A], 99\n"
@@ -59,7 +61,7 @@ def test_what_nvidia_smi_says() -> None:
     assert parse_smi("", "") == []
 
 
-def test_the_digest_of_sources_follows_their_content(tmp_path: Path) -> None:
+def test_digest_of_sources_depends_only_on_python_files(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     before = sources_digest(tmp_path)
     (tmp_path / "notes.txt").write_text("nothing that runs")

@@ -1,4 +1,4 @@
-"""The probe on this machine, and what each check reads."""
+"""The probe on this host: its checks, limits and output."""
 
 import os
 import subprocess
@@ -25,51 +25,51 @@ def ask(request: bytes) -> "subprocess.CompletedProcess[bytes]":
 
 
 @pytest.fixture(scope="module")
-def this_machine(tmp_path_factory: pytest.TempPathFactory) -> HostProbe:
+def local_probe(tmp_path_factory: pytest.TempPathFactory) -> HostProbe:
     workspace = tmp_path_factory.mktemp("workspace")
     request = Request("here", str(workspace), (*QUICK, "workspace", "network", *SLOW))
-    done = ask(request.to_json())
-    assert done.returncode == 0, done.stderr.decode()
-    return read_answers("here", done.stdout, request.checks, None)
+    result = ask(request.to_json())
+    assert result.returncode == 0, result.stderr.decode()
+    return read_answers("here", result.stdout, request.checks, None)
 
 
-def test_every_check_of_this_machine_has_an_answer(this_machine: HostProbe) -> None:
-    assert this_machine.problems == {}
-    assert set(this_machine.values) == {*QUICK, *SLOW, "workspace", "network"}
-    assert sum(this_machine.seconds.values()) < 45
+def test_every_check_answers_on_this_host(local_probe: HostProbe) -> None:
+    assert local_probe.problems == {}
+    assert set(local_probe.values) == {*QUICK, *SLOW, "workspace", "network"}
+    assert sum(local_probe.seconds.values()) < 45
 
 
-def test_the_answers_are_those_of_this_machine(this_machine: HostProbe) -> None:
+def test_answers_describe_this_host(local_probe: HostProbe) -> None:
     import torch
 
-    assert this_machine.get("packages", "versions")["torch"] == torch.__version__
-    assert this_machine.get("torch", "cuda_works") is torch.cuda.is_available()
-    assert set(this_machine.get("torch", "kernels")) >= {"attention", "optimizer", "cross_entropy"}
-    assert this_machine.get("memory", "total") > 2**28
-    assert this_machine.get("workspace") == {"exists": True, "writes": True, "sees_head": None}
-    assert all(device["gflops"] > 0 for device in this_machine.get("speed", "devices"))
-    first, second = this_machine.get("network", "ports")
+    assert local_probe.get("packages", "versions")["torch"] == torch.__version__
+    assert local_probe.get("torch", "cuda_works") is torch.cuda.is_available()
+    assert set(local_probe.get("torch", "kernels")) >= {"attention", "optimizer", "cross_entropy"}
+    assert local_probe.get("memory", "total") > 2**28
+    assert local_probe.get("workspace") == {"exists": True, "writes": True, "sees_head": None}
+    assert all(device["gflops"] > 0 for device in local_probe.get("speed", "devices"))
+    first, second = local_probe.get("network", "ports")
     assert first != second
 
 
 @pytest.mark.parametrize("module", ["probe", "peers", "machine", "network", "storage"])
-def test_what_runs_on_a_host_is_imported_without_heavy_packages(module: str) -> None:
-    """A host's packages may be broken or slow to read, and that must be found, not met."""
+def test_modules_of_the_probe_import_no_heavy_packages(module: str) -> None:
+    """The probe must run on a host where these packages are broken or slow to read."""
     heavy = "{'torch', 'numpy', 'rich'} & set(sys.modules)"
     script = f"import sys, megacore.doctor.{module}; print(*{heavy})"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, timeout=60, check=True
     )
-    assert done.stdout.split() == []
+    assert result.stdout.split() == []
 
 
-def test_a_request_of_another_version_is_refused() -> None:
-    done = ask(b'{"host": "a", "surprise": 1}')
-    assert done.returncode == LaunchError.exit_code
-    assert b"install the same version" in done.stderr
+def test_request_of_another_version_is_refused() -> None:
+    result = ask(b'{"host": "a", "surprise": 1}')
+    assert result.returncode == LaunchError.exit_code
+    assert b"install the same version" in result.stderr
 
 
-def test_a_check_that_hangs_is_named_and_costs_no_other() -> None:
+def test_hanging_check_is_ended_and_reported() -> None:
     started = time.monotonic()
     line = answer("disk", lambda: time.sleep(60), 0.2)
     assert time.monotonic() - started < 5
@@ -77,36 +77,36 @@ def test_a_check_that_hangs_is_named_and_costs_no_other() -> None:
     assert answer("disk", lambda: 3, 1.0)["value"] == 3
 
 
-def test_a_file_share_that_hangs_is_left_behind(tmp_path: Path) -> None:
+def test_hanging_file_share_delays_only_the_checks_that_read_it(tmp_path: Path) -> None:
     (tmp_path / "proof").mkdir()
-    # whoever opens it waits for ever, as on a dead file share
+    # Opening a fifo blocks, like opening a file of a dead file share.
     os.mkfifo(tmp_path / "proof" / "head")
     request = Request(
         "b", str(tmp_path), ("limits", "workspace", "disk"), 1.5, token=str(tmp_path / "proof")
     )
     started = time.monotonic()
-    done = ask(request.to_json())
+    result = ask(request.to_json())
     assert time.monotonic() - started < 10
-    found = read_answers("b", done.stdout, request.checks, None)
-    assert "limits" in found.values
-    assert found.problems["workspace"].startswith("no answer within 1.")
-    assert found.problems["disk"] == NOT_BEGUN
+    host_probe = read_answers("b", result.stdout, request.checks, None)
+    assert "limits" in host_probe.values
+    assert host_probe.problems["workspace"].startswith("no answer within 1.")
+    assert host_probe.problems["disk"] == NOT_BEGUN
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ZeroDivisionError("x")])
-def test_a_check_that_fails_says_why(error: Exception) -> None:
+def test_failing_check_reports_its_error(error: Exception) -> None:
     def fail() -> None:
         raise error
 
     assert str(error) in answer("disk", fail, 1.0)["problem"]
 
 
-def test_an_output_that_was_cut_off_names_the_checks_without_an_answer() -> None:
+def test_checks_missing_from_a_truncated_output_have_a_problem() -> None:
     limits = b'{"check": "limits", "value": {"nofile": 1}, "seconds": 0.1}'
     output = b"Welcome to node 7\n" + limits + b'\n{"check": "di'
-    found = read_answers("a", output, ("limits", "disk", "torch"), "it did not answer in time")
-    assert found.values == {"limits": {"nofile": 1}}
-    assert found.problems == dict.fromkeys(
+    host_probe = read_answers("a", output, ("limits", "disk", "torch"), "it did not answer in time")
+    assert host_probe.values == {"limits": {"nofile": 1}}
+    assert host_probe.problems == dict.fromkeys(
         ("disk", "torch"), "no answer (it did not answer in time)"
     )
     assert (
@@ -114,16 +114,16 @@ def test_an_output_that_was_cut_off_names_the_checks_without_an_answer() -> None
     )
 
 
-@pytest.mark.parametrize(("left", "given"), [(25.0, 12.0), (7.0, 5.0)])
-def test_tokens_are_read_in_the_time_that_is_left(
-    left: float, given: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("left", "expected"), [(25.0, 12.0), (7.0, 5.0)])
+def test_tokens_are_read_within_the_remaining_time(
+    left: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read by then is reported, not lost with the check's own limit."""
+    """The check ends before its limit, so that the tokens read until then are reported."""
     monkeypatch.setattr(
         storage, "look_at_tokens", lambda prefixes, vocab_size, share, seconds: seconds
     )
     work, limit = work_of(
         "tokens", Request("a", "/w", ("tokens",), prefixes=("t",), vocab_size=2), left
     )
-    assert answer("tokens", work, limit)["value"] == given
-    assert given < min(limit, left)
+    assert answer("tokens", work, limit)["value"] == expected
+    assert expected < min(limit, left)

@@ -1,4 +1,4 @@
-"""What is looked at of workspace, disk and data, and how it is judged."""
+"""Checks of workspace, disk, tokens and index maps."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tests.doctor._made import GIB, HEALTHY, NEEDS, expect, facts, probe, write_
 LOCAL = LaunchConfig(hostfile="hosts", data_placement="node_local")
 
 
-def test_a_workspace_that_all_see() -> None:
+def test_workspace_that_is_not_shared_is_an_error() -> None:
     expect(workspaces(facts(probe("a"), probe("b"))), "ok", ())
     missing = probe("b", workspace={"exists": False, "sees_head": False, "writes": None})
     expect(
@@ -48,22 +48,22 @@ def test_a_workspace_that_all_see() -> None:
     )
 
 
-def test_a_workspace_of_its_own() -> None:
-    own = {"sees_head": None, "writes": True}
+def test_local_workspace_must_only_be_writable() -> None:
+    local = {"sees_head": None, "writes": True}
     expect(
-        workspaces(facts(probe("a", workspace=own), probe("b", workspace=own), launch=LOCAL)),
+        workspaces(facts(probe("a", workspace=local), probe("b", workspace=local), launch=LOCAL)),
         "ok",
         (),
     )
     new = probe("b", workspace={"exists": False, "sees_head": None, "writes": None})
-    expect(workspaces(facts(probe("a", workspace=own), new, launch=LOCAL)), "ok", ())
+    expect(workspaces(facts(probe("a", workspace=local), new, launch=LOCAL)), "ok", ())
     closed = probe(
         "b",
         workspace={"exists": False, "sees_head": None, "writes": None},
         disk={"writable": False},
     )
     expect(
-        workspaces(facts(probe("a", workspace=own), closed, launch=LOCAL)),
+        workspaces(facts(probe("a", workspace=local), closed, launch=LOCAL)),
         "error",
         ("b",),
         "cannot be written on b",
@@ -75,7 +75,7 @@ def test_a_workspace_of_its_own() -> None:
     )
 
 
-def test_a_dead_file_share() -> None:
+def test_workspace_without_an_answer_is_an_error() -> None:
     hangs = probe("b", workspace="no answer within 8 s", disk="no answer within 8 s")
     expect(
         workspaces(facts(probe("a"), hangs)),
@@ -87,7 +87,7 @@ def test_a_dead_file_share() -> None:
     expect(disks(facts(probe("a"), hangs)), "error", ("b",), "dead file share")
 
 
-def test_room_for_checkpoints() -> None:
+def test_disk_without_room_for_checkpoints_is_reported() -> None:
     expect(disks(facts(probe("a"), needs=NEEDS)), "ok", ())
     expect(
         disks(facts(probe("a", disk={"free": 7 * GIB}), needs=NEEDS)),
@@ -100,16 +100,18 @@ def test_room_for_checkpoints() -> None:
         disks(facts(probe("a", disk={"free": GIB}), needs=NEEDS)), "error", ("a",), "takes 2.0 GiB"
     )
     expect(disks(facts(probe("a", disk={"free": GIB}))), "warning", ("a",), "1.0 GiB free")
-    # Only the first host keeps checkpoints where each has a workspace of its own.
-    own = facts(probe("a"), probe("b", disk={"free": 7 * GIB}), needs=NEEDS, launch=LOCAL)
-    expect(disks(own), "ok", ())
 
 
-def test_disks_with_other_troubles() -> None:
+def test_only_the_head_needs_room_for_checkpoints_in_local_workspaces() -> None:
+    hosts = facts(probe("a"), probe("b", disk={"free": 7 * GIB}), needs=NEEDS, launch=LOCAL)
+    expect(disks(hosts), "ok", ())
+
+
+def test_few_inodes_and_tmpfs_are_a_warning() -> None:
     expect(disks(facts(probe("a", disk={"inodes_free": 5}))), "warning", ("a",), "5 inodes")
     expect(disks(facts(probe("a", disk={"inodes_free": None}))), "ok", ())
     expect(
-        disks(facts(probe("a", disk={"kind": "tmpfs"}))), "warning", ("a",), "main memory (tmpfs)"
+        disks(facts(probe("a", disk={"kind": "tmpfs"}))), "warning", ("a",), "host memory (tmpfs)"
     )
 
 
@@ -117,7 +119,7 @@ def file(**changes: Any) -> dict[str, Any]:
     return {"files": [HEALTHY["tokens"]["files"][0] | changes]}
 
 
-def test_tokens() -> None:
+def test_token_ids_outside_the_vocabulary_are_an_error() -> None:
     expect(tokens(facts(probe("a"))), "ok", ())
     beyond = probe("a", tokens=file(largest=105, outside=17))
     expect(
@@ -139,14 +141,14 @@ def test_tokens() -> None:
     expect(tokens(facts(probe("a"), missing)), "error", ("b",), "on b, /w/t.idx does not exist")
 
 
-def test_tokens_that_were_read_in_part_are_said_to_be() -> None:
-    found = tokens(facts(probe("a", tokens=file(read=25))))
-    assert found is not None
-    assert found.verdict == "ok"
-    assert found.found["a"] == "ids of 50% of 50 tokens below 100"
+def test_share_of_tokens_read_is_reported() -> None:
+    finding = tokens(facts(probe("a", tokens=file(read=25))))
+    assert finding is not None
+    assert finding.verdict == "ok"
+    assert finding.found["a"] == "ids of 50% of 50 tokens below 100"
 
 
-def test_index_maps() -> None:
+def test_index_maps_of_other_data_are_an_error() -> None:
     expect(index_maps(facts(probe("a"))), "ok", ())
     expect(
         index_maps(facts(probe("a", index={"others": ["/old/t"]}))),
@@ -167,7 +169,7 @@ def test_index_maps() -> None:
     assert index_maps(facts(probe("a", index=None))) is None
 
 
-def test_the_proof_of_a_shared_workspace(tmp_path: Path) -> None:
+def test_proof_shows_that_a_host_shares_the_workspace(tmp_path: Path) -> None:
     with Proof(tmp_path) as proof:
         assert look_at_workspace(tmp_path, str(proof.directory), "b")["writes"] is True
         assert proof.seen(["b"]) == {"b": True}
@@ -177,15 +179,17 @@ def test_the_proof_of_a_shared_workspace(tmp_path: Path) -> None:
     assert list(tmp_path.glob(f"{PREFIX}*")) == []
 
 
-def test_another_directory_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_is_not_seen_in_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megacore.doctor.storage._WAIT", 0.1)
-    found = look_at_workspace(tmp_path, str(tmp_path / ".doctor-1"), "b")
-    assert (found["sees_head"], found["writes"]) == (False, None)
+    answer = look_at_workspace(tmp_path, str(tmp_path / ".doctor-1"), "b")
+    assert (answer["sees_head"], answer["writes"]) == (False, None)
     with Proof(tmp_path) as proof:
         assert proof.seen(["b"]) == {"b": False}
 
 
-def test_the_file_system_is_that_of_the_longest_mount(tmp_path: Path) -> None:
+def test_file_system_is_that_of_the_longest_matching_mount(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(
         "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
@@ -197,13 +201,13 @@ def test_the_file_system_is_that_of_the_longest_mount(tmp_path: Path) -> None:
     assert file_system(Path("/w/with space/x"), table) == ("tmpfs", "none")
 
 
-def test_a_workspace_that_is_not_there_yet(tmp_path: Path) -> None:
-    found = look_at_disk(tmp_path / "a" / "b")
-    assert (found["exists"], found["writable"]) == (False, True)
-    assert found["free"] > 0
+def test_missing_workspace_is_described_by_its_parent_directory(tmp_path: Path) -> None:
+    disk = look_at_disk(tmp_path / "a" / "b")
+    assert (disk["exists"], disk["writable"]) == (False, True)
+    assert disk["free"] > 0
 
 
-def test_tokens_beyond_the_vocabulary_are_found(
+def test_first_token_outside_the_vocabulary_is_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "_BLOCK", 64)
@@ -217,7 +221,9 @@ def test_tokens_beyond_the_vocabulary_are_found(
     assert storage.look_at_tokens([bad], 96, (0, 1), 10)["files"][0]["outside"] is None
 
 
-def test_hosts_share_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_host_reads_a_part_of_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(storage, "_BLOCK", 64)
     ids = np.arange(1000) % 90
     ids[70] = 99  # in the second block
@@ -229,20 +235,20 @@ def test_hosts_share_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [part["outside"] for part in parts] == [None, 70, None]
 
 
-def test_negative_tokens_and_files_that_are_missing(tmp_path: Path) -> None:
+def test_negative_tokens_and_missing_files_are_reported(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", [1, 2, -3, 4])
-    found = storage.look_at_tokens([prefix, str(tmp_path / "gone")], 91, (0, 1), 10)["files"]
-    assert (found[0]["smallest"], found[0]["outside"]) == (-3, 2)
-    assert "gone.idx does not exist" in found[1]["problem"]
+    files = storage.look_at_tokens([prefix, str(tmp_path / "gone")], 91, (0, 1), 10)["files"]
+    assert (files[0]["smallest"], files[0]["outside"]) == (-3, 2)
+    assert "gone.idx does not exist" in files[1]["problem"]
 
 
-def test_without_time_nothing_is_claimed_to_be_read(tmp_path: Path) -> None:
+def test_no_token_is_reported_as_read_without_time(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", [1, 2, 3])
-    found = storage.look_at_tokens([prefix], 91, (0, 1), -1.0)["files"][0]
-    assert (found["read"], found["planned"]) == (0, 3)
+    file_answer = storage.look_at_tokens([prefix], 91, (0, 1), -1.0)["files"][0]
+    assert (file_answer["read"], file_answer["planned"]) == (0, 3)
 
 
-def test_index_maps_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_missing_index_map_is_named(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "t", np.arange(900) % 90)
     directory = tmp_path / "index"
     directory.mkdir()
@@ -252,8 +258,8 @@ def test_index_maps_that_are_missing_are_named(tmp_path: Path) -> None:
         IndexOptions(split="1,1,1", seq_length=8, seed=1),
         (5, 5, 5),
     )
-    found = storage.look_at_index(directory, [prefix])
-    assert (found["maps"], found["others"]) == (9, [])
+    index = storage.look_at_index(directory, [prefix])
+    assert (index["maps"], index["others"]) == (9, [])
     assert storage.look_at_index(directory, ["/elsewhere"])["others"] == [prefix]
     (directory / "valid_sample_index.npy").unlink()
     with pytest.raises(DataFormatError, match=r"valid_sample_index\.npy does not exist"):

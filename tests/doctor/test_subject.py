@@ -1,4 +1,4 @@
-"""What a run needs and reads, as the doctor finds it out."""
+"""Hosts, data and resources of the run that the doctor examines."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.train import _runs
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
-    """A workspace with one run whose data is there."""
+    """Provide a workspace with one run and its data."""
     run = _runs.config()
     _runs.write_data(tmp_path / "data", run)
     directory = Workspace(tmp_path).folder("train") / "0123"
@@ -25,31 +25,31 @@ def prepared(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_data_of_a_configuration_is_that_of_its_newest_run(prepared: Path) -> None:
+def test_data_of_a_configuration_is_read_from_its_newest_run(prepared: Path) -> None:
     workspace = Workspace(prepared)
-    found = data_of(_runs.config(), workspace)
+    data = data_of(_runs.config(), workspace)
     prefix = str(prepared / "data" / "tokens_text_document")
-    assert found == RunData((prefix,), _runs.VOCAB_SIZE, str(prepared / "data" / "index"))
-    # Other data, or a configuration that was not prepared yet: there is nothing to look at.
+    assert data == RunData((prefix,), _runs.VOCAB_SIZE, str(prepared / "data" / "index"))
+    # A configuration with other data has no data in the workspace yet.
     assert data_of(_runs.config(data={"seq_length": 32}), workspace) == RunData()
     (workspace.folder("train") / "0123" / "run.json").write_text("{}")
     assert data_of(_runs.config(), workspace) == RunData()
 
 
-def test_ready_made_token_files_are_looked_at_before_a_run(prepared: Path) -> None:
+def test_configured_token_files_are_examined_before_a_run(prepared: Path) -> None:
     prefix = str(prepared / "data" / "tokens_text_document")
     run = _runs.config(data={"source": {"kind": "prefix", "prefix": prefix}})
     assert data_of(run, Workspace(prepared)) == RunData((prefix,), 512)
 
 
-def test_token_files_by_name(prepared: Path) -> None:
+def test_token_files_are_given_by_directory_or_prefix(prepared: Path) -> None:
     prefix = str(prepared / "data" / "tokens_text_document")
     assert data_at(prepared / "data", 61) == data_at(Path(prefix), 61) == RunData((prefix,), 61)
     with pytest.raises(ConfigError, match="give --vocab-size too"):
         data_at(Path(prefix), None)
 
 
-def test_what_a_run_needs() -> None:
+def test_needs_include_memory_gradients_and_checkpoints() -> None:
     run = _runs.config(checkpoint={"save_interval": 3, "keep_last": 2})
     subject = Subject(
         {"a": 1, "b": 1}, Path("/w"), run.launch, run, RunData(vocab_size=_runs.VOCAB_SIZE)
@@ -58,32 +58,34 @@ def test_what_a_run_needs() -> None:
     assert needs is not None
     parameters = parameter_count(ModelSpec.of(run, _runs.VOCAB_SIZE))
     assert (needs.checkpoint, needs.gradients) == (12 * parameters, 4 * parameters)
-    assert needs.checkpoints == 4 * needs.checkpoint  # two newest, the best, and the one under way
+    assert (
+        needs.checkpoints == 4 * needs.checkpoint
+    )  # two newest, the best, and the one being written
     assert needs.device > 100 * 2**20
     assert needs_of(Subject({"a": 1}, Path("/w")), "cpu", "fp32") is None
     with pytest.raises(ParallelLayoutError):
         needs_of(Subject({"a": 3}, Path("/w"), run.launch, run), "cpu", "fp32")
 
 
-def test_an_elastic_run_is_held_against_its_least_number_of_hosts() -> None:
-    """ZeRO divides the state over those hosts too: a single replica would need more memory."""
+def test_elastic_run_needs_the_memory_of_its_fewest_hosts() -> None:
+    """ZeRO shards the state over these hosts: on fewer hosts each rank needs more memory."""
     hosts = {"a": 2, "b": 2, "c": 2}
     zero = {"use_distributed_optimizer": True}
     fixed = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": 2})
     elastic = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": "2:3"})
-    wanted = needs_of(Subject({"a": 2, "b": 2}, Path("/w"), fixed.launch, fixed), "cpu", "fp32")
-    found = needs_of(Subject(hosts, Path("/w"), elastic.launch, elastic), "cpu", "fp32")
-    assert found is not None
-    assert found == wanted
-    alone = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": "1:3"})
+    expected = needs_of(Subject({"a": 2, "b": 2}, Path("/w"), fixed.launch, fixed), "cpu", "fp32")
+    needs = needs_of(Subject(hosts, Path("/w"), elastic.launch, elastic), "cpu", "fp32")
+    assert needs is not None
+    assert needs == expected
+    minimal = _runs.config(parallel=zero, launch={"hostfile": "h", "nnodes": "1:3"})
     most = needs_of(
-        Subject(dict.fromkeys(hosts, 1), Path("/w"), alone.launch, alone), "cpu", "fp32"
+        Subject(dict.fromkeys(hosts, 1), Path("/w"), minimal.launch, minimal), "cpu", "fp32"
     )
     assert most is not None
-    assert most.device > found.device
+    assert most.device > needs.device
 
 
-def test_hosts_of_a_run_are_those_of_its_hostfile(
+def test_hosts_of_a_run_are_the_selected_hosts_of_its_hostfile(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(prepared))
@@ -94,13 +96,16 @@ def test_hosts_of_a_run_are_those_of_its_hostfile(
     subject = Subject.of_run(_runs.job(run, prepared / "data", prepared / "run", ranks=3))
     assert dict(subject.hosts) == {"a": 2, "b": 1}
     assert subject.shared
-    alone = Subject.of_launch(LaunchConfig(), prepared, None, RunData())
-    assert dict(alone.hosts) == {own_name(): 0}
-    assert not alone.shared
 
 
-@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
-def test_the_data_of_a_run_on_this_machine(prepared: Path, damaged: bool) -> None:
+def test_subject_without_a_hostfile_is_this_host(prepared: Path) -> None:
+    subject = Subject.of_launch(LaunchConfig(), prepared, None, RunData())
+    assert dict(subject.hosts) == {own_name(): 0}
+    assert not subject.shared
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["intact", "damaged"])
+def test_damaged_data_of_a_run_is_an_error(prepared: Path, damaged: bool) -> None:
     run = _runs.config()
     if damaged:
         with open(prepared / "data" / "tokens_text_document.bin", "r+b") as file:

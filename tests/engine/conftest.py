@@ -1,4 +1,4 @@
-"""One thread: small tensors gain nothing from more, and cores that are busy elsewhere cost much."""
+"""A single thread: more do not speed up small tensors and cost much on busy cores."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Set and restore the number of threads."""
+    """Set one thread, and restore the number of threads afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

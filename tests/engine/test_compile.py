@@ -1,6 +1,6 @@
-"""When layers are compiled, and what happens where they cannot be.
+"""Conditions for compiled layers, and failures of the compiler.
 
-tests/parity has what compiled layers compute.
+tests/parity checks what compiled layers compute.
 """
 
 import logging
@@ -35,7 +35,7 @@ def run(compile: str) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"compile": compile})})
 
 
-def engine(compile: str) -> Engine:
+def build(compile: str) -> Engine:
     return build_engine(
         run(compile),
         _runs.VOCAB_SIZE,
@@ -46,16 +46,16 @@ def engine(compile: str) -> Engine:
     )
 
 
-def losses(own: Engine) -> list[float]:
-    found = []
+def losses(engine: Engine) -> list[float]:
+    values = []
     for _ in range(3):
-        own.forward_backward(iter(TOKENS), range(len(TOKENS)))
-        found.append(own.update(1e-2, 0.1).loss)
-    return found
+        engine.forward_backward(iter(TOKENS), range(len(TOKENS)))
+        values.append(engine.update(1e-2, 0.1).loss)
+    return values
 
 
-class Broken:
-    """A compiler that fails from some graph on."""
+class FailingCompiler:
+    """A compiler that fails after `works_until` graphs."""
 
     def __init__(self, works_until: int, error: Exception | None = None) -> None:
         self.works_until, self.graphs = works_until, 0
@@ -68,7 +68,7 @@ class Broken:
         return graph.forward
 
 
-def test_auto_compiles_on_a_gpu_alone() -> None:
+def test_auto_compiles_only_on_a_gpu() -> None:
     expected = {
         ("auto", CPU): False,
         ("auto", GPU): True,
@@ -77,7 +77,7 @@ def test_auto_compiles_on_a_gpu_alone() -> None:
         ("off", GPU): False,
     }
     assert {
-        (wanted, device): compiles(wanted, "native", device) for wanted, device in expected
+        (option, device): compiles(option, "native", device) for option, device in expected
     } == expected
 
 
@@ -92,47 +92,49 @@ def test_the_engine_deepspeed_does_not_compile() -> None:
         RunConfig.model_validate(values)
 
 
-def test_without_a_compiler_layers_stay_as_they_are(
+def test_without_a_compiler_layers_are_not_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", Broken(0))
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", FailingCompiler(0))
     with caplog.at_level(logging.WARNING, logger="megacore"):
-        own = engine("on")
-    assert own.kernels["layers"] == "off: no such instruction"
+        engine = build("on")
+    assert engine.kernels["layers"] == "off: no such instruction"
     assert "runs without torch.compile" in caplog.text
-    assert losses(own) == losses(engine("off"))
+    assert losses(engine) == losses(build("off"))
 
 
-def test_a_failure_without_words_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", Broken(0, AssertionError()))
-    assert engine("on").kernels["layers"] == "off: AssertionError"
+def test_a_failure_without_message_is_reported_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", FailingCompiler(0, AssertionError())
+    )
+    assert build("on").kernels["layers"] == "off: AssertionError"
 
 
-def test_torch_may_ask_for_another_graph(
+def test_a_restart_of_torchs_analysis_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = Broken(0, TensorifyScalarRestartAnalysis())
+    compiler = FailingCompiler(0, TensorifyScalarRestartAnalysis())
 
     def once(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        return asked(graph, inputs) if not asked.graphs else graph.forward
+        return compiler(graph, inputs) if not compiler.graphs else graph.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", once)
-    assert engine("on").kernels["layers"] == "torch.compile of each layer"
-    assert asked.graphs == 1
+    assert build("on").kernels["layers"] == "torch.compile of each layer"
+    assert compiler.graphs == 1
     assert "runs without torch.compile" not in caplog.text
 
 
-def test_a_graph_that_cannot_be_compiled_runs_as_it_is(
+def test_a_graph_that_cannot_be_compiled_runs_uncompiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", Broken(2))
-    own = engine("on")
-    assert own.kernels["layers"] == "torch.compile of each layer"
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", FailingCompiler(2))
+    engine = build("on")
+    assert engine.kernels["layers"] == "torch.compile of each layer"
     with caplog.at_level(logging.WARNING, logger="megacore"):
-        found = losses(own)
+        values = losses(engine)
     assert (
         "a part of the model runs without torch.compile, which failed: no such instruction"
         in caplog.text
     )
-    # Compiled layers leave norms to the compiler: they are rounded otherwise.
-    assert found == pytest.approx(losses(engine("off")), rel=1e-6)
+    # Compiled layers leave norms to the compiler, which rounds differently.
+    assert values == pytest.approx(losses(build("off")), rel=1e-6)

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators: what a run needs, one build that is shared, and ranks that only load."""
+"""DeepSpeed's operators: those a run needs, the shared build, and ranks that only load them."""
 
 import logging
 import os
@@ -26,9 +26,9 @@ pytest.importorskip("deepspeed")
 
 
 def offloading(cpu_adam: str = "auto", **values: Any) -> RunConfig:
-    given = {"zero_stage": 2, "offload_optimizer": "cpu", "cpu_adam": cpu_adam, **values}
+    section = {"zero_stage": 2, "offload_optimizer": "cpu", "cpu_adam": cpu_adam, **values}
     return RunConfig.model_validate(
-        _runs.config().model_dump() | {"engine": "deepspeed", "deepspeed": given}
+        _runs.config().model_dump() | {"engine": "deepspeed", "deepspeed": section}
     )
 
 
@@ -52,7 +52,7 @@ def fake_compiler(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str)
     monkeypatch.setenv("CXX", str(compiler))
 
 
-def test_what_is_needed(tmp_path: Path) -> None:
+def test_a_run_needs_only_the_operators_it_uses(tmp_path: Path) -> None:
     nvme = {
         "zero_stage": 3,
         "offload_optimizer": "nvme",
@@ -67,15 +67,17 @@ def test_what_is_needed(tmp_path: Path) -> None:
     assert needed_operators(offloading("torch", **nvme)) == ("async_io",)
 
 
-def test_a_rank_does_not_compile(job_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_does_not_compile_operators(
+    job_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert load_operators(offloading()) == frozenset()
-    (said,) = caplog.messages
-    assert said.startswith(
+    (message,) = caplog.messages
+    assert message.startswith(
         "torch's Adam updates what is offloaded to the CPU, for DeepSpeed's operator cpu_adam is "
         "not"
     )
-    assert "python -m megacore.ranks.operators --config run.json" in said
+    assert "python -m megacore.ranks.operators --config run.json" in message
     with pytest.raises(
         LaunchError, match=r"cpu_adam is not built in .*, and ranks do not compile: build it with"
     ):
@@ -83,7 +85,8 @@ def test_a_rank_does_not_compile(job_file: Path, caplog: pytest.LogCaptureFixtur
     assert list((job_file.parent / "workspace").rglob("*.so")) == []
 
 
-def test_the_run_is_prepared_with_what_the_compiler_said(
+@pytest.mark.slow
+def test_a_failed_build_is_reported_with_the_compilers_message(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_compiler(
@@ -98,10 +101,13 @@ def test_the_run_is_prepared_with_what_the_compiler_said(
     monkeypatch.setenv(*next(iter(variables.items())))
     caplog.clear()
     assert load_operators(offloading()) == frozenset()
-    assert "out of registers" in caplog.text, "a rank says why, not only that"
+    assert "out of registers" in caplog.text, (
+        "the rank's warning must contain the compiler's message"
+    )
 
 
-def test_a_compiler_that_hangs_meets_the_time_limit_and_is_ended(
+@pytest.mark.slow
+def test_a_hanging_compiler_is_ended_at_the_time_limit(
     job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = job_file.with_name("compiler.pid")
@@ -113,11 +119,13 @@ def test_a_compiler_that_hangs_meets_the_time_limit_and_is_ended(
     limit = r"cpu_adam was not compiled within deepspeed\.build_timeout = 20 seconds: raise it"
     with pytest.raises(LaunchError, match=limit):
         prepare(offloading("deepspeed", build_timeout=20.0), job_file)
-    assert started.exists(), "it hung in the compiler"
+    assert started.exists(), "the compiler must have started"
     assert not Path("/proc", started.read_text().strip()).exists()
 
 
-def test_missing_programs_are_named(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_programs_are_refused_by_name(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         LaunchError,
@@ -131,7 +139,9 @@ def test_missing_programs_are_named(job_file: Path, monkeypatch: pytest.MonkeyPa
         deepspeed_ops.build_operator("cpu_adam")
 
 
-def test_missing_headers_are_named(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_headers_are_refused_by_name(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
@@ -162,17 +172,19 @@ torch.testing.assert_close(*weights)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_one_build_serves_every_rank(
     tmp_path: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_compiler(tmp_path, monkeypatch, 'exec c++ "$@" -O0 -g0')  # a real one, in less time
+    fake_compiler(
+        tmp_path, monkeypatch, 'exec c++ "$@" -O0 -g0'
+    )  # a real compiler without optimization, to save time
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     _runs.job(offloading("deepspeed"), tmp_path, tmp_path).write(job_file)
     build = [sys.executable, "-m", "megacore.ranks.operators", "--config", str(job_file)]
-    # Two runs want it at once, and one that was killed has left torch's lock file, for which nobody
-    # may wait.
+    # Two runs need it at once. A killed run has left torch's lock file, which must block nobody.
     key = deepspeed_ops._key("cpu_adam").key
     stale = tmp_path / "workspace" / "extensions" / f"{key}.tmp-1" / "cpu_adam" / "lock"
     stale.parent.mkdir(parents=True)
@@ -184,12 +196,12 @@ def test_one_build_serves_every_rank(
         for _ in range(2)
     ]
     try:
-        said = {builder.communicate(timeout=500)[0] for builder in builders}
+        outputs = {builder.communicate(timeout=500)[0] for builder in builders}
     finally:
         for builder in builders:
             builder.kill()
-    assert [builder.returncode for builder in builders] == [0, 0], said
-    assert len(said) == 1, "both name the one directory"
+    assert [builder.returncode for builder in builders] == [0, 0], outputs
+    assert len(outputs) == 1, "both builders must print the same directory"
     assert operator_is_built("cpu_adam")
     libraries = [
         path.name
@@ -198,12 +210,12 @@ def test_one_build_serves_every_rank(
     ]
     assert libraries == ["cpu_adam.so"]
     assert not stale.exists()
-    assert prepare(offloading("deepspeed"), job_file), "what is built is not built again"
+    assert prepare(offloading("deepspeed"), job_file), "a second preparation must not build again"
     assert not job_file.with_name("log").exists()
     subprocess.run([sys.executable, "-c", LOADED], env=environment, timeout=200, check=True)
 
 
-def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     require_deepspeed(offloading())
     monkeypatch.setattr(deepspeed_ops.importlib.util, "find_spec", lambda name: None)
     require_deepspeed(_runs.config())

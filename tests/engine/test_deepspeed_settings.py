@@ -1,4 +1,4 @@
-"""The settings for DeepSpeed: complete, and as DeepSpeed itself reads them."""
+"""The settings for DeepSpeed: they are complete and mean the same to DeepSpeed."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megacore.config import RunConfig
-from megacore.config.deepspeed import asked_of
+from megacore.config.deepspeed import user_settings_of
 from megacore.config.deepspeed_checks import is_compared
 from megacore.engine.deepspeed import settings as deepspeed_settings_module
 from megacore.engine.deepspeed.join import import_deepspeed
@@ -23,13 +23,11 @@ from tests.config._deepspeed import PUBLIC, asking, nested, public
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = definitions().keys
 PASSED = [key for key in KEYS if not is_compared(key)]
-KEYS = definitions().keys
-PASSED = [key for key in KEYS if not is_compared(key)]
 
 
 @pytest.fixture(autouse=True)
 def every_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packages of all monitors are there."""
+    """Let the packages of all monitors be installed."""
     monkeypatch.setattr(deepspeed_settings_module, "is_installed", lambda package: True)
 
 
@@ -51,15 +49,15 @@ def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
-def understood(values: dict[str, Any]) -> Any:
-    """What DeepSpeed makes of the settings on one replica."""
+def parsed(values: dict[str, Any]) -> Any:
+    """Return the configuration that DeepSpeed reads from the settings on one replica."""
     import_deepspeed()
     from deepspeed.runtime.config import DeepSpeedConfig
 
     return DeepSpeedConfig(values)
 
 
-def test_everything_is_said_for_a_small_run() -> None:
+def test_settings_of_a_small_run_are_complete() -> None:
     config = asking(deepspeed={"zero_stage": 2}, parallel={"grad_reduce_dtype": "bf16"})
     assert settings(config) == {
         "train_batch_size": 8,
@@ -90,7 +88,7 @@ def test_fp16_has_the_loss_scale_of_the_configuration() -> None:
         "consecutive_hysteresis": False,
         "min_loss_scale": 4,
     }
-    read = understood(values | {"train_batch_size": 4})
+    read = parsed(values | {"train_batch_size": 4})
     assert read.float16_config.dynamic_loss_scale_args() == {
         "init_scale": 2**20,
         "scale_window": 500,
@@ -113,14 +111,14 @@ def test_gradients_add_up_in_fp32_where_deepspeed_can(stage: int, precision: str
     assert values["data_types"]["grad_accum_dtype"] == ("fp32" if stage else precision)
 
 
-def test_the_json_may_ask_for_accumulation_in_the_type_of_the_model() -> None:
+def test_the_json_may_set_accumulation_in_the_type_of_the_model() -> None:
     content = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}}
     assert settings(asking(content, train={"precision": "bf16"}))["data_types"] == {
         "grad_accum_dtype": "bf16"
     }
 
 
-def test_the_section_is_passed_on() -> None:
+def test_the_section_of_the_configuration_reaches_deepspeed() -> None:
     section = {
         "zero_stage": 3,
         "offload_optimizer": "nvme",
@@ -150,7 +148,7 @@ def test_the_section_is_passed_on() -> None:
         "stage3_max_reuse_distance": 5000,
     }
     assert values["activation_checkpointing"] == {"cpu_checkpointing": True}
-    zero = understood(values | {"train_batch_size": 4}).zero_config
+    zero = parsed(values | {"train_batch_size": 4}).zero_config
     assert (zero.prefetch_bucket_size, zero.max_live_parameters, zero.sub_group_size) == (
         3000,
         4000,
@@ -160,7 +158,7 @@ def test_the_section_is_passed_on() -> None:
     assert zero.offload_param.pin_memory
 
 
-def test_nothing_is_page_locked_on_a_cpu() -> None:
+def test_memory_is_not_pinned_on_a_cpu() -> None:
     config = asking(public("accelerate-zero3-offload"), **PUBLIC["accelerate-zero3-offload"])
     for device_type, pinned in (("cuda", True), ("cpu", False)):
         zero = settings(config, device_type=device_type, data_parallel_size=2)["zero_optimization"]
@@ -172,29 +170,29 @@ def test_nothing_is_page_locked_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_key_of_the_public_files_reaches_deepspeed_or_agrees(name: str) -> None:
+def test_public_keys_reach_deepspeed_or_equal_the_configuration(name: str) -> None:
     config = asking(public(name), **PUBLIC[name])
     values = settings(config)
-    given, asked = dict(leaves(values)), asked_of(config)
+    passed, requested = dict(leaves(values)), user_settings_of(config)
     for key, value in leaves(public(name)):
         assert key in KEYS
         if value != "auto" and key in PASSED:
-            assert given[key] == value
-        elif value == "auto" and key in PASSED and key in asked.values:
-            assert given[key] == asked.values[key]
-        elif is_compared(key) and key in given and value != "auto":
-            assert given[key] == (value == "true" or value)
-    assert "auto" not in given.values()
+            assert passed[key] == value
+        elif value == "auto" and key in PASSED and key in requested.values:
+            assert passed[key] == requested.values[key]
+        elif is_compared(key) and key in passed and value != "auto":
+            assert passed[key] == (value == "true" or value)
+    assert "auto" not in passed.values()
     assert not {"optimizer", "scheduler"} & set(values)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_deepspeed_takes_the_settings_of_the_public_files(name: str) -> None:
-    # One replica: the files that say one accumulation step then have a batch of one micro batch.
+def test_deepspeed_accepts_the_settings_of_the_public_files(name: str) -> None:
+    # On one replica, the batch of files with one accumulation step is one micro batch.
     batch = 16 if name == "megatron-zero1" else 4
     train = PUBLIC[name]["train"] | {"global_batch_size": batch}
     config = asking(public(name), **PUBLIC[name] | {"train": train}, launch={"nproc_per_node": 1})
-    read = understood(settings(config, data_parallel_size=1))
+    read = parsed(settings(config, data_parallel_size=1))
     assert read.train_batch_size == config.train.global_batch_size
     assert read.train_micro_batch_size_per_gpu == 4
     assert read.gradient_clipping == 1.0
@@ -233,10 +231,10 @@ def test_deepspeed_takes_the_settings_of_the_public_files(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero2", "zero3-offload"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_deepspeed_takes_the_settings_of_our_examples(name: str, precision: str) -> None:
+def test_deepspeed_accepts_the_settings_of_the_examples(name: str, precision: str) -> None:
     content = read_settings_json(ROOT / "conf" / "ds" / f"{name}.json")
     config = asking(content, train={"precision": precision}, launch={"nproc_per_node": 1})
-    read = understood(settings(config, data_parallel_size=1))
+    read = parsed(settings(config, data_parallel_size=1))
     assert (read.float16_config.enabled, read.bfloat16_config.enabled) == (
         precision == "fp16",
         precision == "bf16",
@@ -257,7 +255,7 @@ def example(key: str) -> Any:
 
 
 @pytest.mark.parametrize("key", PASSED)
-def test_every_key_that_is_passed_on_is_one_that_deepspeed_reads(key: str) -> None:
+def test_deepspeed_reads_every_key_that_is_passed_on(key: str) -> None:
     content: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     if key.startswith("zero_optimization.offload") or key.startswith("aio."):
         block = "offload_param" if "offload_param" in key else "offload_optimizer"
@@ -285,8 +283,8 @@ def test_every_key_that_is_passed_on_is_one_that_deepspeed_reads(key: str) -> No
     )
     values = settings(config, data_parallel_size=1)
     assert dict(leaves(values))[key] == value
-    if key != "aio.use_gds":  # which DeepSpeed refuses where there is no GPU
-        understood(values)
+    if key != "aio.use_gds":  # DeepSpeed refuses this key without a GPU
+        parsed(values)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +306,7 @@ def test_a_monitor_without_its_package_is_refused(
     settings(asking(nested(f"{monitor}.enabled", False)))
 
 
-def test_the_number_of_ranks_is_checked_when_it_is_known() -> None:
+def test_gradient_accumulation_is_checked_against_the_number_of_ranks() -> None:
     config = asking({"gradient_accumulation_steps": 2}, launch={"nproc_per_node": "auto"})
     assert settings(config, data_parallel_size=2)["gradient_accumulation_steps"] == 2
     with pytest.raises(
@@ -317,7 +315,7 @@ def test_the_number_of_ranks_is_checked_when_it_is_known() -> None:
         settings(config, data_parallel_size=4)
 
 
-def test_a_precision_that_auto_became_is_told() -> None:
+def test_the_resolved_precision_is_set() -> None:
     config = asking(deepspeed={"zero_stage": 1}, train={"precision": "auto"})
     values = deepspeed_settings(config, precision="bf16", device_type="cuda", data_parallel_size=2)
     assert (values["bf16"], values["fp16"]) == ({"enabled": True}, {"enabled": False})
@@ -331,12 +329,12 @@ def test_a_precision_that_auto_became_is_told() -> None:
         )
 
 
-def test_the_full_batch_is_said_of_one_that_grows() -> None:
+def test_a_ramped_up_batch_size_is_set_to_its_final_value() -> None:
     config = asking(train={"rampup_batch_size": {"start": 4, "increment": 4, "samples": 40}})
     assert settings(config)["gradient_accumulation_steps"] == 2
 
 
-def test_our_warm_up_and_decay_are_those_of_deepspeeds_scheduler() -> None:
+def test_warm_up_and_decay_equal_deepspeeds_schedulers() -> None:
     import_deepspeed()
     from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
 
@@ -372,11 +370,11 @@ def test_our_warm_up_and_decay_are_those_of_deepspeeds_scheduler() -> None:
                     )
 
 
-def test_what_a_json_leaves_out_is_deepspeeds_own_default() -> None:
+def test_keys_missing_in_the_json_have_deepspeeds_defaults() -> None:
     content = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
     values = settings(asking(content, train={"precision": "fp16"}), data_parallel_size=1)
     assert values["fp16"]["initial_scale_power"] == 16
     assert "reduce_bucket_size" not in values["zero_optimization"]
-    read = understood(values)
+    read = parsed(values)
     assert read.float16_config.initial_dynamic_scale() == 2**16
     assert read.zero_config.reduce_bucket_size == 500_000_000

@@ -1,4 +1,4 @@
-"""The engine: mixed precision, skipped updates, and its state."""
+"""The native engine: mixed precision, skipped updates, and its state."""
 
 import math
 
@@ -22,7 +22,7 @@ TOKENS = torch.randint(
 )
 
 
-def engine(precision: str, run: RunConfig | None = None) -> NativeEngine:
+def build(precision: str, run: RunConfig | None = None) -> NativeEngine:
     run = run or _runs.config()
     return NativeEngine(
         Stage(run, _runs.VOCAB_SIZE, ProcessMesh.serial(), special_tokens=_runs.TOKENS),
@@ -31,28 +31,30 @@ def engine(precision: str, run: RunConfig | None = None) -> NativeEngine:
     )
 
 
-def weight(own: NativeEngine, name: str) -> Tensor:
-    """A main weight, to be looked at or changed."""
-    found = own.tensors()[f"model.{name}"]
-    assert isinstance(found, Tensor)
-    return found
+def weight(engine: NativeEngine, name: str) -> Tensor:
+    """Return a main weight to read or change."""
+    tensor = engine.tensors()[f"model.{name}"]
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
-def copies(own: NativeEngine) -> dict[str, Tensor]:
+def copies(engine: NativeEngine) -> dict[str, Tensor]:
     return {
-        name: tensor.clone() for name, tensor in own.tensors().items() if isinstance(tensor, Tensor)
+        name: tensor.clone()
+        for name, tensor in engine.tensors().items()
+        if isinstance(tensor, Tensor)
     }
 
 
-def iterate(own: NativeEngine, lr: float = 1e-2) -> list[float]:
-    own.forward_backward(iter(TOKENS), range(len(TOKENS)))
-    update = own.update(lr, 0.1)
+def iterate(engine: NativeEngine, lr: float = 1e-2) -> list[float]:
+    engine.forward_backward(iter(TOKENS), range(len(TOKENS)))
+    update = engine.update(lr, 0.1)
     return [update.loss, update.grad_norm, update.applied]
 
 
-def test_gradients_and_norm_are_those_of_the_mean_loss() -> None:
-    own = engine("fp32")
-    loss, norm, applied = iterate(own, lr=0.0)
+def test_loss_and_gradient_norm_equal_those_of_the_mean_loss() -> None:
+    engine = build("fp32")
+    loss, norm, applied = iterate(engine, lr=0.0)
     model = build_model(_runs.config(), _runs.VOCAB_SIZE, ProcessMesh.serial())
     expected = model.loss(TOKENS.flatten(0, 1)[:, :-1], TOKENS.flatten(0, 1)[:, 1:]).mean()
     expected.backward()
@@ -63,68 +65,68 @@ def test_gradients_and_norm_are_those_of_the_mean_loss() -> None:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), ("fp16", 0.005)])
-def test_low_precision_follows_fp32(precision: str, tolerance: float) -> None:
+def test_the_loss_in_low_precision_follows_fp32(precision: str, tolerance: float) -> None:
     run = _runs.config(
         optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 1024.0}}
     )
-    exact, own = engine("fp32", run), engine(precision, run)
+    exact, engine = build("fp32", run), build(precision, run)
     for _ in range(5):
-        expected, loss = iterate(exact)[0], iterate(own)[0]
+        expected, loss = iterate(exact)[0], iterate(engine)[0]
     assert loss == pytest.approx(expected, rel=tolerance)
-    assert all(tensor.dtype == torch.float32 for tensor in own.tensors().values())
-    assert {parameter.dtype for parameter in own._stage.named_parameters.values()} == {
+    assert all(tensor.dtype == torch.float32 for tensor in engine.tensors().values())
+    assert {parameter.dtype for parameter in engine._stage.named_parameters.values()} == {
         torch.bfloat16 if precision == "bf16" else torch.float16
     }
 
 
-def test_an_fp16_overflow_leaves_weights_and_schedule_alone_but_consumes_samples() -> None:
+def test_an_fp16_overflow_only_consumes_samples_and_lowers_the_scale() -> None:
     run = _runs.config(
         optim=_runs.config().optim.model_dump()
         | {"loss_scale": {"initial": 2.0**30, "hysteresis": 1}}
     )
-    own = engine("fp16", run)
-    before = copies(own)
+    engine = build("fp16", run)
+    before = copies(engine)
     state, mesh = TrainState(), ProcessMesh.serial()
     stepper = Stepper(
-        run, own, mesh, LossCheck(run, mesh, print), lambda indices: TOKENS[0].numpy(), print
+        run, engine, mesh, LossCheck(run, mesh, print), lambda indices: TOKENS[0].numpy(), print
     )
     update = stepper.step(iter(TOKENS.numpy()), state)
     assert not update.applied
     assert not update.fatal
-    assert own.loss_scale == 2.0**29
+    assert engine.loss_scale == 2.0**29
     assert (state.iteration, state.consumed_samples, state.applied_iterations) == (1, 8, 0)
     assert (state.interval.skipped_iterations, state.interval.nan_iterations) == (1, 0)
-    for name, tensor in copies(own).items():
+    for name, tensor in copies(engine).items():
         assert torch.equal(tensor, before[name])
-    while not iterate(own)[2]:
-        assert own.loss_scale > 1
-    assert not torch.equal(weight(own, NORM), before[f"model.{NORM}"])
+    while not iterate(engine)[2]:
+        assert engine.loss_scale > 1
+    assert not torch.equal(weight(engine, NORM), before[f"model.{NORM}"])
 
 
 @pytest.mark.parametrize(("precision", "fatal"), [("fp32", True), ("bf16", True), ("fp16", False)])
 def test_only_fp16_can_recover_from_a_gradient_that_is_not_finite(
     precision: str, fatal: bool
 ) -> None:
-    own = engine(precision)
-    weight(own, NORM)[0] = float("nan")
-    own._optimizer.write_back()
-    own.forward_backward(iter(TOKENS), range(len(TOKENS)))
-    update = own.update(1e-2, 0.1)
+    engine = build(precision)
+    weight(engine, NORM)[0] = float("nan")
+    engine._optimizer.write_back()
+    engine.forward_backward(iter(TOKENS), range(len(TOKENS)))
+    update = engine.update(1e-2, 0.1)
     assert (update.applied, update.fatal) == (False, fatal)
 
 
 def test_fp16_gives_up_after_some_iterations_at_the_minimum_scale() -> None:
     scaling = {"initial": 2.0, "minimum": 1.0, "hysteresis": 1, "patience": 3}
-    own = engine(
+    engine = build(
         "fp16", _runs.config(optim=_runs.config().optim.model_dump() | {"loss_scale": scaling})
     )
-    weight(own, NORM)[0] = float("nan")
-    own._optimizer.write_back()
+    weight(engine, NORM)[0] = float("nan")
+    engine._optimizer.write_back()
     outcomes = []
     for _ in range(4):
-        own.forward_backward(iter(TOKENS), range(len(TOKENS)))
-        update = own.update(1e-2, 0.1)
-        outcomes.append((own.loss_scale, update.applied, update.fatal))
+        engine.forward_backward(iter(TOKENS), range(len(TOKENS)))
+        update = engine.update(1e-2, 0.1)
+        outcomes.append((engine.loss_scale, update.applied, update.fatal))
     assert outcomes == [
         (1.0, False, False),
         (1.0, False, False),
@@ -134,31 +136,31 @@ def test_fp16_gives_up_after_some_iterations_at_the_minimum_scale() -> None:
 
 
 def test_evaluation_has_no_dropout_and_no_gradient() -> None:
-    own = engine(
+    engine = build(
         "fp32", _runs.config(model=_runs.config().model.model_dump() | {"hidden_dropout": 0.5})
     )
-    first, second = (own.loss_sum(iter(TOKENS), [2, 2, 2, 2]) for _ in range(2))
+    first, second = (engine.loss_sum(iter(TOKENS), [2, 2, 2, 2]) for _ in range(2))
     assert (first.shape, first.dtype) == ((1, 2), torch.float64)
     assert first[0, 1] == TOKENS[..., 1:].numel()
     assert torch.equal(first, second)
     assert not first.requires_grad
-    assert all(chunk.training for chunk in own._stage.chunks)
+    assert all(chunk.training for chunk in engine._stage.chunks)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_restored_engine_goes_on_bit_identically(precision: str) -> None:
+def test_a_restored_engine_continues_bit_identically(precision: str) -> None:
     run = _runs.config(
         optim=_runs.config().optim.model_dump() | {"loss_scale": {"initial": 256.0, "window": 3}}
     )
-    whole = engine(precision, run)
+    uninterrupted = build(precision, run)
     for _ in range(2):
-        iterate(whole)
-    tensors, state = copies(whole), whole.state()
-    expected = [iterate(whole) for _ in range(3)]
-    resumed = engine(precision, run)
+        iterate(uninterrupted)
+    tensors, state = copies(uninterrupted), uninterrupted.state()
+    expected = [iterate(uninterrupted) for _ in range(3)]
+    resumed = build(precision, run)
     for name, tensor in resumed.tensors().items():
         assert isinstance(tensor, Tensor)
         tensor.copy_(tensors[name])
     resumed.load_state(state, resumed.tensors())
     assert [iterate(resumed) for _ in range(3)] == expected
-    assert resumed.loss_scale == whole.loss_scale
+    assert resumed.loss_scale == uninterrupted.loss_scale

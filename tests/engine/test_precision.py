@@ -1,4 +1,4 @@
-"""Which type `auto` means."""
+"""Resolution of the precision `auto`."""
 
 import subprocess
 import sys
@@ -10,17 +10,17 @@ from megacore import hardware
 from megacore.hardware import cpu_multiplies_bf16, resolve_precision
 
 
-@pytest.mark.parametrize("given", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_given_precision_is_taken(given: str, device: str) -> None:
-    assert resolve_precision(given, device) == given
+def test_an_explicit_precision_is_unchanged(precision: str, device: str) -> None:
+    assert resolve_precision(precision, device) == precision
 
 
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [(0, "fp32"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (90, "bf16")],
 )
-def test_auto_on_a_gpu_asks_for_ampere(
+def test_auto_is_bf16_from_ampere_on(
     monkeypatch: pytest.MonkeyPatch, capability: int, expected: str
 ) -> None:
     monkeypatch.setattr(hardware, "cuda_capability", lambda: capability)
@@ -36,17 +36,19 @@ def test_auto_on_a_gpu_asks_for_ampere(
         ("", False),
     ],
 )
-def test_auto_on_a_cpu_asks_for_its_instructions(tmp_path: Path, flags: str, native: bool) -> None:
+def test_native_bf16_of_a_cpu_is_read_from_its_flags(
+    tmp_path: Path, flags: str, native: bool
+) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n", encoding="ascii")
     assert cpu_multiplies_bf16(cpuinfo) is native
 
 
-def test_an_unknown_cpu_computes_in_fp32(tmp_path: Path) -> None:
+def test_an_unknown_cpu_has_no_native_bf16(tmp_path: Path) -> None:
     assert cpu_multiplies_bf16(tmp_path / "absent") is False
 
 
-def test_asking_imports_no_torch() -> None:
+def test_resolving_the_precision_imports_no_torch() -> None:
     code = (
         "import sys; from megacore.hardware import resolve_precision; "
         "resolve_precision('auto', 'cpu'); resolve_precision('auto', 'cuda'); sys.exit('torch' in "

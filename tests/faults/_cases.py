@@ -1,5 +1,4 @@
-"""One case: a call is killed at a random moment, its leftovers are read, it is repeated and
-compared."""
+"""Cases of fault tests: a call is killed at a random moment, checked, repeated and compared."""
 
 import json
 import os
@@ -18,83 +17,83 @@ from typing import Any
 from tests.faults._processes import Child, Nursery, children_of, command_line, environment_of
 
 LATEST = 1.1
-"""Kills fall between the begin of a call and this many times its undisturbed duration."""
+"""Latest moment of a kill, in multiples of the call's undisturbed duration."""
 DEADLINE = 90.0
-"""Seconds in which any call has to end by itself."""
+"""Seconds within which any call must end."""
 _STRAGGLER = 3.0
-"""Seconds that ranks get to notice, without a launcher, that another one is gone."""
+"""Seconds in which ranks without a launcher must notice the loss of another rank."""
 
 
-def nothing(inputs: Path) -> None:
-    """For kinds that read nothing."""
+def prepare_nothing(inputs: Path) -> None:
+    """Do nothing: the kind reads no inputs."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Something that is killed.
+    """A call that is killed.
 
-    Every function is at module level and runs in a process of its own.
+    Every function is at module level and runs in a separate process.
     """
 
     name: str
     run: Callable[[Path, Path, int], None]
-    """(inputs, place, attempt): the call that is killed and repeated; it writes below `place`
-    alone."""
+    """(inputs, place, attempt): the call that is killed and repeated; writes only below `place`."""
     result: Callable[[Path, Path], Any]
-    """(inputs, place): what has to be the same as without a kill, as JSON."""
+    """(inputs, place): the JSON result that must be the same as without a kill."""
     visible: Callable[[Path, Path], list[str]]
-    """(inputs, place): what a reader would take for whole and is not; empty when all is well."""
-    prepare: Callable[[Path], None] = nothing
-    """(inputs): makes what all cases read, once."""
+    """(inputs, place): problems of outputs that look complete to a reader and are not."""
+    prepare: Callable[[Path], None] = prepare_nothing
+    """(inputs): writes the inputs of all cases, once."""
     serve: Callable[[Path], Any] | None = None
-    """A context manager around all cases of the kind, such as a server; gets the directory of the
-    inputs."""
+    """Context manager around all cases of the kind, such as a server; gets the inputs."""
     ranks: int = 1
     victims: tuple[str, ...] = ("all",)
-    """Of which one is killed: `all` processes of the call, or one that VICTIMS describes."""
+    """Processes to kill, one entry per case: `all`, `rank here`, or a key of VICTIMS."""
     grace: float = 1.0
-    """Seconds within which everything has to be gone after the kill."""
+    """Seconds after the kill within which all processes must be gone."""
     same_as: str | None = None
-    """The kind whose undisturbed result counts, and `seconds` is given: where a run of its own is
-    expensive."""
+    """Kind whose undisturbed result is compared instead of an expensive separate run.
+
+    `seconds` is required then.
+    """
     seconds: float | None = None
     deadline: float = DEADLINE
 
 
 @dataclass
 class Outcome:
-    """What became of one case."""
+    """Result of one case."""
 
     kind: str
     seed: int
     moment: float
-    """Seconds after the begin of the call."""
+    """Moment of the kill, in seconds after the start of the call."""
     victim: str
     hit: bool = False
-    """Whether the victim died of it; else the call had ended before."""
+    """True if the kill ended the victim; otherwise the call had ended before."""
     error: str = ""
-    """What the call raised where its process outlived the kill."""
+    """Name of the error of a call whose process survived the kill."""
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def name(self) -> str:
-        """How the case is repeated."""
+        """Id with which the case is repeated."""
         return f"{self.kind}-{self.seed}"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An undisturbed run."""
+    """Result of an undisturbed run."""
 
     seconds: float
     result: Any
     size: int = 0
-    """Bytes of what it leaves, each file in whole pages of 4096."""
+    """Bytes of the output, each file rounded up to pages of 4096."""
 
 
 class Bench:
-    """Runs cases; keeps what they share."""
+    """Runner of cases with the state they share."""
 
     def __init__(self, directory: Path, nursery: Nursery, kinds: dict[str, Kind]) -> None:
         self.directory = directory
@@ -105,17 +104,17 @@ class Bench:
         self._servers: list[Any] = []
 
     def close(self) -> None:
-        """End the servers, and whatever an interrupted case has left running."""
+        """End the servers and all processes of interrupted cases."""
         while self._servers:
             self._servers.pop().__exit__(None, None, None)
         self.nursery.close()
 
     def inputs(self, name: str) -> Path:
-        """Where the inputs of a kind lie."""
+        """Return the directory of the inputs of a kind."""
         return self.directory / "inputs" / name
 
     def reference(self, name: str) -> Reference:
-        """The undisturbed run of a kind, made once; its inputs before."""
+        """Return the undisturbed run of a kind, computed once, after its inputs."""
         with self._locks[name]:
             if name not in self._references:
                 self._references[name] = self._undisturbed(self.kinds[name])
@@ -132,19 +131,22 @@ class Bench:
         if kind.same_as is not None:
             assert kind.seconds is not None
             return Reference(kind.seconds, self.reference(kind.same_as).result)
-        found = []
+        references = []
         for number in range(2):
             place = self.directory / f"{kind.name}-undisturbed-{number}"
             place.mkdir()
             seconds = max([child.value(kind.deadline) for child in self._start(kind, place, 1)])
-            found.append(Reference(seconds, self.check(kind, place), size_of(place)))
+            references.append(Reference(seconds, self.check(kind, place), size_of(place)))
             shutil.rmtree(place)
-        first, second = found
+        first, second = references
         assert first.result == second.result, f"two undisturbed runs of {kind.name} differ"
         return min(first, second, key=lambda one: one.seconds)
 
     def check(self, kind: Kind, place: Path) -> Any:
-        return self.nursery.call(_looked, kind.visible, kind.result, self.inputs(kind.name), place)
+        """Return the result of a case after checking its visible outputs."""
+        return self.nursery.call(
+            _checked_result, kind.visible, kind.result, self.inputs(kind.name), place
+        )
 
     def _start(self, kind: Kind, place: Path, attempt: int) -> list[Child]:
         arguments = (kind.run, self.inputs(kind.name), place, attempt)
@@ -164,7 +166,7 @@ class Bench:
         ]
 
     def run(self, name: str, seed: int) -> Outcome:
-        """One case; `faults` of the outcome are empty when all is well."""
+        """Run one case; `faults` of the outcome are empty if it passes."""
         kind, reference = self.kinds[name], self.reference(name)
         draw = random.Random(f"{name}-{seed}")
         moment, victim = (
@@ -195,8 +197,8 @@ class Bench:
             outcome.faults += child.none_left(kind.grace)
         inputs = self.inputs(kind.name)
         outcome.faults += self.nursery.call(kind.visible, inputs, place)
-        again = self._start(kind, place, 2)
-        for child in again:
+        repeated = self._start(kind, place, 2)
+        for child in repeated:
             answer = child.finish(kind.deadline)
             if "value" not in answer:
                 outcome.faults.append(
@@ -209,11 +211,11 @@ class Bench:
             )
 
     def _await(self, kind: Kind, outcome: Outcome, children: list[Child]) -> None:
-        """The end of what was killed, and of what noticed it."""
+        """Wait for the end of the killed processes and of those that noticed it."""
         if outcome.victim in ("all", "rank here"):
             for child in children:
                 if child.wait(_STRAGGLER) is None:
-                    child.kill()  # as a launcher does
+                    child.kill()  # like a launcher
                     child.wait(_STRAGGLER)
             return
         for child in children:
@@ -228,13 +230,13 @@ class Bench:
 
 
 def _call(run: Callable[[Path, Path, int], None], inputs: Path, place: Path, attempt: int) -> float:
-    """The seconds that the call took."""
+    """Run the call and return its seconds."""
     started = time.monotonic()
     run(inputs, place, attempt)
     return time.monotonic() - started
 
 
-def _looked(
+def _checked_result(
     visible: Callable[[Path, Path], list[str]],
     result: Callable[[Path, Path], Any],
     inputs: Path,
@@ -242,12 +244,12 @@ def _looked(
 ) -> Any:
     problems = visible(inputs, place)
     assert not problems, problems
-    # As it comes back from a file.
+    # Convert to the form that is read from a file.
     return json.loads(json.dumps(result(inputs, place)))
 
 
 def kill(victim: str, children: list[Child], draw: random.Random) -> bool:
-    """Kill what `victim` describes, waiting for it to be there; whether anything lived."""
+    """Wait for the victim and kill it; return True if it was running."""
     if victim == "all":
         alive = any(child.wait(0) is None for child in children)
         for child in children:
@@ -268,24 +270,23 @@ def kill(victim: str, children: list[Child], draw: random.Random) -> bool:
     return False
 
 
-def _own(child: Child) -> Iterator[int]:
+def _call_process(child: Child) -> Iterator[int]:
     yield child.pid
 
 
 def _workers(child: Child) -> Iterator[int]:
-    """Processes that a pool of the call has forked or spawned to work, not the one that keeps
-    account of semaphores."""
+    """Yield the pool workers of the call, without multiprocessing's resource tracker."""
     yield from (
         pid for pid in children_of(child.pid) if "resource_tracker" not in command_line(pid)
     )
 
 
-def _running(what: str, *, ranks: bool = False) -> Callable[[Child], Iterator[int]]:
+def _running_command(command: str, *, ranks: bool = False) -> Callable[[Child], Iterator[int]]:
     def find(child: Child) -> Iterator[int]:
         for pid in child.left():
             line = command_line(pid)
             if (
-                what in line
+                command in line
                 and "python" in line
                 and (not ranks or b"\0RANK=" in b"\0" + environment_of(pid))
             ):
@@ -295,24 +296,24 @@ def _running(what: str, *, ranks: bool = False) -> Callable[[Child], Iterator[in
 
 
 VICTIMS: dict[str, Callable[[Child], Iterator[int]]] = {
-    "supervisor": _own,
+    "supervisor": _call_process,
     "worker": _workers,
-    "guard": _running("-m megacore.launch.guard"),
-    "torchrun": _running("python -m torch.distributed.run"),
-    "rank": _running("-m megacore.ranks.pretrain", ranks=True),
+    "guard": _running_command("-m megacore.launch.guard"),
+    "torchrun": _running_command("python -m torch.distributed.run"),
+    "rank": _running_command("-m megacore.ranks.pretrain", ranks=True),
 }
-"""How to find the process that is killed alone."""
+"""Functions that find a single process to kill."""
 
 
 def size_of(place: Path) -> int:
-    """Bytes of all files, in whole pages; one with two names counts once."""
+    """Return the bytes of all files in full pages; hard links count once."""
     files = [path for path in place.rglob("*") if path.is_file() and not path.is_symlink()]
     sizes = {path.stat().st_ino: path.stat().st_size for path in files}
     return sum(-(-size // 4096) * 4096 for size in sizes.values())
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The data stages as they are killed.
+"""Data stages as kinds of fault tests.
 
 Each builds its artifact below `place`, from inputs that all cases share.
 """
@@ -43,19 +43,19 @@ WORDS = (*TEXT.split(), "")
 
 
 def build(place: Path, stage: str, fill: Callable[[Path], Counts]) -> None:
-    """Build the one artifact of a case, as a task does."""
+    """Build the artifact of a case like a task."""
     build_artifact(place / "artifacts", StageKey(stage, 1, {}, {}), fill, verify="full")
 
 
 def artifacts(place: Path) -> list[Path]:
-    """The directories that a reader takes for artifacts."""
+    """Return the directories that a reader accepts as artifacts."""
     folder = place / "artifacts"
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in found if not path.name.startswith(".") and ".tmp-" not in path.name]
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if not path.name.startswith(".") and ".tmp-" not in path.name]
 
 
 def visible(inputs: Path, place: Path) -> list[str]:
-    """Every artifact that is there must be whole."""
+    """Return the problems of artifacts that are present but not complete."""
     problems = []
     for path in artifacts(place):
         try:
@@ -66,19 +66,21 @@ def visible(inputs: Path, place: Path) -> list[str]:
 
 
 def result(inputs: Path, place: Path) -> Any:
-    """Digests of the one artifact's files, and what the folder holds beside it."""
+    """Return the digests of the artifact's files and the names of temporaries next to it."""
     (directory,) = artifacts(place)
     manifest = Manifest.read(directory)
-    beside = [path.name for path in (place / "artifacts").iterdir() if ".tmp-" in path.name]
-    return {name: entry.sha256 for name, entry in manifest.files.items()} | {"temporaries": beside}
+    temporaries = [path.name for path in (place / "artifacts").iterdir() if ".tmp-" in path.name]
+    return {name: entry.sha256 for name, entry in manifest.files.items()} | {
+        "temporaries": temporaries
+    }
 
 
 def texts(count: int, words: int, seed: int = 0) -> Iterator[str]:
-    """Made-up prose."""
+    """Yield generated prose."""
     random = np.random.RandomState(seed)
     for number in range(count):
-        drawn = random.randint(0, len(WORDS), words)
-        yield f"Document {number}. " + " ".join(WORDS[word] for word in drawn)
+        indices = random.randint(0, len(WORDS), words)
+        yield f"Document {number}. " + " ".join(WORDS[index] for index in indices)
 
 
 def write_corpus(directory: Path, count: int, words: int) -> None:
@@ -118,9 +120,9 @@ class _Paced:
 
 class _PacedHandler(_Handler):
     ranges: Path
-    """A file that gets what each request asked for."""
+    """Log of the Range header of each request."""
 
-    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+    def do_GET(self) -> None:  # noqa: N802 - name required by http.server
         with open(self.ranges, "a", encoding="ascii") as file:
             file.write(f"{self.headers.get('Range')}\n")
         super().do_GET()
@@ -134,7 +136,7 @@ class _PacedHandler(_Handler):
 def _serve(inputs: Path) -> Iterator[None]:
     """Serve the input over HTTP.
 
-    Its address goes to a file beside it, and each Range asked for to another.
+    Its address is written to a file next to it, and each requested Range to another.
     """
     site = Site(files={"/text.jsonl": (inputs / "text.jsonl").read_bytes()})
     values = {"site": site, "ranges": inputs / "ranges"}
@@ -170,22 +172,22 @@ def _download(inputs: Path, place: Path, attempt: int) -> None:
         for path in place.glob("artifacts/.downloads/*/*.part")
         if Path(f"{path}.json").exists()
     ]
-    had = parts[0].stat().st_size if parts else 0
+    size_before = parts[0].stat().st_size if parts else 0
     build(place, "collect", lambda directory: collect(_source(inputs), directory))
-    if 0 < had < (inputs / "text.jsonl").stat().st_size:
-        asked = (inputs / "ranges").read_text(encoding="ascii").splitlines()
-        assert f"bytes={had}-" in asked, (
-            f"{had} bytes were there, and nobody asked for the rest alone"
+    if 0 < size_before < (inputs / "text.jsonl").stat().st_size:
+        ranges = (inputs / "ranges").read_text(encoding="ascii").splitlines()
+        assert f"bytes={size_before}-" in ranges, (
+            f"{size_before} bytes existed, but no request asked for only the rest"
         )
 
 
 def _visible_download(inputs: Path, place: Path) -> list[str]:
     problems = visible(inputs, place)
-    for about in place.glob("artifacts/.downloads/*/*.json"):
-        target = about.with_suffix("")
-        if about.name.endswith(".part.json") or not target.exists():
+    for version_path in place.glob("artifacts/.downloads/*/*.json"):
+        target = version_path.with_suffix("")
+        if version_path.name.endswith(".part.json") or not target.exists():
             continue
-        version = Version.read(about)
+        version = Version.read(version_path)
         if version is None or hashlib.sha256(target.read_bytes()).hexdigest() != version.sha256:
             problems.append(f"{target} looks whole and is not")
     for target in place.glob("artifacts/.downloads/*/*.jsonl"):
@@ -195,15 +197,15 @@ def _visible_download(inputs: Path, place: Path) -> list[str]:
 
 
 def _result_download(inputs: Path, place: Path) -> Any:
-    found = result(inputs, place)
-    # The server's port is in the corpus; it is the same for all cases of a session, the place of
-    # the cache is not.
-    beside = sorted(
+    corpus = result(inputs, place)
+    # The corpus contains the server's port, which is the same for all cases of a session. The
+    # path of the cache is not.
+    downloads = sorted(
         path.name
         for path in place.glob("artifacts/.downloads/*/*")
         if not path.name.startswith(".")
     )
-    return {"corpus": found, "downloads": beside}
+    return {"corpus": corpus, "downloads": downloads}
 
 
 # collect, tokenize
@@ -261,15 +263,15 @@ def _tokenize_sentences(inputs: Path, place: Path, attempt: int) -> None:
 
 
 def _tokenize_shards(inputs: Path, place: Path, attempt: int) -> None:
-    """The shards as artifacts of their own, then all of them merged.
+    """Tokenize the shards as separate artifacts and merge them.
 
-    What is whole is not made again.
+    Complete shards are not built again.
     """
     from megacore.corpus.segments import divide, segments
 
     options = TokenizeOptions()
     size = (inputs / "corpus" / "corpus.jsonl").stat().st_size
-    done = []
+    shards = []
     for number, shard in enumerate(divide(segments(inputs / "corpus"), size // 3)):
         artifact, _ = build_artifact(
             place / "shards",
@@ -279,11 +281,11 @@ def _tokenize_shards(inputs: Path, place: Path, attempt: int) -> None:
             ),
             verify="full",
         )
-        done.append(artifact.directory)
+        shards.append(artifact.directory)
     build(
         place,
         "tokenize",
-        lambda directory: merge_shards(done, directory, inputs / "tokenizer", options),
+        lambda directory: merge_shards(shards, directory, inputs / "tokenizer", options),
     )
     shutil.rmtree(place / "shards")
 

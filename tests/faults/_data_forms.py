@@ -47,7 +47,7 @@ TEXT = "def step(value):\n    return value * 42  # größe\n"
 
 
 def make_download(directory: Path) -> Sequence[Path]:
-    """What a whole download and one that broke off leave.
+    """Write a complete download and an interrupted one.
 
     The server runs as long as this process.
     """
@@ -80,14 +80,14 @@ def make_download(directory: Path) -> Sequence[Path]:
 
 def read_download(directory: Path) -> Any:
     url = (directory / "url").read_text(encoding="ascii")
-    found = []
+    digests = []
     for state in ("whole", "begun"):
         shutil.rmtree(directory / "work", ignore_errors=True)
         shutil.copytree(directory / state, directory / "work")
         version = fetch(url, None, directory / "work" / "a.jsonl", Patience(backoff=0.001))
         content = (directory / "work" / "a.jsonl").read_bytes()
-        found.append((version.sha256, hashlib.sha256(content).hexdigest()))
-    return found
+        digests.append((version.sha256, hashlib.sha256(content).hexdigest()))
+    return digests
 
 
 def make_tree(directory: Path) -> Sequence[Path]:
@@ -139,14 +139,14 @@ def make_parquet(directory: Path) -> Sequence[Path]:
 
 def read_documents(directory: Path) -> Any:
     (path,) = directory.glob("a.*")
-    found = []
+    documents = []
     for block in read_blocks(jsonl_segments([path], "text"), 1 << 14):
         good, bad = block.texts()
         if bad:
             raise DataFormatError(bad[0].reason)
-        found += good
+        documents += good
     sizes = local_files.group_sizes(path, "text") if path.suffix == ".parquet" else []
-    return count_documents(path, "text"), found, sizes
+    return count_documents(path, "text"), documents, sizes
 
 
 def make_corpus(directory: Path) -> Sequence[Path]:

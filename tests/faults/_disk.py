@@ -1,7 +1,4 @@
-"""A disk that fills up.
-
-A small file system in memory, or, where none may be mounted, a limit on the size of files.
-"""
+"""Disks that fill up: a small tmpfs, or a limit of the file size where mounting is not allowed."""
 
 import random
 import resource
@@ -27,7 +24,7 @@ class Disk:
     mounted: bool
 
     def resize(self, size: int) -> None:
-        """Give it this many bytes."""
+        """Set the size of the disk in bytes."""
         if self.mounted:
             subprocess.run(
                 ["mount", "-o", f"remount,size={size}", str(self.path)],
@@ -38,9 +35,9 @@ class Disk:
 
 @contextmanager
 def small_disk(path: Path, size: int) -> Iterator[Disk]:
-    """A file system of `size` bytes at `path`.
+    """Mount a file system of `size` bytes at `path`.
 
-    An ordinary directory where mounting is not allowed.
+    Yield an ordinary directory where mounting is not allowed.
     """
     path.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
@@ -56,8 +53,10 @@ def small_disk(path: Path, size: int) -> Iterator[Disk]:
 
 
 def run_on_full_disk(bench: Bench, kind: Kind, seed: int) -> Outcome:
-    """The call on a disk that has room for a part of its output: refused in a sentence, then
-    repeated with room."""
+    """Run a call on a disk with too little room, then again with enough.
+
+    The first call must be refused in one sentence.
+    """
     reference = bench.reference(kind.name)
     draw = random.Random(f"disk-{kind.name}-{seed}")
     size = max(PAGE, int(reference.size * draw.uniform(0.02, 0.9)) // PAGE * PAGE)
@@ -78,12 +77,13 @@ def run_on_full_disk(bench: Bench, kind: Kind, seed: int) -> Outcome:
         outcome.hit = True
         outcome.faults += bench.nursery.call(kind.visible, inputs, place)
         disk.resize(ROOMY)
-        again = bench.nursery.start(_limited, kind.run, inputs, place, None, 2).finish(
+        repeated = bench.nursery.start(_limited, kind.run, inputs, place, None, 2).finish(
             kind.deadline
         )
-        if "value" not in again:
+        if "value" not in repeated:
             outcome.faults.append(
-                f"with room, the repeated call failed: {again['error']}: {again['message'][:1500]}"
+                f"with room, the repeated call failed: {repeated['error']}: "
+                f"{repeated['message'][:1500]}"
             )
         elif bench.check(kind, place) != reference.result:
             outcome.faults.append(
@@ -108,7 +108,7 @@ def _limited(
 
 
 def _wording(message: str, place: str) -> str | None:
-    """One sentence that names the place, the reason, and what to do."""
+    """Return what is wrong with a message that must name the place and the reason."""
     reasons = ("No space left on device", "File too large", "are to come and")
     if "\n" in message or not any(reason in message for reason in reasons) or place not in message:
         return f"the message is not a sentence that names the place and the reason: {message!r}"

@@ -1,5 +1,4 @@
-"""The whole flow as a user starts it, killed in one stage after another of one workspace until it
-is done."""
+"""The whole flow, killed in one stage after another of one workspace until it is done."""
 
 import json
 import random
@@ -35,12 +34,12 @@ STAGES: dict[str, tuple[str, float]] = {
     "convert": ("evaluations/[!.]*/manifest.json", 6.0),
     "publish": ("exports/[!.]*/manifest.json", 3.0),
 }
-"""What shows that a stage has begun, and about how many seconds it takes; in their order."""
+"""Path that shows the start of each stage, and its approximate seconds; in order."""
 DEADLINE = 240.0
 
 
 def write_conf(directory: Path, **train: Any) -> Path:
-    """A made-up source tree and the configuration of a training of 12 iterations."""
+    """Write a generated source tree and the configuration of a training of 12 iterations."""
     write_corpus(directory / "corpus", files=30)
     config = tiny_config(directory / "corpus")
     config["train"] |= {"train_iters": 12, "eval_interval": 6} | train
@@ -55,7 +54,7 @@ def write_conf(directory: Path, **train: Any) -> Path:
 def start_flow(
     nursery: Nursery, conf: Path, workspace: Path, api: str | None, **environment: str
 ) -> Child:
-    """`python -m flows.pretrain`; without `api` the flow brings its own Prefect server."""
+    """Start `python -m flows.pretrain`; without `api` the flow starts its own server."""
     values = {
         "MEGACORE_WORKSPACE": str(workspace),
         "MLFLOW_TRACKING_URI": f"sqlite:///{workspace / 'mlflow.db'}",
@@ -75,11 +74,10 @@ def run_chain(
     stages: Sequence[str],
     store: Path | None = None,
 ) -> list[Outcome]:
-    """Kill the flow once in each of `stages`, in order; run it to its end; compare.
+    """Kill the flow once in each of `stages`, then run it to its end and compare.
 
-    One outcome for each kill.
-
-    `store` is a migrated, empty mlflow.db, which spares a few seconds.
+    Return one outcome for each kill. `store` is a migrated, empty mlflow.db, which saves a few
+    seconds.
     """
     place = directory / f"flow-{seed}"
     workspace = place / "workspace"
@@ -106,23 +104,25 @@ def run_chain(
 def _kill_in(stage: str, draw: random.Random, seed: int, flow: Child, workspace: Path) -> Outcome:
     pattern, seconds = STAGES[stage]
     outcome = Outcome("flow", seed, draw.uniform(0, seconds), f"flow in {stage}")
-    began = time.monotonic()
+    started = time.monotonic()
     while flow.wait(0.05) is None and not any(workspace.glob(pattern)):
-        if time.monotonic() - began > DEADLINE:
-            outcome.faults.append(f"{stage} did not begin within {DEADLINE:.0f} s: {flow.words()}")
+        if time.monotonic() - started > DEADLINE:
+            outcome.faults.append(
+                f"{stage} did not begin within {DEADLINE:.0f} s: {flow.log_end()}"
+            )
             break
     outcome.hit = flow.wait(outcome.moment) is None
-    flow.kill_alone()
+    flow.kill_process()
     flow.wait(5)
     if not outcome.hit and flow.wait(0) != 0:
-        outcome.faults.append(f"the flow failed by itself: {flow.words()}")
+        outcome.faults.append(f"the flow failed by itself: {flow.log_end()}")
     outcome.faults += flow.none_left(STOP_GRACE + 5)
-    outcome.seconds = round(time.monotonic() - began, 2)
+    outcome.seconds = round(time.monotonic() - started, 2)
     return outcome
 
 
 def visible(workspace: Path) -> list[str]:
-    """Every artifact and every checkpoint that looks whole must be."""
+    """Return the problems of artifacts and checkpoints that look complete and are not."""
     problems = []
     for folder in sorted({workspace / name for name in FOLDERS.values()}):
         for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -139,6 +139,7 @@ def visible(workspace: Path) -> list[str]:
 
 
 def finish(flow: Child, nursery: Nursery, workspace: Path) -> list[str]:
+    """Wait for the flow's end; return leftovers and differences."""
     flow.value(DEADLINE)
     faults = flow.none_left(STOP_GRACE + 5) + visible(workspace)
     faults += [f"{path} is left over" for path in workspace.glob("*/*.tmp-*")]
@@ -151,9 +152,9 @@ def finish(flow: Child, nursery: Nursery, workspace: Path) -> list[str]:
 
 
 def same_as_undisturbed(run: Path, place: Path) -> bool:
-    """Train what `run` trained once more, elsewhere, in one go.
+    """Train again in another directory without a break.
 
-    Whether all final tensors are the same.
+    Return True if all final tensors are the same.
     """
     job = TrainJob.read(run / "run.json")
     paths = {"run_directory": str(place), "exit_directory": str(place / "exit"), "attempt": 1}
@@ -165,7 +166,10 @@ def same_as_undisturbed(run: Path, place: Path) -> bool:
 
 
 def tracking_problems(database: Path, run: Path) -> list[str]:
-    """MLflow's own tables: one run, and of each curve each step of the events exactly once."""
+    """Return the problems of MLflow's tables.
+
+    There must be one run, and in each curve each step of the events exactly once.
+    """
     from tasks._forward import CURVES, points_of
 
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
@@ -179,24 +183,24 @@ def tracking_problems(database: Path, run: Path) -> list[str]:
     finally:
         connection.close()
     problems = [] if len(run_ids) == 1 else [f"MLflow has {len(run_ids)} runs of one training"]
-    there = Counter((key, step) for key, step in rows if key.startswith(("train/", "valid/")))
+    counts = Counter((key, step) for key, step in rows if key.startswith(("train/", "valid/")))
     problems += [
         f"MLflow has {key} of step {step} {count} times"
-        for (key, step), count in there.items()
+        for (key, step), count in counts.items()
         if count > 1
     ]
-    wanted = set()
+    expected_points = set()
     for event, _ in EventReader(run / "events.jsonl"):
         if event["kind"] in CURVES:
-            wanted |= {(point.key, point.step) for point in points_of(event)}
-    missing, surplus = wanted - set(there), set(there) - wanted
+            expected_points |= {(point.key, point.step) for point in points_of(event)}
+    missing, surplus = expected_points - set(counts), set(counts) - expected_points
     problems += [f"MLflow lacks {len(missing)} points, {min(missing)} first"] if missing else []
     problems += (
         [f"MLflow has {len(surplus)} points that no event says, {min(surplus)} first"]
         if surplus
         else []
     )
-    iterations = {step for key, step in there if key == "train/lm_loss"}
+    iterations = {step for key, step in counts if key == "train/lm_loss"}
     expected = set(
         range(1, json.loads((run / "run.json").read_text())["config"]["train"]["train_iters"] + 1)
     )

@@ -1,4 +1,4 @@
-"""Every kind of file that the system reads, with its reader."""
+"""All kinds of files that the system reads, with their readers."""
 
 from tests.faults._data_forms import DATA_FORMS
 from tests.faults._model_forms import MODEL_FORMS

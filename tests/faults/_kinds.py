@@ -1,4 +1,4 @@
-"""Everything that is killed, by name."""
+"""All kinds of calls that are killed, by name."""
 
 from tests.faults._cases import Kind
 from tests.faults._data import DATA_KINDS

@@ -1,4 +1,4 @@
-"""What is run: the cases of continuous integration, and those of `make soak`."""
+"""Cases of continuous integration and of `make soak`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ DISK = "disk-"
 
 @dataclass(frozen=True)
 class Case:
-    """One case; it is repeated by its id."""
+    """One case, repeated by its id."""
 
     kind: str
     seed: int
@@ -40,8 +40,7 @@ KILLS_IN_CI = {
     "index": 4,
     "blend": 3,
 }
-"""Cases of each kind on bare stage functions and the launcher; three more are in the one case of
-`flow`."""
+"""Number of cases of each kind; the single case of `flow` contains three more kills."""
 DISKS_IN_CI = (
     "train-async",
     "train",
@@ -72,16 +71,16 @@ SOAK_WEIGHTS = {
     "index": 5,
     "blend": 2,
 }
-"""Percent of the kills."""
+"""Share of each kind in the kills, in percent."""
 KILLS_PER_FLOW = 3
-ALONE_EVERY = 3
-"""Of the flow's cases, one in so many runs without a Prefect server."""
+SERVERLESS_EVERY = 3
+"""Every n-th case of the flow runs without a Prefect server."""
 
 
 def run_case(bench: Bench, case: Case) -> list[Outcome]:
-    """One outcome for each kill."""
-    if case.kind == "flow" and case.seed % ALONE_EVERY == 0:
-        # Without a server the flow brings its own, which must not outlive it either.
+    """Run a case; return one outcome for each kill."""
+    if case.kind == "flow" and case.seed % SERVERLESS_EVERY == 0:
+        # Without a server the flow starts its own, which must not outlive it either.
         return run_chain(bench.directory, bench.nursery, None, case.seed, flow_stages(case.seed))
     if case.kind == "flow":
         with running(
@@ -100,18 +99,20 @@ def run_case(bench: Bench, case: Case) -> list[Outcome]:
 
 
 def flow_stages(seed: int) -> tuple[str, ...]:
-    """Three stages of the flow, in order; the training is always one of them."""
+    """Return three stages of the flow, in order, always including the training."""
     others = [stage for stage in STAGES if stage != "train"]
     left_out = (seed % len(others), (seed + 1 + seed // len(others)) % len(others))
-    kept = [stage for number, stage in enumerate(others) if number not in left_out][
+    chosen = [stage for number, stage in enumerate(others) if number not in left_out][
         : KILLS_PER_FLOW - 1
     ]
-    return tuple(stage for stage in STAGES if stage == "train" or stage in kept)
+    return tuple(stage for stage in STAGES if stage == "train" or stage in chosen)
 
 
 def soak_cases(kills: int, seed: int, only: Sequence[str] = ()) -> list[Case]:
-    """As many kills of each kind as its weight says, at least one case of each; the expensive ones
-    first."""
+    """Return the cases of a soak, the expensive kinds first.
+
+    The kills of each kind follow its weight, with at least one case of each.
+    """
     first = seed * 100_000
     chosen = {kind: weight for kind, weight in SOAK_WEIGHTS.items() if not only or kind in only}
     total = sum(chosen.values())

@@ -1,4 +1,4 @@
-"""Files of models of other programs, and their readers."""
+"""Files of other programs' models, and their readers."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tests.convert._megatron import written
 from tests.convert._megatron_deepspeed import written_universal, written_zero1
 from tests.faults._mutations import Form, digest_of
 
-# models of others
+# other programs' models
 
 
 def make_hf(directory: Path) -> Sequence[Path]:
@@ -45,11 +45,11 @@ def make_hf_index(directory: Path) -> Sequence[Path]:
         "model-00001-of-00002.safetensors": names[::2],
         "model-00002-of-00002.safetensors": names[1::2],
     }
-    for file, held in halves.items():
-        save_file({name: tensors[name] for name in held}, folder / file)
-    places = {name: file for file, held in halves.items() for name in held}
+    for file, half in halves.items():
+        save_file({name: tensors[name] for name in half}, folder / file)
+    files = {name: file for file, half in halves.items() for name in half}
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": places}), encoding="utf-8"
+        json.dumps({"weight_map": files}), encoding="utf-8"
     )
     (folder / "model.safetensors").unlink()
     return [folder / "model.safetensors.index.json"]

@@ -1,5 +1,4 @@
-"""Damage to one file at a time, and what its reader makes of it, in one process with bounded
-memory."""
+"""Damaged files and their readers, in one process with bounded memory."""
 
 import faulthandler
 import hashlib
@@ -19,37 +18,38 @@ import torch
 from megacore.errors import MegacoreError
 
 MEMORY = 2 << 30
-"""Bytes that readers may have beside what the process has already."""
+"""Bytes that readers may allocate in addition to the memory of the process."""
 HANG = 15.0
 """Seconds that reading one damaged file may take."""
 _HEAD = 512
-"""Bytes at the begin of a file in which half of the flipped bits lie: there is what decides about
-the rest."""
+"""Bytes at the start of a file, which get half of the flipped bits.
+
+They usually determine how the rest is read.
+"""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of file, and how it is read."""
+    """A kind of file and its reader."""
 
     name: str
     make: Callable[[Path], Sequence[Path]]
-    """Writes what is whole below an empty directory; returns the files that are damaged."""
+    """Writes intact files to an empty directory; returns those to damage."""
     read: Callable[[Path], Any]
-    """Reads all of it; the value can be compared."""
+    """Reads all files; the value can be compared."""
     mutations: int
-    """In CI; of all its files together."""
+    """Number of mutations in CI, over all files."""
     covered: bool = False
-    """Whether a hash says what is right: then each change must be noticed."""
+    """True if a hash protects the files, so that each change must be detected."""
     heals: bool = False
-    """Whether the value must be the right one whatever was damaged."""
+    """True if the value must be the expected one despite any damage."""
     also: tuple[str, ...] = ()
-    """What a sentence may name instead of the file: another of several that disagree, or what a
-    listing named."""
+    """Names that a message may contain instead of the file's, such as a related file."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A reader that did what it must not."""
+    """A forbidden behaviour of a reader."""
 
     form: str
     seed: int
@@ -62,7 +62,7 @@ class Finding:
 
 
 def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """The content with one change, and what that is."""
+    """Return the content with one change, and a description of the change."""
     if not content or draw.random() < 0.35:
         end = draw.randrange(len(content)) if content else 0
         return content[:end], f"cut after {end} of {len(content)} bytes"
@@ -74,47 +74,47 @@ def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
         changed[start : start + length] = bytes(length)
         return bytes(changed), f"zeroed from {start} to {start + length}"
     bits = [(draw.randrange(head), draw.randrange(8)) for _ in range(draw.choice((1, 1, 1, 3)))]
-    for place, bit in bits:
-        changed[place] ^= 1 << bit
+    for position, bit in bits:
+        changed[position] ^= 1 << bit
     return bytes(changed), "flipped " + ", ".join(
-        f"bit {bit} of byte {place}" for place, bit in bits
+        f"bit {bit} of byte {position}" for position, bit in bits
     )
 
 
 def run_form(
     form: Form, directory: Path, seeds: Sequence[int], progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Damage the files of a form once per seed; counts of what happened, and findings."""
+    """Damage the files of a form once per seed; return counts and findings."""
     directory.mkdir(parents=True)
     files = list(form.make(directory))
-    whole = {path: path.read_bytes() for path in files}
-    right = form.read(directory)
+    intact = {path: path.read_bytes() for path in files}
+    expected = form.read(directory)
     counts: Counter[str] = Counter()
     findings: list[Finding] = []
     for seed in seeds:
         draw = random.Random(f"{form.name}-{seed}")
         path = draw.choice(files)
-        content, damage = damaged(whole[path], draw)
-        if content == whole[path]:
+        content, damage = damaged(intact[path], draw)
+        if content == intact[path]:
             counts["same"] += 1
             continue
         _replace(path, content)
         progress(f"{form.name}-{seed}: {path.name} {damage}")
         faulthandler.dump_traceback_later(HANG, exit=True)
-        began = time.monotonic()
-        outcome, problem = _read(form, directory, path, right)
+        started = time.monotonic()
+        outcome, problem = _read(form, directory, path, expected)
         faulthandler.cancel_dump_traceback_later()
         counts[outcome] += 1
         if problem is not None:
             findings.append(Finding(form.name, seed, path.name, damage, problem))
-        if time.monotonic() - began > HANG / 3:
+        if time.monotonic() - started > HANG / 3:
             findings.append(
                 Finding(
-                    form.name, seed, path.name, damage, f"took {time.monotonic() - began:.1f} s"
+                    form.name, seed, path.name, damage, f"took {time.monotonic() - started:.1f} s"
                 )
             )
-        _replace(path, whole[path])
-    assert form.read(directory) == right, f"{form.name}: what is whole again reads differently"
+        _replace(path, intact[path])
+    assert form.read(directory) == expected, f"{form.name}: the restored files read differently"
     return {
         "form": form.name,
         "counts": dict(counts),
@@ -123,23 +123,25 @@ def run_form(
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """A new file: one that is mapped into memory must not change below a reader that an earlier
-    damage left open."""
+    """Write a new file in place of the old one.
+
+    An earlier reader may still have the old one mapped into memory.
+    """
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 
 
-def _read(form: Form, directory: Path, path: Path, right: Any) -> tuple[str, str | None]:
-    """What happened, and what is wrong with that."""
+def _read(form: Form, directory: Path, path: Path, expected: Any) -> tuple[str, str | None]:
+    """Return what happened, and the problem with it, if any."""
     try:
         value = form.read(directory)
     except MegacoreError as error:
         if form.heals:
-            return "refused", f"was refused though it can be mended: {error}"
+            return "refused", f"was refused though it can be repaired: {error}"
         return "refused", _wording(form, str(error), path)
     except BaseException as error:
         return "crashed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if value == right:
+    if value == expected:
         return "right", "the damage was not noticed" if form.covered else None
     if form.covered or form.heals:
         return "other", "another value was taken for right"
@@ -147,7 +149,7 @@ def _read(form: Form, directory: Path, path: Path, right: Any) -> tuple[str, str
 
 
 def _wording(form: Form, message: str, path: Path) -> str | None:
-    """A sentence is one line and names the file."""
+    """Return what is wrong with a message, which must be one line that names the file."""
     if "\n" in message:
         return f"the message has several lines: {message!r}"
     named = any(name in message for name in (path.name, *form.also))
@@ -157,7 +159,7 @@ def _wording(form: Form, message: str, path: Path) -> str | None:
 def run_forms(
     forms: str, directory: Path, begin: int, factor: float, progress: Path
 ) -> list[dict[str, Any]]:
-    """All forms of a module (`package.module:NAME`), in a process of their own."""
+    """Run all forms of `package.module:NAME`, in a separate process."""
     import importlib
 
     module, _, name = forms.partition(":")
@@ -165,14 +167,14 @@ def run_forms(
     limit_memory()
     descriptor = os.open(progress, os.O_WRONLY | os.O_CREAT, 0o644)
 
-    def note(what: str) -> None:
-        os.pwrite(descriptor, what.encode()[:511].ljust(511) + b"\n", 0)
+    def write_progress(description: str) -> None:
+        os.pwrite(descriptor, description.encode()[:511].ljust(511) + b"\n", 0)
 
     reports = []
     for form in chosen:
         seeds = range(begin, begin + max(1, round(form.mutations * factor)))
         started = time.monotonic()
-        report = run_form(form, directory / form.name, seeds, note)
+        report = run_form(form, directory / form.name, seeds, write_progress)
         report["seconds"] = round(time.monotonic() - started, 2)
         reports.append(report)
         progress.with_suffix(".jsonl").open("a", encoding="utf-8").write(json.dumps(report) + "\n")
@@ -180,14 +182,14 @@ def run_forms(
 
 
 def limit_memory() -> None:
-    """What a reader allocates beyond MEMORY fails instead of the machine."""
+    """Limit the memory, so that larger allocations fail instead of the machine."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     size = next(int(line.split()[1]) for line in lines if line.startswith("VmSize:")) << 10
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """One digest of all tensors, names and shapes included."""
+    """Return one digest of all tensors, names and shapes included."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]

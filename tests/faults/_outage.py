@@ -1,4 +1,4 @@
-"""Servers that are killed and started again while a training runs."""
+"""Servers that are killed and restarted while a training runs."""
 
 import os
 import random
@@ -22,13 +22,12 @@ from tests.train import _runs
 
 ITERATIONS = 40
 PACE = 0.15
-"""Seconds by which each iteration is slowed, so that a server can come back before the end."""
+"""Delay of each iteration in seconds, so that a server can be restarted before the end."""
 LIMIT = 120.0
 
 
 def mlflow_outage(directory: Path, nursery: Nursery, seed: int) -> Outcome:
-    """MLflow's server is killed while a training is forwarded to it, and comes back before the end
-    or after it."""
+    """Kill MLflow's server during a forwarded training and restart it before or after the end."""
     draw = random.Random(f"mlflow-{seed}")
     down, up = draw.randrange(3, ITERATIONS // 2), draw.randrange(ITERATIONS // 2 + 5, ITERATIONS)
     outcome = Outcome(
@@ -66,7 +65,7 @@ def mlflow_outage(directory: Path, nursery: Nursery, seed: int) -> Outcome:
 
 
 def slow_training(place: Path, run: Path) -> None:
-    """One rank, slowed."""
+    """Train one rank with delayed iterations."""
     config = _runs.config(
         optim={"lr_decay_iters": ITERATIONS},
         train={"train_iters": ITERATIONS, "eval_interval": 10},
@@ -86,7 +85,7 @@ def slow_training(place: Path, run: Path) -> None:
 
 
 def forward(place: Path, run: Path) -> float:
-    """Poll as the train task does, then finish; the seconds of the slowest poll."""
+    """Poll like the train task, then finish; return the seconds of the slowest poll."""
     from tasks._forward import Forwarder
     from tasks._mlflow import RunFacts, Tracking
 
@@ -99,19 +98,18 @@ def forward(place: Path, run: Path) -> float:
     )
     slowest = 0.0
     while not any(event["kind"] == "exit" for event, _ in EventReader(run / "events.jsonl")):
-        began = time.monotonic()
+        started = time.monotonic()
         forwarder.poll()
-        slowest = max(slowest, time.monotonic() - began)
+        slowest = max(slowest, time.monotonic() - started)
         time.sleep(0.1)
     forwarder.finish()
     return slowest
 
 
 def prefect_outage(directory: Path, nursery: Nursery, seed: int) -> Outcome:
-    """Prefect's server is killed in the middle of a flow's training and started again a few seconds
-    later.
+    """Kill Prefect's server during a flow's training and restart it seconds later.
 
-    The training itself must not mind. The flow may fail when it cannot tell its state: then the
+    The training itself must continue. If the flow cannot report its state, it may fail: then the
     same command finishes.
     """
     draw = random.Random(f"prefect-{seed}")
@@ -161,25 +159,25 @@ def _reached(run: Path) -> int:
 
 
 def _sent(place: Path) -> int:
-    """The last iteration that MLflow's tables have."""
+    """Return the last iteration in MLflow's tables."""
     try:
         connection = sqlite3.connect(f"file:{place / 'mlflow.db'}?mode=ro", uri=True)
-        found = connection.execute(
+        iteration = connection.execute(
             "select max(step) from metrics where key = 'train/lm_loss'"
         ).fetchone()[0]
         connection.close()
     except sqlite3.Error:
         return 0
-    return int(found or 0)
+    return int(iteration or 0)
 
 
-def _wait(what: str, condition: Callable[[], bool], processes: tuple[Child, ...]) -> None:
+def _wait(event: str, condition: Callable[[], bool], processes: tuple[Child, ...]) -> None:
     deadline = time.monotonic() + LIMIT
     while not condition():
         for process in processes:
             code = process.wait(0)
             assert code in (None, 0), (
-                f"a process ended with {code} before {what}: {process.words()}"
+                f"a process ended with {code} before {event}: {process.log_end()}"
             )
-        assert time.monotonic() < deadline, f"{what} did not come within {LIMIT:.0f} s"
+        assert time.monotonic() < deadline, f"{event} did not come within {LIMIT:.0f} s"
         time.sleep(0.05)

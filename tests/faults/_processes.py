@@ -1,5 +1,4 @@
-"""Processes that are made to be killed: forked from a warm one, each with a session of its own,
-none left behind."""
+"""Processes to be killed, forked from a warm server, each in a separate session."""
 
 import faulthandler
 import json
@@ -21,8 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MARK = "MEGACORE_FAULT_CASE"
-"""Environment variable that every program started by a case inherits."""
-_WARM = "tests.faults._warm"
+"""Environment variable that all programs of a case inherit."""
+_WARM = "tests._warm"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 _ENVIRONMENT = {
     **dict.fromkeys(_THREADS, "1"),
@@ -32,37 +31,37 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 START_LIMIT = 120.0
-"""Seconds in which the first child begins: the server imports everything first."""
+"""Seconds within which the first child starts; the server imports all modules before."""
 _POLL = 0.005
 _LOCK = threading.RLock()
-"""multiprocessing reads how a child ended once: two threads must not ask at the same time."""
+"""Lock of exit codes: multiprocessing reads each once, so two threads must not ask together."""
 
 
 class HangError(AssertionError):
-    """A process ran beyond its deadline; the message has the Python stacks of its threads."""
+    """A process that ran beyond its deadline; the message has its threads' Python stacks."""
 
 
 class Program:
-    """A program of its own, with what is asked of a forked process."""
+    """A separate program with the interface of a forked process."""
 
     def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
         self._popen = popen
         self.pid: int | None = popen.pid
 
     def join(self, seconds: float | None = None) -> None:
-        """As multiprocessing's."""
+        """Wait for the end, like multiprocessing's `join`."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(seconds)
 
     @property
     def exitcode(self) -> int | None:
-        """Negative for a signal; None while it runs."""
+        """Exit code, negative for a signal, None while the program runs."""
         return self._popen.poll()
 
 
 @dataclass
 class Child:
-    """A process that does one call or one command."""
+    """A process that runs one call or one command."""
 
     process: ForkServerProcess | Program
     token: str
@@ -72,22 +71,22 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its id, and that of its session and its group."""
+        """Id of the process, its session and its group."""
         assert self.process.pid is not None
         return self.process.pid
 
     def kill(self) -> None:
-        """SIGKILL to its whole group."""
+        """Send SIGKILL to the whole process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def kill_alone(self) -> None:
-        """SIGKILL to this process and to nothing that it started."""
+    def kill_process(self) -> None:
+        """Send SIGKILL to this process only, not to its children."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code, or None when it still runs after `seconds`."""
+        """Return the exit code, or None if the process still runs after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             with _LOCK:
@@ -98,10 +97,13 @@ class Child:
             time.sleep(_POLL)
 
     def finish(self, seconds: float) -> dict[str, Any]:
-        """What the call returned or raised, once it has ended by itself; raises HangError."""
+        """Wait for the end of the call and return its value or error.
+
+        Raise HangError if it takes longer.
+        """
         if self.wait(seconds) is None:
             self._abort()
-            raise HangError(f"still running after {seconds:.0f} s:\n{self.words()}")
+            raise HangError(f"still running after {seconds:.0f} s:\n{self.log_end()}")
         try:
             answer: dict[str, Any] = json.loads(self.outcome.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -109,30 +111,34 @@ class Child:
                 return {"value": None}
             answer = {
                 "error": "Died",
-                "message": f"exit code {self.process.exitcode}: {self.words()}",
+                "message": f"exit code {self.process.exitcode}: {self.log_end()}",
             }
         return answer
 
     def value(self, seconds: float) -> Any:
-        """What the call returned; an exception of it fails."""
+        """Return the value of the call; fail if it raised."""
         answer = self.finish(seconds)
-        assert "value" in answer, f"{answer.get('error')}: {answer.get('message')}\n{self.words()}"
+        assert "value" in answer, (
+            f"{answer.get('error')}: {answer.get('message')}\n{self.log_end()}"
+        )
         return answer["value"]
 
-    def words(self, characters: int = 4000) -> str:
-        """The end of what it said."""
+    def log_end(self, characters: int = 4000) -> str:
+        """Return the end of the log."""
         try:
             return self.log.read_text(encoding="utf-8", errors="replace")[-characters:]
         except FileNotFoundError:
             return "(nothing)"
 
     def left(self) -> list[int]:
-        """Ids of the living processes that it started or that share its session, itself
-        included."""
+        """Return the ids of the running processes of this session or started by the child."""
         return [pid for pid in processes() if pid != os.getpid() and self._owns(pid)]
 
     def none_left(self, seconds: float) -> list[str]:
-        """Wait until nothing is left; what is there after `seconds` is described, and killed."""
+        """Wait until no process is left.
+
+        Kill those that remain after `seconds` and return their descriptions.
+        """
         deadline = time.monotonic() + seconds
         while left := self.left():
             if time.monotonic() > deadline:
@@ -150,8 +156,10 @@ class Child:
         ).split(b"\0")
 
     def _abort(self) -> None:
-        """Let it write its stacks (faulthandler answers SIGABRT without the interpreter's lock),
-        then end it."""
+        """Let the process write its stacks, then end it.
+
+        faulthandler handles SIGABRT without the interpreter's lock.
+        """
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGABRT)
         self.wait(5)
@@ -160,10 +168,10 @@ class Child:
 
 
 class Nursery:
-    """Starts children, from any thread."""
+    """Starter of child processes, usable from any thread."""
 
     def __init__(self, directory: Path) -> None:
-        """Logs and outcomes go to `directory`."""
+        """Write logs and outcomes to `directory`."""
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._context = multiprocessing.get_context("forkserver")
@@ -176,14 +184,14 @@ class Nursery:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Call a module-level function in a new process; returns once the call has begun."""
+        """Call a module-level function in a new process; return once the call has started."""
         token = secrets.token_hex(8)
         log, outcome = self.directory / f"{token}.log", self.directory / f"{token}.json"
-        ours, theirs = self._context.Pipe(duplex=False)
+        receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=_child,
             args=(
-                theirs,
+                sender,
                 token,
                 str(log),
                 str(outcome),
@@ -194,22 +202,22 @@ class Nursery:
         )
         with _LOCK, _server_environment():
             process.start()
-        theirs.close()
+        sender.close()
         child = Child(process, token, log, outcome)
         self._children.append(child)
-        assert ours.poll(START_LIMIT), f"no process began within {START_LIMIT} s"
+        assert receiver.poll(START_LIMIT), f"no process began within {START_LIMIT} s"
         try:
-            ours.recv_bytes()
+            receiver.recv_bytes()
         except EOFError:
             raise AssertionError(
                 f"a process ended before it began: exit code {child.wait(5)}"
             ) from None
-        ours.close()
+        receiver.close()
         child.started = time.monotonic()
         return child
 
     def program(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start a command in a session of its own, from the repository."""
+        """Start a command in a separate session, in the repository."""
         token = secrets.token_hex(8)
         log = self.directory / f"{token}.log"
         with open(log, "ab") as output:
@@ -227,14 +235,14 @@ class Nursery:
         return child
 
     def close(self) -> None:
-        """Kill whatever still runs: of cases that were interrupted."""
+        """Kill the remaining processes of interrupted cases."""
         for child in self._children:
             if child.wait(0) is None:
                 child.kill()
                 child.none_left(0)
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0) -> Any:
-        """What a function returns in a process of its own, which leaves nothing behind."""
+        """Return the value of a function in a separate process, which must leave none behind."""
         child = self.start(function, *arguments)
         value = child.value(seconds)
         assert not (left := child.none_left(5)), left
@@ -243,7 +251,7 @@ class Nursery:
 
 @contextmanager
 def _server_environment() -> Iterator[None]:
-    """The server inherits the environment in which the first process is started."""
+    """Set the environment that the fork server inherits from the first start."""
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     changed = {**_ENVIRONMENT, "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in changed}
@@ -256,7 +264,7 @@ def _server_environment() -> Iterator[None]:
 
 
 def _child(
-    began: Any,
+    started: Any,
     token: str,
     log: str,
     outcome: str,
@@ -264,19 +272,19 @@ def _child(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """What each process does; it never returns."""
+    """Run the call in the new process; never return."""
     code = 1
     try:
         os.setsid()
         _redirect(log)
         faulthandler.enable(all_threads=True)
         assert _WARM in sys.modules, f"the server could not import {_WARM}"
-        # What a case starts by multiprocessing would import the tests' own main module first.
+        # Processes that a case starts by multiprocessing would import pytest's main module first.
         vars(sys.modules["__main__"]).update(__spec__=None, __file__=None)
         os.environ.update(environment | {MARK: token})
         os.chdir(ROOT)
-        began.send_bytes(b"x")
-        began.close()
+        started.send_bytes(b"x")
+        started.close()
         answer = {"value": function(*arguments)}
         code = 0
     except BaseException as error:
@@ -303,7 +311,7 @@ def _redirect(log: str) -> None:
 
 
 def processes() -> list[int]:
-    """Ids of all processes that are no zombies."""
+    """Return the ids of all processes except zombies."""
     return [
         int(name)
         for name in os.listdir("/proc")
@@ -323,20 +331,20 @@ def _state(pid: int) -> str:
 
 
 def session_of(pid: int) -> int:
-    """The session of a process; 0 when it is gone."""
+    """Return the session of a process, or 0 if it is gone."""
     fields = _stat(pid)
     return int(fields[3]) if fields else 0
 
 
 def children_of(pid: int) -> list[int]:
-    """Its children that are no zombies."""
+    """Return the ids of the children of a process except zombies."""
     return [other for other in processes() if (fields := _stat(other)) and int(fields[1]) == pid]
 
 
 def environment_of(pid: int) -> bytes:
-    """The environment with which its program was started.
+    """Return the environment with which a process was started.
 
-    Empty when it is gone or another user's.
+    It is empty if the process is gone or belongs to another user.
     """
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
@@ -345,7 +353,7 @@ def environment_of(pid: int) -> bytes:
 
 
 def command_line(pid: int) -> str:
-    """Its program and arguments."""
+    """Return the program and arguments of a process."""
     try:
         return (
             Path(f"/proc/{pid}/cmdline")

@@ -70,8 +70,8 @@ def make_run(directory: Path) -> Sequence[Path]:
 def read_runs(directory: Path) -> Any:
     from megacore.artifact import Workspace
 
-    found = runs(Workspace(directory))
-    return [{name: value for name, value in run.items() if name != "size_bytes"} for run in found]
+    listed = runs(Workspace(directory))
+    return [{name: value for name, value in run.items() if name != "size_bytes"} for run in listed]
 
 
 def make_job(directory: Path) -> Sequence[Path]:
@@ -111,7 +111,7 @@ def make_events(directory: Path) -> Sequence[Path]:
 
 
 def read_events(directory: Path) -> Any:
-    """As the forwarder, the trainer and the monitor read them."""
+    """Read the events like the forwarder, the trainer and the monitor."""
     from tasks._forward import next_batch
 
     path = directory / "events.jsonl"
@@ -121,8 +121,12 @@ def read_events(directory: Path) -> Any:
     copy.mkdir()
     shutil.copy(path, copy / path.name)
     with Recorder(copy, attempt=2, rank=0, tensorboard=False) as recorder:
-        kept = recorder.reported_checkpoints()
-    return repr((batch.points, batch.checkpoints)), kept, [event for event, _ in EventReader(path)]
+        reported = recorder.reported_checkpoints()
+    return (
+        repr((batch.points, batch.checkpoints)),
+        reported,
+        [event for event, _ in EventReader(path)],
+    )
 
 
 def make_tracking(directory: Path) -> Sequence[Path]:
@@ -215,7 +219,10 @@ def make_root(directory: Path) -> Sequence[Path]:
 
 
 def read_latest(directory: Path) -> Any:
-    """What is chosen is whole: the newest, or the one before."""
+    """Return True if the chosen checkpoint has its original content.
+
+    The newest or the previous one may be chosen, but it must be complete.
+    """
     chosen = latest_complete(directory, log=lambda message: None)
     assert chosen is not None, "nothing was found where the older checkpoint is whole"
     verify(chosen, "full")

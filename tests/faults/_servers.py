@@ -1,5 +1,4 @@
-"""Prefect's and MLflow's servers, started as `make server` starts them, to be killed and started
-again."""
+"""Prefect's and MLflow's servers, started like in `make server`, to be killed and restarted."""
 
 import contextlib
 import os
@@ -18,14 +17,14 @@ from megacore.artifact import Workspace
 from tests.faults._cases import free_port
 from tests.faults._processes import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))  # they are scripts, and import each other as such
+sys.path.insert(0, str(ROOT / "scripts"))  # scripts import each other by these names
 
 from _processes import Started, end, family, spawn
 from servers import _mlflow_command
 
 HOST = "127.0.0.1"
 START_LIMIT = 90.0
-"""Seconds in which a server has to answer."""
+"""Seconds within which a server must answer."""
 QUIET = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -38,7 +37,7 @@ QUIET = {
 
 @dataclass
 class Server:
-    """One server on a port of its own; started again it has the same port and the same store."""
+    """A server on a separate port; a restart keeps the port and the store."""
 
     name: str
     command: list[str]
@@ -49,14 +48,14 @@ class Server:
     started: Started | None = None
 
     def start(self) -> None:
-        """Start it; `wait` says when it answers."""
+        """Start the server; `wait` returns when it answers."""
         environment = {**os.environ, **QUIET, **self.environment}
         self.started = spawn(
             self.name, self.command, token=self.token, env=environment, cwd=ROOT, log=self.log
         )
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until the server answers."""
         deadline = time.monotonic() + START_LIMIT
         while not self.answers():
             text = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
@@ -66,13 +65,13 @@ class Server:
             time.sleep(0.1)
 
     def answers(self) -> bool:
-        """Whether it is there."""
+        """Return True if the server answers."""
         with contextlib.suppress(OSError), urllib.request.urlopen(self.health, timeout=2) as answer:
             return bool(answer.status == 200)
         return False
 
     def kill(self) -> None:
-        """SIGKILL to all its processes."""
+        """Send SIGKILL to all processes of the server."""
         while members := family(self.token, self.name, self.started):
             for process in members:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -80,19 +79,19 @@ class Server:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """End it properly."""
+        """End the server regularly."""
         end(self.token, self.name, self.started, 5.0)
 
 
 def mlflow_server(workspace: Path, directory: Path) -> Server:
-    """MLflow's, on the workspace's store."""
+    """Return MLflow's server on the workspace's store."""
     port = free_port()
     command = _mlflow_command(Workspace(workspace), port)
     return Server("mlflow", command, f"http://{HOST}:{port}/health", {}, directory / "mlflow.log")
 
 
 def prefect_server(home: Path, directory: Path) -> Server:
-    """Prefect's, with its database below `home`."""
+    """Return Prefect's server with its database below `home`."""
     port = free_port()
     command = [
         sys.executable,
@@ -116,13 +115,13 @@ def prefect_server(home: Path, directory: Path) -> Server:
 
 
 def address(server: Server) -> str:
-    """Its URL without a path."""
+    """Return the server's URL without a path."""
     return "/".join(server.health.split("/")[:3])
 
 
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
-    """The server while the block runs."""
+    """Start the server, yield it, and kill it at the end of the block."""
     server.start()
     try:
         server.wait()

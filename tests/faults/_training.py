@@ -1,5 +1,4 @@
-"""What is killed around a training: saving checkpoints, training itself on one rank and on two, and
-the export."""
+"""Kinds of fault tests around a training: checkpoints, one rank, two ranks, and the export."""
 
 import hashlib
 import json
@@ -35,12 +34,12 @@ from tests.train import _runs
 
 SAVES = 4
 SAVED_NUMBERS = 3_000_000
-"""Of each of the saved tensors: 12 MB."""
+"""Number of elements of each saved tensor (12 MB)."""
 ITERATIONS = 12
 
 
 def visible(inputs: Path, place: Path) -> list[str]:
-    """Every checkpoint directory must be whole; a torn temporary is none."""
+    """Return the problems of checkpoints that look complete and are not."""
     problems = []
     for directory in checkpoint_directories(place / "checkpoints"):
         try:
@@ -51,7 +50,7 @@ def visible(inputs: Path, place: Path) -> list[str]:
 
 
 def tensor_digests(checkpoint: Path) -> dict[str, str]:
-    """sha256 of every tensor: weights and optimizer."""
+    """Return the sha256 of every tensor: weights and optimizer."""
     return {
         name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in read_tensors(checkpoint).items()
@@ -70,12 +69,12 @@ def _tensors(iteration: int) -> dict[str, torch.Tensor]:
 
 
 def _save(inputs: Path, place: Path, attempt: int) -> None:
-    """Save, go on from what is there, keep two."""
+    """Save, resuming from the existing checkpoints; keep two."""
     root = place / "checkpoints"
     if root.is_dir():
         remove_stale(root)
-    there = latest_complete(root)
-    done = 0 if there is None else int(read_state(there)["iteration"])
+    newest = latest_complete(root)
+    done = 0 if newest is None else int(read_state(newest)["iteration"])
     for iteration in range(done + 1, SAVES + 1):
         save_checkpoint(
             root,
@@ -89,14 +88,14 @@ def _save(inputs: Path, place: Path, attempt: int) -> None:
 
 
 def _save_in_background(inputs: Path, place: Path, attempt: int) -> None:
-    """The same beside something that goes on."""
+    """Save the same checkpoints in the background."""
     from megacore.checkpoint.background import CheckpointSaver
 
     root = place / "checkpoints"
     if root.is_dir():
         remove_stale(root)
-    there = latest_complete(root)
-    done = 0 if there is None else int(read_state(there)["iteration"])
+    newest = latest_complete(root)
+    done = 0 if newest is None else int(read_state(newest)["iteration"])
     saver = CheckpointSaver(root, asynchronous=True, keep_last=2, keep_every=None, keep_best=False)
     for iteration in range(done + 1, SAVES + 1):
         saver.save(
@@ -140,7 +139,7 @@ def _prepare(inputs: Path) -> None:
 
 
 def job_of(inputs: Path, place: Path, attempt: int, ranks: int, *, asynchronous: bool) -> TrainJob:
-    """The same for every rank of an attempt."""
+    """Return the job, which is the same for every rank of an attempt."""
     return _runs.job(
         _config(ranks, asynchronous=asynchronous),
         inputs / "data",
@@ -170,12 +169,12 @@ def train_2(inputs: Path, place: Path, attempt: int) -> None:
 
 
 def launch_2(inputs: Path, place: Path, attempt: int) -> None:
-    """Through the guard and torchrun, as a task does it."""
+    """Train through the guard and torchrun, like a task."""
     stages.train(job_of(inputs, place, attempt, 2, asynchronous=True))
 
 
 def trained(inputs: Path, place: Path) -> Any:
-    """Final weights and optimizer, every loss by iteration, and which checkpoints are left."""
+    """Return final weights and optimizer, losses by iteration and remaining checkpoints."""
     root = place / "checkpoints"
     complete = complete_checkpoints(root, "full")
     return {
@@ -193,15 +192,15 @@ def trained(inputs: Path, place: Path) -> Any:
 
 
 def losses(place: Path, kind: str) -> dict[str, float]:
-    """By iteration; what two attempts say of one iteration must be the same."""
-    found: dict[str, float] = {}
+    """Return the losses by iteration; two attempts must agree on each."""
+    losses_by_iteration: dict[str, float] = {}
     for event, _ in EventReader(place / "events.jsonl"):
         if event["kind"] == kind:
-            loss = found.setdefault(str(event["iteration"]), event["lm_loss"])
+            loss = losses_by_iteration.setdefault(str(event["iteration"]), event["lm_loss"])
             assert loss == event["lm_loss"], (
                 f"two attempts computed {loss} and {event['lm_loss']} in {event}"
             )
-    return found
+    return losses_by_iteration
 
 
 # conversion

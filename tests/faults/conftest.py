@@ -1,4 +1,4 @@
-"""All selected cases run two at a time; each test waits for its own."""
+"""Fixtures that run all selected cases two at a time while each test waits for its case."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,23 +12,23 @@ from tests.faults._processes import Nursery
 
 WORKERS = 2
 FIRST = ("flow", "mlflow", "launcher")
-"""Kinds that take long are started first."""
+"""Kinds to start first because they take long."""
 
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """What the cases share."""
+    """Provide the runner of cases, with the state they share."""
     directory = tmp_path_factory.mktemp("faults")
-    made = Bench(directory, Nursery(directory / "logs"), KINDS)
-    yield made
-    made.close()
+    bench_of_session = Bench(directory, Nursery(directory / "logs"), KINDS)
+    yield bench_of_session
+    bench_of_session.close()
 
 
 @pytest.fixture(scope="session")
 def outcome_of(
     request: pytest.FixtureRequest, bench: Bench
 ) -> Iterator[Callable[[Case], list[Outcome]]]:
-    """Waits for a case."""
+    """Return a function that waits for a case."""
     selected = [
         item.callspec.params.get("case")
         for item in request.session.items

@@ -1,14 +1,13 @@
-"""`make soak`: hundreds of kills of all kinds, full disks, damaged files and lost servers, with a
-table at the end.
+"""Soak test of kills, full disks, damaged files and lost servers, with a table at the end.
 
     python -m tests.faults.soak --kills 500 --seed 1 --out report.json
-    python -m tests.faults.soak --case launcher-100003          one case again
+    python -m tests.faults.soak --case launcher-100003          repeat one case
     python -m tests.faults.soak --markdown report.json          the table of docs/reliability.md
 
-Exits with 1 when any case has a fault. Each case has a deadline: a hang is a fault, with the stacks
-of its threads.
+Exits with 1 if any case has a fault. Each case has a deadline: a hang is a fault, reported with the
+stacks of its threads.
 """
-# ruff: noqa: T201 - it is a program
+# ruff: noqa: T201 - a program that prints
 
 import argparse
 import json
@@ -35,13 +34,13 @@ DISKS = [kind.name for kind in KINDS.values() if kind.ranks == 1 and kind.same_a
 DISKS_PER_KIND = 3
 OUTAGES = {"mlflow": 4, "prefect": 3}
 MUTATION_FACTOR = 10.0
-"""Times as many damaged files as in continuous integration."""
+"""Damaged files, in multiples of those in continuous integration."""
 MUTATION_LIMIT = 1800.0
 _LONGEST_FIRST = ("flow", "prefect", "mlflow", "launcher")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write; the exit code."""
+    """Run the cases, print and write the report; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.soak", description=__doc__.splitlines()[0]
     )
@@ -54,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         choices=[*SOAK_WEIGHTS],
-        help="kills of these kinds alone",
+        help="only kills of these kinds",
     )
     parser.add_argument(
-        "--case", action="append", default=[], metavar="KIND-SEED", help="these cases alone"
+        "--case", action="append", default=[], metavar="KIND-SEED", help="only these cases"
     )
     parser.add_argument(
         "--markdown", type=Path, metavar="REPORT", help="print a report as a table, run nothing"
@@ -81,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(markdown(report))
     faults = [
         *(
-            f"{one['kind']}-{one['seed']}: {fault}"
-            for one in report["outcomes"]
-            for fault in one["faults"]
+            f"{outcome['kind']}-{outcome['seed']}: {fault}"
+            for outcome in report["outcomes"]
+            for fault in outcome["faults"]
         )
     ]
     faults += [finding for form in mutations for finding in form["findings"]]
@@ -124,37 +123,35 @@ def _cases(kills: int, seed: int, only: Sequence[str]) -> list[Case]:
 
 
 def _run(bench: Bench, cases: Sequence[Case], jobs: int) -> list[Outcome]:
-    """Every case; one that raises is a fault like another."""
+    """Run all cases; an exception of a case is a fault too."""
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(run_case, bench, case): case for case in cases}
         for number, future in enumerate(as_completed(futures), 1):
             case = futures[future]
             try:
-                found = future.result()
+                case_outcomes = future.result()
             except Exception as error:
-                found = [
+                case_outcomes = [
                     Outcome(
                         case.kind, case.seed, 0.0, "", faults=[f"{type(error).__name__}: {error}"]
                     )
                 ]
-            outcomes += found
-            faults = sum(len(one.faults) for one in found)
-            what = f"{faults} FAULTS" if faults else "ok"
-            print(
-                f"[{number}/{len(cases)}] {case} {what} {sum(one.seconds for one in found):.1f} s",
-                flush=True,
-            )
-            for one in found:
-                for fault in one.faults:
+            outcomes += case_outcomes
+            faults = sum(len(outcome.faults) for outcome in case_outcomes)
+            verdict = f"{faults} FAULTS" if faults else "ok"
+            seconds = sum(outcome.seconds for outcome in case_outcomes)
+            print(f"[{number}/{len(cases)}] {case} {verdict} {seconds:.1f} s", flush=True)
+            for outcome in case_outcomes:
+                for fault in outcome.faults:
                     print(f"    {fault}", flush=True)
     return outcomes
 
 
 def _damage(bench: Bench, seed: int) -> list[dict[str, Any]]:
-    """Damaged files in one process.
+    """Read damaged files in one process.
 
-    When that dies or hangs, it is a finding at the file that it was at.
+    If it dies or hangs, this is a finding at the current file.
     """
     progress = bench.directory / "mutations"
     child = bench.nursery.start(
@@ -173,13 +170,13 @@ def _damage(bench: Bench, seed: int) -> list[dict[str, Any]]:
         if done.exists()
         else []
     )
-    at = progress.read_text(encoding="utf-8").strip() if progress.exists() else "the begin"
+    current = progress.read_text(encoding="utf-8").strip() if progress.exists() else "the start"
     return [
         *reports,
         {
             "form": "(ended)",
             "counts": {},
-            "findings": [f"{at}: the process ended: {answer['message']}"],
+            "findings": [f"{current}: the process ended: {answer['message']}"],
         },
     ]
 
@@ -192,19 +189,19 @@ def _report(
         "commit": _commit(),
         "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
         "seconds": round(seconds),
-        "outcomes": [asdict(one) for one in outcomes],
+        "outcomes": [asdict(outcome) for outcome in outcomes],
         "mutations": mutations,
     }
 
 
 def _commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    return completed.stdout.strip() or "unknown"
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The tables of a report."""
+    """Return the tables of a report."""
     lines = [
         f"`{report['command']}` at {report['commit']}, {report['machine']}, {report['seconds']} s.",
         "",
@@ -212,21 +209,21 @@ def markdown(report: dict[str, Any]) -> str:
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     kinds: dict[str, list[dict[str, Any]]] = {}
-    for one in report["outcomes"]:
-        kinds.setdefault(one["kind"], []).append(one)
-    killed = {kind: found for kind, found in kinds.items() if kind in SOAK_WEIGHTS}
-    others = {kind: found for kind, found in kinds.items() if kind not in SOAK_WEIGHTS}
-    everything = [one for cases in killed.values() for one in cases]
-    for kind, found in [*killed.items(), ("all", everything)]:
-        hits = sum(one["hit"] for one in found)
-        lines.append(f"| {kind} | {len(found)} | {hits} | {len(found) - hits} | {_faults(found)} |")
+    for outcome in report["outcomes"]:
+        kinds.setdefault(outcome["kind"], []).append(outcome)
+    killed = {kind: cases for kind, cases in kinds.items() if kind in SOAK_WEIGHTS}
+    others = {kind: cases for kind, cases in kinds.items() if kind not in SOAK_WEIGHTS}
+    all_killed = [outcome for cases in killed.values() for outcome in cases]
+    for kind, cases in [*killed.items(), ("all", all_killed)]:
+        hits = sum(outcome["hit"] for outcome in cases)
+        lines.append(f"| {kind} | {len(cases)} | {hits} | {len(cases) - hits} | {_faults(cases)} |")
     if others:
         lines += [
             "",
             "| full disk, or a server killed and started again | cases | faults |",
             "| --- | ---: | ---: |",
         ]
-        lines += [f"| {kind} | {len(found)} | {_faults(found)} |" for kind, found in others.items()]
+        lines += [f"| {kind} | {len(cases)} | {_faults(cases)} |" for kind, cases in others.items()]
     if report["mutations"]:
         names = ("refused", "right", "other")
         lines += [
@@ -240,19 +237,19 @@ def markdown(report: dict[str, Any]) -> str:
             "findings": [f for form in report["mutations"] for f in form["findings"]],
         }
         for form in report["mutations"]:
-            for what, count in form["counts"].items():
-                total["counts"][what] = total["counts"].get(what, 0) + count
+            for result, count in form["counts"].items():
+                total["counts"][result] = total["counts"].get(result, 0) + count
         for form in [*report["mutations"], total]:
-            counts = {what: count for what, count in form["counts"].items() if what != "same"}
-            shown = " | ".join(str(counts.get(name, 0)) for name in names)
+            counts = {result: count for result, count in form["counts"].items() if result != "same"}
+            columns = " | ".join(str(counts.get(name, 0)) for name in names)
             lines.append(
-                f"| {form['form']} | {sum(counts.values())} | {shown} | {len(form['findings'])} |"
+                f"| {form['form']} | {sum(counts.values())} | {columns} | {len(form['findings'])} |"
             )
     return "\n".join(lines)
 
 
-def _faults(found: list[dict[str, Any]]) -> int:
-    return sum(bool(one["faults"]) for one in found)
+def _faults(outcomes: list[dict[str, Any]]) -> int:
+    return sum(bool(outcome["faults"]) for outcome in outcomes)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""SIGKILL at random moments.
+"""Kills at random moments, full disks and lost servers.
 
-Nothing partial is visible, nothing is left over, and the same call finishes the same.
+After each fault no partial output is visible, no process or file is left over, and the repeated
+call gives the same result.
 
-A case that failed is repeated by its id, as in `pytest
-"tests/faults/test_kills.py::test_killed[save-async-2]"`, and any other by `python -m
-tests.faults.soak --case save-async-300017`.
+A failed case is repeated by its id, for instance `pytest
+"tests/faults/test_kills.py::test_killed_call_can_be_repeated[save-async-2]"`, and any other case by
+`python -m tests.faults.soak --case save-async-300017`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,18 +27,29 @@ from tests.faults._matrix import (
 OutcomeOf = Callable[[Case], list[Outcome]]
 KILLS = [Case(kind, seed) for kind, count in KILLS_IN_CI.items() for seed in range(count)]
 DISKS = [Case(f"{DISK}{kind}", seed) for seed, kind in enumerate(DISKS_IN_CI)]
+FAST = {"train-2-0", "save-async-0", "tokenize-0", "index-0", "disk-train-1"}
+"""Cases that `make test` runs."""
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.parametrize("case", KILLS, ids=str)
-def test_killed(case: Case, outcome_of: OutcomeOf) -> None:
+def slow_unless_fast(cases: list[Case]) -> list[Any]:
+    return [
+        pytest.param(case, marks=() if str(case) in FAST else pytest.mark.slow) for case in cases
+    ]
+
+
+@pytest.mark.parametrize("case", slow_unless_fast(KILLS), ids=str)
+def test_killed_call_can_be_repeated(case: Case, outcome_of: OutcomeOf) -> None:
     (outcome,) = outcome_of(case)
     assert not outcome.faults, "\n".join(outcome.faults)
 
 
-def test_most_kills_hit(outcome_of: OutcomeOf, request: pytest.FixtureRequest) -> None:
-    """Else the moments are drawn wrongly and nothing is tested."""
-    if not {f"test_killed[{case}]" for case in KILLS} <= {
+@pytest.mark.slow
+def test_most_kills_hit_a_running_call(
+    outcome_of: OutcomeOf, request: pytest.FixtureRequest
+) -> None:
+    """Kills at wrong moments would test nothing."""
+    if not {f"test_killed_call_can_be_repeated[{case}]" for case in KILLS} <= {
         item.name for item in request.session.items
     }:
         pytest.skip("only some cases were selected")
@@ -45,27 +58,31 @@ def test_most_kills_hit(outcome_of: OutcomeOf, request: pytest.FixtureRequest) -
     assert sum(outcome.hit for outcome in outcomes) >= 0.6 * len(outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case("flow", 1)], ids=str)
-def test_flow_killed_in_three_stages(case: Case, outcome_of: OutcomeOf) -> None:
+def test_flow_killed_in_three_stages_can_be_repeated(case: Case, outcome_of: OutcomeOf) -> None:
     outcomes = outcome_of(case)
     assert len(outcomes) == KILLS_PER_FLOW
     assert not [fault for outcome in outcomes for fault in outcome.faults]
     assert any(outcome.hit for outcome in outcomes)
 
 
-@pytest.mark.parametrize("case", DISKS, ids=str)
-def test_full_disk(case: Case, outcome_of: OutcomeOf) -> None:
+@pytest.mark.parametrize("case", slow_unless_fast(DISKS), ids=str)
+def test_call_on_a_full_disk_is_refused_and_can_be_repeated(
+    case: Case, outcome_of: OutcomeOf
+) -> None:
     (outcome,) = outcome_of(case)
     assert not outcome.faults, "\n".join(outcome.faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case("mlflow", 0)], ids=str)
-def test_mlflow_server_killed_and_restarted(case: Case, outcome_of: OutcomeOf) -> None:
+def test_restarted_mlflow_server_has_all_points(case: Case, outcome_of: OutcomeOf) -> None:
     (outcome,) = outcome_of(case)
     assert not outcome.faults, "\n".join(outcome.faults)
 
 
-def test_a_soak_has_all_kinds_in_proportion() -> None:
+def test_soak_contains_all_kinds_in_proportion() -> None:
     cases = soak_cases(500, seed=3)
     kills = {
         kind: sum(case.kind == kind for case in cases) for kind in {case.kind for case in cases}

@@ -1,5 +1,7 @@
-"""Files of every kind, cut off and with flipped bits: the right value, a valid one, or one sentence
-of our own."""
+"""Files of every kind, truncated and with flipped bits.
+
+A reader returns the right value or another valid one, or raises a MegacoreError.
+"""
 
 from pathlib import Path
 
@@ -9,22 +11,26 @@ from tests.faults._cases import Bench
 from tests.faults._mutations import run_forms
 
 FORMS = "tests.faults._forms:FORMS"
-LEAST = 2000
+MINIMUM_MUTATIONS = 2000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_damaged_files(bench: Bench, tmp_path: Path) -> None:
+def test_damaged_files_are_read_or_refused(bench: Bench, tmp_path: Path) -> None:
     progress = tmp_path / "progress"
     child = bench.nursery.start(run_forms, FORMS, tmp_path / "forms", 0, 1.0, progress)
     answer = child.finish(240)
-    at = progress.read_text(encoding="utf-8").strip() if progress.exists() else "the begin"
+    current = progress.read_text(encoding="utf-8").strip() if progress.exists() else "the start"
     assert "value" in answer, (
-        f"the process ended at {at}: {answer.get('error')}: {answer.get('message')}"
+        f"the process ended at {current}: {answer.get('error')}: {answer.get('message')}"
     )
     reports = answer["value"]
     findings = [finding for report in reports for finding in report["findings"]]
     assert not findings, "\n".join(findings)
     counts = [
-        count for report in reports for what, count in report["counts"].items() if what != "same"
+        count
+        for report in reports
+        for result, count in report["counts"].items()
+        if result != "same"
     ]
-    assert sum(counts) >= LEAST
+    assert sum(counts) >= MINIMUM_MUTATIONS

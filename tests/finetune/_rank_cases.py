@@ -1,4 +1,4 @@
-"""What each rank of a group computes of the tasks' scores."""
+"""Scores that each rank of a group computes with the tasks of fine-tuning."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +7,12 @@ from tests._dist import still_alive
 
 MODELS = {"classification": "deberta", "seq2seq": "blenderbot", "causal_lm": "gpt2"}
 COUNTS = (9, 3, 8)
-"""Samples of a split: with two ranks and batches of 4 the last batch is filled up by 7, by 5, and
-by none."""
+"""Samples of a split: on two ranks with batches of 4, the last batch is padded by 7, 5 and 0."""
 BATCH = 4
 
 
 def case_config(root: Path, kind: str) -> Any:
-    """The configuration of one of MODELS, all of whose files are below `root`."""
+    """Return the configuration of one of MODELS, with all files below `root`."""
     from tests.finetune._tiny_models import tiny_config
 
     metrics = {"seq2seq": {"metrics": ["bleu", "rouge1", "rougeLsum"]}}
@@ -23,7 +22,7 @@ def case_config(root: Path, kind: str) -> Any:
 
 
 def write_cases(root: Path) -> None:
-    """Everything that `run` reads."""
+    """Write all files that `run` reads."""
     from tests.finetune._tiny_models import prepare, write_data, write_model
 
     for kind, model in MODELS.items():
@@ -33,34 +32,33 @@ def write_cases(root: Path) -> None:
 
 
 def run(root: Path) -> dict[str, Any]:
-    """By task the metrics of the first samples of the validation split, and the sum of the
-    weights."""
+    """Return the metrics of the first validation samples by task, and the sums of weights."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     from megacore.finetune.task import build_task
 
     accelerator = Accelerator(cpu=True)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind in MODELS:
         task = build_task(
             case_config(root, kind), root / kind / "examples", root / kind / "pretrained"
         )
         model = task.build_model()
-        found[f"{kind} weights"] = sum(
+        results[f"{kind} weights"] = sum(
             float(weight.detach().abs().double().sum()) for weight in model.parameters()
         )
         model = accelerator.prepare(model).eval()
         for count in COUNTS:
-            found[f"{kind} {count}"] = score(accelerator, task, model, count)
+            results[f"{kind} {count}"] = score(accelerator, task, model, count)
             still_alive()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return found
+    return results
 
 
 def score(accelerator: Any, task: Any, model: Any, count: int) -> dict[str, float]:
-    """The metrics of the first `count` samples of the validation split."""
+    """Return the metrics of the first `count` samples of the validation split."""
     from torch.utils.data import DataLoader
 
     rows = task.split("valid").select(range(count))

@@ -1,4 +1,4 @@
-"""Tiny models of the real classes with their tokenizers, and rows for them, made in a second."""
+"""Tiny models of the real classes with their tokenizers, and rows for them, written in a second."""
 
 import csv
 import json
@@ -21,10 +21,10 @@ _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "s
 
 
 def write_tokenizer(directory: Path, kind: str) -> Any:
-    """A tokenizer of words, as save_pretrained writes one.
+    """Write a tokenizer of words like save_pretrained, and return it.
 
     Args:
-        directory: of the model.
+        directory: directory of the model.
         kind: `encoder` writes [CLS] A [SEP] B [SEP] with segments, `seq2seq` ends with </s>,
             `decoder` adds nothing and has no padding.
     """
@@ -33,7 +33,7 @@ def write_tokenizer(directory: Path, kind: str) -> Any:
 
     first = {"encoder": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], "seq2seq": ["<pad>", "<unk>", "</s>"]}
     special = first.get(kind, ["<|endoftext|>"])
-    # A line break is a word of its own: it divides the two of a pair where the tokenizer puts
+    # A line break is a separate word: it divides the two texts of a pair if the tokenizer puts
     # nothing between them.
     vocabulary = {word: number for number, word in enumerate([*special, *WORDS, ".", "\n"])}
     unknown = special[0] if kind == "decoder" else special[1]
@@ -62,8 +62,10 @@ def write_tokenizer(directory: Path, kind: str) -> Any:
 
 
 def write_model(directory: Path, kind: str, **values: Any) -> Path:
-    """A model with random weights and its tokenizer: `deberta`, `bert`, `xlnet`, `blenderbot`, `t5`
-    or `gpt2`."""
+    """Write a model with random weights and its tokenizer; return the directory.
+
+    Kinds are `deberta`, `bert`, `xlnet`, `blenderbot`, `t5` and `gpt2`.
+    """
     import transformers
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
         case "xlnet":
             model = _xlnet(size, **values)
         case "blenderbot":
-            given = {
+            sizes = {
                 "d_model": 32,
                 "encoder_layers": 1,
                 "decoder_layers": 1,
@@ -109,10 +111,10 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
                 "eos_token_id": 2,
                 "decoder_start_token_id": 0,
             }
-            config = transformers.BlenderbotConfig(vocab_size=size, **(given | values))
+            config = transformers.BlenderbotConfig(vocab_size=size, **(sizes | values))
             model = transformers.BlenderbotForConditionalGeneration(config)
         case "t5":
-            given = {
+            sizes = {
                 "d_model": 32,
                 "d_kv": 8,
                 "d_ff": 64,
@@ -121,13 +123,15 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
                 "dropout_rate": 0.0,
             }
             ends = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
-            config = transformers.T5Config(vocab_size=size, **(given | ends | values))
+            config = transformers.T5Config(vocab_size=size, **(sizes | ends | values))
             model = transformers.T5ForConditionalGeneration(config)
         case _:
-            given = {"n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4}
-            quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            sizes = {"n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4}
+            no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
             ends = {"bos_token_id": 0, "eos_token_id": 0}
-            config = transformers.GPT2Config(vocab_size=size, **(given | quiet | ends | values))
+            config = transformers.GPT2Config(
+                vocab_size=size, **(sizes | no_dropout | ends | values)
+            )
             model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(directory)
     return directory
@@ -136,7 +140,7 @@ def write_model(directory: Path, kind: str, **values: Any) -> Path:
 def _xlnet(size: int, **values: Any) -> Any:
     import transformers
 
-    given = {
+    sizes = {
         "d_model": 32,
         "n_layer": 2,
         "n_head": 4,
@@ -145,19 +149,19 @@ def _xlnet(size: int, **values: Any) -> Any:
         "pad_token_id": 0,
     }
     return transformers.XLNetLMHeadModel(
-        transformers.XLNetConfig(vocab_size=size, **(given | values))
+        transformers.XLNetConfig(vocab_size=size, **(sizes | values))
     )
 
 
 def sentence(generator: random.Random, words: int = 5) -> str:
-    """Words of the vocabulary."""
+    """Return random words of the vocabulary."""
     return " ".join(generator.choice(WORDS) for _ in range(words))
 
 
 def pair_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Sentence pairs.
+    """Return sentence pairs with a learnable label.
 
-    The label is 1 where the second begins with the first's first word, which can be learned.
+    The label is 1 if the second sentence begins with the first's first word.
     """
     generator = random.Random(seed)
     rows = []
@@ -174,7 +178,7 @@ def pair_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
 
 
 def word_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Sentences; the label is whether `good` or `bad` is in them, which is quickly learned."""
+    """Return sentences labelled by whether they contain `good` or `bad`; quickly learned."""
     generator = random.Random(seed)
     others = [word for word in WORDS if word not in ("good", "bad")]
     rows = []
@@ -187,14 +191,14 @@ def word_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
 
 
 def copy_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Sources, and as targets their first words."""
+    """Return sources with their first words as targets."""
     generator = random.Random(seed)
     sources = [sentence(generator, 4) for _ in range(count)]
     return [{"source": source, "target": " ".join(source.split()[:2])} for source in sources]
 
 
 def text_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Texts in which each word follows the one before it in WORDS, which can be learned."""
+    """Return texts in which each word follows the previous one in WORDS, which can be learned."""
     generator = random.Random(seed)
     starts = [generator.randrange(len(WORDS)) for _ in range(count)]
     return [
@@ -204,7 +208,7 @@ def text_rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Rows as .jsonl, .csv or .tsv."""
+    """Write rows as .jsonl, .csv or .tsv; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -241,9 +245,9 @@ _ROWS = {"classification": pair_rows, "seq2seq": copy_rows, "causal_lm": text_ro
 def tiny_config(
     model: Path | str, data: Path, kind: str, /, **sections: dict[str, Any]
 ) -> FinetuneConfig:
-    """A configuration for `train.jsonl` and `valid.jsonl` in `data`.
+    """Return a configuration for `train.jsonl` and `valid.jsonl` in `data`.
 
-    Each section's values are added to the others.
+    Each section's values are added to the defaults.
     """
     values: dict[str, dict[str, Any]] = {
         "model": {"path": str(model)},
@@ -271,15 +275,17 @@ def tiny_config(
 
 
 def write_data(directory: Path, kind: str, train: int = 24, valid: int = 9) -> Path:
-    """`train.jsonl` and `valid.jsonl` of a task of TASKS."""
+    """Write `train.jsonl` and `valid.jsonl` of a task of TASKS; return the directory."""
     write_rows(directory / "train.jsonl", _ROWS[kind](train, 1))
     write_rows(directory / "valid.jsonl", _ROWS[kind](valid, 2))
     return directory
 
 
 def prepare(config: FinetuneConfig, root: Path) -> tuple[Path, Path]:
-    """Run the stages `pretrained`, `dataset` and `examples` below `root`; the directories of
-    examples and model."""
+    """Run the stages `pretrained`, `dataset` and `examples` below `root`.
+
+    Return the directories of examples and model.
+    """
     from megacore.finetune.dataset import collect_rows
     from megacore.finetune.examples import build_examples
     from megacore.finetune.pretrained import collect_pretrained, local_directory
@@ -299,8 +305,10 @@ def prepare(config: FinetuneConfig, root: Path) -> tuple[Path, Path]:
 
 
 def write_export(root: Path, family: str) -> Path:
-    """What the exporter writes of a random `gpt`, `bert` or `t5` of ours, with a manifest; its
-    directory."""
+    """Write the export of a random `gpt`, `bert` or `t5` model and its manifest.
+
+    Return its directory.
+    """
     from megacore.artifact.build import StageKey, seal
     from megacore.convert.export import write_export
     from megacore.convert.source import CheckpointTensors
@@ -319,18 +327,18 @@ def write_export(root: Path, family: str) -> Path:
 
 
 def scores(task: Any, model: Any, accelerator: Any, split: str = "valid") -> dict[str, float]:
-    """The metrics of a whole split."""
+    """Return the metrics of a complete split."""
     scorer = task.scorer(accelerator, model.eval())
     for batch in accelerator.prepare(
         torch.utils.data.DataLoader(task.split(split), 4, collate_fn=task.collate)
     ):
         scorer.add(batch)
-    found: dict[str, float] = scorer.metrics()
-    return found
+    metrics: dict[str, float] = scorer.metrics()
+    return metrics
 
 
 def learn(task: Any, model: Any, epochs: int, lr: float = 3e-3) -> None:
-    """Some epochs of Adam with batches of 8."""
+    """Train with Adam in batches of 8."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     loader = torch.utils.data.DataLoader(task.split("train"), 8, collate_fn=task.collate)
     model.train()

@@ -1,5 +1,4 @@
-"""A tiny fine-tuning with a real model: GPT-2 learns to count on in steps, from random weights that
-a directory has."""
+"""A tiny fine-tuning with a real model: GPT-2 learns to count in steps from random weights."""
 
 import json
 import os
@@ -18,7 +17,7 @@ LENGTH = 12
 
 
 def config(**sections: Any) -> FinetuneConfig:
-    """A whole configuration; `sections` is merged over it, one level deep."""
+    """Return a complete configuration with `sections` merged into it, one level deep."""
     values: dict[str, Any] = {
         "name": "tiny",
         "seed": 3,
@@ -40,7 +39,7 @@ def config(**sections: Any) -> FinetuneConfig:
 
 
 def write_model(directory: Path, *, dropout: float = 0.0) -> None:
-    """A transformers directory with a GPT-2 of random weights and a tokenizer of words."""
+    """Write a GPT-2 with random weights and a tokenizer of words as transformers does."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -48,7 +47,7 @@ def write_model(directory: Path, *, dropout: float = 0.0) -> None:
 
     torch.manual_seed(11)
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    made = GPT2Config(
+    model_config = GPT2Config(
         vocab_size=WORDS,
         n_positions=LENGTH,
         n_embd=16,
@@ -58,7 +57,7 @@ def write_model(directory: Path, *, dropout: float = 0.0) -> None:
         eos_token_id=0,
         **drops,
     )
-    GPT2LMHeadModel(made).save_pretrained(directory)
+    GPT2LMHeadModel(model_config).save_pretrained(directory)
     words = {"<pad>": 0, **{f"w{number}": number for number in range(1, WORDS)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -68,7 +67,7 @@ def write_model(directory: Path, *, dropout: float = 0.0) -> None:
 
 
 class TinyTask:
-    """See `megacore.finetune.task.FinetuneTask`."""
+    """A task of counting, with the interface of `megacore.finetune.task.FinetuneTask`."""
 
     metric = "loss"
     larger_is_better = False
@@ -84,16 +83,16 @@ class TinyTask:
         signal_at: int | None = None,
         signal_in_evaluation: int | None = None,
     ) -> None:
-        """Samples from a formula.
+        """Generate the samples from a formula.
 
         Args:
-            directory: of the model.
-            train: training samples.
-            valid: validation samples.
-            test: test samples.
+            directory: directory of the model.
+            train: number of training samples.
+            valid: number of validation samples.
+            test: number of test samples.
             poison: forward pass of training, counted from 1, before which a weight becomes NaN.
             signal_at: forward pass of training before which this process gets SIGTERM.
-            signal_in_evaluation: the same of evaluations.
+            signal_in_evaluation: forward pass of evaluation before which it gets SIGTERM.
         """
         from transformers import AutoTokenizer
 
@@ -126,12 +125,12 @@ class TinyTask:
     def _disturb(self, module: Any, arguments: Any) -> None:
         self._passes += module.training
         self._evaluated += not module.training
-        asked = (
+        send_signal = (
             self._passes == self._signal_at
             if module.training
             else self._evaluated == self._signal_in_evaluation
         )
-        if asked:
+        if send_signal:
             os.kill(os.getpid(), signal.SIGTERM)
         if module.training and self._passes == self._poison:
             with torch.no_grad():
@@ -168,7 +167,7 @@ class _Scorer:
 
 
 def _rows(first: int, count: int) -> list[dict[str, Any]]:
-    """Numbers that rise by a step of their own, modulo the vocabulary."""
+    """Return rows of numbers that rise by one step per row, modulo the vocabulary."""
     generator = torch.Generator().manual_seed(first)
     starts = torch.randint(1, WORDS, (count,), generator=generator).tolist()
     steps = torch.randint(1, 3, (count,), generator=generator).tolist()
@@ -180,25 +179,25 @@ def _rows(first: int, count: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Run:
-    """What a fine-tuning left."""
+    """Directory and events of a fine-tuning."""
 
     directory: Path
     events: list[dict[str, Any]]
     stopped: str | None
-    """Why it ended early, if it did."""
+    """Error that ended the run early, or None."""
 
     @property
     def losses(self) -> list[float]:
-        """Of each step."""
+        """Loss of each step."""
         return [event["loss"] for event in self.of("step")]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The events of a kind."""
+        """Return the events of a kind."""
         return [event for event in self.events if event["kind"] == kind]
 
 
-def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> Run:
-    """Run the loop on this rank, as `megacore.ranks.finetune` does once the ranks have joined."""
+def run(finetune_config: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> Run:
+    """Run the loop on this rank, like `megacore.ranks.finetune` once the ranks have joined."""
     from megacore.errors import TrainingStoppedError
     from megacore.finetune.run import Finetuner
     from megacore.finetune.trainer import prepare
@@ -206,12 +205,16 @@ def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> R
 
     rank = int(os.environ.get("RANK", "0"))
     trainer = prepare(
-        made, task, precision=made.train.precision, device=torch.device("cpu"), directory=directory
+        finetune_config,
+        task,
+        precision=finetune_config.train.precision,
+        device=torch.device("cpu"),
+        directory=directory,
     )
     stopped = None
     with Recorder(directory, attempt=attempt, rank=rank, tensorboard=False) as recorder:
         try:
-            Finetuner(made, task, trainer, recorder, directory).run()
+            Finetuner(finetune_config, task, trainer, recorder, directory).run()
         except TrainingStoppedError as error:
             stopped = f"{type(error).__name__}: {error}"
     if torch.distributed.is_initialized():
@@ -221,7 +224,7 @@ def run(made: FinetuneConfig, task: Any, directory: Path, attempt: int = 1) -> R
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Those of the best model of a run."""
+    """Return the weights of the best model of a run."""
     from safetensors.torch import load_file
 
     (path,) = (directory / "best").glob("iter_*")

@@ -1,6 +1,8 @@
-"""What two gloo ranks do for the tests of this package, in one spawn."""
+"""Cases that two gloo ranks run for the tests of this package, in one start."""
 
 import os
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,126 +37,146 @@ DISTRIBUTED = {
     "xlnet": ("ddp", "zero2"),
     "head": ("ddp", "zero3"),
 }
-"""What is tried of each real model; `head` is a DeBERTa with a trained head of three classes, which
-gives way."""
+"""Distributions of each real model.
+
+`head` is a DeBERTa with a trained head of three classes, which is replaced.
+"""
 
 
 def real_config(root: Path, model: str) -> FinetuneConfig:
-    """The configuration for one of DISTRIBUTED, whose files are below `root`."""
+    """Return the configuration for one of DISTRIBUTED, with all files below `root`."""
     kind = "seq2seq" if model == "blenderbot" else "classification"
-    given = {"new_head": True} if model == "head" else {}
+    options = {"new_head": True} if model == "head" else {}
     directory = root / model / "model"
     return _tiny_models.tiny_config(
-        directory, root / model, kind, model={"path": str(directory), **given}
+        directory, root / model, kind, model={"path": str(directory), **options}
     )
 
 
 def write_real(root: Path, model: str) -> None:
-    """Everything that `_real` reads."""
-    made = real_config(root, model)
+    """Write all files that `_real` reads."""
+    configuration = real_config(root, model)
     directory = _tiny_models.write_model(
-        Path(made.model.path), "deberta" if model == "head" else model
+        Path(configuration.model.path), "deberta" if model == "head" else model
     )
     if model == "head":
         from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
         trained = DebertaV2Config.from_pretrained(directory, num_labels=3)
         DebertaV2ForSequenceClassification(trained).save_pretrained(directory)
-    _tiny_models.write_data(root / model, made.task.kind)
-    _tiny_models.prepare(made, root / model / "stages")
+    _tiny_models.write_data(root / model, configuration.task.kind)
+    _tiny_models.prepare(configuration, root / model / "stages")
 
 
-def cases(root: Path) -> dict[str, Any]:
-    """Each case by its name; this rank's account of it."""
-    found: dict[str, Any] = {}
+FAST = ("ddp", "zero2", "ddp accumulated", "ddp resumed", "deberta ddp")
+"""Cases that `make test` runs."""
+
+
+def cases(root: Path, only: Collection[str] = ()) -> dict[str, Any]:
+    """Run the cases and return this rank's results by name; all cases without `only`."""
+    all_cases: dict[str, Callable[[], dict[str, Any]]] = {}
     for kind in ("ddp", "zero2", "zero3", "zero3-offload", "fsdp"):
-        found[kind] = _case(root, kind, kind)
+        all_cases[kind] = partial(_case, root, kind, kind)
     for kind in ("ddp", "zero2", "fsdp"):
-        found[f"{kind} accumulated"] = _case(
-            root, f"{kind}-acc", kind, train={"gradient_accumulation_steps": 2}
+        all_cases[f"{kind} accumulated"] = partial(
+            _case, root, f"{kind}-acc", kind, train={"gradient_accumulation_steps": 2}
         )
     for kind in ("ddp", "zero2", "zero3", "fsdp"):
-        found[f"{kind} bf16"] = _case(
-            root, f"{kind}-bf16", kind, train={"precision": "bf16", "max_steps": 2}
+        all_cases[f"{kind} bf16"] = partial(
+            _case, root, f"{kind}-bf16", kind, train={"precision": "bf16", "max_steps": 2}
         )
-    found["json optimizer"] = _case(root, "json", "zero2", launch={"deepspeed_config": ADAMW})
-    found["json both"] = _case(
-        root, "json-both", "zero2", launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}}
+    all_cases["json optimizer"] = partial(
+        _case, root, "json", "zero2", launch={"deepspeed_config": ADAMW}
+    )
+    all_cases["json both"] = partial(
+        _case,
+        root,
+        "json-both",
+        "zero2",
+        launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}},
     )
     for kind in ("ddp", "zero2", "zero3", "fsdp"):
-        found[f"{kind} resumed"] = _resumed(root, kind)
+        all_cases[f"{kind} resumed"] = partial(_resumed, root, kind)
     for model, kinds in DISTRIBUTED.items():
         for distributed in kinds:
-            found[f"{model} {distributed}"] = _real(root, model, distributed)
-    found["divided"] = _divided(root)
-    return found
+            all_cases[f"{model} {distributed}"] = partial(_real, root, model, distributed)
+    all_cases["divided"] = partial(_divided, root)
+    assert all_cases.keys() >= set(only)
+    return {name: case() for name, case in all_cases.items() if not only or name in only}
 
 
 def _case(root: Path, name: str, kind: str, **sections: Any) -> dict[str, Any]:
     launch = {"distributed": kind} | sections.pop("launch", {})
     # 24 samples: an epoch is 3 batches of 8, so with 2 accumulated the last step has one.
-    done = run(config(launch=launch, **sections), TinyTask(root / "model", train=24), root / name)
+    result = run(config(launch=launch, **sections), TinyTask(root / "model", train=24), root / name)
     still_alive()
     return {
-        "losses": done.losses,
-        "lr": [event["lr"] for event in done.of("step")],
-        "metrics": done.of("evaluation")[-1]["metrics"],
-        "norms": [event["grad_norm"] for event in done.of("step")],
-        "weights": weights(done.directory),
+        "losses": result.losses,
+        "lr": [event["lr"] for event in result.of("step")],
+        "metrics": result.of("evaluation")[-1]["metrics"],
+        "norms": [event["grad_norm"] for event in result.of("step")],
+        "weights": weights(result.directory),
     }
 
 
 def _resumed(root: Path, kind: str) -> dict[str, Any]:
-    """With dropout: a run that nothing disturbs, and one that a signal to the second rank stops
-    within an epoch."""
-    made = config(launch={"distributed": kind})
-    whole = run(made, TinyTask(root / "dropout"), root / f"{kind}-whole")
+    """Run with dropout, without a break and with a signal to the second rank within an epoch."""
+    configuration = config(launch={"distributed": kind})
+    unbroken = run(configuration, TinyTask(root / "dropout"), root / f"{kind}-whole")
     still_alive()
     rank = int(os.environ["RANK"])
     stopped = run(
-        made, TinyTask(root / "dropout", signal_at=5 if rank == 1 else None), root / f"{kind}-twice"
+        configuration,
+        TinyTask(root / "dropout", signal_at=5 if rank == 1 else None),
+        root / f"{kind}-twice",
     )
-    again = run(made, TinyTask(root / "dropout"), root / f"{kind}-twice", attempt=2)
+    resumed = run(configuration, TinyTask(root / "dropout"), root / f"{kind}-twice", attempt=2)
     still_alive()
     return {
         "stopped": stopped.stopped,
         "stopped at": stopped.events[-1]["iteration"],
-        "from": again.of("start")[-1]["resumed_from"],
-        "losses": (whole.losses, again.losses),
-        "metrics": (whole.of("evaluation")[-1]["metrics"], again.of("evaluation")[-1]["metrics"]),
-        "weights": (weights(whole.directory), weights(again.directory)),
+        "from": resumed.of("start")[-1]["resumed_from"],
+        "losses": (unbroken.losses, resumed.losses),
+        "metrics": (
+            unbroken.of("evaluation")[-1]["metrics"],
+            resumed.of("evaluation")[-1]["metrics"],
+        ),
+        "weights": (weights(unbroken.directory), weights(resumed.directory)),
     }
 
 
 def _real(root: Path, model: str, distributed: str) -> dict[str, Any]:
-    """A real task on the artifacts that `write_real` has made, evaluated with everything it has."""
+    """Run a real task on the artifacts of `write_real`."""
     from megacore.finetune.task import build_task
 
     values = real_config(root, model).model_dump(mode="json")
     values["launch"]["distributed"] = distributed
     values["train"]["log_interval"] = 1
-    made = FinetuneConfig.model_validate(values)
+    configuration = FinetuneConfig.model_validate(values)
     task = build_task(
-        made, root / model / "stages" / "examples", root / model / "stages" / "pretrained"
+        configuration, root / model / "stages" / "examples", root / model / "stages" / "pretrained"
     )
-    done = run(made, task, root / f"{model}-{distributed}")
+    result = run(configuration, task, root / f"{model}-{distributed}")
     still_alive()
-    return {"losses": done.losses, "metrics": [event["metrics"] for event in done.of("evaluation")]}
+    return {
+        "losses": result.losses,
+        "metrics": [event["metrics"] for event in result.of("evaluation")],
+    }
 
 
 def _divided(root: Path) -> dict[str, Any]:
-    """Numbers of a model that is read under ZeRO-3: those that this rank holds, and all."""
+    """Return how many numbers of a model read under ZeRO-3 this rank holds, and all ranks."""
     from megacore.finetune.distribution import training_arguments
 
-    made = config(launch={"distributed": "zero3"})
+    configuration = config(launch={"distributed": "zero3"})
     arguments = training_arguments(
-        made, precision="fp32", device=torch.device("cpu"), total_steps=1, directory=root
+        configuration, precision="fp32", device=torch.device("cpu"), total_steps=1, directory=root
     )
     parameters = list(TinyTask(root / "model").build_model().parameters())
-    held = sum(parameter.ds_tensor.numel() for parameter in parameters)
+    local = sum(parameter.ds_tensor.numel() for parameter in parameters)
     return {
         "kind": arguments.distributed_state.distributed_type.value,
         "whole": sum(parameter.numel() for parameter in parameters),
-        "held": held,
+        "held": local,
         "all": sum(parameter.ds_numel for parameter in parameters),
     }

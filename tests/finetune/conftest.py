@@ -1,4 +1,4 @@
-"""Tiny models and what two ranks do with them, made once."""
+"""Tiny models, and the results of two ranks with them, computed once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `model` and, of the same with dropout, `dropout`."""
+    """Return a directory with the tiny model, `model`, and the same with dropout, `dropout`."""
     pytest.importorskip("accelerate")
     from tests.finetune import _tiny_task
 
@@ -20,20 +20,25 @@ def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def two(tiny_root: Path) -> list[dict[str, Any]]:
-    """What each of two ranks did in the cases of `_two_ranks`."""
+def rank_results(tiny_root: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return the results of `_two_ranks.cases` by rank: the fast cases, or all for slow tests."""
     pytest.importorskip("deepspeed")
     from tests._dist import run_distributed
     from tests.finetune import _two_ranks
 
-    for model in _two_ranks.DISTRIBUTED:
+    slow = any(
+        item.get_closest_marker("slow") and "rank_results" in getattr(item, "fixturenames", ())
+        for item in request.session.items
+    )
+    for model in _two_ranks.DISTRIBUTED if slow else ["deberta"]:
         _two_ranks.write_real(tiny_root, model)
-    return run_distributed(2, _two_ranks.cases, tiny_root, timeout=150)
+    only = () if slow else _two_ranks.FAST
+    return run_distributed(2, _two_ranks.cases, tiny_root, only, timeout=150)
 
 
 @pytest.fixture
 def accelerator() -> Iterator[Any]:
-    """Of one process, which leaves nothing behind."""
+    """Provide the Accelerator of one process and reset its state afterwards."""
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState

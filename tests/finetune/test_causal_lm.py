@@ -1,3 +1,5 @@
+"""Fine-tuning of decoders on running text."""
+
 import math
 from pathlib import Path
 from typing import Any
@@ -32,20 +34,20 @@ def task_of(root: Path, **sections: dict[str, Any]) -> Any:
     return build_task(config, root / "examples", root / "pretrained")
 
 
-def test_perplexity_is_that_of_every_token(gpt2: Path, accelerator: Any) -> None:
+def test_perplexity_is_over_all_tokens(gpt2: Path, accelerator: Any) -> None:
     task = task_of(gpt2)
     model = task.build_model().eval()
     rows = task.split("valid")
     with torch.no_grad():
         ids = torch.tensor([row["input_ids"] for row in rows])
         chosen = torch.log_softmax(model(ids).logits[:, :-1], -1).gather(-1, ids[:, 1:, None])
-    found = scores(task, model, accelerator)
-    assert found["loss"] == pytest.approx(-float(chosen.mean()), rel=1e-5)
-    assert found["ppl"] == pytest.approx(math.exp(found["loss"]))
+    metrics = scores(task, model, accelerator)
+    assert metrics["loss"] == pytest.approx(-float(chosen.mean()), rel=1e-5)
+    assert metrics["ppl"] == pytest.approx(math.exp(metrics["loss"]))
     assert (task.metric, task.larger_is_better) == ("ppl", False)
 
 
-def test_a_batch_has_whole_blocks(gpt2: Path) -> None:
+def test_batch_contains_complete_blocks(gpt2: Path) -> None:
     task = task_of(gpt2)
     batch = task.collate(task.largest_rows(2))
     assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == dict.fromkeys(
@@ -67,15 +69,15 @@ def test_decoders_learn(source: str, gpt2: Path, tmp_path: Path, accelerator: An
     assert scores(task, model, accelerator)["ppl"] < 0.8 * start["ppl"]
 
 
-def test_a_model_without_its_head_is_refused(gpt2: Path, tmp_path: Path) -> None:
-    """An untied head that is not in the files would be drawn at random without a word."""
+def test_model_without_head_weights_is_refused(gpt2: Path, tmp_path: Path) -> None:
+    """Missing weights of an untied head would be random without a warning."""
     write_model(tmp_path / "model", "gpt2", tie_word_embeddings=False)
     from safetensors.torch import load_file, save_file
 
     path = tmp_path / "model/model.safetensors"
-    held = load_file(path)
-    held.pop("lm_head.weight")
-    save_file(held, path, metadata={"format": "pt"})
+    tensors = load_file(path)
+    tensors.pop("lm_head.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
     config = tiny_config("bare", gpt2 / "data", "causal_lm")
     with pytest.raises(
         ConfigError, match=r"bare lacks 1 of the weights of GPT2LMHeadModel, lm_head\.weight first"

@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it does not believe."""
+"""Checkpoints of fine-tuning: resuming, interruptions and damage."""
 
 import shutil
 from pathlib import Path
@@ -14,79 +14,92 @@ from megacore.finetune.checkpoints import Progress
 from tests.finetune._tiny_task import Run, TinyTask, config, run, weights
 
 TRAIN = {"micro_batch_size": 8}
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp"])
-def test_two_ranks_go_on_as_if_nothing_had_been(two: list[dict[str, Any]], kind: str) -> None:
-    """With dropout, within an epoch; the signal reaches one rank alone."""
-    for rank in two:
-        found = rank[f"{kind} resumed"]
-        assert found["stopped"].startswith("PreemptedError: training stopped at iteration 5 of 6")
-        assert found["stopped at"] == found["from"] == 5
-        whole, twice = found["losses"]
-        assert twice == whole
-        assert found["metrics"][0] == found["metrics"][1]
-        before, after = found["weights"]
+@pytest.mark.parametrize(
+    "kind",
+    ["ddp", *(pytest.param(kind, marks=SLOW) for kind in ("zero2", "zero3", "fsdp"))],
+)
+def test_resumed_run_of_two_ranks_is_bit_identical(
+    rank_results: list[dict[str, Any]], kind: str
+) -> None:
+    """With dropout, within an epoch; only one rank gets the signal."""
+    for rank in rank_results:
+        results = rank[f"{kind} resumed"]
+        assert results["stopped"].startswith("PreemptedError: training stopped at iteration 5 of 6")
+        assert results["stopped at"] == results["from"] == 5
+        unbroken_losses, resumed_losses = results["losses"]
+        assert resumed_losses == unbroken_losses
+        assert results["metrics"][0] == results["metrics"][1]
+        before, after = results["weights"]
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.fixture(scope="module")
-def dropped(tiny_root: Path) -> Run:
-    """A run with dropout that nothing disturbs."""
+def unbroken(tiny_root: Path) -> Run:
+    """Provide an uninterrupted run with dropout."""
     return run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tiny_root / "dropped")
 
 
-def same(first: Run, second: Run) -> bool:
+def same_run(first: Run, second: Run) -> bool:
     one, other = weights(first.directory), weights(second.directory)
     return first.losses == second.losses and all(
         torch.equal(one[name], other[name]) for name in one
     )
 
 
-def test_a_stop_file_saves_within_an_epoch(dropped: Run, tiny_root: Path, tmp_path: Path) -> None:
+def test_run_stopped_by_a_file_within_an_epoch_is_resumed_exactly(
+    unbroken: Run, tiny_root: Path, tmp_path: Path
+) -> None:
     (tmp_path / STOP_FILE).touch()
     stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path)
     assert stopped.stopped is not None
     assert stopped.stopped.startswith("TrainingStoppedError: training stopped at iteration 1 of 6")
     assert not (tmp_path / STOP_FILE).exists()
-    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
-    assert again.of("start")[-1]["resumed_from"] == 1
-    assert same(dropped, again)
+    resumed = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert resumed.of("start")[-1]["resumed_from"] == 1
+    assert same_run(unbroken, resumed)
 
 
-def test_what_a_signal_left_no_time_for_is_made_up(
-    dropped: Run, tiny_root: Path, tmp_path: Path
+def test_resumed_run_does_the_evaluation_a_signal_prevented(
+    unbroken: Run, tiny_root: Path, tmp_path: Path
 ) -> None:
     stopped = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", signal_at=3), tmp_path)
     assert stopped.stopped is not None
     assert [event["iteration"] for event in stopped.of("evaluation")] == [0]
     assert stopped.of("checkpoint")[-1]["validation_loss"] is None
-    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
-    assert [event["iteration"] for event in again.of("evaluation")] == [0, 3, 6]
-    assert same(dropped, again)
+    resumed = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert [event["iteration"] for event in resumed.of("evaluation")] == [0, 3, 6]
+    assert same_run(unbroken, resumed)
 
 
-@pytest.mark.parametrize(("at", "iteration"), [(1, 0), (3, 3), (12, 6)])
-def test_an_evaluation_breaks_off_for_a_signal(
-    dropped: Run, tiny_root: Path, tmp_path: Path, at: int, iteration: int
+@pytest.mark.parametrize(
+    ("moment", "iteration"),
+    [(1, 0), pytest.param(3, 3, marks=SLOW), pytest.param(12, 6, marks=SLOW)],
+)
+def test_evaluation_interrupted_by_a_signal_is_repeated(
+    unbroken: Run, tiny_root: Path, tmp_path: Path, moment: int, iteration: int
 ) -> None:
-    """Before the first step, after an epoch (whose seven sample losses follow), and after the last
-    step."""
+    """Interrupted before the first step, after an epoch and after the last step.
+
+    Losses of seven samples follow the evaluation after an epoch.
+    """
     stopped = run(
-        config(train=TRAIN), TinyTask(tiny_root / "dropout", signal_in_evaluation=at), tmp_path
+        config(train=TRAIN), TinyTask(tiny_root / "dropout", signal_in_evaluation=moment), tmp_path
     )
     assert stopped.stopped is not None
     assert f"training stopped at iteration {iteration} of 6" in stopped.stopped
     assert iteration not in [event["iteration"] for event in stopped.of("evaluation")]
-    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
-    assert again.of("start")[-1]["resumed_from"] == iteration
-    assert [event["iteration"] for event in again.of("evaluation")] == [0, 3, 6]
-    assert same(dropped, again)
+    resumed = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert resumed.of("start")[-1]["resumed_from"] == iteration
+    assert [event["iteration"] for event in resumed.of("evaluation")] == [0, 3, 6]
+    assert same_run(unbroken, resumed)
 
 
-def test_a_test_that_a_signal_breaks_off_is_made_up_with_its_evaluation(
-    dropped: Run, tiny_root: Path, tmp_path: Path
+def test_test_split_interrupted_by_a_signal_is_repeated(
+    unbroken: Run, tiny_root: Path, tmp_path: Path
 ) -> None:
     """A signal in the last batch of the validation is seen before the first of the test."""
     stopped = run(
@@ -96,27 +109,27 @@ def test_a_test_that_a_signal_breaks_off_is_made_up_with_its_evaluation(
     )
     assert stopped.stopped is not None
     assert (stopped.of("test"), stopped.of("best")) == ([], [])
-    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", test=5), tmp_path, attempt=2)
-    assert [event["iteration"] for event in again.of("evaluation")] == [0, 3, 3, 6]
-    assert [event["iteration"] for event in again.of("test")] == [3, 6]
+    resumed = run(config(train=TRAIN), TinyTask(tiny_root / "dropout", test=5), tmp_path, attempt=2)
+    assert [event["iteration"] for event in resumed.of("evaluation")] == [0, 3, 3, 6]
+    assert [event["iteration"] for event in resumed.of("test")] == [3, 6]
     assert all(
         torch.equal(tensor, weights(tmp_path)[name])
-        for name, tensor in weights(dropped.directory).items()
+        for name, tensor in weights(unbroken.directory).items()
     )
 
 
-def test_damaged_and_incomplete_checkpoints_are_passed_over(
-    dropped: Run, tiny_root: Path, tmp_path: Path
+def test_damaged_and_incomplete_checkpoints_are_skipped(
+    unbroken: Run, tiny_root: Path, tmp_path: Path
 ) -> None:
-    made = config(train=TRAIN, checkpoint={"save_interval": 1, "keep_last": 3})
-    run(made, TinyTask(tiny_root / "dropout", signal_at=5), tmp_path)
+    configuration = config(train=TRAIN, checkpoint={"save_interval": 1, "keep_last": 3})
+    run(configuration, TinyTask(tiny_root / "dropout", signal_at=5), tmp_path)
     root = tmp_path / "checkpoints"
     assert sorted(path.name for path in root.iterdir()) == [
         "iter_0000003",
         "iter_0000004",
         "iter_0000005",
     ]
-    # Only the third is of an evaluated model.
+    # Only the model of iteration 3 was evaluated.
     assert [Marker.read(path).validation_loss is None for path in sorted(root.iterdir())] == [
         False,
         True,
@@ -126,18 +139,18 @@ def test_damaged_and_incomplete_checkpoints_are_passed_over(
     weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"!")
     (root / "iter_0000004" / "complete.json").unlink()
     shutil.copytree(root / "iter_0000003", root / "iter_0000009.tmp-1234")
-    again = run(made, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
-    assert again.of("start")[-1]["resumed_from"] == 3
-    warnings = [event["message"] for event in again.of("warning")]
+    resumed = run(configuration, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert resumed.of("start")[-1]["resumed_from"] == 3
+    warnings = [event["message"] for event in resumed.of("warning")]
     assert (
-        "model.safetensors has another content than when it was written; passing it over"
+        "model.safetensors has other content than when it was written; using the one before it"
         in warnings[0].replace(": use another checkpoint", "")
     )
     assert "iter_0000004 has no complete.json" in warnings[1]
-    assert [loss for loss in again.losses if loss not in dropped.losses] == []
+    assert [loss for loss in resumed.losses if loss not in unbroken.losses] == []
     assert all(
         torch.equal(tensor, weights(tmp_path)[name])
-        for name, tensor in weights(dropped.directory).items()
+        for name, tensor in weights(unbroken.directory).items()
     )
     assert sorted(path.name for path in root.iterdir()) == [
         "iter_0000004",
@@ -147,8 +160,8 @@ def test_damaged_and_incomplete_checkpoints_are_passed_over(
     assert verify(root / "iter_0000005").iteration == 5, "what was damaged was written again"
 
 
-def test_a_checkpoint_is_whole_or_not_there(dropped: Run) -> None:
-    path = dropped.directory / "checkpoints" / "iter_0000006"
+def test_checkpoint_contains_all_files(unbroken: Run) -> None:
+    path = unbroken.directory / "checkpoints" / "iter_0000006"
     marker = Marker.read(path)
     assert marker.files.keys() == {
         "progress.json",
@@ -162,9 +175,16 @@ def test_a_checkpoint_is_whole_or_not_there(dropped: Run) -> None:
     assert marker.problem(path, "full") is None
 
 
-@pytest.mark.parametrize("at", ["stage", "state", "measure", "mark", "rename", "retain"])
-def test_a_crash_at_any_line_leaves_a_checkpoint_to_go_on_from(
-    dropped: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "mark",
+        "rename",
+        *(pytest.param(at, marks=SLOW) for at in ("stage", "state", "measure", "retain")),
+    ],
+)
+def test_crash_while_saving_leaves_a_checkpoint_to_resume_from(
+    unbroken: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     from megacore.finetune import checkpoints
     from megacore.finetune.trainer import StepTrainer
@@ -172,7 +192,7 @@ def test_a_crash_at_any_line_leaves_a_checkpoint_to_go_on_from(
     class CrashError(Exception):
         pass
 
-    places: dict[str, tuple[Any, str]] = {
+    targets: dict[str, tuple[Any, str]] = {
         "stage": (checkpoints.secrets, "token_hex"),
         "state": (StepTrainer, "write_state"),
         "measure": (checkpoints, "sync_file"),
@@ -180,40 +200,40 @@ def test_a_crash_at_any_line_leaves_a_checkpoint_to_go_on_from(
         "rename": (checkpoints, "sync_directory"),
         "retain": (checkpoints, "apply_retention"),
     }
-    made = config(train=TRAIN | {"max_steps": 6}, checkpoint={"save_interval": 1})
-    target, name = places[at]
+    configuration = config(train=TRAIN | {"max_steps": 6}, checkpoint={"save_interval": 1})
+    target, name = targets[moment]
     original, calls = getattr(target, name), 0
 
     def crash(*arguments: Any, **values: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 12 if at == "measure" else calls == 2:
+        if calls == 12 if moment == "measure" else calls == 2:
             raise CrashError
         return original(*arguments, **values)
 
     with monkeypatch.context() as patched:
         patched.setattr(target, name, crash)
         with pytest.raises(CrashError):
-            run(made, TinyTask(tiny_root / "dropout"), tmp_path)
-    again = run(made, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
-    assert again.of("start")[-1]["resumed_from"] in (1, 2)
+            run(configuration, TinyTask(tiny_root / "dropout"), tmp_path)
+    resumed = run(configuration, TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    assert resumed.of("start")[-1]["resumed_from"] in (1, 2)
     assert all(
         torch.equal(tensor, weights(tmp_path)[name])
-        for name, tensor in weights(dropped.directory).items()
+        for name, tensor in weights(unbroken.directory).items()
     )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_0000006"]
 
 
-def test_another_number_of_ranks_is_refused(
-    tiny_root: Path, two: list[dict[str, Any]], tmp_path: Path
+def test_checkpoint_of_another_number_of_ranks_is_refused(
+    tiny_root: Path, rank_results: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_root / "ddp", tmp_path / "ddp")
     with pytest.raises(CheckpointError, match="is of 2 ranks and the job has 1"):
         run(config(), TinyTask(tiny_root / "model", train=24), tmp_path / "ddp")
 
 
-def test_the_best_model_is_replaced_only_once_a_better_one_is_whole(
-    dropped: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_best_model_is_replaced_once_a_better_one_is_complete(
+    unbroken: Run, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megacore.finetune import best
 
@@ -233,13 +253,13 @@ def test_the_best_model_is_replaced_only_once_a_better_one_is_whole(
             run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path)
     complete = [path.name for path in (tmp_path / "best").iterdir() if ".tmp-" not in path.name]
     assert complete == ["iter_0000003"]
-    again = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
+    resumed = run(config(train=TRAIN), TinyTask(tiny_root / "dropout"), tmp_path, attempt=2)
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["iter_0000006"]
     assert all(
         torch.equal(tensor, weights(tmp_path)[name])
-        for name, tensor in weights(dropped.directory).items()
+        for name, tensor in weights(unbroken.directory).items()
     )
-    assert again.of("best")[-1]["iteration"] == 6
+    assert resumed.of("best")[-1]["iteration"] == 6
 
 
 def test_progress_of_another_version_is_refused() -> None:

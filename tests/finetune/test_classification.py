@@ -1,3 +1,5 @@
+"""Fine-tuning of classification and regression."""
+
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ WORDS = {"sentence1_column": "sentence", "sentence2_column": None, "max_length":
 
 @pytest.fixture(scope="module")
 def deberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model and data, and the stages' artifacts."""
+    """Provide model, data and the stages' artifacts."""
     root = tmp_path_factory.mktemp("deberta")
     write_model(root / "model", "deberta")
     write_data(root / "data", "classification")
@@ -37,54 +39,54 @@ def deberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_of(root: Path, **sections: dict[str, Any]) -> ClassificationTask:
-    """The task on artifacts below `root`."""
+    """Return the task on the artifacts below `root`."""
     config = tiny_config(root / "model", root / "data", "classification", **sections)
     task = build_task(config, root / "examples", root / "pretrained")
     assert isinstance(task, ClassificationTask)
     return task
 
 
-def test_the_head_is_drawn_from_the_seed_and_the_body_is_the_pretrained_one(deberta: Path) -> None:
+def test_head_depends_on_the_seed_and_body_is_pretrained(deberta: Path) -> None:
     from safetensors.torch import load_file
 
     before = torch.random.get_rng_state()
-    one, again = task_of(deberta).build_model(), task_of(deberta).build_model()
+    one, same = task_of(deberta).build_model(), task_of(deberta).build_model()
     other = task_of(deberta, train={}).build_model()
     assert torch.equal(before, torch.random.get_rng_state())
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     pretrained = load_file(deberta / "model/model.safetensors")
-    held = one.state_dict()
+    tensors = one.state_dict()
     name = "deberta.encoder.layer.1.output.dense.weight"
-    assert torch.equal(held[name], pretrained[name])
-    assert {weight.dtype for weight in held.values() if weight.is_floating_point()} == {
+    assert torch.equal(tensors[name], pretrained[name])
+    assert {weight.dtype for weight in tensors.values() if weight.is_floating_point()} == {
         torch.float32
     }
     config = tiny_config(deberta / "model", deberta / "data", "classification").model_copy(
         update={"seed": 7}
     )
-    drawn = (
+    reseeded = (
         build_task(config, deberta / "examples", deberta / "pretrained").build_model().state_dict()
     )
-    assert torch.equal(drawn[name], held[name])
-    assert not torch.equal(drawn["classifier.weight"], held["classifier.weight"])
+    assert torch.equal(reseeded[name], tensors[name])
+    assert not torch.equal(reseeded["classifier.weight"], tensors["classifier.weight"])
 
 
-def test_random_weights_keep_nothing(deberta: Path) -> None:
+def test_random_weights_replace_the_pretrained_ones(deberta: Path) -> None:
     name = "deberta.encoder.layer.1.output.dense.weight"
     random = task_of(deberta, model={"random_weights": True}).build_model().state_dict()
-    again = task_of(deberta, model={"random_weights": True}).build_model().state_dict()
-    assert torch.equal(random[name], again[name])
+    same = task_of(deberta, model={"random_weights": True}).build_model().state_dict()
+    assert torch.equal(random[name], same[name])
     assert not torch.equal(random[name], task_of(deberta).build_model().state_dict()[name])
 
 
-def test_the_configuration_names_the_classes(deberta: Path) -> None:
+def test_model_configuration_names_the_classes(deberta: Path) -> None:
     config = task_of(deberta).build_model().config
     assert config.id2label == {0: "0", 1: "1"}
     assert config.problem_type == "single_label_classification"
 
 
-def test_a_batch_is_as_long_as_its_longest_or_as_all(deberta: Path) -> None:
+def test_batch_is_padded_to_its_longest_sample_or_the_maximum(deberta: Path) -> None:
     rows = [{"input_ids": [2, 9, 3], "labels": 1}, {"input_ids": [2, 3], "labels": 0}]
     batch = task_of(deberta).collate(rows)
     assert batch["input_ids"].tolist() == [[2, 9, 3], [2, 3, 0]]
@@ -96,14 +98,14 @@ def test_a_batch_is_as_long_as_its_longest_or_as_all(deberta: Path) -> None:
     )
 
 
-def test_padding_does_not_tell(deberta: Path, accelerator: Any) -> None:
+def test_padding_does_not_change_scores(deberta: Path, accelerator: Any) -> None:
     model = task_of(deberta).build_model()
     short = scores(task_of(deberta), model, accelerator)
     whole = scores(task_of(deberta, task={"pad_to_max_length": True}), model, accelerator)
     assert short == pytest.approx(whole, rel=1e-4)
 
 
-def test_scores_are_those_of_all_samples_by_hand(deberta: Path, accelerator: Any) -> None:
+def test_scores_equal_a_computation_by_hand(deberta: Path, accelerator: Any) -> None:
     task = task_of(deberta)
     model = task.build_model().eval()
     rows = list(task.split("valid") or [])
@@ -119,13 +121,13 @@ def test_scores_are_those_of_all_samples_by_hand(deberta: Path, accelerator: Any
     right = [
         int(row.argmax()) == sample["labels"] for row, sample in zip(logits, rows, strict=True)
     ]
-    found = scores(task, model, accelerator)
-    assert found["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
-    assert found["accuracy"] == pytest.approx(sum(right) / 9)
-    assert set(found) == {"loss", "accuracy", "f1"}
+    metrics = scores(task, model, accelerator)
+    assert metrics["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx(sum(right) / 9)
+    assert set(metrics) == {"loss", "accuracy", "f1"}
 
 
-def test_largest_rows_fill_the_length(deberta: Path) -> None:
+def test_largest_rows_have_the_maximum_length(deberta: Path) -> None:
     task = task_of(deberta)
     batch = task.collate(task.largest_rows(3))
     assert batch["input_ids"].shape == (3, 16)
@@ -133,7 +135,7 @@ def test_largest_rows_fill_the_length(deberta: Path) -> None:
     assert task.build_model()(**batch).loss.isfinite()
 
 
-def test_a_regression_has_one_output(tmp_path: Path, accelerator: Any) -> None:
+def test_regression_has_one_output(tmp_path: Path, accelerator: Any) -> None:
     write_model(tmp_path / "model", "deberta")
     rows = [{**row, "label": row["label"] * 2.5} for row in pair_rows(12)]
     for split in ("train", "valid"):
@@ -147,18 +149,17 @@ def test_a_regression_has_one_output(tmp_path: Path, accelerator: Any) -> None:
     batch = task.collate(list(task.split("train") or [])[:5])
     assert batch["labels"].dtype == torch.float32
     assert model(**batch).logits.shape == (5, 1)
-    found = scores(task, model, accelerator)
-    assert set(found) == {"loss", "pearson", "spearmanr"}
+    metrics = scores(task, model, accelerator)
+    assert set(metrics) == {"loss", "pearson", "spearmanr"}
     with torch.no_grad():
         all_rows = task.collate(list(task.split("valid") or []))
         expected = float(model(**all_rows).loss)
-    assert found["loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt", "t5"])
-def test_our_exports_learn(family: str, tmp_path: Path, accelerator: Any) -> None:
-    """Metrics improve over the start, with Megatron's classes and tokenizers that have no padding
-    or no end."""
+def test_exports_learn(family: str, tmp_path: Path, accelerator: Any) -> None:
+    """Exports have Megatron's classes and tokenizers without padding or end tokens."""
     export = write_export(tmp_path / "export", family)
     for split, seed in (("train", 1), ("valid", 2)):
         write_rows(tmp_path / f"data/{split}.jsonl", word_rows(32, seed))
@@ -176,7 +177,7 @@ def test_our_exports_learn(family: str, tmp_path: Path, accelerator: Any) -> Non
     assert built(**task.collate(task.largest_rows(2))).loss.isfinite()
 
 
-def test_megatron_s_encoder_is_read(tmp_path: Path) -> None:
+def test_megatron_bert_is_loaded(tmp_path: Path) -> None:
     import transformers
 
     source = write_model(tmp_path / "model", "bert")
@@ -192,9 +193,7 @@ def test_megatron_s_encoder_is_read(tmp_path: Path) -> None:
     assert "token_type_ids" in task.collate(list(task.split("train") or [])[:2])
 
 
-def test_a_trained_head_of_another_size_gives_way_where_that_is_asked(
-    deberta: Path, tmp_path: Path
-) -> None:
+def test_trained_head_is_replaced_only_on_request(deberta: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
@@ -209,11 +208,11 @@ def test_a_trained_head_of_another_size_gives_way_where_that_is_asked(
         prepare(tiny_config(tmp_path / "model", data, "classification"), tmp_path / "refused")
     config = tiny_config(tmp_path / "model", data, "classification", model={"new_head": True})
     model = build_task(config, *prepare(config, tmp_path)).build_model()
-    held, own = model.state_dict(), load_file(tmp_path / "model/model.safetensors")
-    assert (held["classifier.weight"].shape[0], own["classifier.weight"].shape[0]) == (2, 3)
+    loaded, source = model.state_dict(), load_file(tmp_path / "model/model.safetensors")
+    assert (loaded["classifier.weight"].shape[0], source["classifier.weight"].shape[0]) == (2, 3)
     name = "deberta.encoder.layer.1.output.dense.weight"
-    assert torch.equal(held[name], own[name])
-    shrunk = trained.to_dict() | {"intermediate_size": 24}  # no head: a body that does not fit
+    assert torch.equal(loaded[name], source[name])
+    shrunk = trained.to_dict() | {"intermediate_size": 24}  # the body does not fit either
     DebertaV2ForSequenceClassification(DebertaV2Config.from_dict(shrunk)).save_pretrained(
         tmp_path / "other"
     )
@@ -224,15 +223,15 @@ def test_a_trained_head_of_another_size_gives_way_where_that_is_asked(
         build_task(config, tmp_path / "examples", tmp_path / "pretrained").build_model()
 
 
-def test_weights_of_another_model_are_refused(deberta: Path, tmp_path: Path) -> None:
+def test_missing_or_damaged_weights_are_refused(deberta: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     (tmp_path / "model").mkdir()
     for path in (deberta / "model").iterdir():
         (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
-    held = load_file(deberta / "model/model.safetensors")
-    lost = {name: weight for name, weight in held.items() if ".layer.1." not in name}
-    save_file(lost, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(deberta / "model/model.safetensors")
+    remaining = {name: weight for name, weight in tensors.items() if ".layer.1." not in name}
+    save_file(remaining, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     config = tiny_config("lost", deberta / "data", "classification")
     with pytest.raises(
         ConfigError, match=r"lost lacks \d+ of the weights of DebertaV2For.*encoder\.layer\.1\."
@@ -246,24 +245,24 @@ def test_weights_of_another_model_are_refused(deberta: Path, tmp_path: Path) -> 
 
 
 def read(train: list[Any], valid: list[Any], **task: Any) -> tuple[Any, dict[str, Any]]:
-    """Names of the classes and labels of two splits."""
-    given = ClassificationConfig.model_validate(
+    """Return the classes and the labels of two splits."""
+    task_config = ClassificationConfig.model_validate(
         {"kind": "classification", "sentence1_column": "text", **task}
     )
     splits = {
         "train": Dataset.from_dict({"label": train}),
         "valid": Dataset.from_dict({"label": valid}),
     }
-    return read_labels(splits, "label", classification_settings(given))
+    return read_labels(splits, "label", classification_settings(task_config))
 
 
-def test_classes_are_counted_or_named_by_the_training_split() -> None:
+def test_classes_come_from_the_training_split() -> None:
     assert read([1, 0, 2], [2, 2]) == (("0", "1", "2"), {"train": [1, 0, 2], "valid": [2, 2]})
     assert read(["yes", "no"], ["no"]) == (("no", "yes"), {"train": [1, 0], "valid": [0]})
     assert read([True, False], [True]) == (("0", "1"), {"train": [1, 0], "valid": [1]})
 
 
-def test_classes_that_the_configuration_names_need_no_row() -> None:
+def test_configured_classes_need_no_rows() -> None:
     labels = ["a", "b", "c"]
     assert read(["c", "a"], ["b"], labels=labels) == (
         ("a", "b", "c"),
@@ -273,7 +272,7 @@ def test_classes_that_the_configuration_names_need_no_row() -> None:
     assert read([1, 1], [0], glue="rte")[0] == ("entailment", "not_entailment")
 
 
-def test_numbers_are_read_for_a_regression() -> None:
+def test_regression_reads_numbers() -> None:
     assert read([1, 2], [0.5], regression=True) == (None, {"train": [1.0, 2.0], "valid": [0.5]})
     assert read([1.5, 2.5], [0.5], glue="stsb")[0] is None
 
@@ -335,7 +334,7 @@ def test_numbers_are_read_for_a_regression() -> None:
         ([0.5, float("nan")], None, {"regression": True}, r"row 1 of the train split has no value"),
     ],
 )
-def test_labels_that_the_head_does_not_expect_are_refused(
+def test_unexpected_labels_are_refused(
     train: list[Any], valid: list[Any] | None, task: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataFormatError, match=message):

@@ -1,3 +1,5 @@
+"""Rows of files and of data sets on the hub."""
+
 import gzip
 import json
 import shutil
@@ -34,7 +36,7 @@ def hub(directory: Path | str, **values: Any) -> FinetuneDataConfig:
 
 
 def collect(data: FinetuneDataConfig, root: Path, seed: int = 1) -> tuple[dict[str, Any], Path]:
-    """Counts and directory of the artifact."""
+    """Return counts and directory of the artifact."""
     directory = root / "rows"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -48,7 +50,7 @@ def rows_of(directory: Path, split: str) -> list[dict[str, Any]]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Rows in any of the forms that are read."""
+    """Write rows in one of the readable formats."""
     match path.suffix:
         case ".gz":
             write(path.with_suffix(""), rows)
@@ -68,7 +70,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize(
     "suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".jsonl.zst", ".csv.gz"]
 )
-def test_every_form_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
+def test_all_file_formats_give_the_same_rows(suffix: str, tmp_path: Path) -> None:
     train, valid = (
         write(tmp_path / f"train{suffix}", ROWS[:12]),
         write(tmp_path / f"valid{suffix}", ROWS[12:]),
@@ -80,7 +82,7 @@ def test_every_form_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
     assert open_split(directory, "test") is None
 
 
-def test_text_files_keep_their_lines(tmp_path: Path) -> None:
+def test_lines_of_text_files_are_rows(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(" = Title = \n\nOne line .\n")
     (tmp_path / "valid.txt").write_text("Another\n")
     _, directory = collect(files(tmp_path / "train.txt", tmp_path / "valid.txt"), tmp_path)
@@ -91,7 +93,7 @@ def test_text_files_keep_their_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_globs_are_read_in_order(tmp_path: Path) -> None:
+def test_files_of_a_glob_are_read_in_order(tmp_path: Path) -> None:
     for number in (2, 0, 1):
         write_rows(tmp_path / f"part-{number}.jsonl", ROWS[number * 4 : number * 4 + 4])
     counts, directory = collect(
@@ -101,19 +103,19 @@ def test_globs_are_read_in_order(tmp_path: Path) -> None:
     assert rows_of(directory, "train") == ROWS[:12]
 
 
-def test_rows_are_held_out_by_the_seed(tmp_path: Path) -> None:
+def test_held_out_rows_depend_on_the_seed(tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", ROWS)
-    found = []
+    held_out_rows = []
     for seed in (1, 1, 2):
         counts, directory = collect(files(train, valid_share=0.25), tmp_path, seed)
         assert counts == {"train": 15, "valid": 5}
-        kept, held = rows_of(directory, "train"), rows_of(directory, "valid")
-        assert sorted(kept + held, key=str) == sorted(ROWS, key=str)
-        found.append(held)
-    assert found[0] == found[1] != found[2]
+        training, held_out = rows_of(directory, "train"), rows_of(directory, "valid")
+        assert sorted(training + held_out, key=str) == sorted(ROWS, key=str)
+        held_out_rows.append(held_out)
+    assert held_out_rows[0] == held_out_rows[1] != held_out_rows[2]
 
 
-def test_a_share_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_share_without_rows_is_refused(tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", ROWS[:4])
     with pytest.raises(
         DataFormatError, match=r"has 4 rows, of which data\.valid_share 0\.05 holds 0 out"
@@ -121,28 +123,31 @@ def test_a_share_of_nothing_is_refused(tmp_path: Path) -> None:
         collect(files(train), tmp_path)
 
 
-def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+def test_equal_rows_give_equal_bytes(tmp_path: Path) -> None:
     digests = []
-    for place in ("one", "another"):
-        (tmp_path / place).mkdir()
-        train = write_rows(tmp_path / place / f"{place}.jsonl", ROWS)
-        _, directory = collect(files(train, valid_share=0.25), tmp_path / place)
+    for folder in ("one", "another"):
+        (tmp_path / folder).mkdir()
+        train = write_rows(tmp_path / folder / f"{folder}.jsonl", ROWS)
+        _, directory = collect(files(train, valid_share=0.25), tmp_path / folder)
         digests.append({name: entry.sha256 for name, entry in list_files(directory).items()})
     assert digests[0] == digests[1]
 
 
-def test_the_fingerprint_follows_files_and_what_is_held_out(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_files_seed_and_share(tmp_path: Path) -> None:
     train, valid = (
         write_rows(tmp_path / "train.jsonl", ROWS),
         write_rows(tmp_path / "valid.jsonl", ROWS),
     )
-    given, held = dataset_fingerprint(files(train, valid), 1), dataset_fingerprint(files(train), 1)
-    assert given == dataset_fingerprint(files(train, valid, valid_share=0.5), 2)
-    assert held != dataset_fingerprint(files(train), 2)
-    assert held != dataset_fingerprint(files(train, valid_share=0.5), 1)
+    with_valid, held_out = (
+        dataset_fingerprint(files(train, valid), 1),
+        dataset_fingerprint(files(train), 1),
+    )
+    assert with_valid == dataset_fingerprint(files(train, valid, valid_share=0.5), 2)
+    assert held_out != dataset_fingerprint(files(train), 2)
+    assert held_out != dataset_fingerprint(files(train, valid_share=0.5), 1)
     write_rows(train, ROWS[1:])
-    assert given != dataset_fingerprint(files(train, valid), 1)
-    json.dumps(held)
+    assert with_valid != dataset_fingerprint(files(train, valid), 1)
+    json.dumps(held_out)
 
 
 def parquet(directory: Path, *splits: str) -> Path:
@@ -155,7 +160,7 @@ def parquet(directory: Path, *splits: str) -> Path:
     return directory
 
 
-def test_a_local_copy_of_a_data_set_is_read(tmp_path: Path) -> None:
+def test_local_copy_of_a_data_set_is_read(tmp_path: Path) -> None:
     counts, directory = collect(
         hub(parquet(tmp_path / "set", "train", "validation", "test"), test="test"), tmp_path
     )
@@ -168,17 +173,17 @@ def test_mnli_is_validated_on_matched_genres(
 ) -> None:
     import datasets
 
-    asked = []
+    requested_splits = []
 
     def load(name: str, config: str, *, split: str, **_: Any) -> Any:
-        asked.append(split)
+        requested_splits.append(split)
         return datasets.Dataset.from_list(ROWS[:2])
 
     known = ["train", "validation_matched", "validation_mismatched"]
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: known)
     monkeypatch.setattr(datasets, "load_dataset", load)
     collect(hub("nyu-mll/glue", config="mnli"), tmp_path)
-    assert asked == ["train", "validation_matched"]
+    assert requested_splits == ["train", "validation_matched"]
     with pytest.raises(
         DataFormatError,
         match=r"no split 'dev', only train, validation_matched, validation_mismatched",
@@ -186,7 +191,7 @@ def test_mnli_is_validated_on_matched_genres(
         collect(hub("nyu-mll/glue", config="mnli", valid="dev"), tmp_path)
 
 
-def test_a_missing_split_is_named(tmp_path: Path) -> None:
+def test_missing_split_is_refused(tmp_path: Path) -> None:
     directory = parquet(tmp_path / "set", "train", "test")
     with pytest.raises(
         DataFormatError,
@@ -198,7 +203,7 @@ def test_a_missing_split_is_named(tmp_path: Path) -> None:
         collect(hub(directory), tmp_path)
 
 
-def test_a_lost_connection_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_connection_is_retryable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def lose(*_: Any, **__: Any) -> None:
@@ -212,7 +217,7 @@ def test_a_lost_connection_can_be_retried(tmp_path: Path, monkeypatch: pytest.Mo
     assert caught.value.retryable
 
 
-def test_a_data_set_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_missing_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"none cannot be loaded: .*check data\.source"):
         collect(hub(tmp_path / "none"), tmp_path)
 
@@ -259,7 +264,7 @@ def test_a_data_set_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         "other form",
     ],
 )
-def test_a_damaged_file_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_file_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     good = write(
         tmp_path / ("good.jsonl" if name.endswith(".md") else name.replace("bad", "good")), ROWS[:4]
     )
@@ -269,7 +274,7 @@ def test_a_damaged_file_is_named(name: str, content: bytes, message: str, tmp_pa
         collect(FinetuneDataConfig.model_validate({"source": source, "valid_share": 0.5}), tmp_path)
 
 
-def test_a_form_that_is_not_read_is_refused(tmp_path: Path) -> None:
+def test_unknown_file_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.xlsx").write_bytes(b"PK")
     with pytest.raises(
         DataFormatError, match=r"rows\.xlsx, which is none of \.jsonl, \.json, \.csv"
@@ -277,7 +282,7 @@ def test_a_form_that_is_not_read_is_refused(tmp_path: Path) -> None:
         collect(files(tmp_path / "rows.xlsx"), tmp_path)
 
 
-def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_missing_file_and_directory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataFormatError, match=r"data\.source\.train has .*none\*\.jsonl, which names no file"
     ):
@@ -286,14 +291,14 @@ def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         collect(files(tmp_path), tmp_path)
 
 
-def test_a_split_without_rows_is_refused(tmp_path: Path) -> None:
+def test_split_without_rows_is_refused(tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.csv", ROWS)
     (tmp_path / "valid.csv").write_text("sentence1,sentence2,label\n")
     with pytest.raises(DataFormatError, match=r"valid\.csv has no rows"):
         collect(files(train, tmp_path / "valid.csv"), tmp_path)
 
 
-def test_damaged_rows_are_refused(tmp_path: Path) -> None:
+def test_damaged_artifact_is_refused(tmp_path: Path) -> None:
     _, directory = collect(
         files(write_rows(tmp_path / "train.jsonl", ROWS), valid_share=0.5), tmp_path
     )

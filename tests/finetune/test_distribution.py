@@ -1,4 +1,4 @@
-"""Distributions, DeepSpeed's JSON, optimizer and schedule."""
+"""Distributions of fine-tuning, DeepSpeed's JSON, optimizer and schedule."""
 
 import itertools
 import os
@@ -19,34 +19,44 @@ from megacore.finetune.trainer import parameter_groups, prepare
 from tests.finetune._tiny_task import TinyTask, config
 from tests.finetune._two_ranks import ADAMW, DECAY
 
-LOSSES = 1e-6
-"""Relative difference of losses in fp32: sums over ranks in another order."""
-WEIGHTS = 2e-5
-"""Of weights after six steps with a learning rate of 5e-3; Adam divides by the root of small
-numbers."""
+LOSS_TOLERANCE = 1e-6
+"""Tolerated relative difference of losses in fp32: ranks sum in another order."""
+WEIGHT_TOLERANCE = 2e-5
+"""Tolerated difference of weights after six steps with a learning rate of 5e-3.
+
+Adam divides by the root of small numbers.
+"""
 
 
-@pytest.mark.parametrize("kind", ["zero2", "zero3", "zero3-offload", "fsdp"])
-def test_each_distribution_learns_what_ddp_does(two: list[dict[str, Any]], kind: str) -> None:
-    for rank in two:
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["zero2", *(pytest.param(kind, marks=SLOW) for kind in ("zero3", "zero3-offload", "fsdp"))],
+)
+def test_distributions_train_like_ddp(rank_results: list[dict[str, Any]], kind: str) -> None:
+    for rank in rank_results:
         ddp, zero = rank["ddp"], rank[kind]
-        assert zero["losses"] == pytest.approx(ddp["losses"], rel=LOSSES)
+        assert zero["losses"] == pytest.approx(ddp["losses"], rel=LOSS_TOLERANCE)
         assert zero["norms"] == pytest.approx(ddp["norms"], rel=1e-5)
         assert zero["lr"] == ddp["lr"]
-        assert zero["metrics"] == pytest.approx(ddp["metrics"], rel=LOSSES)
-        torch.testing.assert_close(zero["weights"], ddp["weights"], rtol=0, atol=WEIGHTS)
-    assert two[0][kind]["losses"] == two[1][kind]["losses"]
+        assert zero["metrics"] == pytest.approx(ddp["metrics"], rel=LOSS_TOLERANCE)
+        torch.testing.assert_close(zero["weights"], ddp["weights"], rtol=0, atol=WEIGHT_TOLERANCE)
+    assert rank_results[0][kind]["losses"] == rank_results[1][kind]["losses"]
     assert ddp["losses"][-1] < ddp["losses"][0] - 0.1
 
 
+@SLOW
 @pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp"])
-def test_bf16_learns_what_fp32_does(two: list[dict[str, Any]], kind: str) -> None:
-    whole, rounded = two[0]["ddp"], two[0][f"{kind} bf16"]
-    assert rounded["losses"] == pytest.approx(whole["losses"][:2], rel=5e-3)
-    assert rounded["losses"] != whole["losses"][:2]
+def test_bf16_trains_like_fp32(rank_results: list[dict[str, Any]], kind: str) -> None:
+    full_precision, rounded = rank_results[0]["ddp"], rank_results[0][f"{kind} bf16"]
+    assert rounded["losses"] == pytest.approx(full_precision["losses"][:2], rel=5e-3)
+    assert rounded["losses"] != full_precision["losses"][:2]
     assert all(weight.dtype == torch.float32 for weight in rounded["weights"].values())
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
@@ -57,12 +67,14 @@ def test_bf16_learns_what_fp32_does(two: list[dict[str, Any]], kind: str) -> Non
         ("blenderbot", "zero3"),
     ],
 )
-def test_zero_learns_what_ddp_does_with_real_tasks(
-    two: list[dict[str, Any]], model: str, kind: str
+def test_distributions_train_real_tasks_like_ddp(
+    rank_results: list[dict[str, Any]], model: str, kind: str
 ) -> None:
-    """Under ZeRO-3 the head is drawn, and texts are written, with a model that no rank has as a
-    whole."""
-    for rank in two:
+    """Under ZeRO-3 no rank has the whole model.
+
+    The head is nevertheless initialized, and texts are generated.
+    """
+    for rank in rank_results:
         ddp, zero = rank[f"{model} ddp"], rank[f"{model} {kind}"]
         assert zero["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
         for before, after in zip(ddp["metrics"], zero["metrics"], strict=True):
@@ -70,37 +82,50 @@ def test_zero_learns_what_ddp_does_with_real_tasks(
     assert len(ddp["losses"]) == 3
 
 
-def test_weights_that_no_loss_depends_on_are_let_be(two: list[dict[str, Any]]) -> None:
-    """XLNet's for masks and segments."""
-    assert len(two[0]["xlnet ddp"]["losses"]) == 3
-    assert two[0]["xlnet ddp"]["losses"] == pytest.approx(two[0]["xlnet zero2"]["losses"], rel=1e-5)
+@SLOW
+def test_unused_weights_are_allowed(rank_results: list[dict[str, Any]]) -> None:
+    """XLNet has weights for masks and segments that no loss depends on."""
+    assert len(rank_results[0]["xlnet ddp"]["losses"]) == 3
+    assert rank_results[0]["xlnet ddp"]["losses"] == pytest.approx(
+        rank_results[0]["xlnet zero2"]["losses"], rel=1e-5
+    )
 
 
-def test_a_head_gives_way_under_zero_3_too(two: list[dict[str, Any]]) -> None:
-    ddp, zero = two[0]["head ddp"], two[0]["head zero3"]
+@SLOW
+def test_trained_head_is_replaced_under_zero_3(rank_results: list[dict[str, Any]]) -> None:
+    ddp, zero = rank_results[0]["head ddp"], rank_results[0]["head zero3"]
     assert zero["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
     assert zero["metrics"][-1] == pytest.approx(ddp["metrics"][-1], rel=1e-5)
 
 
-def test_the_last_step_of_an_epoch_weighs_its_batches_alike(two: list[dict[str, Any]]) -> None:
-    for rank, kind in itertools.product(two, ("zero2", "fsdp")):
+@SLOW
+def test_incomplete_last_step_of_an_epoch_is_not_scaled_down(
+    rank_results: list[dict[str, Any]],
+) -> None:
+    for rank, kind in itertools.product(rank_results, ("zero2", "fsdp")):
         ddp, zero = rank["ddp accumulated"], rank[f"{kind} accumulated"]
         assert len(ddp["losses"]) == 4, "3 batches in steps of 2, twice"
-        assert zero["losses"] == pytest.approx(ddp["losses"], rel=LOSSES)
-        # With half of the gradient the norm would be half of it, too.
+        assert zero["losses"] == pytest.approx(ddp["losses"], rel=LOSS_TOLERANCE)
+        # With half of the gradient, the norm would be halved too.
         assert zero["norms"] == pytest.approx(ddp["norms"], rel=1e-5)
         assert ddp["norms"][1] > 0.6
 
 
-def test_a_json_with_an_optimizer_equals_the_settings_without(two: list[dict[str, Any]]) -> None:
-    plain, described = two[0]["zero2"], two[0]["json optimizer"]
-    assert described["losses"] == pytest.approx(plain["losses"], rel=LOSSES)
+@SLOW
+def test_optimizer_of_the_json_equals_the_configured_one(
+    rank_results: list[dict[str, Any]],
+) -> None:
+    plain, described = rank_results[0]["zero2"], rank_results[0]["json optimizer"]
+    assert described["losses"] == pytest.approx(plain["losses"], rel=LOSS_TOLERANCE)
     assert described["lr"] == plain["lr"]
-    torch.testing.assert_close(described["weights"], plain["weights"], rtol=0, atol=WEIGHTS)
+    torch.testing.assert_close(
+        described["weights"], plain["weights"], rtol=0, atol=WEIGHT_TOLERANCE
+    )
 
 
-def test_a_schedule_of_the_json_counts_optimizer_steps(two: list[dict[str, Any]]) -> None:
-    """DeepSpeed's course lags a step and warms up in two at least.
+@SLOW
+def test_schedule_of_the_json_counts_optimizer_steps(rank_results: list[dict[str, Any]]) -> None:
+    """DeepSpeed's schedule lags a step and warms up in at least two.
 
     Divided among ranks it would end in step 4.
     """
@@ -108,11 +133,12 @@ def test_a_schedule_of_the_json_counts_optimizer_steps(two: list[dict[str, Any]]
     course = [0.0] + [
         peak * min(step / warmup, (total - step) / (total - warmup)) for step in range(5)
     ]
-    assert two[0]["json both"]["lr"] == pytest.approx(course)
+    assert rank_results[0]["json both"]["lr"] == pytest.approx(course)
 
 
-def test_a_model_is_divided_while_it_is_read(two: list[dict[str, Any]]) -> None:
-    first, second = (rank["divided"] for rank in two)
+@SLOW
+def test_zero_3_divides_a_model_while_loading(rank_results: list[dict[str, Any]]) -> None:
+    first, second = (rank["divided"] for rank in rank_results)
     assert first["kind"] == "DEEPSPEED"
     assert (first["whole"], second["whole"]) == (0, 0), "no rank holds a whole parameter"
     assert first["held"] + second["held"] >= first["all"] == second["all"] > 0
@@ -121,11 +147,13 @@ def test_a_model_is_divided_while_it_is_read(two: list[dict[str, Any]]) -> None:
 
 def settings(**values: Any) -> dict[str, Any]:
     launch = values.pop("launch", {})
-    made = config(launch={"distributed": "zero2"} | launch, **values)
-    return deepspeed_json(made, precision="fp32", device_type="cpu", ranks=2, total_steps=60)
+    configuration = config(launch={"distributed": "zero2"} | launch, **values)
+    return deepspeed_json(
+        configuration, precision="fp32", device_type="cpu", ranks=2, total_steps=60
+    )
 
 
-def test_auto_is_filled_from_the_configuration() -> None:
+def test_auto_values_come_from_the_configuration() -> None:
     filled = settings(
         launch={"deepspeed_config": ADAMW | {"scheduler": DECAY}},
         optim={"weight_decay": 0.03, "warmup_steps": 7},
@@ -150,7 +178,7 @@ def test_auto_is_filled_from_the_configuration() -> None:
     assert (filled["fp16"]["enabled"], filled["bf16"]["enabled"]) == (False, False)
 
 
-def test_our_own_settings_offload_what_is_asked_for() -> None:
+def test_default_settings_offload_as_requested() -> None:
     assert "offload_param" not in settings()["zero_optimization"]
     zero = settings(launch={"distributed": "zero3-offload"})["zero_optimization"]
     offload = {"device": "cpu", "pin_memory": False}
@@ -162,27 +190,34 @@ def test_our_own_settings_offload_what_is_asked_for() -> None:
     assert zero["stage3_gather_16bit_weights_on_model_save"] is True
 
 
-def test_a_gpu_pins_what_is_offloaded() -> None:
-    made = config(launch={"distributed": "zero3-offload"})
-    found = deepspeed_json(made, precision="fp16", device_type="cuda", ranks=1, total_steps=1)
-    assert found["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": True}
-    assert found["fp16"] == {"enabled": True, "auto_cast": True}
+def test_offloaded_memory_is_pinned_on_a_gpu() -> None:
+    configuration = config(launch={"distributed": "zero3-offload"})
+    settings_of_rank = deepspeed_json(
+        configuration, precision="fp16", device_type="cuda", ranks=1, total_steps=1
+    )
+    assert settings_of_rank["zero_optimization"]["offload_param"] == {
+        "device": "cpu",
+        "pin_memory": True,
+    }
+    assert settings_of_rank["fp16"] == {"enabled": True, "auto_cast": True}
 
 
-def test_what_a_block_for_fp16_leaves_out_is_left_to_deepspeed() -> None:
+def test_fp16_section_of_the_json_is_unchanged() -> None:
     content = {
         "zero_optimization": {"stage": 2},
         "fp16": {"enabled": True, "loss_scale_window": 500},
     }
-    made = config(
+    configuration = config(
         launch={"distributed": "zero2", "deepspeed_config": content}, train={"precision": "fp16"}
     )
-    found = deepspeed_json(made, precision="fp16", device_type="cuda", ranks=1, total_steps=1)
-    assert found["fp16"] == content["fp16"]
+    settings_of_rank = deepspeed_json(
+        configuration, precision="fp16", device_type="cuda", ranks=1, total_steps=1
+    )
+    assert settings_of_rank["fp16"] == content["fp16"]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("content", "message"),
     [
         (
             {"zero_optimization": {"stage": 2}, "train_batch_size": 64},
@@ -202,14 +237,14 @@ def test_what_a_block_for_fp16_leaves_out_is_left_to_deepspeed() -> None:
         ),
     ],
 )
-def test_a_json_that_contradicts_the_configuration_is_refused(
-    given: dict[str, Any], message: str
+def test_json_that_contradicts_the_configuration_is_refused(
+    content: dict[str, Any], message: str
 ) -> None:
-    made = config(launch={"distributed": "zero2"})
-    launch = made.launch.model_copy(update={"deepspeed_config": given})
+    configuration = config(launch={"distributed": "zero2"})
+    launch = configuration.launch.model_copy(update={"deepspeed_config": content})
     with pytest.raises(ConfigError, match=message):
         deepspeed_json(
-            made.model_copy(update={"launch": launch}),
+            configuration.model_copy(update={"launch": launch}),
             precision="fp32",
             device_type="cpu",
             ranks=2,
@@ -222,9 +257,9 @@ def test_fp16_without_a_gpu_is_refused() -> None:
         check_precision(config(train={"precision": "fp16"}), "fp16", "cpu")
 
 
-def test_an_accelerate_yaml_says_how_fsdp_divides() -> None:
-    made = config(launch={"distributed": "fsdp"})
-    assert fsdp_settings(made) == {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+def test_fsdp_settings_come_from_the_accelerate_config() -> None:
+    configuration = config(launch={"distributed": "fsdp"})
+    assert fsdp_settings(configuration) == {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
     block = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": False,
@@ -232,8 +267,8 @@ def test_an_accelerate_yaml_says_how_fsdp_divides() -> None:
         "fsdp_state_dict_type": "FULL_STATE_DICT",
         "fsdp_transformer_layer_cls_to_wrap": "GPT2Block, GPT2MLP",
     }
-    launch = made.launch.model_copy(update={"accelerate_config": {"fsdp_config": block}})
-    assert fsdp_settings(made.model_copy(update={"launch": launch})) == {
+    launch = configuration.launch.model_copy(update={"accelerate_config": {"fsdp_config": block}})
+    assert fsdp_settings(configuration.model_copy(update={"launch": launch})) == {
         "version": 2,
         "state_dict_type": "SHARDED_STATE_DICT",
         "reshard_after_forward": False,
@@ -249,13 +284,13 @@ def test_an_accelerate_yaml_says_how_fsdp_divides() -> None:
         ("fp32", "there is one rank"),
     ],
 )
-def test_fsdp_is_for_several_ranks_and_not_for_fp16(
+def test_fsdp_with_one_rank_or_fp16_is_refused(
     tmp_path: Path, precision: str, message: str
 ) -> None:
-    made = config(launch={"distributed": "fsdp"})
+    configuration = config(launch={"distributed": "fsdp"})
     with pytest.raises(ConfigError, match=message):
         training_arguments(
-            made,
+            configuration,
             precision=precision,
             device=torch.device("cuda"),
             total_steps=1,
@@ -263,7 +298,7 @@ def test_fsdp_is_for_several_ranks_and_not_for_fp16(
         )
 
 
-def test_another_distribution_than_asked_for_is_refused(
+def test_other_distribution_than_configured_is_refused(
     tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import trainer
@@ -272,13 +307,13 @@ def test_another_distribution_than_asked_for_is_refused(
     original = trainer.Accelerator
 
     def other(**values: Any) -> Any:
-        made = original(**values)
-        monkeypatch.setattr(type(made), "num_processes", property(lambda self: 7))
-        return made
+        configuration = original(**values)
+        monkeypatch.setattr(type(configuration), "num_processes", property(lambda self: 7))
+        return configuration
 
     monkeypatch.setattr(trainer, "Accelerator", other)
     with pytest.raises(
-        LaunchError, match=r"launch\.distributed is ddp on 1 ranks and Accelerate came to NO on 7"
+        LaunchError, match=r"launch\.distributed is ddp on 1 ranks and Accelerate chose NO on 7"
     ):
         prepare(
             config(),
@@ -290,22 +325,24 @@ def test_another_distribution_than_asked_for_is_refused(
     assert {name for name in os.environ if name not in before} <= {"DS_ACCELERATOR"}
 
 
-def test_a_rank_alone_joins_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that starts one rank numbers it, too.
+def test_single_rank_joins_no_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that starts one rank numbers it too.
 
-    A group that Accelerate made would be of NCCL alone on GPUs.
+    A group that Accelerate creates would support only NCCL on GPUs.
     """
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    found = training_arguments(
+    settings_of_rank = training_arguments(
         config(), precision="fp32", device=torch.device("cpu"), total_steps=1, directory=tmp_path
     )
-    assert found.distributed_state.distributed_type.value == "NO"
+    assert settings_of_rank.distributed_state.distributed_type.value == "NO"
     assert not torch.distributed.is_initialized()
 
 
-def test_biases_and_norms_do_not_decay(tiny_root: Path) -> None:
+def test_biases_and_norms_have_no_weight_decay(tiny_root: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_root / "model")

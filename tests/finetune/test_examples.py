@@ -1,3 +1,5 @@
+"""Tokenized examples of each task, and the models and rows that are refused."""
+
 import json
 import os
 import signal
@@ -34,16 +36,16 @@ KINDS = ("bert", "deberta", "blenderbot", "t5", "gpt2")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Artifacts of the stage `pretrained`, by kind of model."""
+    """Provide artifacts of the stage `pretrained`, by kind of model."""
     root = tmp_path_factory.mktemp("models")
-    found = {}
+    directories = {}
     for kind in KINDS:
         source = write_model(root / "source" / kind, kind)
-        found[kind] = root / kind
-        found[kind].mkdir()
-        given = tiny_config(source, root, "classification").model
-        collect_pretrained(given, found[kind], root / "cache", local=source)
-    return found
+        directories[kind] = root / kind
+        directories[kind].mkdir()
+        model = tiny_config(source, root, "classification").model
+        collect_pretrained(model, directories[kind], root / "cache", local=source)
+    return directories
 
 
 def build(
@@ -54,7 +56,7 @@ def build(
     valid: list[dict[str, Any]] | None = None,
     **sections: dict[str, Any],
 ) -> tuple[dict[str, Any], Path]:
-    """Counts and directory of the examples of rows; `valid` defaults to the training rows."""
+    """Return counts and directory of the examples; `valid` defaults to the training rows."""
     root.mkdir(parents=True, exist_ok=True)
     write_rows(root / "train.jsonl", train)
     write_rows(root / "valid.jsonl", train if valid is None else valid)
@@ -71,7 +73,7 @@ def run(config: FinetuneConfig, pretrained: Path, root: Path) -> tuple[dict[str,
 
 
 def _data(root: Path, **values: Any) -> dict[str, Any]:
-    """The section `data` for the files that `build` writes."""
+    """Return the section `data` for the files that `build` writes."""
     source = {
         "kind": "files",
         "train": [str(root / "train.jsonl")],
@@ -81,16 +83,16 @@ def _data(root: Path, **values: Any) -> dict[str, Any]:
 
 
 def check(pretrained: Path, kind: str, **sections: dict[str, Any]) -> None:
-    """What `build_examples` checks before it reads a row."""
+    """Run the checks of `build_examples` that need no rows."""
     config = tiny_config(pretrained.name, pretrained, kind, **sections)
     model = read_model_config(config.model, pretrained)
     check_fit(config, model, read_tokenizer(config.model, pretrained))
 
 
 def samples(directory: Path, split: str = "train") -> list[dict[str, Any]]:
-    found = open_split(directory, split)
-    assert found is not None
-    return list(found)
+    rows = open_split(directory, split)
+    assert rows is not None
+    return list(rows)
 
 
 def test_pairs_have_segments_and_special_tokens(models: dict[str, Path], tmp_path: Path) -> None:
@@ -109,12 +111,14 @@ def test_pairs_have_segments_and_special_tokens(models: dict[str, Path], tmp_pat
     assert {path.name for path in directory.iterdir()} == {"train", "valid", "task.json"}
 
 
-def test_a_model_without_segments_is_given_none(models: dict[str, Path], tmp_path: Path) -> None:
+def test_model_without_segments_gets_no_segment_ids(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     _, directory = build(models["deberta"], tmp_path, "classification", pair_rows(4))
     assert set(samples(directory)[0]) == {"input_ids", "labels"}
 
 
-def test_a_decoder_s_pair_is_divided_by_a_line_break(
+def test_pair_of_a_decoder_is_divided_by_a_line_break(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     rows = [{"sentence1": "the cat", "sentence2": "runs", "label": number} for number in (0, 1)]
@@ -126,7 +130,7 @@ def test_a_decoder_s_pair_is_divided_by_a_line_break(
     assert samples(directory)[0]["input_ids"] == [the, cat, line, runs]
 
 
-def test_long_texts_are_cut(models: dict[str, Path], tmp_path: Path) -> None:
+def test_long_texts_are_truncated(models: dict[str, Path], tmp_path: Path) -> None:
     rows = [
         {"sentence1": "the cat " * 20, "sentence2": "runs", "label": number % 2}
         for number in range(2)
@@ -137,7 +141,9 @@ def test_long_texts_are_cut(models: dict[str, Path], tmp_path: Path) -> None:
         assert samples(directory)[0]["input_ids"][-1] == {"bert": 3, "t5": 2}[kind]
 
 
-def test_targets_end_and_sources_have_their_prefix(models: dict[str, Path], tmp_path: Path) -> None:
+def test_targets_have_an_end_token_and_sources_a_prefix(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     rows = [{"source": "cat dog bird", "target": "the " * 9}, {"source": "cat", "target": "dog"}]
     task = {"source_prefix": "the ", "max_source_length": 4, "max_target_length": 3}
     counts, directory = build(models["blenderbot"], tmp_path, "seq2seq", rows, task=task)
@@ -149,7 +155,7 @@ def test_targets_end_and_sources_have_their_prefix(models: dict[str, Path], tmp_
     assert counts == {"train": 2, "valid": 2, "tokens": 7, "longest": 4}
 
 
-def test_running_text_is_cut_into_blocks(
+def test_running_text_is_divided_into_blocks(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megacore.finetune import causal_lm
@@ -158,7 +164,9 @@ def test_running_text_is_cut_into_blocks(
     rows = [*text_rows(7), {"text": ""}, *text_rows(4, 2)]
     task = {"append_eos": True}
     counts, directory = build(models["gpt2"], tmp_path, "causal_lm", rows, task=task)
-    ids = [1 + _place(word) if word else 0 for row in rows for word in [*row["text"].split(), ""]]
+    ids = [
+        1 + _word_number(word) if word else 0 for row in rows for word in [*row["text"].split(), ""]
+    ]
     assert len(ids) == 11 * 13 + 1
     assert [row["input_ids"] for row in samples(directory)] == [
         ids[start : start + 16] for start in range(0, 144, 16)
@@ -166,13 +174,13 @@ def test_running_text_is_cut_into_blocks(
     assert counts == {"train": 9, "valid": 9, "tokens": 144, "longest": 16}
 
 
-def _place(word: str) -> int:
+def _word_number(word: str) -> int:
     from tests.finetune._tiny_models import WORDS
 
     return WORDS.index(word)
 
 
-def test_limits_take_the_first_rows(models: dict[str, Path], tmp_path: Path) -> None:
+def test_sample_limits_take_the_first_rows(models: dict[str, Path], tmp_path: Path) -> None:
     counts, directory = build(
         models["bert"],
         tmp_path,
@@ -184,7 +192,7 @@ def test_limits_take_the_first_rows(models: dict[str, Path], tmp_path: Path) -> 
     assert samples(directory) == samples(directory, "valid")[:7]
 
 
-def test_workers_change_nothing(
+def test_number_of_workers_does_not_change_the_files(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examples, "_ROWS_PER_WORKER", 5)
@@ -194,19 +202,19 @@ def test_workers_change_nothing(
     ):
         digests = []
         for workers in (1, 2):
-            given = tmp_path / f"{kind}-{workers}"
+            folder = tmp_path / f"{kind}-{workers}"
             _, directory = build(
-                models[model], given, kind, rows, data=_data(given, workers=workers)
+                models[model], folder, kind, rows, data=_data(folder, workers=workers)
             )
             digests.append({name: entry.sha256 for name, entry in list_files(directory).items()})
         assert digests[0] == digests[1]
 
 
-def test_a_process_that_died_can_be_retried(
+def test_killed_worker_is_a_retryable_error(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examples, "_ROWS_PER_WORKER", 5)
-    monkeypatch.setattr(examples, "encode_texts", _die)
+    monkeypatch.setattr(examples, "encode_texts", _kill_this_process)
     with pytest.raises(
         WorkerLostError, match=r"a process that tokenized was killed.*set data\.workers to fewer"
     ):
@@ -219,7 +227,7 @@ def test_a_process_that_died_can_be_retried(
         )
 
 
-def _die(_: Any, **__: Any) -> None:
+def _kill_this_process(_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -227,13 +235,13 @@ def labels(values: list[Any]) -> list[dict[str, Any]]:
     return [{"sentence1": "the cat", "sentence2": "runs", "label": value} for value in values]
 
 
-def test_classes_are_named_by_the_training_split(models: dict[str, Path], tmp_path: Path) -> None:
+def test_class_names_come_from_the_training_split(models: dict[str, Path], tmp_path: Path) -> None:
     _, directory = build(models["bert"], tmp_path, "classification", labels(["yes", "no", "maybe"]))
     assert read_task(directory)["labels"] == ["maybe", "no", "yes"]
     assert [row["labels"] for row in samples(directory)] == [2, 1, 0]
 
 
-def test_glue_names_columns_and_classes(models: dict[str, Path], tmp_path: Path) -> None:
+def test_glue_determines_columns_and_classes(models: dict[str, Path], tmp_path: Path) -> None:
     rows = [
         {"question1": "the", "question2": "cat", "label": value}
         for value in ("duplicate", "not_duplicate")
@@ -249,7 +257,7 @@ def test_glue_names_columns_and_classes(models: dict[str, Path], tmp_path: Path)
     assert [row["labels"] for row in samples(directory)] == [1, 0]
 
 
-def test_numbers_are_kept_for_a_regression(models: dict[str, Path], tmp_path: Path) -> None:
+def test_labels_of_a_regression_are_numbers(models: dict[str, Path], tmp_path: Path) -> None:
     _, directory = build(
         models["bert"], tmp_path, "classification", labels([0.5, 4]), task={"regression": True}
     )
@@ -257,7 +265,7 @@ def test_numbers_are_kept_for_a_regression(models: dict[str, Path], tmp_path: Pa
     assert read_task(directory)["labels"] is None
 
 
-def test_names_of_the_data_go_before_the_configuration_s(
+def test_configured_classes_may_rename_but_not_reorder_those_of_the_data(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     import datasets
@@ -271,13 +279,13 @@ def test_names_of_the_data_go_before_the_configuration_s(
     source = {"kind": "hub", "dataset": str(tmp_path / "set")}
     config = tiny_config("bert", tmp_path, "classification", data={"source": source})
     collect_rows(config.data, tmp_path / "rows", tmp_path / "cache", seed=1)
-    for given, expected in (
+    for configured, expected in (
         (None, ["no", "yes"]),
         (["bad", "good"], ["bad", "good"]),
         (["yes", "no"], None),
     ):
         config = tiny_config(
-            "bert", tmp_path, "classification", data={"source": source}, task={"labels": given}
+            "bert", tmp_path, "classification", data={"source": source}, task={"labels": configured}
         )
         directory = tmp_path / f"examples-{expected}"
         directory.mkdir()
@@ -358,7 +366,7 @@ def test_names_of_the_data_go_before_the_configuration_s(
         ),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(
+def test_rows_that_do_not_fit_the_task_are_refused(
     kind: str,
     model: str,
     rows: list[dict[str, Any]],
@@ -371,7 +379,7 @@ def test_rows_that_do_not_fit_are_refused(
         build(models[model], tmp_path, kind, rows, task=task)
 
 
-def test_a_text_without_a_token_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_text_without_tokens_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     rows = [{"sentence": "the", "label": 0}, {"sentence": "", "label": 1}]
     task = {"sentence1_column": "sentence", "sentence2_column": None}
     model = {"path": "gpt2", "pad_token": "<|endoftext|>"}
@@ -382,7 +390,9 @@ def test_a_text_without_a_token_is_refused(models: dict[str, Path], tmp_path: Pa
         build(models["gpt2"], tmp_path, "classification", rows, task=task, model=model)
 
 
-def test_another_number_of_end_tokens_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_rows_with_different_numbers_of_end_tokens_are_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     rows = [*labels([0]), {"sentence1": "the </s> cat", "sentence2": "the", "label": 1}]
     with pytest.raises(
         DataFormatError, match=r"row 1 of the train split has another number of end tokens \(id 2\)"
@@ -453,18 +463,20 @@ def test_another_number_of_end_tokens_is_refused(models: dict[str, Path], tmp_pa
         ),
     ],
 )
-def test_models_and_settings_that_do_not_fit_are_refused(
+def test_models_that_do_not_fit_the_task_are_refused(
     kind: str, model: str, sections: dict[str, Any], message: str, models: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check(models[model], kind, **sections)
 
 
-def test_a_relative_model_has_no_largest_length(models: dict[str, Path]) -> None:
+def test_relative_positions_have_no_maximum_length(models: dict[str, Path]) -> None:
     check(models["t5"], "seq2seq", task={"max_source_length": 500, "max_target_length": 100})
 
 
-def test_a_tokenizer_of_a_larger_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_tokenizer_with_more_ids_than_the_model_is_refused(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     directory = tmp_path / "small"
     source = write_model(directory / "model", "gpt2")
     values = json.loads((source / "config.json").read_text())
@@ -495,7 +507,7 @@ def test_a_tokenizer_of_a_larger_model_is_refused(models: dict[str, Path], tmp_p
         (["a", "b"], ["a", "b"], None),
     ],
 )
-def test_a_trained_head_for_other_labels_is_refused(
+def test_trained_head_for_other_labels_is_refused(
     names: list[str],
     values: list[str],
     message: str | None,
@@ -512,9 +524,7 @@ def test_a_trained_head_for_other_labels_is_refused(
         check_head(config, model, tuple(values))
 
 
-def test_texts_of_wikitext_are_read(
-    models: dict[str, Path], tmp_path: Path, shared_data: Path
-) -> None:
+def test_wikitext_is_read(models: dict[str, Path], tmp_path: Path, shared_data: Path) -> None:
     source = {"kind": "files", "train": [str(shared_data / "data/wikitext2-valid.txt")]}
     config = tiny_config(
         "gpt2", tmp_path, "causal_lm", data={"source": source, "max_train_samples": 200}
@@ -525,9 +535,7 @@ def test_texts_of_wikitext_are_read(
     assert all(len(row["input_ids"]) == 16 for row in samples(directory))
 
 
-def test_passages_of_lambada_are_read(
-    models: dict[str, Path], tmp_path: Path, shared_data: Path
-) -> None:
+def test_lambada_is_read(models: dict[str, Path], tmp_path: Path, shared_data: Path) -> None:
     source = {"kind": "files", "train": [str(shared_data / "data/lambada_test.jsonl")]}
     config = tiny_config(
         "gpt2",
@@ -541,13 +549,13 @@ def test_passages_of_lambada_are_read(
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of three kinds, and rows of each task."""
-    made = tmp_path_factory.mktemp("fit")
+    """Provide models of three kinds and rows of each task."""
+    directory = tmp_path_factory.mktemp("fit")
     for kind in ("bert", "blenderbot", "xlnet"):
-        write_model(made / kind, kind)
+        write_model(directory / kind, kind)
     for kind in ("classification", "seq2seq", "causal_lm"):
-        write_data(made / "data" / kind, kind, 8, 4)
-    return made
+        write_data(directory / "data" / kind, kind, 8, 4)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -573,23 +581,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_a_length_without_room_for_text_is_refused(
+def test_length_without_room_for_text_is_refused(
     root: Path, tmp_path: Path, kind: str, model: str, task: dict[str, Any], message: str
 ) -> None:
-    """The library would cut nothing, or leave nothing but special tokens."""
+    """The library would truncate nothing, or leave only special tokens."""
     with pytest.raises(ConfigError, match=message):
         prepare(
             tiny_config(root / model, root / "data" / kind, kind, task=task), tmp_path / "refused"
         )
     (name, length), *_ = task.items()
     config = tiny_config(root / model, root / "data" / kind, kind, task=task | {name: length + 1})
-    found = build_task(config, *prepare(config, tmp_path / "taken"))
-    assert {len(row["input_ids"]) for row in found.split("train") or []} == {length + 1}
+    accepted = build_task(config, *prepare(config, tmp_path / "accepted"))
+    assert {len(row["input_ids"]) for row in accepted.split("train") or []} == {length + 1}
 
 
-def test_an_end_that_the_tokenizer_does_not_write_needs_room_too(
-    root: Path, tmp_path: Path
-) -> None:
+def test_length_needs_room_for_an_added_end_token(root: Path, tmp_path: Path) -> None:
     export = write_export(tmp_path / "export", "t5")
     task = {"sentence2_column": None, "max_length": 1}
     with pytest.raises(ConfigError, match=r"max_length is 1, .* to 2 or more"):
@@ -599,20 +605,20 @@ def test_an_end_that_the_tokenizer_does_not_write_needs_room_too(
         )
 
 
-def test_columns_may_be_called_as_those_of_samples_are(root: Path, tmp_path: Path) -> None:
+def test_columns_may_have_the_names_of_sample_fields(root: Path, tmp_path: Path) -> None:
     rows = [{"labels": "the cat", "input_ids": "runs", "label": number} for number in (0, 1)]
     for split in ("train", "valid"):
         write_rows(tmp_path / f"data/{split}.jsonl", rows)
     columns = {"sentence1_column": "labels", "sentence2_column": "input_ids"}
     config = tiny_config(root / "bert", tmp_path / "data", "classification", task=columns)
-    found = build_task(config, *prepare(config, tmp_path)).split("train")
-    assert [(row["labels"], row["input_ids"]) for row in found or []] == [
+    rows_read = build_task(config, *prepare(config, tmp_path)).split("train")
+    assert [(row["labels"], row["input_ids"]) for row in rows_read or []] == [
         (0, [2, 4, 12, 3, 20, 3]),
         (1, ANY),
     ]
 
 
-def test_a_head_that_reads_the_last_place_finds_the_text_there(root: Path, tmp_path: Path) -> None:
+def test_padding_leaves_text_at_the_end_for_xlnet(root: Path, tmp_path: Path) -> None:
     config = tiny_config(root / "xlnet", root / "data/classification", "classification")
     task = build_task(config, *prepare(config, tmp_path))
     model: Any = task.build_model().eval()
@@ -622,17 +628,17 @@ def test_a_head_that_reads_the_last_place_finds_the_text_there(root: Path, tmp_p
     def logits(rows: list[Any]) -> torch.Tensor:
         batch = task.collate(rows)
         with torch.no_grad():
-            found: torch.Tensor = model(
+            outputs: torch.Tensor = model(
                 input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
             ).logits
-        return found
+        return outputs
 
     torch.testing.assert_close(
         logits(rows), torch.cat([logits([row]) for row in rows]), rtol=1e-4, atol=1e-5
     )
 
 
-def test_a_model_that_does_not_learn_the_next_token_is_refused(root: Path, tmp_path: Path) -> None:
+def test_xlnet_is_refused_for_causal_lm(root: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"is XLNetLMHeadModel, an encoder, .*takes a decoder.*classification"
     ):

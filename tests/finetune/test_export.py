@@ -1,4 +1,4 @@
-"""The gate of an export, and what a reader finds beside the model."""
+"""Export of a fine-tuned model: its gate and the files next to the model."""
 
 import json
 import shutil
@@ -51,10 +51,10 @@ def job(best: Path, output: Path, **values: Any) -> FinetuneExportJob:
     )
 
 
-def changed(
+def changed_copy(
     best: Path, target: Path, change: Callable[[dict[str, torch.Tensor], Path], None]
 ) -> Path:
-    """A copy of the best model with other weights or files, whole by its marker."""
+    """Copy the best model with other weights or files and a valid marker."""
     from safetensors.torch import load_file, save_file
 
     path = target / best.name
@@ -71,7 +71,7 @@ def changed(
     return path
 
 
-def test_what_was_trained_is_exported(best: Path, task: TinyTask, tmp_path: Path) -> None:
+def test_exported_model_is_the_trained_one(best: Path, task: TinyTask, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     report = export_best(job(best, tmp_path), task, CPU)
@@ -94,36 +94,36 @@ def test_what_was_trained_is_exported(best: Path, task: TinyTask, tmp_path: Path
     assert card.startswith("---\nmodel_name: tiny\n")
 
 
-def emptied(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def empty_weight(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     tensors["transformer.h.0.mlp.c_fc.weight"] = torch.empty(0)
 
 
-def poisoned(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def nan_weight(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     tensors["transformer.h.1.mlp.c_fc.bias"][0] = torch.nan
 
 
-def shortened(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def missing_weight(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     del tensors["transformer.h.1.ln_1.weight"]
 
 
-def lengthened(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def unexpected_weight(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     tensors["transformer.h.7.ln_1.weight"] = torch.ones(16)
 
 
-def untied(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def untied_head(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     tensors["lm_head.weight"] = torch.randn(tensors["transformer.wte.weight"].shape)
 
 
-def of_another_model(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def other_weight(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     tensors["transformer.h.0.attn.c_attn.weight"] *= -1.0
 
 
-def other_words(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def other_vocabulary(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     path = directory / "tokenizer.json"
     path.write_text(path.read_text().replace('"w3"', '"x3"'))
 
 
-def untied_in_the_configuration(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def untied_config(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     path = directory / "config.json"
     write_json(path, json.loads(path.read_text()) | {"tie_word_embeddings": False})
 
@@ -131,17 +131,17 @@ def untied_in_the_configuration(tensors: dict[str, torch.Tensor], directory: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (emptied, "cannot be loaded as AutoModelForCausalLM|mismatched|empty tensor"),
-        (poisoned, r"values in transformer\.h\.1\.mlp\.c_fc\.bias that are not finite"),
-        (shortened, r"1 missing keys, transformer\.h\.1\.ln_1\.weight first"),
-        (lengthened, r"1 unexpected keys, transformer\.h\.7\.ln_1\.weight first"),
-        (untied, "unexpected keys|head is tied|differ|a difference of"),
-        (of_another_model, "a difference of .*, beyond the 0.001 that precision explains"),
-        (other_words, "not those of the training's"),
-        (untied_in_the_configuration, "missing keys, lm_head.weight first"),
+        (empty_weight, "cannot be loaded as AutoModelForCausalLM|mismatched|empty tensor"),
+        (nan_weight, r"values in transformer\.h\.1\.mlp\.c_fc\.bias that are not finite"),
+        (missing_weight, r"1 missing keys, transformer\.h\.1\.ln_1\.weight first"),
+        (unexpected_weight, r"1 unexpected keys, transformer\.h\.7\.ln_1\.weight first"),
+        (untied_head, "unexpected keys|head is tied|differ|a difference of"),
+        (other_weight, "a difference of .*, beyond the 0.001 that precision explains"),
+        (other_vocabulary, "not those of the training's"),
+        (untied_config, "missing keys, lm_head.weight first"),
     ],
 )
-def test_what_is_not_the_trained_model_is_refused(
+def test_changed_model_is_refused(
     best: Path,
     task: TinyTask,
     tmp_path: Path,
@@ -149,20 +149,20 @@ def test_what_is_not_the_trained_model_is_refused(
     message: str,
 ) -> None:
     with pytest.raises(ConversionError, match=message):
-        export_best(job(changed(best, tmp_path / "best", change), tmp_path / "out"), task, CPU)
+        export_best(job(changed_copy(best, tmp_path / "best", change), tmp_path / "out"), task, CPU)
     assert not (tmp_path / "out" / "parity.json").exists()
 
 
-def test_a_damaged_best_model_is_refused(best: Path, task: TinyTask, tmp_path: Path) -> None:
+def test_damaged_best_model_is_refused(best: Path, task: TinyTask, tmp_path: Path) -> None:
     path = tmp_path / best.name
     shutil.copytree(best, path)
     file = path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.raises(CheckpointError, match="another content than when it was written"):
+    with pytest.raises(CheckpointError, match="other content than when it was written"):
         export_best(job(path, tmp_path / "out"), task, CPU)
 
 
-def test_what_a_type_of_16_bits_rounds_is_let_through(best: Path, task: TinyTask) -> None:
+def test_rounding_of_16_bits_is_tolerated(best: Path, task: TinyTask) -> None:
     exported = load_exported(best / "model", "causal_lm")
     recorded = json.loads((best / "metrics.json").read_text())
     rounded = [loss * 1.02 for loss in recorded["sample_losses"]]
@@ -174,6 +174,6 @@ def test_what_a_type_of_16_bits_rounds_is_let_through(best: Path, task: TinyTask
     assert 0.01 < report["relative_difference"] < report["tolerance"]
 
 
-def test_the_published_card_keeps_secrets(best: Path, tmp_path: Path) -> None:
+def test_model_card_contains_no_secrets(best: Path, tmp_path: Path) -> None:
     job(best, tmp_path).write(tmp_path / "job.json")
     assert "secret" not in (tmp_path / "job.json").read_text()

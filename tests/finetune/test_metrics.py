@@ -1,3 +1,5 @@
+"""Metrics of fine-tuning, compared with values computed by hand."""
+
 import math
 from pathlib import Path
 from typing import Any
@@ -28,29 +30,29 @@ from tests.finetune._tiny_models import tiny_config
 SPLIT = sentence_splitter("rules", Path())
 
 
-def test_two_classes_by_hand() -> None:
+def test_metrics_of_two_classes_equal_values_by_hand() -> None:
     """2 true positives, 1 false positive, 1 false negative, 1 true negative."""
-    found = classification_metrics(
+    metrics = classification_metrics(
         ["accuracy", "f1", "matthews_correlation"], [1, 1, 0, 0, 1], [1, 0, 0, 1, 1], classes=2
     )
-    assert found == pytest.approx({"accuracy": 3 / 5, "f1": 4 / 6, "matthews_correlation": 1 / 6})
+    assert metrics == pytest.approx({"accuracy": 3 / 5, "f1": 4 / 6, "matthews_correlation": 1 / 6})
 
 
-def test_more_classes_have_the_mean_of_their_f1() -> None:
-    found = classification_metrics(["f1"], [0, 1, 2, 2], [0, 1, 1, 2], classes=3)
-    assert found["f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+def test_f1_of_more_classes_is_their_mean() -> None:
+    metrics = classification_metrics(["f1"], [0, 1, 2, 2], [0, 1, 1, 2], classes=3)
+    assert metrics["f1"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
 
 
-def test_correlations_by_hand() -> None:
-    found = classification_metrics(
+def test_correlations_equal_values_by_hand() -> None:
+    metrics = classification_metrics(
         ["pearson", "spearmanr"], [1.0, 2.0, 3.0], [1.0, 2.0, 4.0], classes=1
     )
-    assert found == pytest.approx({"pearson": 3 / math.sqrt(2 * 14 / 3), "spearmanr": 1.0})
-    alike = classification_metrics(["pearson", "spearmanr"], [2.0, 2.0], [1.0, 3.0], classes=1)
-    assert alike == {"pearson": 0.0, "spearmanr": 0.0}
+    assert metrics == pytest.approx({"pearson": 3 / math.sqrt(2 * 14 / 3), "spearmanr": 1.0})
+    constant = classification_metrics(["pearson", "spearmanr"], [2.0, 2.0], [1.0, 3.0], classes=1)
+    assert constant == {"pearson": 0.0, "spearmanr": 0.0}
 
 
-def test_bleu_counts_the_n_grams_of_the_corpus() -> None:
+def test_bleu_counts_n_grams_over_the_corpus() -> None:
     assert text_metrics(["bleu"], ["the cat sat here"], ["the cat sat here"], SPLIT)[
         "bleu"
     ] == pytest.approx(100)
@@ -64,28 +66,27 @@ def test_bleu_counts_the_n_grams_of_the_corpus() -> None:
     assert pooled == pytest.approx(100 * (9 / 10 * 6 / 8 * 4 / 6 * 2 / 4) ** 0.25)
 
 
-def test_rouge_by_hand() -> None:
+def test_rouge_equals_values_by_hand() -> None:
     written, target = "the cat sat", "the dog sat down"
-    found = text_metrics(["rouge1", "rouge2", "rougeL"], [written], [target], SPLIT)
-    assert found == pytest.approx({"rouge1": 100 * 4 / 7, "rouge2": 0.0, "rougeL": 100 * 4 / 7})
+    metrics = text_metrics(["rouge1", "rouge2", "rougeL"], [written], [target], SPLIT)
+    assert metrics == pytest.approx({"rouge1": 100 * 4 / 7, "rouge2": 0.0, "rougeL": 100 * 4 / 7})
     mean = text_metrics(["rouge1"], [written, "same"], [target, "same"], SPLIT)
     assert mean["rouge1"] == pytest.approx((400 / 7 + 100) / 2)
 
 
-def test_rouge_lsum_compares_sentences() -> None:
-    """In another order the longest common subsequence of whole texts is one sentence, that of
-    sentences is all."""
+def test_rouge_lsum_compares_sentences_in_any_order() -> None:
+    """The longest common subsequence of the whole texts is only one sentence."""
     written, target = "A cat sat. Two dogs ran.", "Two dogs ran. A cat sat."
-    found = text_metrics(["rougeL", "rougeLsum"], [written], [target], SPLIT)
-    assert found == pytest.approx({"rougeL": 50.0, "rougeLsum": 100.0})
+    metrics = text_metrics(["rougeL", "rougeLsum"], [written], [target], SPLIT)
+    assert metrics == pytest.approx({"rougeL": 50.0, "rougeLsum": 100.0})
 
 
-def test_perplexity_of_any_loss() -> None:
+def test_perplexity_of_a_large_loss_is_infinite() -> None:
     assert perplexity(math.log(40)) == pytest.approx(40)
     assert perplexity(1e6) == math.inf
 
 
-def test_the_first_metric_tells_the_best_model(tmp_path: Path) -> None:
+def test_first_metric_selects_the_best_model(tmp_path: Path) -> None:
     def best(kind: str, name: str | None = None, **task: Any) -> tuple[str, bool]:
         config = tiny_config("x", tmp_path, kind, task=task)
         return best_metric(config.task, name)
@@ -98,7 +99,7 @@ def test_the_first_metric_tells_the_best_model(tmp_path: Path) -> None:
     assert best("causal_lm") == ("ppl", False)
 
 
-def test_metrics_of_each_task() -> None:
+def test_each_task_has_its_metrics() -> None:
     assert metric_names(Seq2SeqConfig(kind="seq2seq", source_column="a", target_column="b")) == (
         "bleu",
     )
@@ -145,14 +146,14 @@ def test_metrics_of_each_task() -> None:
         ),
     ],
 )
-def test_metrics_that_do_not_fit_are_refused(
+def test_metrics_of_another_task_are_refused(
     train: dict[str, Any], task: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_config("x", tmp_path, "classification", train=train, task=task)
 
 
-def test_a_metric_whose_package_is_missing_is_refused(
+def test_metric_with_missing_package_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("x", tmp_path, "seq2seq", task={"metrics": ["bleu", "rougeL"]})
@@ -167,13 +168,14 @@ def test_a_metric_whose_package_is_missing_is_refused(
         check_installed(config)
 
 
-def test_ranks_score_each_sample_once(tmp_path: Path) -> None:
-    """Two ranks with a last batch that is filled up find what one finds."""
+@pytest.mark.slow
+def test_two_ranks_score_like_one(tmp_path: Path) -> None:
+    """The last batch of the two ranks is padded."""
     _rank_cases.write_cases(tmp_path)
-    alone = _rank_cases.run(tmp_path)
+    serial = _rank_cases.run(tmp_path)
     first, second = run_distributed(2, _rank_cases.run, tmp_path, timeout=90)
     assert first == second
-    assert first.keys() == alone.keys()
-    for case, found in alone.items():
-        assert first[case] == pytest.approx(found, rel=1e-5), case
-    assert 0 < alone["seq2seq 9"]["rouge1"] < 100
+    assert first.keys() == serial.keys()
+    for case, metrics in serial.items():
+        assert first[case] == pytest.approx(metrics, rel=1e-5), case
+    assert 0 < serial["seq2seq 9"]["rouge1"] < 100

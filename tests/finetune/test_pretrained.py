@@ -1,3 +1,5 @@
+"""Pretrained models from directories, exports and the hub."""
+
 import json
 import os
 import shutil
@@ -35,17 +37,17 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def collect(
     path: Path | str, tmp_path: Path, **values: Any
 ) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """Counts, lineage and directory of a collected model."""
-    given = PretrainedConfig(path=str(path), **values)
+    """Return counts, lineage and directory of a collected model."""
+    model = PretrainedConfig(path=str(path), **values)
     directory = tmp_path / "collected"
     directory.mkdir()
     counts = collect_pretrained(
-        given, directory, tmp_path / "cache", local=local_directory(str(path))
+        model, directory, tmp_path / "cache", local=local_directory(str(path))
     )
     return counts, json.loads((directory / "lineage.json").read_text()), directory
 
 
-def test_files_are_linked_and_named_with_their_digests(model: Path, tmp_path: Path) -> None:
+def test_files_are_linked_and_recorded_with_digests(model: Path, tmp_path: Path) -> None:
     (model / "optimizer.pt").write_bytes(b"pickle")
     counts, lineage, directory = collect(model, tmp_path)
     names = {path.name for path in (directory / "model").iterdir()}
@@ -73,7 +75,7 @@ def test_files_are_copied_where_links_are_impossible(
     assert lineage["files"] == pretrained_digests(model)
 
 
-def test_an_export_is_named_as_parent(export: Path, tmp_path: Path) -> None:
+def test_export_is_recorded_as_parent(export: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(export)
     _, lineage, directory = collect(export, tmp_path)
     assert lineage["parent"] == {"stage": "convert", "key": manifest.key, "digest": manifest.digest}
@@ -83,10 +85,10 @@ def test_an_export_is_named_as_parent(export: Path, tmp_path: Path) -> None:
     )
 
 
-def test_digests_of_an_export_are_its_manifest_s_while_the_files_are_untouched(
+def test_digests_of_an_unchanged_export_come_from_its_manifest(
     export: Path, tmp_path: Path
 ) -> None:
-    export = Path(shutil.copytree(export, tmp_path / "export"))  # with its files' times
+    export = Path(shutil.copytree(export, tmp_path / "export"))  # keeps the files' times
     expected = {
         name: file_digest(export / "model" / name) for name in pretrained_digests(export / "model")
     }
@@ -100,15 +102,17 @@ def test_digests_of_an_export_are_its_manifest_s_while_the_files_are_untouched(
     assert pretrained_digests(export / "model") == expected
 
 
-def test_random_weights_need_no_weights(model: Path, tmp_path: Path) -> None:
+def test_random_weights_need_no_weight_files(model: Path, tmp_path: Path) -> None:
     _, lineage, directory = collect(model, tmp_path, random_weights=True)
     assert not list((directory / "model").glob("*.safetensors"))
     assert lineage["random_weights"] is True
     assert "model.safetensors" not in pretrained_digests(model, weights=False)
 
 
-def copied(model: Path, directory: Path, config: dict[str, Any] | None = None) -> Path:
-    """The model's files without its weights, with other values in its configuration."""
+def copy_without_weights(
+    model: Path, directory: Path, config: dict[str, Any] | None = None
+) -> Path:
+    """Copy the model without its weights, with other values in its configuration."""
     directory.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_bytes((model / name).read_bytes())
@@ -117,35 +121,35 @@ def copied(model: Path, directory: Path, config: dict[str, Any] | None = None) -
     return directory
 
 
-def in_torch_files(model: Path, directory: Path, parts: int) -> Path:
-    """The model with its weights as torch's own files, with what a checkpoint of old days has
-    beside weights."""
+def convert_to_torch_files(model: Path, directory: Path, parts: int) -> Path:
+    """Write the weights as torch's files, with the additional tensors of old checkpoints."""
     weights = {
         **load_file(model / "model.safetensors"),
         "bert.embeddings.position_ids": torch.arange(16),
     }
-    copied(model, directory)
+    copy_without_weights(model, directory)
     names = list(weights)
     if parts == 1:
         torch.save(weights, directory / "pytorch_model.bin")
         return directory
-    places = {
+    file_of_tensor = {
         name: f"pytorch_model-{number % parts + 1:05d}-of-{parts:05d}.bin"
         for number, name in enumerate(names)
     }
-    for file in set(places.values()):
+    for file in set(file_of_tensor.values()):
         torch.save(
-            {name: weights[name] for name in names if places[name] == file}, directory / file
+            {name: weights[name] for name in names if file_of_tensor[name] == file},
+            directory / file,
         )
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    (directory / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": file_of_tensor})
+    )
     return directory
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_weights_in_torch_s_files_become_safetensors(
-    model: Path, tmp_path: Path, parts: int
-) -> None:
-    other = in_torch_files(model, tmp_path / "torch", parts)
+def test_torch_files_are_converted_to_safetensors(model: Path, tmp_path: Path, parts: int) -> None:
+    other = convert_to_torch_files(model, tmp_path / "torch", parts)
     _, lineage, directory = collect(other, tmp_path)
     names = {path.name for path in (directory / "model").iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -159,8 +163,8 @@ def test_weights_in_torch_s_files_become_safetensors(
     assert set(lineage["converted"]) <= pretrained_digests(other).keys()
 
 
-def test_safetensors_are_taken_where_both_are_there(model: Path, tmp_path: Path) -> None:
-    other = copied(model, tmp_path / "both")
+def test_safetensors_are_preferred_to_torch_files(model: Path, tmp_path: Path) -> None:
+    other = copy_without_weights(model, tmp_path / "both")
     (other / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     (other / "pytorch_model.bin").write_bytes(b"never read")
     _, lineage, _ = collect(other, tmp_path)
@@ -168,8 +172,8 @@ def test_safetensors_are_taken_where_both_are_there(model: Path, tmp_path: Path)
     assert "pytorch_model.bin" not in pretrained_digests(other)
 
 
-class Runs:
-    """Runs code when it is unpickled."""
+class TouchWhenUnpickled:
+    """Object whose unpickling runs code."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -178,9 +182,9 @@ class Runs:
         return Path.touch, (self.marker,)
 
 
-def test_code_in_torch_s_files_is_never_run(model: Path, tmp_path: Path) -> None:
-    other = copied(model, tmp_path / "pickled")
-    torch.save({"weight": Runs(tmp_path / "ran")}, other / "pytorch_model.bin")
+def test_code_in_torch_files_is_never_run(model: Path, tmp_path: Path) -> None:
+    other = copy_without_weights(model, tmp_path / "pickled")
+    torch.save({"weight": TouchWhenUnpickled(tmp_path / "ran")}, other / "pytorch_model.bin")
     with pytest.raises(
         ConfigError, match=r"pytorch_model\.bin holds more than tensors, .*as safetensors"
     ):
@@ -197,10 +201,10 @@ def test_code_in_torch_s_files_is_never_run(model: Path, tmp_path: Path) -> None
         ({1: torch.ones(2)}, "is no mapping"),
     ],
 )
-def test_torch_s_files_without_weights_are_refused(
+def test_torch_files_without_weights_are_refused(
     model: Path, tmp_path: Path, content: Any, message: str
 ) -> None:
-    other = copied(model, tmp_path / "odd")
+    other = copy_without_weights(model, tmp_path / "odd")
     if isinstance(content, bytes):
         (other / "pytorch_model.bin").write_bytes(content)
     else:
@@ -209,8 +213,8 @@ def test_torch_s_files_without_weights_are_refused(
         collect(other, tmp_path)
 
 
-def test_a_part_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
-    other = in_torch_files(model, tmp_path / "torch", 2)
+def test_missing_part_of_the_weights_is_refused(model: Path, tmp_path: Path) -> None:
+    other = convert_to_torch_files(model, tmp_path / "torch", 2)
     (other / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(
         ConfigError, match=r"lacks pytorch_model-00002-of-00002\.bin, which .*index\.json names"
@@ -218,8 +222,8 @@ def test_a_part_that_is_missing_is_named(model: Path, tmp_path: Path) -> None:
         collect(other, tmp_path)
 
 
-def test_parts_without_their_index_are_refused(model: Path, tmp_path: Path) -> None:
-    other = in_torch_files(model, tmp_path / "torch", 2)
+def test_parts_without_an_index_are_refused(model: Path, tmp_path: Path) -> None:
+    other = convert_to_torch_files(model, tmp_path / "torch", 2)
     index = other / "pytorch_model.bin.index.json"
     index.write_text("[]")
     with pytest.raises(ConfigError, match=r"index\.json is damaged"):
@@ -233,7 +237,7 @@ def test_parts_without_their_index_are_refused(model: Path, tmp_path: Path) -> N
 
 
 def test_weights_of_another_library_are_refused(model: Path, tmp_path: Path) -> None:
-    other = copied(model, tmp_path / "other")
+    other = copy_without_weights(model, tmp_path / "other")
     (other / "tf_model.h5").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"only as tf_model\.h5, which is not torch's"):
         collect(other, tmp_path)
@@ -241,12 +245,12 @@ def test_weights_of_another_library_are_refused(model: Path, tmp_path: Path) -> 
 
 def test_missing_weights_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no weights .* set model\.random_weights to true"):
-        collect(copied(model, tmp_path / "bare"), tmp_path)
+        collect(copy_without_weights(model, tmp_path / "bare"), tmp_path)
 
 
-def test_code_that_comes_with_a_model_is_never_run(model: Path, tmp_path: Path) -> None:
+def test_code_of_a_model_is_never_run(model: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    other = copied(
+    other = copy_without_weights(
         model,
         tmp_path / "remote",
         {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}},
@@ -259,30 +263,30 @@ def test_code_that_comes_with_a_model_is_never_run(model: Path, tmp_path: Path) 
     assert not marker.exists()
 
 
-def test_an_unknown_model_type_is_refused(model: Path, tmp_path: Path) -> None:
+def test_unknown_model_type_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model_type 'perceptron' .*transformers does not know"):
         collect(
-            copied(model, tmp_path / "unknown", {"model_type": "perceptron"}),
+            copy_without_weights(model, tmp_path / "unknown", {"model_type": "perceptron"}),
             tmp_path,
             random_weights=True,
         )
 
 
-def test_a_damaged_configuration_or_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
-    other = copied(model, tmp_path / "model")
+def test_damaged_configuration_or_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    other = copy_without_weights(model, tmp_path / "model")
     (other / "tokenizer.json").write_text("{}")
-    given = PretrainedConfig(path="damaged")
+    damaged = PretrainedConfig(path="damaged")
     with pytest.raises(
         ConfigError, match=r"transformers cannot load the tokenizer of model\.path damaged"
     ):
-        read_tokenizer(given, tmp_path)
+        read_tokenizer(damaged, tmp_path)
     (other / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model.path damaged has no readable config\.json"):
-        read_model_config(given, tmp_path)
+        read_model_config(damaged, tmp_path)
 
 
-def test_the_padding_token_must_be_in_the_vocabulary(model: Path, tmp_path: Path) -> None:
-    copied(model, tmp_path / "model")
+def test_padding_token_outside_the_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    copy_without_weights(model, tmp_path / "model")
     assert read_tokenizer(PretrainedConfig(path="x", pad_token="[SEP]"), tmp_path).pad_token_id == 3
     with pytest.raises(
         ConfigError, match=r"model\.pad_token is '<pad>', which the tokenizer of x lacks"
@@ -291,12 +295,12 @@ def test_the_padding_token_must_be_in_the_vocabulary(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("path", ["./none", "/none/at/all", "~/none-at-all", "a/b/c"])
-def test_a_directory_that_does_not_exist_is_refused(path: str) -> None:
+def test_missing_directory_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="is not a directory"):
         local_directory(path)
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a directory without config\.json"):
         local_directory(str(tmp_path))
 
@@ -304,12 +308,12 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["bert-base-uncased", "microsoft/deberta-v3-small", "models:/gpt2@candidate"]
 )
-def test_names_are_no_directories(path: str) -> None:
+def test_hub_and_registry_names_are_not_directories(path: str) -> None:
     assert local_directory(path) is None
 
 
 class _Hub:
-    """What the hub's client does, without a hub."""
+    """A stand-in for the hub's client."""
 
     files = (
         "config.json",
@@ -339,21 +343,21 @@ def hub_error(name: str) -> Exception:
     )
 
 
-def test_only_files_that_are_used_come_from_the_hub(
+def test_only_required_files_are_downloaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    request: dict[str, Any] = {}
 
-    def download(name: str, **given: Any) -> str:
-        asked.update(given)
+    def download(name: str, **options: Any) -> str:
+        request.update(options)
         return str(model)
 
     monkeypatch.setattr("huggingface_hub.HfApi", _Hub)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     _, lineage, _ = collect("some/bert", tmp_path, revision="main")
-    assert asked["allow_patterns"] == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert asked["revision"] == lineage["commit"] == "c" * 40
-    assert asked["cache_dir"] == str(tmp_path / "cache")
+    assert request["allow_patterns"] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert request["revision"] == lineage["commit"] == "c" * 40
+    assert request["cache_dir"] == str(tmp_path / "cache")
     assert (lineage["path"], lineage["revision"]) == ("some/bert", "main")
 
 
@@ -375,7 +379,7 @@ def test_only_files_that_are_used_come_from_the_hub(
         ("OfflineModeIsEnabled", DownloadError, "cannot be downloaded: offline"),
     ],
 )
-def test_the_hub_s_refusals_are_told_apart(
+def test_each_refusal_of_the_hub_has_its_error(
     raised: str,
     kind: type[Exception],
     message: str,
@@ -388,7 +392,7 @@ def test_the_hub_s_refusals_are_told_apart(
         collect("some/bert", tmp_path, revision="v1")
 
 
-def test_a_lost_connection_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_connection_is_retryable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
 
     monkeypatch.setattr("huggingface_hub.HfApi", _Hub)
@@ -398,7 +402,7 @@ def test_a_lost_connection_can_be_retried(tmp_path: Path, monkeypatch: pytest.Mo
     assert caught.value.retryable
 
 
-def test_weights_of_another_library_are_refused_before_they_are_downloaded(
+def test_weights_of_another_library_are_refused_before_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.HfApi", _Hub)

@@ -1,7 +1,4 @@
-"""Probes with real models in one process.
-
-A limit is really reached, and what else fails is no answer.
-"""
+"""Memory probes with real models in one process."""
 
 import resource
 from pathlib import Path
@@ -19,12 +16,12 @@ from tests.finetune._tiny_models import prepare, tiny_config, write_data, write_
 
 CPU = torch.device("cpu")
 ROOM = 48 * 10**6
-"""Bytes that a rank may have beyond what it has before the model."""
+"""Bytes that a rank may use in addition to its memory before the model is built."""
 LIMIT = 1 << 20
 
 
 def job_of(root: Path, batch: int, memory_limit: int | None = None, **changed: Any) -> ProbeJob:
-    """A probe of the model and samples below `root`, which are made where they are not there."""
+    """Return a probe of the model and samples below `root`, which are written if missing."""
     config = tiny_config(root / "model", root, "classification", train={"micro_batch_size": batch})
     if not (root / "model").exists():
         write_model(root / "model", "deberta")
@@ -49,15 +46,15 @@ def resident() -> int:
 
 
 def answers(directory: str) -> dict[str, Any]:
-    """What a rank of its own finds.
+    """Return the largest micro batch in ROOM, found in a separate process.
 
-    The largest micro batch in ROOM, and whether the limit is gone after that.
+    Also return whether the limit is removed afterwards.
     """
     root = Path(directory)
-    probe.run_probe(job_of(root, 1), CPU)  # the libraries are there from now on
+    probe.run_probe(job_of(root, 1), CPU)  # loads the libraries
     still_alive()
 
-    def one(batch: int) -> Answer:
+    def answer_of(batch: int) -> Answer:
         still_alive()
         try:
             return Fits(probe.run_probe(job_of(root, batch, resident() + ROOM), CPU))
@@ -65,39 +62,40 @@ def answers(directory: str) -> dict[str, Any]:
             return TooLarge(str(error))
 
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    found = largest_batch(one, limit=LIMIT, start=64)
-    too_large = [batch for batch, answer in found.tried.items() if isinstance(answer, TooLarge)]
+    search = largest_batch(answer_of, limit=LIMIT, start=64)
+    too_large = [batch for batch, answer in search.tried.items() if isinstance(answer, TooLarge)]
     return {
-        "batch": found.batch,
-        "reason": found.reason,
+        "batch": search.batch,
+        "reason": search.reason,
         "smallest that is too large": min(too_large),
         "limit restored": resource.getrlimit(resource.RLIMIT_DATA) == before,
     }
 
 
 def unlimited(directory: str, batch: int) -> int:
-    """The peak memory of a batch in a process of its own, as a search has it.
+    """Return the peak memory of a batch in a separate process, as the search does.
 
-    oneDNN may not recover from a lack.
+    OneDNN may not recover from a failed allocation.
     """
     return probe.run_probe(job_of(Path(directory), batch), CPU)
 
 
-def test_the_largest_micro_batch_under_a_limit_is_found(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_largest_micro_batch_within_a_limit_is_found(tmp_path: Path) -> None:
     job_of(tmp_path, 1)
-    (found,) = run_distributed(1, answers, str(tmp_path), timeout=60)
-    assert 16 <= found["batch"] < LIMIT
-    assert found["smallest that is too large"] == found["batch"] + 1
-    assert f"out of memory with a micro batch of {found['batch'] + 1} (" in found["reason"]
-    assert "allocate" in found["reason"]
+    (search,) = run_distributed(1, answers, str(tmp_path), timeout=60)
+    assert 16 <= search["batch"] < LIMIT
+    assert search["smallest that is too large"] == search["batch"] + 1
+    assert f"out of memory with a micro batch of {search['batch'] + 1} (" in search["reason"]
+    assert "allocate" in search["reason"]
     (beyond,) = run_distributed(
-        1, unlimited, str(tmp_path), found["smallest that is too large"], timeout=60
+        1, unlimited, str(tmp_path), search["smallest that is too large"], timeout=60
     )
     assert beyond > ROOM
-    assert found["limit restored"]
+    assert search["limit restored"]
 
 
-def test_a_limit_that_leaves_nothing_for_the_model_is_refused(tmp_path: Path) -> None:
+def test_limit_without_room_for_the_model_is_refused(tmp_path: Path) -> None:
     limit = resident() // 2
     with (
         pytest.raises(
@@ -109,7 +107,7 @@ def test_a_limit_that_leaves_nothing_for_the_model_is_refused(tmp_path: Path) ->
         pass
 
 
-def test_what_onednn_says_of_a_lack_of_memory_is_known() -> None:
+def test_out_of_memory_error_of_onednn_is_recognised() -> None:
     limit = resident() + 10**9
     with (
         pytest.raises(
@@ -123,17 +121,17 @@ def test_what_onednn_says_of_a_lack_of_memory_is_known() -> None:
         raise RuntimeError("something else")
 
 
-def test_missing_samples_are_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
+def test_missing_samples_are_not_an_out_of_memory_error(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(DataFormatError, match=r"task\.json"):
         probe.run_probe(job_of(tmp_path, 1, examples_directory=str(tmp_path / "nothing")), CPU)
 
 
-class Overflowing:
-    """Optimizer steps in fp16 of which the first `skipped` overflow."""
+class OverflowingStepper:
+    """A stepper of fp16 whose first `skipped` steps overflow."""
 
     def __init__(self, skipped: int) -> None:
-        self.left = skipped
+        self.remaining = skipped
         self.taken = 0
         self.before_step: Any = None
         self.after_step: Any = None
@@ -142,28 +140,26 @@ class Overflowing:
         begin()
         while True:
             self.before_step()
-            self.left -= 1
-            self.taken += self.left < 0
-            self.after_step(type("Step", (), {"skipped": self.left >= 0}))
+            self.remaining -= 1
+            self.taken += self.remaining < 0
+            self.after_step(type("Step", (), {"skipped": self.remaining >= 0}))
 
 
 @pytest.mark.parametrize("skipped", [0, 7, probe.MOST_SKIPPED - 1])
-def test_steps_that_fp16_skips_are_not_counted(
+def test_skipped_fp16_steps_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: int
 ) -> None:
-    stepper = Overflowing(skipped)
+    stepper = OverflowingStepper(skipped)
     take_steps(tmp_path, monkeypatch, stepper)
     assert stepper.taken == 2
 
 
-def test_a_model_that_overflows_for_ever_is_no_matter_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_overflow_is_a_loss_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LossError, match="skipped 50 steps in a row"):
-        take_steps(tmp_path, monkeypatch, Overflowing(10**6))
+        take_steps(tmp_path, monkeypatch, OverflowingStepper(10**6))
 
 
-def take_steps(root: Path, monkeypatch: pytest.MonkeyPatch, stepper: Overflowing) -> None:
+def take_steps(root: Path, monkeypatch: pytest.MonkeyPatch, stepper: OverflowingStepper) -> None:
     monkeypatch.setattr(probe, "prepare", lambda *_, **__: stepper)
     monkeypatch.setattr(probe, "Longest", lambda *_: None)
     values = {
@@ -179,7 +175,7 @@ def take_steps(root: Path, monkeypatch: pytest.MonkeyPatch, stepper: Overflowing
     probe.take_steps(job, None, CPU, lambda step: None)  # type: ignore[arg-type]
 
 
-def test_rows_are_repeated_without_being_copied() -> None:
+def test_repeated_rows_are_not_copied() -> None:
     rows = [{"input_ids": [1]}, {"input_ids": [2]}]
     repeated = probe.Repeated(rows, 3)
     assert len(repeated) == 6

@@ -1,3 +1,5 @@
+"""Fine-tuning of encoder-decoders on pairs of texts."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ def task_of(root: Path, **sections: dict[str, Any]) -> Seq2SeqTask:
     return task
 
 
-def test_a_batch_is_padded_and_its_labels_are_ignored_there(blenderbot: Path) -> None:
+def test_padding_of_labels_is_ignored(blenderbot: Path) -> None:
     rows = [{"input_ids": [9, 8, 2], "labels": [9, 2]}, {"input_ids": [7, 2], "labels": [7, 6, 2]}]
     batch = task_of(blenderbot).collate(rows)
     assert batch["input_ids"].tolist() == [[9, 8, 2], [7, 2, 0]]
@@ -50,7 +52,7 @@ def test_a_batch_is_padded_and_its_labels_are_ignored_there(blenderbot: Path) ->
     assert (tuple(whole["input_ids"].shape), tuple(whole["labels"].shape)) == ((2, 8), (2, 6))
 
 
-def test_the_loss_is_that_of_every_target_token(blenderbot: Path, accelerator: Any) -> None:
+def test_loss_is_over_all_target_tokens(blenderbot: Path, accelerator: Any) -> None:
     task = task_of(blenderbot, task=ALL)
     model = task.build_model().eval()
     total, tokens = 0.0, 0
@@ -58,13 +60,15 @@ def test_the_loss_is_that_of_every_target_token(blenderbot: Path, accelerator: A
         for row in task.split("valid") or []:
             total += float(model(**task.collate([row])).loss) * len(row["labels"])
             tokens += len(row["labels"])
-    found = scores(task, model, accelerator)
-    assert found["loss"] == pytest.approx(total / tokens, rel=1e-4)
-    assert set(found) == {"loss", *ALL["metrics"]}
+    metrics = scores(task, model, accelerator)
+    assert metrics["loss"] == pytest.approx(total / tokens, rel=1e-4)
+    assert set(metrics) == {"loss", *ALL["metrics"]}
 
 
 @pytest.mark.parametrize(("beams", "shortest"), [(1, 0), (2, 5)])
-def test_what_is_written_keeps_its_lengths(blenderbot: Path, beams: int, shortest: int) -> None:
+def test_generated_texts_have_the_configured_lengths(
+    blenderbot: Path, beams: int, shortest: int
+) -> None:
     task = task_of(blenderbot, task={"num_beams": beams, "min_target_length": shortest})
     model: Any = task.build_model().eval()
     model.generation_config.min_length = 3
@@ -73,11 +77,11 @@ def test_what_is_written_keeps_its_lengths(blenderbot: Path, beams: int, shortes
     generation = task.generation(model)
     batch = task.collate(list(task.split("valid") or []))
     with torch.no_grad():
-        # As a model that would end at once, or never.
+        # A model that would end immediately, or never.
         for bias in (50.0, -50.0):
             model.final_logits_bias[0, 2] = bias
-            given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-            written = model.generate(**given, generation_config=generation)[:, 1:]
+            inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+            written = model.generate(**inputs, generation_config=generation)[:, 1:]
             lengths = [(row != 0).sum().item() for row in written]
             assert max(lengths) <= 6
             if bias > 0:
@@ -85,10 +89,10 @@ def test_what_is_written_keeps_its_lengths(blenderbot: Path, beams: int, shortes
                 assert not (written[:, :shortest] == 2).any()
 
 
-def test_samples_are_written_as_what_is_scored(blenderbot: Path) -> None:
+def test_sample_text_uses_the_settings_of_the_scores(blenderbot: Path) -> None:
     task = task_of(blenderbot, task={"num_beams": 1, "min_target_length": 5})
     model: Any = task.build_model().eval()
-    model.final_logits_bias[0, 2] = 50.0  # it would end at once
+    model.final_logits_bias[0, 2] = 50.0  # it would end immediately
     lines = sample_text(task.config, task, Exported(model, task.tokenizer)).splitlines()
     assert all(line != "prediction: " for line in lines)
     assert sum(line.startswith("prediction: ") for line in lines) == 5
@@ -102,10 +106,10 @@ def test_copies_are_learned_and_scored(blenderbot: Path, accelerator: Any) -> No
     end = scores(task, model, accelerator, "train")
     assert end["loss"] < 0.3 * start["loss"]
     assert end["rouge1"] > start["rouge1"] + 40
-    assert end["rougeLsum"] == pytest.approx(end["rougeL"])  # of one sentence each
+    assert end["rougeLsum"] == pytest.approx(end["rougeL"])  # the texts have one sentence each
 
 
-def test_our_t5_writes_targets_that_end(tmp_path: Path, accelerator: Any) -> None:
+def test_exported_t5_has_targets_with_end_tokens(tmp_path: Path, accelerator: Any) -> None:
     export = write_export(tmp_path / "export", "t5")
     for split in ("train", "valid"):
         write_rows(tmp_path / f"data/{split}.jsonl", copy_rows(6))
@@ -121,7 +125,7 @@ def test_our_t5_writes_targets_that_end(tmp_path: Path, accelerator: Any) -> Non
     assert model(**task.collate(task.largest_rows(2))).loss.isfinite()
 
 
-def test_a_model_that_cannot_begin_is_refused(blenderbot: Path, tmp_path: Path) -> None:
+def test_model_without_a_decoder_start_token_is_refused(blenderbot: Path, tmp_path: Path) -> None:
     source = write_model(tmp_path / "model", "t5")
     values = json.loads((source / "config.json").read_text())
     del values["decoder_start_token_id"]
@@ -130,7 +134,7 @@ def test_a_model_that_cannot_begin_is_refused(blenderbot: Path, tmp_path: Path) 
         prepare(tiny_config(source, blenderbot / "data", "seq2seq"), tmp_path / "work")
 
 
-def test_an_empty_source_is_refused(blenderbot: Path, tmp_path: Path) -> None:
+def test_empty_source_is_refused(blenderbot: Path, tmp_path: Path) -> None:
     export = write_export(tmp_path / "export", "t5")
     for split in ("train", "valid"):
         write_rows(
@@ -145,7 +149,7 @@ def _punkt_config(blenderbot: Path) -> Any:
     return tiny_config(blenderbot / "model", blenderbot / "data", "seq2seq", task=task)
 
 
-def test_nltk_s_models_come_with_the_examples(
+def test_nltk_models_are_stored_with_the_examples(
     blenderbot: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -168,7 +172,7 @@ def test_nltk_s_models_come_with_the_examples(
         scores(task, task.build_model(), accelerator)
 
 
-def test_nltk_s_models_that_cannot_be_fetched_can_be_retried(
+def test_failed_download_of_nltk_models_is_retryable(
     blenderbot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nltk import data, downloader

@@ -1,5 +1,4 @@
-"""One Prefect server and one workspace for all flow tests; a tiny corpus and a configuration of
-seconds."""
+"""Prefect server, workspace, tiny corpus and short configuration of all flow tests."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def server_environment(workspace: Path) -> dict[str, str]:
-    """What a process needs to run a flow in `workspace` on the session's Prefect server."""
+    """Return the environment to run a flow in `workspace` on the session's Prefect server."""
     from prefect.settings import PREFECT_API_URL
 
     return {
@@ -27,7 +26,7 @@ def server_environment(workspace: Path) -> dict[str, str]:
 
 
 def write_corpus(directory: Path, files: int = 60) -> None:
-    """A small tree of Python source, different in every file."""
+    """Write a small tree of Python source, different in every file."""
     directory.mkdir(parents=True)
     for number in range(files):
         lines = [
@@ -38,7 +37,7 @@ def write_corpus(directory: Path, files: int = 60) -> None:
 
 
 def tiny_config(corpus: Path) -> dict[str, Any]:
-    """Three training steps of a two-layer model."""
+    """Return the configuration of three training steps of a two-layer model."""
     return {
         "name": "flow-test",
         "data": {
@@ -73,20 +72,20 @@ def tiny_config(corpus: Path) -> dict[str, Any]:
 
 @dataclass
 class FlowRun:
-    """What one run of `pretrain` did, stage by stage."""
+    """Outcomes of the stages of one run of `pretrain`."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     error: BaseException | None = None
     flow_run_id: str = ""
 
     def stages(self, outcome: str) -> list[str]:
-        """Names of the stages with this outcome, in order."""
-        return [stage for stage, seen in self.outcomes.items() if seen == outcome]
+        """Return the names of the stages with this outcome, in order."""
+        return [stage for stage, result in self.outcomes.items() if result == outcome]
 
 
 @dataclass
 class Bench:
-    """The shared workspace, and a way to run the flow in it."""
+    """The shared workspace and a function that runs the flow in it."""
 
     workspace: Path
     conf: Path
@@ -96,7 +95,7 @@ class Bench:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A workspace with Prefect's ephemeral server and results in it."""
+    """Provide a workspace with Prefect's temporary server and results in it."""
     root = tmp_path_factory.mktemp("workspace")
     saved = {name: os.environ.get(name) for name in ("MEGACORE_WORKSPACE", "MLFLOW_TRACKING_URI")}
     os.environ["MEGACORE_WORKSPACE"] = str(root)
@@ -120,7 +119,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def bench(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """The flow `pretrain` on a tiny corpus, returning each stage's outcome instead of raising."""
+    """Provide the flow `pretrain` on a tiny corpus.
+
+    It returns each stage's outcome instead of raising.
+    """
     directory = tmp_path_factory.mktemp("conf")
     write_corpus(directory / "corpus")
     conf = directory / "flow-test.yaml"

@@ -1,5 +1,4 @@
-"""Each family's small configuration through the whole flow, on real text: the standard
-library's."""
+"""Small configurations of each family through the whole flow, on the standard library's source."""
 
 import json
 from collections.abc import Iterator
@@ -36,9 +35,12 @@ FAMILIES = {
 }
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
-def own_workspace(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A workspace beside the session's, whose tests count what is in it.
+def separate_workspace(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Provide a workspace next to the session's, whose tests count its contents.
 
     The Prefect server is the session's.
     """
@@ -51,9 +53,9 @@ def own_workspace(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def trained(
-    request: pytest.FixtureRequest, own_workspace: Path
+    request: pytest.FixtureRequest, separate_workspace: Path
 ) -> tuple[str, dict[str, str], Path]:
-    """Name of the configuration, what each stage did, and the run's directory."""
+    """Return the configuration's name, the outcome of each stage, and the run's directory."""
     from flows.pretrain import pretrain
 
     rows: dict[str, str] = {}
@@ -66,7 +68,7 @@ def trained(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_pipeline.StageRunner, "_report", remember)
         pretrain(request.param, SHORT)
-    runs = Workspace(own_workspace).folder("train")
+    runs = Workspace(separate_workspace).folder("train")
     (directory,) = [
         path.parent
         for path in runs.glob("*/run.json")
@@ -85,18 +87,18 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def test_every_stage_runs_and_the_export_is_of_the_familys_class(
+def test_all_stages_run_and_the_export_has_the_familys_class(
     trained: tuple[str, dict[str, str], Path],
 ) -> None:
     name, rows, _ = trained
-    # All read one corpus, and it is collected once.
+    # All families read one corpus, which is collected once.
     assert {stage for stage, outcome in rows.items() if outcome != "ran"} <= {"collect"}
     exports = Workspace.of().folder("convert")
     classes = [_json(path)["architectures"] for path in exports.glob("*/model/config.json")]
     assert [FAMILIES[name][0]] in classes
 
 
-def test_the_losses_are_reported_by_themselves_and_fall(
+def test_losses_are_reported_separately_and_fall(
     trained: tuple[str, dict[str, str], Path],
 ) -> None:
     name, _, directory = trained
@@ -108,7 +110,9 @@ def test_the_losses_are_reported_by_themselves_and_fall(
     assert evaluations[-1]["lm_loss"] < evaluations[0]["lm_loss"]
 
 
-def test_mlflow_has_each_loss_and_the_perplexity(trained: tuple[str, dict[str, str], Path]) -> None:
+def test_mlflow_contains_all_losses_and_the_perplexity(
+    trained: tuple[str, dict[str, str], Path],
+) -> None:
     from mlflow import MlflowClient
 
     name, _, directory = trained

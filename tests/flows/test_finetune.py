@@ -1,6 +1,4 @@
-"""The flow `finetune` on a tiny DeBERTa.
-
-What runs again and what does not, what MLflow has, and a rank that is lost.
+"""The flow `finetune` on a tiny DeBERTa: caching, MLflow and a lost rank.
 
 The tests of this file share one workspace and run in order.
 """
@@ -31,7 +29,7 @@ PARENT = "tiny-parent"
 
 @dataclass
 class Place:
-    """A workspace of its own, on the session's Prefect server."""
+    """A separate workspace on the session's Prefect server."""
 
     workspace: Path
     conf: Path
@@ -40,7 +38,7 @@ class Place:
     summary: str = ""
 
     def finetune(self, **overrides: Any) -> None:
-        """Run the flow and remember what each stage did."""
+        """Run the flow and record the outcome of each stage."""
         from flows.finetune import finetune
         from tasks import _pipeline
 
@@ -58,7 +56,7 @@ class Place:
             )
 
     def stages(self, outcome: str) -> list[str]:
-        return [stage for stage, seen in self.outcomes.items() if seen == outcome]
+        return [stage for stage, result in self.outcomes.items() if result == outcome]
 
     @property
     def runs(self) -> list[Path]:
@@ -115,7 +113,7 @@ def place(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def register_parent(place: Place) -> tuple[str, str]:
-    """Publish the pretrained model as the flow `pretrain` would; version and run."""
+    """Publish the pretrained model like the flow `pretrain`; return version and run."""
     from megacore.artifact import Workspace
     from tasks._mlflow import Tracking
     from tasks._registry import publish_model
@@ -137,7 +135,16 @@ def register_parent(place: Place) -> tuple[str, str]:
     return receipt["version"], receipt["run_id"]
 
 
-def test_two_ranks_improve_on_the_start_and_the_child_knows_its_parent(place: Place) -> None:
+@pytest.fixture(scope="module")
+def finished(place: Place) -> Place:
+    """Provide the workspace after a run, also if the tests of that run are not selected."""
+    if not place.runs:
+        register_parent(place)
+        place.finetune(model__path=f"models:/{PARENT}@candidate")
+    return place
+
+
+def test_two_ranks_improve_the_model_and_record_its_parent(place: Place) -> None:
     version, run_id = register_parent(place)
     place.finetune(model__path=f"models:/{PARENT}@candidate")
     assert place.stages("ran") == STAGES
@@ -156,7 +163,7 @@ def test_two_ranks_improve_on_the_start_and_the_child_knows_its_parent(place: Pl
     )
 
 
-def test_mlflow_has_the_curves_the_checkpoints_and_the_child(place: Place) -> None:
+def test_mlflow_contains_curves_checkpoints_and_the_child_model(place: Place) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient()
@@ -191,48 +198,52 @@ def test_mlflow_has_the_curves_the_checkpoints_and_the_child(place: Place) -> No
     assert {metric.key for metric in last.metrics} >= {"valid_accuracy", "valid_loss"}
 
 
-def test_mlflow_loads_a_classifier(place: Place) -> None:
+def test_mlflow_loads_the_classifier(place: Place) -> None:
     import mlflow
 
     row = word_rows(1, 2)[0]
-    found = mlflow.transformers.load_model("models:/tiny-words@candidate")(row["sentence"])[0]
-    assert found["label"].endswith(str(row["label"])), found
+    prediction = mlflow.transformers.load_model("models:/tiny-words@candidate")(row["sentence"])[0]
+    assert prediction["label"].endswith(str(row["label"])), prediction
     assert mlflow.pyfunc.load_model("models:/tiny-words/1").predict([row["sentence"]]) is not None
 
 
-def test_the_second_run_is_cached_from_wherever_the_same_model_comes(place: Place) -> None:
-    place.finetune(model__path=f"models:/{PARENT}@candidate")
-    assert place.stages("cached") == STAGES
-    # The same files by their path: it is no other parent's child, as nobody has published this
+@pytest.mark.slow
+def test_repeated_run_of_the_same_model_is_cached(finished: Place) -> None:
+    finished.finetune(model__path=f"models:/{PARENT}@candidate")
+    assert finished.stages("cached") == STAGES
+    # The same files by their path: the child gets no other parent, since nobody has published this
     # directory.
-    place.finetune()
-    assert place.stages("cached") == STAGES[:4]
-    assert len(place.runs) == 1
+    finished.finetune()
+    assert finished.stages("cached") == STAGES[:4]
+    assert len(finished.runs) == 1
 
 
-def test_another_name_in_the_registry_publishes_alone(place: Place) -> None:
-    place.finetune(tracking__registered_model="another")
-    assert place.stages("ran") == ["finetune-publish"]
+@pytest.mark.slow
+def test_another_registered_name_only_publishes_again(finished: Place) -> None:
+    finished.finetune(tracking__registered_model="another")
+    assert finished.stages("ran") == ["finetune-publish"]
 
 
-def test_a_damaged_artifact_is_built_again(place: Place) -> None:
-    (examples,) = place.workspace.glob("examples/*/train/*.arrow")
+@pytest.mark.slow
+def test_damaged_artifact_is_built_again(finished: Place) -> None:
+    (examples,) = finished.workspace.glob("examples/*/train/*.arrow")
     content = bytearray(examples.read_bytes())
     content[len(content) // 2] ^= 0xFF
     examples.write_bytes(content)
-    shutil.rmtree(next(place.workspace.glob("datasets/[!.]*")))
-    place.finetune()
-    assert place.stages("ran") == ["dataset", "examples"]
+    shutil.rmtree(next(finished.workspace.glob("datasets/[!.]*")))
+    finished.finetune()
+    assert finished.stages("ran") == ["dataset", "examples"]
 
 
-def test_another_rate_trains_again_and_a_lost_rank_goes_on_from_its_checkpoint(
-    place: Place,
+@pytest.mark.slow
+def test_another_learning_rate_trains_again_and_survives_a_lost_rank(
+    finished: Place,
 ) -> None:
-    before = set(place.runs)
+    before = set(finished.runs)
 
     def kill_one_rank() -> None:
         def saved() -> bool:
-            new = [run for run in place.runs if run not in before]
+            new = [run for run in finished.runs if run not in before]
             return (
                 bool(new)
                 and (new[0] / "events.jsonl").exists()
@@ -243,7 +254,7 @@ def test_another_rate_trains_again_and_a_lost_rank_goes_on_from_its_checkpoint(
         ranks = [
             process
             for process in psutil.process_iter(["cmdline"])
-            if any(str(place.workspace) in part for part in process.info["cmdline"] or [])
+            if any(str(finished.workspace) in part for part in process.info["cmdline"] or [])
             and "megacore.ranks.finetune" in " ".join(process.info["cmdline"])
             and "RANK" in process.environ()
         ]
@@ -251,7 +262,7 @@ def test_another_rate_trains_again_and_a_lost_rank_goes_on_from_its_checkpoint(
 
     killer = threading.Thread(target=kill_one_rank)
     killer.start()
-    place.finetune(
+    finished.finetune(
         optim__lr=5e-3,
         train__max_steps=400,
         checkpoint__save_interval=20,
@@ -259,15 +270,15 @@ def test_another_rate_trains_again_and_a_lost_rank_goes_on_from_its_checkpoint(
         launch__retry_delay=0,
     )
     killer.join()
-    assert place.stages("ran") == STAGES[3:]
-    (run,) = set(place.runs) - before
+    assert finished.stages("ran") == STAGES[3:]
+    (run,) = set(finished.runs) - before
     starts = events(run, "start")
     assert [event["attempt"] for event in starts] == [1, 2]
     assert starts[1]["resumed_from"] >= 20
     assert max(event["iteration"] for event in events(run, "step")) == 400
 
 
-def test_what_cannot_work_is_refused_before_anything_runs(place: Place) -> None:
+def test_invalid_configurations_are_refused_before_training(place: Place) -> None:
     count = len(list(place.workspace.glob("finetuned/*")))
     with pytest.raises(
         ConfigError, match=r"models:/nobody@candidate, which the model registry .* does not have"
@@ -285,7 +296,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(place: Place) -> None:
     assert len(list(place.workspace.glob("finetuned/*"))) == count
 
 
-def test_the_command_line_says_it_in_a_sentence_and_plans(place: Place) -> None:
+def test_dry_run_prints_the_plan_and_a_one_line_error(place: Place) -> None:
     environment = os.environ | server_environment(place.workspace)
     command = [sys.executable, "-m", "flows.finetune", "--conf", str(place.conf), "--dry-run"]
     plan = subprocess.run(

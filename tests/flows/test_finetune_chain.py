@@ -1,5 +1,4 @@
-"""The whole system: text → pretrained BERT → fine-tuned classifier, against the same fine-tuning of
-random weights."""
+"""Pretraining of BERT and fine-tuning, compared with fine-tuning from random weights."""
 
 import json
 from collections.abc import Iterator
@@ -25,8 +24,8 @@ PRETRAINING: dict[str, Any] = {
 
 
 @pytest.fixture
-def own_workspace(workspace: Path, tmp_path: Path) -> Iterator[Path]:
-    """A workspace beside the session's; the Prefect server is the session's."""
+def separate_workspace(workspace: Path, tmp_path: Path) -> Iterator[Path]:
+    """Provide a separate workspace; the Prefect server is the session's."""
     root = tmp_path / "workspace"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGACORE_WORKSPACE", str(root))
@@ -35,7 +34,7 @@ def own_workspace(workspace: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def accuracy(root: Path, *, random_weights: bool) -> float:
-    """Of the best model on the validation split."""
+    """Return the accuracy of the best model on the validation split."""
     for path in root.glob("finetuned/*/run.json"):
         if (
             json.loads(path.read_text(encoding="utf-8"))["config"]["model"]["random_weights"]
@@ -47,7 +46,9 @@ def accuracy(root: Path, *, random_weights: bool) -> float:
     raise AssertionError("no such run")
 
 
-def test_pretraining_helps(own_workspace: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_pretraining_improves_the_accuracy(separate_workspace: Path, tmp_path: Path) -> None:
     from flows.finetune import finetune
     from flows.pretrain import pretrain
 
@@ -63,6 +64,8 @@ def test_pretraining_helps(own_workspace: Path, tmp_path: Path) -> None:
         "bert-tiny",
         overrides | {"model.random_weights": True, "tracking.registered_model": "bert-tiny-random"},
     )
-    helped = accuracy(own_workspace, random_weights=False)
-    without = accuracy(own_workspace, random_weights=True)
-    assert helped > without + 0.05, f"{helped:.3f} with pretraining, {without:.3f} without"
+    pretrained = accuracy(separate_workspace, random_weights=False)
+    random_start = accuracy(separate_workspace, random_weights=True)
+    assert pretrained > random_start + 0.05, (
+        f"{pretrained:.3f} with pretraining, {random_start:.3f} without"
+    )

@@ -1,13 +1,14 @@
-"""Only the failed stage is rerun: failures injected, outputs deleted and damaged, one parameter
-changed at a time.
+"""Reruns of only the stages that failed, were damaged or changed.
 
-The tests of this file share one workspace and run in order: each begins where the one before ended.
+The tests of this file share one workspace and run in order: each starts with the result of the
+previous one.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -31,7 +32,7 @@ INJECTIONS = {
     "convert": "megacore.ranks.stages.convert",
     "publish": "tasks.publish.publish_model",
 }
-"""What each stage calls to do its work."""
+"""Function that each stage calls to do its work."""
 
 FOLDERS = {
     "collect": "corpora",
@@ -44,12 +45,33 @@ FOLDERS = {
 }
 
 
+FAST = {
+    "failed": {"publish"},
+    "damaged": {"publish"},
+    "changed": {"evaluate"},
+}
+"""Stages that `make test` runs, by test."""
+
+
+def stages_of(test: str, stages: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(stage, marks=() if stage in FAST[test] else pytest.mark.slow)
+        for stage in stages
+    ]
+
+
+@pytest.fixture(scope="module")
+def completed() -> list[str]:
+    """Return the stages that have an output so far."""
+    return []
+
+
 def fail(*args: Any, **kwargs: Any) -> None:
     raise DataFormatError("injected failure")
 
 
 def only_artifact(bench: Bench, folder: str) -> Path:
-    """The one artifact of a folder (there is one as long as no parameter was changed)."""
+    """Return the single artifact of a folder, which holds until a parameter is changed."""
     (artifact,) = (
         path for path in (bench.workspace / folder).iterdir() if not path.name.startswith(".")
     )
@@ -63,25 +85,25 @@ def largest_file(directory: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_failed_stage_alone_runs_again(bench: Bench, stage: str) -> None:
-    place = STAGES.index(stage)
+@pytest.mark.parametrize("stage", stages_of("failed", STAGES))
+def test_only_the_failed_stage_runs_again(bench: Bench, completed: list[str], stage: str) -> None:
+    before = STAGES[: STAGES.index(stage)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(INJECTIONS[stage], fail)
         run = bench.pretrain()
     assert isinstance(run.error, DataFormatError)
     assert "injected failure" in str(run.error)
     assert run.outcomes.pop(stage) == "failed"
-    # The stage before it ran in this run: it had failed in the run before.
-    assert run.stages("cached") == STAGES[: max(place - 1, 0)]
-    assert run.stages("ran") == STAGES[max(place - 1, 0) : place]
+    assert run.stages("cached") == completed
+    assert run.stages("ran") == before[len(completed) :]
+    completed[:] = before
     if stage != "train":
         assert not list((bench.workspace / FOLDERS[stage]).glob("[!.]*")), (
             "a failed stage left something behind"
         )
 
 
-def test_last_stage_completes_then_everything_is_cached(bench: Bench) -> None:
+def test_last_stage_completes_and_then_all_stages_are_cached(bench: Bench) -> None:
     run = bench.pretrain()
     assert run.error is None
     assert run.stages("ran") == ["publish"]
@@ -90,33 +112,40 @@ def test_last_stage_completes_then_everything_is_cached(bench: Bench) -> None:
     assert run.stages("cached") == STAGES
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "train"])
-def test_deleted_output_is_built_again_and_nothing_else(bench: Bench, stage: str) -> None:
-    shutil.rmtree(only_artifact(bench, FOLDERS[stage]))
-    run = bench.pretrain()
+@pytest.fixture(scope="module")
+def finished(bench: Bench) -> Bench:
+    """Provide the workspace after a complete run, also if the tests before are not selected."""
+    assert bench.pretrain().error is None
+    return bench
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", FOLDERS)
+def test_only_the_stage_of_a_deleted_output_runs_again(finished: Bench, stage: str) -> None:
+    shutil.rmtree(only_artifact(finished, FOLDERS[stage]))
+    run = finished.pretrain()
     assert run.error is None
-    # What is built again alike has the same digest, so the stages after it stay as they are.
+    # The rebuilt output has the same digest, so the later stages are unchanged.
     assert run.stages("ran") == [stage]
 
 
-@pytest.mark.parametrize(
-    "stage", ["collect", "tokenizer", "tokenize", "index", "evaluate", "convert", "publish"]
-)
-def test_damaged_output_is_built_again(bench: Bench, stage: str) -> None:
-    victim = largest_file(only_artifact(bench, FOLDERS[stage]))
-    content = bytearray(victim.read_bytes())
+@pytest.mark.parametrize("stage", stages_of("damaged", FOLDERS))
+def test_only_the_stage_of_a_damaged_output_runs_again(finished: Bench, stage: str) -> None:
+    damaged_file = largest_file(only_artifact(finished, FOLDERS[stage]))
+    content = bytearray(damaged_file.read_bytes())
     content[len(content) // 2] ^= 0xFF
-    victim.write_bytes(content)
-    run = bench.pretrain()
+    damaged_file.write_bytes(content)
+    run = finished.pretrain()
     assert run.error is None
     assert run.stages("ran") == [stage]
 
 
-def test_damaged_checkpoint_is_trained_again_from_the_one_before(bench: Bench) -> None:
-    (run_directory,) = (path for path in (bench.workspace / "runs").iterdir() if path.is_dir())
-    victim = largest_file(run_directory / "checkpoints" / "iter_0000003")
-    victim.write_bytes(victim.read_bytes()[:-7])
-    run = bench.pretrain()
+@pytest.mark.slow
+def test_damaged_checkpoint_is_trained_again_from_the_previous_one(finished: Bench) -> None:
+    (run_directory,) = (path for path in (finished.workspace / "runs").iterdir() if path.is_dir())
+    damaged_file = largest_file(run_directory / "checkpoints" / "iter_0000003")
+    damaged_file.write_bytes(damaged_file.read_bytes()[:-7])
+    run = finished.pretrain()
     assert run.error is None
     assert "train" in run.stages("ran")
     events = (run_directory / "events.jsonl").read_text(encoding="utf-8")
@@ -138,25 +167,26 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("stage", list(CHANGES))
-def test_changed_parameter_reruns_its_stage_and_those_after(bench: Bench, stage: str) -> None:
+@pytest.mark.parametrize("stage", stages_of("changed", CHANGES))
+def test_changed_parameter_reruns_its_stage_and_later_ones(finished: Bench, stage: str) -> None:
     overrides, expected = CHANGES[stage]
-    run = bench.pretrain(**overrides)
+    run = finished.pretrain(**overrides)
     assert run.error is None
     assert run.stages("ran") == expected
     assert run.stages("cached") == [name for name in STAGES if name not in expected]
 
 
-def test_flow_run_retry_reruns_the_failed_stage_alone(bench: Bench) -> None:
+@pytest.mark.slow
+def test_flow_run_retry_reruns_only_the_failed_stage(finished: Bench) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(INJECTIONS["publish"], fail)
-        failed = bench.pretrain(tracking__registered_model="retried")
+        failed = finished.pretrain(tracking__registered_model="retried")
     assert failed.outcomes["publish"] == "failed"
     command = [sys.executable, "-m", "prefect", "flow-run", "retry", failed.flow_run_id]
     result = subprocess.run(
         [*command, "--entrypoint", "flows/pretrain.py:pretrain"],
         cwd=ROOT,
-        env=os.environ | server_environment(bench.workspace),
+        env=os.environ | server_environment(finished.workspace),
         capture_output=True,
         text=True,
         timeout=120,
@@ -173,13 +203,14 @@ def test_flow_run_retry_reruns_the_failed_stage_alone(bench: Bench) -> None:
     assert not [name for name, state in states if state == "Completed" and name != "publish"]
 
 
-def test_more_iterations_extend_the_run(bench: Bench) -> None:
-    run = bench.pretrain(train__train_iters=4)
+@pytest.mark.slow
+def test_more_iterations_extend_the_run(finished: Bench) -> None:
+    run = finished.pretrain(train__train_iters=4)
     assert run.error is None
     assert run.stages("cached") == ["collect", "tokenizer", "tokenize", "index"]
     assert run.stages("ran") == ["train", "evaluate", "convert", "publish"]
 
 
-def test_fewer_iterations_than_trained_are_refused(bench: Bench) -> None:
-    run = bench.pretrain(train__train_iters=2)
+def test_fewer_iterations_than_trained_are_refused(finished: Bench) -> None:
+    run = finished.pretrain(train__train_iters=2)
     assert "train.train_iters is 2" in str(run.error)

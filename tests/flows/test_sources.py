@@ -1,7 +1,4 @@
-"""Several sources and several shards.
-
-Each is a task of its own, and only what changed runs again.
-"""
+"""Several sources and shards: each is a separate task, and only changed ones run again."""
 
 import contextlib
 import json
@@ -29,8 +26,7 @@ Rows = dict[str, str]
 
 @pytest.fixture
 def place(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A workspace of the test's own on the session's server, and a tokenizer that needs no
-    training."""
+    """Provide a separate workspace on the session's server and a tokenizer without training."""
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "workspace"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'workspace' / 'mlflow.db'}")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -45,17 +41,17 @@ def place(tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """The outcome of each stage of the last run."""
-    seen: Rows = {}
+    """Return the outcome of each stage of the last run."""
+    outcomes: Rows = {}
     report = _pipeline.StageRunner._report
 
     def remember(pipeline: _pipeline.StageRunner) -> None:
-        seen.clear()
-        seen.update({row.stage: row.outcome for row in pipeline.rows})
+        outcomes.clear()
+        outcomes.update({row.stage: row.outcome for row in pipeline.rows})
         report(pipeline)
 
     monkeypatch.setattr(_pipeline.StageRunner, "_report", remember)
-    return seen
+    return outcomes
 
 
 def source(place: Path, name: str, documents: int, size: int = 200) -> dict[str, Any]:
@@ -77,7 +73,7 @@ def write_conf(place: Path, **data: Any) -> str:
     return str(conf)
 
 
-def test_only_what_changed_of_a_blend_runs_again(place: Path, rows: Rows) -> None:
+def test_only_changed_parts_of_a_blend_run_again(place: Path, rows: Rows) -> None:
     members = [
         {"weight": 0.7, "source": source(place, "a", 60)},
         {"weight": 0.3, "source": source(place, "b", 60)},
@@ -106,7 +102,8 @@ def test_only_what_changed_of_a_blend_runs_again(place: Path, rows: Rows) -> Non
     ]
 
 
-def test_a_blend_is_trained_on(place: Path, rows: Rows) -> None:
+@pytest.mark.slow
+def test_pretraining_on_a_blend_completes(place: Path, rows: Rows) -> None:
     members = [
         {"weight": 3, "source": source(place, "a", 60)},
         {"weight": 1, "source": source(place, "b", 60)},
@@ -116,7 +113,8 @@ def test_a_blend_is_trained_on(place: Path, rows: Rows) -> None:
     assert list(rows)[-3:] == ["evaluate", "convert", "publish"]
 
 
-def test_each_split_has_sources_of_its_own(place: Path, rows: Rows) -> None:
+@pytest.mark.slow
+def test_splits_have_separate_sources(place: Path, rows: Rows) -> None:
     train = {"weight": 1, "source": source(place, "train", 60)}
     held_out = {"weight": 1, "source": source(place, "held-out", 60)}
     blends = {"train": [train], "valid": [held_out], "test": [held_out]}
@@ -142,12 +140,13 @@ def tokens_of(place: Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
-def test_shards_make_the_same_files_and_a_failed_one_alone_runs_again(
+@pytest.mark.slow
+def test_shards_give_the_same_files_and_only_a_failed_one_runs_again(
     place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = source(place, "large", 700, size=5000)
-    prepare_data(write_conf(place, source=given))
-    whole = tokens_of(place)
+    jsonl_source = source(place, "large", 700, size=5000)
+    prepare_data(write_conf(place, source=jsonl_source))
+    unsharded = tokens_of(place)
     assert (
         len(
             IndexedDataset(*token_prefixes(next((place / "workspace" / "tokenized").glob("[!.]*"))))
@@ -159,7 +158,7 @@ def test_shards_make_the_same_files_and_a_failed_one_alone_runs_again(
     calls: list[Any] = []
     original: Callable[..., Any] = shards.tokenize_shard
 
-    def sometimes(shard: Any, *args: Any, **kwargs: Any) -> Any:
+    def fail_second_shard(shard: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(shard)
         if (
             broken
@@ -171,8 +170,8 @@ def test_shards_make_the_same_files_and_a_failed_one_alone_runs_again(
         return original(shard, *args, **kwargs)
 
     broken = True
-    monkeypatch.setattr(shards, "tokenize_shard", sometimes)
-    conf = write_conf(place, source=given, shard_mb=1)
+    monkeypatch.setattr(shards, "tokenize_shard", fail_second_shard)
+    conf = write_conf(place, source=jsonl_source, shard_mb=1)
     with pytest.raises(DataFormatError, match="injected failure"):
         prepare_data(conf)
     assert len(calls) == 4
@@ -180,23 +179,24 @@ def test_shards_make_the_same_files_and_a_failed_one_alone_runs_again(
     calls.clear()
     prepare_data(conf)
     assert len(calls) == 1
-    assert tokens_of(place / "sharded") == whole
+    assert tokens_of(place / "sharded") == unsharded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["processes", "dask"])
-def test_shards_run_in_other_processes(
+def test_shards_run_in_worker_processes(
     place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
-    given = source(place, "large", 500, size=5000)
-    prepare_data(write_conf(place, source=given))
-    whole = tokens_of(place)
+    jsonl_source = source(place, "large", 500, size=5000)
+    prepare_data(write_conf(place, source=jsonl_source))
+    unsharded = tokens_of(place)
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(place / runner / "workspace"))
-    prepare_data(write_conf(place, source=given, shard_mb=1, shard_runner=runner))
-    assert tokens_of(place / runner) == whole
+    prepare_data(write_conf(place, source=jsonl_source, shard_mb=1, shard_runner=runner))
+    assert tokens_of(place / runner) == unsharded
 
 
 def kill_workers_once_they_start(stop: threading.Event) -> None:
-    """SIGKILL, as the kernel does when memory runs out, to the processes of the pool."""
+    """Send SIGKILL to the pool's processes, like the kernel when memory runs out."""
     while not stop.wait(0.02):
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -204,10 +204,9 @@ def kill_workers_once_they_start(stop: threading.Event) -> None:
                     child.kill()
 
 
-def test_a_shard_whose_worker_is_killed_ends_the_stage_with_one_sentence(
-    place: Path, rows: Rows
-) -> None:
-    given = source(place, "large", 500, size=5000)
+@pytest.mark.slow
+def test_killed_shard_worker_ends_the_stage_with_one_sentence(place: Path, rows: Rows) -> None:
+    jsonl_source = source(place, "large", 500, size=5000)
     stop = threading.Event()
     killer = threading.Thread(target=kill_workers_once_they_start, args=(stop,))
     killer.start()
@@ -215,7 +214,9 @@ def test_a_shard_whose_worker_is_killed_ends_the_stage_with_one_sentence(
         with pytest.raises(
             WorkerLostError, match=r"the worker of shard 1 of 3 died .*: the shards that are done"
         ):
-            prepare_data(write_conf(place, source=given, shard_mb=1, shard_runner="processes"))
+            prepare_data(
+                write_conf(place, source=jsonl_source, shard_mb=1, shard_runner="processes")
+            )
     finally:
         stop.set()
         killer.join()

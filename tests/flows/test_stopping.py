@@ -1,7 +1,4 @@
-"""A training that is asked to stop.
-
-The flow says so, and the same command goes on as if nothing had been.
-"""
+"""Trainings that are asked to stop, reported by the flow and resumed by the same command."""
 
 import os
 import signal
@@ -21,7 +18,7 @@ ITERATIONS = 1000
 
 @pytest.fixture
 def conf(tmp_path: Path, bench: Bench) -> Path:
-    """One rank; no checkpoint is due before the last iteration."""
+    """Write a configuration of one rank and one checkpoint at the end."""
     config = tiny_config(bench.corpus)
     config["name"] = "stopped"
     config["train"] |= {"train_iters": ITERATIONS, "eval_interval": 1000, "log_interval": 1}
@@ -34,7 +31,7 @@ def conf(tmp_path: Path, bench: Bench) -> Path:
     return path
 
 
-def ended(workspace: Path) -> list[tuple[str, int]]:
+def exits(workspace: Path) -> list[tuple[str, int]]:
     return [
         (event["reason"], event["iteration"])
         for event in events_of(workspace)
@@ -42,46 +39,48 @@ def ended(workspace: Path) -> list[tuple[str, int]]:
     ]
 
 
-def reached(workspace: Path) -> int:
+def last_iteration(workspace: Path) -> int:
     return max(
         (event["iteration"] for event in events_of(workspace) if event["kind"] == "step"), default=0
     )
 
 
-def finished(flow: "subprocess.Popen[bytes]", workspace: Path) -> tuple[int, str]:
-    """Exit code and log."""
-    code = flow.wait(timeout=180)
+def wait_for_end(flow: "subprocess.Popen[bytes]", workspace: Path) -> tuple[int, str]:
+    """Wait for the flow; return its exit code and log."""
+    code = flow.wait(timeout=400)
     return code, workspace.with_suffix(".log").read_text()
 
 
-def test_stop_preempt_and_go_on_to_the_end(conf: Path, tmp_path: Path) -> None:
-    """Stopped by an interval.
-
-    Then SIGUSR1 to the flow, whose retry goes on by itself to the end.
-    """
+@pytest.mark.slow
+def test_stopped_and_preempted_flow_is_resumed_to_the_end(conf: Path, tmp_path: Path) -> None:
+    """Stop by an interval, then by SIGUSR1 to the flow, whose retry resumes to the end."""
     workspace = tmp_path / "workspace"
     workspace.mkdir()
-    code, log = finished(start(conf, workspace, "train.exit_interval=10"), workspace)
+    code, log = wait_for_end(start(conf, workspace, "train.exit_interval=10"), workspace)
     assert code == 75, log[-3000:]
     assert (
         f"training stopped at iteration 10 of {ITERATIONS} since train.exit_interval is 10" in log
     )
     assert "Traceback" not in log
     assert "error: " not in log
-    assert ended(workspace) == [("exit_interval", 10)]
+    assert exits(workspace) == [("exit_interval", 10)]
 
     flow = start(conf, workspace)
     try:
-        wait_for("some iterations", lambda: reached(workspace) > 20 or flow.poll() is not None, 120)
+        wait_for(
+            "some iterations",
+            lambda: last_iteration(workspace) > 20 or flow.poll() is not None,
+            120,
+        )
         os.kill(flow.pid, signal.SIGUSR1)
-        code, log = finished(flow, workspace)
+        code, log = wait_for_end(flow, workspace)
     finally:
         flow.kill()
     assert code == 0, log[-3000:]
-    reason, stopped_at = ended(workspace)[1]
+    reason, stopped_at = exits(workspace)[1]
     assert reason == "signal"
     assert 20 < stopped_at < ITERATIONS
-    assert ended(workspace)[2:] == [("finished", ITERATIONS)]
+    assert exits(workspace)[2:] == [("finished", ITERATIONS)]
     steps = [event["iteration"] for event in events_of(workspace) if event["kind"] == "step"]
     assert steps == list(range(1, ITERATIONS + 1))
     starts = [event["resumed_from"] for event in events_of(workspace) if event["kind"] == "start"]
@@ -89,9 +88,8 @@ def test_stop_preempt_and_go_on_to_the_end(conf: Path, tmp_path: Path) -> None:
     assert "test PPL" in log
 
 
-def test_a_flow_run_that_is_stopped_ends_in_a_state_of_its_own(
-    bench: Bench, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_stopped_flow_run_has_a_separate_state(bench: Bench, tmp_path: Path) -> None:
     from flows.pretrain import pretrain
 
     overrides: dict[str, Any] = {"train.exit_interval": 1, "seed": 75}

@@ -1,5 +1,4 @@
-"""The flow's process is stopped or killed in the middle of a training: no rank outlives it, and a
-rerun resumes."""
+"""Flows that are stopped or killed during a training: no rank outlives them and a rerun resumes."""
 
 import json
 import os
@@ -18,15 +17,12 @@ from megacore.checkpoint.format import TRACKER_NAME
 from tests.flows.conftest import ROOT, Bench, server_environment, tiny_config
 
 STOP_GRACE = 3.0
-ENOUGH = 100_000
-"""Iterations that no test reaches."""
+UNREACHED_ITERATIONS = 100_000
+"""A number of iterations that no test reaches."""
 
 
 def events_of(workspace: Path) -> list[dict[str, Any]]:
-    """The events of the one run in a workspace.
-
-    Of a line that is being written nothing is taken.
-    """
+    """Return the events of the only run in a workspace, without an incomplete last line."""
     lines = [
         line
         for path in workspace.glob("runs/*/events.jsonl")
@@ -36,7 +32,7 @@ def events_of(workspace: Path) -> list[dict[str, Any]]:
 
 
 def ranks_of(workspace: Path) -> list[psutil.Process]:
-    """Every process whose command line names this workspace: guard, launcher and ranks."""
+    """Return all processes whose command line names this workspace: guard, launcher and ranks."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -44,25 +40,25 @@ def ranks_of(workspace: Path) -> list[psutil.Process]:
     ]
 
 
-def wait_for(what: str, condition: Any, timeout: float) -> None:
+def wait_for(event: str, condition: Any, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
+        assert time.monotonic() < deadline, f"{event} did not happen within {timeout} s"
         time.sleep(0.1)
 
 
 @pytest.fixture
 def conf(tmp_path: Path, bench: Bench) -> Path:
-    """Two ranks that train for ever, with a checkpoint every few iterations."""
+    """Write a configuration of two ranks that train endlessly with frequent checkpoints."""
     config = tiny_config(bench.corpus)
     config["name"] = "endless"
     config["train"] |= {
-        "train_iters": ENOUGH,
-        "eval_interval": ENOUGH,
+        "train_iters": UNREACHED_ITERATIONS,
+        "eval_interval": UNREACHED_ITERATIONS,
         "global_batch_size": 4,
         "log_interval": 10,
     }
-    # A constant rate: then fewer iterations make the same run.
+    # With a constant learning rate, fewer iterations give the same run.
     config["optim"] = {"lr": 1e-3, "lr_decay_style": "constant"}
     config["checkpoint"] = {"save_interval": 10, "keep_last": 2}
     config["launch"] |= {"nproc_per_node": 2, "stop_grace": STOP_GRACE}
@@ -72,20 +68,19 @@ def conf(tmp_path: Path, bench: Bench) -> Path:
 
 
 def start(conf: Path, workspace: Path, *overrides: str) -> "subprocess.Popen[bytes]":
-    """`python -m flows.pretrain` in a workspace of its own, on the session's Prefect server."""
+    """Start `python -m flows.pretrain` in a separate workspace on the session's Prefect server."""
     environment = os.environ | server_environment(workspace)
     command = [sys.executable, "-m", "flows.pretrain", "--conf", str(conf)]
     for override in overrides:
         command += ["-o", override]
-    log = open(workspace.with_suffix(".log"), "ab")  # noqa: SIM115 - it lives as long as the process
+    log = open(workspace.with_suffix(".log"), "ab")  # noqa: SIM115 - open as long as the process
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=log, stderr=log, preexec_fn=hear_interrupts
+        command, cwd=ROOT, env=environment, stdout=log, stderr=log, preexec_fn=enable_interrupts
     )
 
 
-def hear_interrupts() -> None:
-    """A shell that starts tests in its background has them ignore SIGINT, and so all that they
-    start."""
+def enable_interrupts() -> None:
+    """Restore SIGINT, which processes of a shell's background jobs ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -97,10 +92,16 @@ def last_checkpoint(workspace: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name
+    "signal_number",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+    ids=lambda number: number.name,
 )
 def test_no_rank_outlives_the_flow_and_a_rerun_resumes(
-    conf: Path, tmp_path: Path, how: signal.Signals
+    conf: Path, tmp_path: Path, signal_number: signal.Signals
 ) -> None:
     workspace = tmp_path / "workspace"
     workspace.mkdir()
@@ -111,32 +112,33 @@ def test_no_rank_outlives_the_flow_and_a_rerun_resumes(
         )
         assert flow.poll() is None, workspace.with_suffix(".log").read_text()[-3000:]
         assert len(ranks_of(workspace)) >= 3
-        flow.send_signal(how)
+        flow.send_signal(signal_number)
         flow.wait(timeout=60)
         wait_for("the end of every rank", lambda: not ranks_of(workspace), STOP_GRACE + 5)
     finally:
         flow.kill()
-    reached = last_checkpoint(workspace)
-    assert reached > 0
+    last_saved = last_checkpoint(workspace)
+    assert last_saved > 0
     assert flow.returncode != 0
-    if how is not signal.SIGKILL:
+    if signal_number is not signal.SIGKILL:
         return
-    target = reached + 3
-    again = start(conf, workspace, f"train.train_iters={target}", "train.global_batch_size=4")
-    assert again.wait(timeout=180) == 0, workspace.with_suffix(".log").read_text()[-3000:]
+    target = last_saved + 3
+    rerun = start(conf, workspace, f"train.train_iters={target}", "train.global_batch_size=4")
+    assert rerun.wait(timeout=400) == 0, workspace.with_suffix(".log").read_text()[-3000:]
     starts = [event for event in events_of(workspace) if event["kind"] == "start"]
-    assert starts[-1]["resumed_from"] == reached
+    assert starts[-1]["resumed_from"] == last_saved
     assert [event["attempt"] for event in starts] == [1, 2]
     assert last_checkpoint(workspace) == target
 
 
-def test_timeout_ends_every_rank_with_its_own_error(bench: Bench, conf: Path) -> None:
+@pytest.mark.slow
+def test_timeout_ends_all_ranks_with_a_timeout_error(bench: Bench, conf: Path) -> None:
     from flows.pretrain import pretrain
     from megacore.errors import StageTimeoutError
 
     with pytest.raises(StageTimeoutError, match=r"launch\.timeout_minutes"):
         pretrain(str(conf), {"launch.timeout_minutes": 0.15, "seed": 7})
-    # The others in this process (the server) do not carry the run's job file in their command line.
+    # The command lines of this process's other children (the server) do not name the job file.
     wait_for(
         "the end of every rank",
         lambda: not list(filter(is_rank, ranks_of(bench.workspace))),
@@ -148,11 +150,9 @@ def is_rank(process: psutil.Process) -> bool:
     return any("megacore.ranks" in part for part in process.info["cmdline"] or [])
 
 
-def test_lost_rank_is_retried_and_resumes(bench: Bench, conf: Path) -> None:
-    """One rank is killed in the middle.
-
-    Prefect's retry goes on from the last complete checkpoint.
-    """
+@pytest.mark.slow
+def test_retry_after_a_lost_rank_resumes(bench: Bench, conf: Path) -> None:
+    """Prefect's retry resumes from the last complete checkpoint."""
     import threading
 
     from flows.pretrain import pretrain
@@ -172,7 +172,7 @@ def test_lost_rank_is_retried_and_resumes(bench: Bench, conf: Path) -> None:
     def kill_one_rank() -> None:
         def saved() -> bool:
             directory = run_directory()
-            # The tracker is written when the first checkpoint is in its place.
+            # The tracker is written after the first checkpoint is complete.
             return directory is not None and (directory / "checkpoints" / TRACKER_NAME).exists()
 
         wait_for("a checkpoint", saved, 120)

@@ -1,7 +1,4 @@
-"""Zero-shot scores as a stage.
-
-They are measured once for a text, and are in MLflow and in the summary.
-"""
+"""The zero-shot stage: its scores in MLflow and in the summary, and its caching."""
 
 import json
 from pathlib import Path
@@ -12,6 +9,8 @@ from megacore.artifact import Workspace
 from tasks import _pipeline
 from tests.flows.conftest import Bench
 from tests.zeroshot import _texts
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +27,11 @@ def values(texts: Path) -> dict[str, object]:
         "lambada": str(texts / "lambada"),
         "overlapping_eval": 16,
     }
-    # A seed of its own: other tests of this workspace extend the run of the plain configuration.
+    # A separate seed, since other tests of this workspace extend the run of the default one.
     return {"seed": 77} | {f"evaluate__zero_shot__{name}": value for name, value in paths.items()}
 
 
-def test_a_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path) -> None:
+def test_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Path) -> None:
     from mlflow import MlflowClient
 
     summaries: list[str] = []
@@ -58,12 +57,10 @@ def test_a_text_adds_a_stage_whose_scores_are_in_mlflow(bench: Bench, texts: Pat
         "wikitext_ppl": scores["wikitext"]["word_ppl"],
         "lambada_accuracy": scores["lambada"]["accuracy"],
     }
-    assert any(expected.items() <= found.items() for found in metrics)
+    assert any(expected.items() <= run_metrics.items() for run_metrics in metrics)
 
 
-def test_the_same_text_elsewhere_is_not_scored_again(
-    bench: Bench, texts: Path, tmp_path: Path
-) -> None:
+def test_copied_text_is_not_scored_again(bench: Bench, texts: Path, tmp_path: Path) -> None:
     for path in texts.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert bench.pretrain(**values(tmp_path)).stages("ran") == []
@@ -71,7 +68,7 @@ def test_the_same_text_elsewhere_is_not_scored_again(
     assert bench.pretrain(**values(tmp_path)).stages("ran") == ["zeroshot"]
 
 
-def test_the_flow_evaluate_has_the_stage_too(bench: Bench, texts: Path) -> None:
+def test_flow_evaluate_has_the_stage_too(bench: Bench, texts: Path) -> None:
     from flows.evaluate import evaluate
 
     stages: list[list[str]] = []
@@ -88,7 +85,7 @@ def test_the_flow_evaluate_has_the_stage_too(bench: Bench, texts: Path) -> None:
     assert stages == [["evaluate cached", "zeroshot cached"]]
 
 
-def test_a_missing_text_is_told_before_anything_runs(bench: Bench, tmp_path: Path) -> None:
+def test_missing_text_is_refused_before_any_stage_runs(bench: Bench, tmp_path: Path) -> None:
     run = bench.pretrain(evaluate__zero_shot__wikitext=str(tmp_path / "nowhere"), seed=99)
     assert "nowhere, which cannot be read: No such file or directory" in str(run.error)
     assert run.outcomes == {}

@@ -1,4 +1,4 @@
-"""What `accelerate config` writes, as the launch configuration of a fine-tuning."""
+"""Translation of Accelerate's YAML into the launch configuration of a fine-tuning."""
 
 import importlib.util
 import re
@@ -20,7 +20,7 @@ DEEPSPEED: dict[str, Any] = {
     "zero3_save_16bit_model": False,
     "zero_stage": 2,
 }
-WRITTEN: dict[str, Any] = {
+QUESTIONNAIRE: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
     "deepspeed_config": DEEPSPEED,
@@ -45,7 +45,7 @@ WRITTEN: dict[str, Any] = {
     "tpu_use_sudo": False,
     "use_cpu": False,
 }
-"""As the questionnaire writes it, with the keys of older versions too."""
+"""The YAML as the questionnaire writes it, with keys of older versions too."""
 ON_CPU = {
     "distributed_type": "MULTI_CPU",
     "num_processes": 2,
@@ -60,13 +60,13 @@ def files(tmp_path: Path) -> Files:
 
 
 def zero(**changes: Any) -> dict[str, Any]:
-    """The file with other values of its block deepspeed_config; None removes one."""
+    """Return the YAML with other values in the block deepspeed_config; None removes one."""
     block = {name: value for name, value in (DEEPSPEED | changes).items() if value is not None}
-    return WRITTEN | {"deepspeed_config": block}
+    return QUESTIONNAIRE | {"deepspeed_config": block}
 
 
-def test_what_was_written_is_taken(files: Files) -> None:
-    config = files.load(WRITTEN)
+def test_the_questionnaires_yaml_is_translated(files: Files) -> None:
+    config = files.load(QUESTIONNAIRE)
     assert (config.launch.distributed, config.launch.nproc_per_node, config.launch.nnodes) == (
         "zero2",
         2,
@@ -81,7 +81,8 @@ def test_what_was_written_is_taken(files: Files) -> None:
         2,
         0.5,
     )
-    assert config.launch.accelerate_config == WRITTEN  # its content, so that nobody reads it again
+    # the configuration has the content, so no process reads the file again
+    assert config.launch.accelerate_config == QUESTIONNAIRE
     assert config.launch.deepspeed_config is None
     assert reread(config) == config
 
@@ -142,34 +143,37 @@ def test_launch_values_are_translated(
 
 
 @pytest.mark.parametrize(
-    ("said", "precision"),
+    ("mixed_precision", "precision"),
     [("no", "fp32"), (False, "fp32"), ("bf16", "bf16"), ("FP16", "fp16"), (None, "auto")],
 )
-def test_precisions(files: Files, said: Any, precision: str) -> None:
-    assert files.load(WRITTEN | {"mixed_precision": said}).train.precision == precision
+def test_mixed_precision_is_translated(files: Files, mixed_precision: Any, precision: str) -> None:
+    assert (
+        files.load(QUESTIONNAIRE | {"mixed_precision": mixed_precision}).train.precision
+        == precision
+    )
 
 
-def test_the_key_of_old_files_for_fp16(files: Files) -> None:
+def test_the_fp16_key_of_old_files_is_read(files: Files) -> None:
     assert files.load({"distributed_type": "NO", "fp16": True}).train.precision == "fp16"
 
 
-@pytest.mark.parametrize("what", ["optimizer", "param"])
-def test_offload_of_one_part_is_told_by_deepspeeds_own_terms(files: Files, what: str) -> None:
-    config = files.load(zero(zero_stage=3, **{f"offload_{what}_device": "cpu"}))
+@pytest.mark.parametrize("part", ["optimizer", "param"])
+def test_offload_of_one_part_becomes_deepspeed_settings(files: Files, part: str) -> None:
+    config = files.load(zero(zero_stage=3, **{f"offload_{part}_device": "cpu"}))
     assert config.launch.distributed == "zero3"
     settings = config.launch.deepspeed_config
     assert isinstance(settings, dict)
     assert settings["zero_optimization"] == {
         "stage": 3,
-        f"offload_{what}": {"device": "cpu", "pin_memory": True},
+        f"offload_{part}": {"device": "cpu", "pin_memory": True},
     }
     assert reread(config) == config
-    optimizer_alone = files.load(zero(offload_optimizer_device="cpu"))
-    assert optimizer_alone.launch.distributed == "zero2"
+    optimizer_only = files.load(zero(offload_optimizer_device="cpu"))
+    assert optimizer_only.launch.distributed == "zero2"
 
 
-def test_the_json_that_it_names_is_read_from_beside_it(files: Files) -> None:
-    accelerate = WRITTEN | {
+def test_a_named_json_is_read_relative_to_the_yaml(files: Files) -> None:
+    accelerate = QUESTIONNAIRE | {
         "deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}
     }
     content = {
@@ -188,9 +192,9 @@ def test_the_json_that_it_names_is_read_from_beside_it(files: Files) -> None:
     assert same == config
 
 
-def test_two_jsons_that_differ_are_refused_with_both(files: Files) -> None:
+def test_two_different_jsons_are_refused_with_both_names(files: Files) -> None:
     (files.directory / "other.json").write_text('{"zero_optimization": {"stage": 2}}')
-    accelerate = WRITTEN | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    accelerate = QUESTIONNAIRE | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     message = files.refusal(
         accelerate, {"zero_optimization": {"stage": 3}}, launch__deepspeed_config="other.json"
     )
@@ -200,8 +204,10 @@ def test_two_jsons_that_differ_are_refused_with_both(files: Files) -> None:
     ) in message
 
 
-def test_a_json_that_it_names_and_that_is_missing_is_refused(files: Files) -> None:
-    message = files.refusal(WRITTEN | {"deepspeed_config": {"deepspeed_config_file": "none.json"}})
+def test_a_named_json_that_is_missing_is_refused(files: Files) -> None:
+    message = files.refusal(
+        QUESTIONNAIRE | {"deepspeed_config": {"deepspeed_config_file": "none.json"}}
+    )
     assert "deepspeed_config_file of accelerate.yaml is 'none.json': there is no file" in message
 
 
@@ -258,10 +264,10 @@ def test_a_json_that_it_names_and_that_is_missing_is_refused(files: Files) -> No
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(
+def test_unsupported_values_are_refused_by_name(
     files: Files, changes: dict[str, Any], sentence: str
 ) -> None:
-    assert sentence in files.refusal(WRITTEN | changes)
+    assert sentence in files.refusal(QUESTIONNAIRE | changes)
 
 
 SWITCHED_ON: dict[str, Any] = {
@@ -280,14 +286,14 @@ SWITCHED_ON: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", accelerate_yaml.REFUSED)
-def test_keys_that_are_refused(files: Files, key: str) -> None:
+def test_each_refused_key_is_refused_unless_it_is_off(files: Files, key: str) -> None:
     on = {"some": "value"} if key.endswith("config") else True
     assert f"{key} of accelerate.yaml is " in files.refusal(
-        WRITTEN | {key: SWITCHED_ON.get(key, on)}
+        QUESTIONNAIRE | {key: SWITCHED_ON.get(key, on)}
     )
     for off in (None, False, *accelerate_yaml.REFUSED[key][1]):
         parse_finetune_config(
-            minimal() | {"launch": {"accelerate_config": WRITTEN | {key: off}}}, origin="test"
+            minimal() | {"launch": {"accelerate_config": QUESTIONNAIRE | {key: off}}}, origin="test"
         )
 
 
@@ -342,7 +348,7 @@ def test_keys_that_are_refused(files: Files, key: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_with_deepspeed_is_refused_by_name(
+def test_unsupported_deepspeed_values_are_refused_by_name(
     files: Files, changes: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in files.refusal(zero(**changes))
@@ -377,25 +383,25 @@ def test_what_cannot_be_done_with_deepspeed_is_refused_by_name(
         ),
     ],
 )
-def test_values_that_the_configuration_contradicts_are_named_with_both_sides(
+def test_contradicted_values_are_refused_with_both_sides(
     files: Files, overrides: dict[str, Any], sentence: str
 ) -> None:
-    message = files.refusal(WRITTEN, **overrides)
+    message = files.refusal(QUESTIONNAIRE, **overrides)
     assert sentence in message
     assert message.startswith("small.yaml: ")
     assert ": change one of them, or remove " in message
 
 
-def test_values_that_both_say_alike_are_taken(files: Files) -> None:
+def test_equal_values_on_both_sides_are_accepted(files: Files) -> None:
     config = files.load(
-        WRITTEN, launch__distributed="zero2", train__precision="fp16", optim__clip_grad=0.5
+        QUESTIONNAIRE, launch__distributed="zero2", train__precision="fp16", optim__clip_grad=0.5
     )
-    assert config == files.load(WRITTEN)
+    assert config == files.load(QUESTIONNAIRE)
 
 
-def test_auto_leaves_it_to_the_file(files: Files) -> None:
+def test_auto_takes_the_value_of_the_file(files: Files) -> None:
     config = files.load(
-        WRITTEN, launch__nproc_per_node="auto", train__precision="auto", launch__nnodes=None
+        QUESTIONNAIRE, launch__nproc_per_node="auto", train__precision="auto", launch__nnodes=None
     )
     assert (config.launch.nproc_per_node, config.train.precision, config.launch.nnodes) == (
         2,
@@ -404,7 +410,7 @@ def test_auto_leaves_it_to_the_file(files: Files) -> None:
     )
 
 
-def test_a_cpu_that_the_configuration_forbids(files: Files) -> None:
+def test_use_cpu_is_refused_if_the_configuration_forbids_it(files: Files) -> None:
     sentence = "use_cpu of accelerate.yaml is true but launch.allow_cpu is false"
     assert sentence in files.refusal(ON_CPU, launch__allow_cpu=False)
 
@@ -417,18 +423,18 @@ def test_every_key_that_accelerate_knows_is_in_a_table() -> None:
     assert tables - set(known) == {"fp16", "dynamo_backend", "ipex_config"}  # of older versions
 
 
-def test_every_key_of_its_deepspeed_block_is_in_a_table() -> None:
+def test_every_key_of_accelerates_deepspeed_block_is_in_a_table() -> None:
     from accelerate.commands.config import cluster
 
     source = Path(cluster.__file__).read_text(encoding="utf-8")
-    asked = set(re.findall(r'deepspeed_config\["(\w+)"\]', source))
+    keys_read = set(re.findall(r'deepspeed_config\["(\w+)"\]', source))
     tables = {
         *accelerate_yaml.DEEPSPEED_HONOURED,
         *accelerate_yaml.DEEPSPEED_WITHOUT_EFFECT,
         *accelerate_yaml.DEEPSPEED_REFUSED,
     }
-    assert len(asked) > 10
-    assert asked == tables
+    assert len(keys_read) > 10
+    assert keys_read == tables
 
 
 def test_a_key_of_a_newer_accelerate_is_refused_unless_it_has_its_default(
@@ -436,16 +442,16 @@ def test_a_key_of_a_newer_accelerate_is_refused_unless_it_has_its_default(
 ) -> None:
     known = accelerate_yaml.cluster_defaults() | {"tomorrow": 3}
     monkeypatch.setattr(accelerate_yaml, "cluster_defaults", lambda: known)
-    assert files.load(WRITTEN | {"tomorrow": 3}).launch.distributed == "zero2"
-    message = files.refusal(WRITTEN | {"tomorrow": 4})
+    assert files.load(QUESTIONNAIRE | {"tomorrow": 3}).launch.distributed == "zero2"
+    message = files.refusal(QUESTIONNAIRE | {"tomorrow": 4})
     assert "tomorrow of accelerate.yaml is 4, which is refused: nothing here uses it" in message
 
 
-def test_a_yaml_without_accelerate_is_refused_with_what_to_install(
+def test_a_yaml_is_refused_if_accelerate_is_not_installed(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    message = files.refusal(WRITTEN)
+    message = files.refusal(QUESTIONNAIRE)
     assert "accelerate.yaml is Accelerate's YAML, which Accelerate itself checks" in message
     assert message.endswith("pip install megacore[finetune]")
 
@@ -460,10 +466,10 @@ FSDP: dict[str, Any] = {
     "fsdp_transformer_layer_cls_to_wrap": "BertLayer",
     "fsdp_version": 2,
 }
-"""As the questionnaire writes it."""
+"""The block fsdp_config as the questionnaire writes it."""
 
 
-def test_an_fsdp_block_is_read_by_accelerates_own_definition() -> None:
+def test_an_fsdp_block_is_read_by_accelerates_definition() -> None:
     claims = {claim.field: claim.value for claim in accelerate_yaml.read_fsdp(FSDP, "file")}
     assert claims == {f"fsdp_config.{key}": value for key, value in FSDP.items()} | {
         "fsdp_config.fsdp_offload_params": False
@@ -516,16 +522,16 @@ def test_an_fsdp_block_is_read_by_accelerates_own_definition() -> None:
         ),
     ],
 )
-def test_an_fsdp_block_that_cannot_be_is_refused_by_name(
+def test_an_impossible_fsdp_block_is_refused_by_name(
     files: Files, block: Any, sentence: str
 ) -> None:
     assert sentence in files.refusal(
-        WRITTEN | {"distributed_type": "FSDP", "deepspeed_config": {}, "fsdp_config": block}
+        QUESTIONNAIRE | {"distributed_type": "FSDP", "deepspeed_config": {}, "fsdp_config": block}
     )
 
 
-def test_fsdp_is_taken(files: Files) -> None:
-    accelerate = WRITTEN | {"distributed_type": "FSDP", "deepspeed_config": {}}
+def test_an_fsdp_block_sets_distribution_and_recomputation(files: Files) -> None:
+    accelerate = QUESTIONNAIRE | {"distributed_type": "FSDP", "deepspeed_config": {}}
     task = {"kind": "classification", "sentence1_column": "a"}
     for block, recomputes in (
         (FSDP, False),
@@ -536,7 +542,7 @@ def test_fsdp_is_taken(files: Files) -> None:
         assert config.train.gradient_checkpointing is recomputes
 
 
-def test_fsdp_is_said_in_the_trainers_words() -> None:
+def test_fsdp_settings_are_translated_for_the_trainer() -> None:
     assert accelerate_yaml.fsdp_settings(FSDP, "file") == {
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "cpu_offload": False,
@@ -548,11 +554,11 @@ def test_fsdp_is_said_in_the_trainers_words() -> None:
         assert accelerate_yaml.fsdp_settings(old, "file") == {"reshard_after_forward": reshards}
 
 
-def test_an_fsdp_block_belongs_to_distributed_type_fsdp(files: Files) -> None:
+def test_an_fsdp_block_with_another_distributed_type_is_refused(files: Files) -> None:
     sentence = "fsdp_config of accelerate.yaml is given but distributed_type is DEEPSPEED"
-    assert sentence in files.refusal(WRITTEN | {"fsdp_config": FSDP})
+    assert sentence in files.refusal(QUESTIONNAIRE | {"fsdp_config": FSDP})
 
 
 @pytest.mark.parametrize("off", [None, False, {}])
-def test_an_fsdp_block_that_asks_for_nothing_is_left_out(files: Files, off: Any) -> None:
-    assert files.load(WRITTEN | {"fsdp_config": off}).launch.distributed == "zero2"
+def test_an_empty_fsdp_block_is_ignored(files: Files, off: Any) -> None:
+    assert files.load(QUESTIONNAIRE | {"fsdp_config": off}).launch.distributed == "zero2"

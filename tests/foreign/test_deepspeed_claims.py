@@ -1,4 +1,4 @@
-"""DeepSpeed's own JSON as the launch configuration of a fine-tuning."""
+"""Translation of DeepSpeed's JSON into the launch configuration of a fine-tuning."""
 
 import copy
 import json
@@ -23,10 +23,10 @@ TUTORIAL: dict[str, Any] = json.loads(
 )
 
 
-def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """A JSON with the values of another one; None removes one."""
-    result = copy.deepcopy(one)
-    for key, value in other.items():
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with the values of another; None removes a value."""
+    result = copy.deepcopy(base)
+    for key, value in changes.items():
         if isinstance(value, dict) and isinstance(result.get(key), dict):
             result[key] = merged(result[key], value)
         elif value is None:
@@ -37,7 +37,7 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def asking(content: dict[str, Any], **sections: dict[str, Any]) -> FinetuneConfig:
-    """A fine-tuning with a JSON; each keyword gives values of one section."""
+    """Return a fine-tuning with a JSON; each keyword gives values of one section."""
     values = minimal()
     for name, section in sections.items():
         values[name] = values.get(name, {}) | section
@@ -46,7 +46,7 @@ def asking(content: dict[str, Any], **sections: dict[str, Any]) -> FinetuneConfi
 
 
 def refusal(content: dict[str, Any], **sections: dict[str, Any]) -> str:
-    """The sentence with which it is refused."""
+    """Return the message with which such a fine-tuning is refused."""
     with pytest.raises(ConfigError) as caught:
         asking(content, **sections)
     message = str(caught.value)
@@ -55,25 +55,25 @@ def refusal(content: dict[str, Any], **sections: dict[str, Any]) -> str:
 
 
 def settings(config: FinetuneConfig) -> dict[str, Any]:
-    """The JSON that is kept."""
+    """Return the JSON that the configuration contains."""
     assert isinstance(config.launch.deepspeed_config, dict)
     return config.launch.deepspeed_config
 
 
-def test_the_tutorials_file() -> None:
+def test_the_tutorials_file_is_translated() -> None:
     config = asking(TUTORIAL, optim={"warmup_steps": 7})
     assert (config.launch.distributed, config.train.precision, config.optim.lr_scheduler) == (
         "zero2",
         "fp16",
         "linear",
     )
-    kept = settings(config)
-    assert kept["optimizer"]["params"] == {
+    stored = settings(config)
+    assert stored["optimizer"]["params"] == {
         "lr": AUTO, "weight_decay": AUTO, "betas": AUTO, "eps": AUTO, "adam_w_mode": True,
     }  # fmt: skip
-    assert kept["zero_optimization"]["reduce_bucket_size"] == 200_000_000
+    assert stored["zero_optimization"]["reduce_bucket_size"] == 200_000_000
     assert reread(config) == config
-    assert asking(kept, optim={"warmup_steps": 7}) == config
+    assert asking(stored, optim={"warmup_steps": 7}) == config
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,9 @@ def test_the_tutorials_file() -> None:
         ({"stage": 3, "offload_param": {"device": "none", "pin_memory": True}}, "zero3"),
     ],
 )
-def test_the_distribution_is_taken_from_it(zero: dict[str, Any], distributed: Any) -> None:
+def test_the_distribution_follows_from_the_zero_block(
+    zero: dict[str, Any], distributed: Any
+) -> None:
     config = asking({"zero_optimization": zero})
     assert config.launch.distributed == distributed
     assert reread(config) == config
@@ -113,13 +115,13 @@ def test_the_distribution_is_taken_from_it(zero: dict[str, Any], distributed: An
     "content", [{}, {"zero_optimization": {"stage": AUTO}}, {"zero_optimization": {}}]
 )
 @pytest.mark.parametrize("distributed", ["zero2", "zero3"])
-def test_the_stage_that_it_leaves_open_is_filled(content: dict[str, Any], distributed: str) -> None:
+def test_an_open_stage_is_filled_in(content: dict[str, Any], distributed: str) -> None:
     config = asking(content, launch={"distributed": distributed})
     assert settings(config)["zero_optimization"]["stage"] == int(distributed[4])
     assert reread(config) == config
 
 
-def test_the_offload_that_it_leaves_open_is_filled() -> None:
+def test_open_offload_devices_are_filled_in() -> None:
     open_ = {
         "zero_optimization": {
             "offload_optimizer": {"device": AUTO},
@@ -206,7 +208,7 @@ def test_the_offload_that_it_leaves_open_is_filled() -> None:
         ),
     ],
 )
-def test_a_distribution_that_cannot_be_is_refused_with_both_sides(
+def test_an_impossible_distribution_is_refused_with_both_sides(
     content: dict[str, Any], sections: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refusal(content, **sections)
@@ -225,7 +227,7 @@ NUMBERS: list[tuple[str, Any, str, Any]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "field", "other"), NUMBERS)
-def test_a_number_is_taken_where_ours_is_a_default_and_refused_where_it_is_another(
+def test_a_number_replaces_our_default_and_must_equal_our_value(
     key: str, value: Any, field: str, other: Any
 ) -> None:
     content = merged(TUTORIAL, nested(key, value))
@@ -241,7 +243,7 @@ def test_a_number_is_taken_where_ours_is_a_default_and_refused_where_it_is_anoth
     )
 
 
-def test_betas() -> None:
+def test_betas_replace_our_defaults_and_must_equal_our_values() -> None:
     content = merged(TUTORIAL, nested("optimizer.params.betas", [0.8, 0.9]))
     config = asking(content)
     assert (config.optim.adam_beta1, config.optim.adam_beta2) == (0.8, 0.9)
@@ -263,7 +265,7 @@ def test_betas() -> None:
         ({}, "auto"),
     ],
 )
-def test_precisions(blocks: dict[str, Any], precision: str) -> None:
+def test_the_precision_follows_from_the_blocks(blocks: dict[str, Any], precision: str) -> None:
     config = asking({"zero_optimization": {"stage": 2}} | blocks)
     assert config.train.precision == precision
     assert reread(config) == config
@@ -295,7 +297,9 @@ def test_precisions(blocks: dict[str, Any], precision: str) -> None:
         ),
     ],
 )
-def test_precisions_that_contradict(blocks: dict[str, Any], precision: str, sentence: str) -> None:
+def test_contradicting_precisions_are_refused(
+    blocks: dict[str, Any], precision: str, sentence: str
+) -> None:
     content = {"zero_optimization": {"stage": 2}} | blocks
     message = refusal(content, train={"precision": precision}).replace(
         "launch.deepspeed_config", "JSON"
@@ -304,27 +308,27 @@ def test_precisions_that_contradict(blocks: dict[str, Any], precision: str, sent
 
 
 @pytest.mark.parametrize(
-    ("kind", "course"),
+    ("kind", "lr_scheduler"),
     [
         ("WarmupLR", "constant_with_warmup"),
         ("WarmupDecayLR", "linear"),
         ("WarmupCosineLR", "cosine"),
     ],
 )
-def test_schedulers(kind: str, course: str) -> None:
+def test_schedulers_are_translated(kind: str, lr_scheduler: str) -> None:
     content = merged(TUTORIAL, {"scheduler": None}) | {"scheduler": {"type": kind}}
     config = asking(content)
-    assert config.optim.lr_scheduler == course
+    assert config.optim.lr_scheduler == lr_scheduler
     params = settings(config)["scheduler"]["params"]
-    assert set(params.values()) == {AUTO}  # the configuration has what it leaves out
+    assert set(params.values()) == {AUTO}  # values that the JSON omits are the configuration's
     assert "warmup_num_steps" in params
     assert reread(config) == config
     other = "polynomial"
     message = refusal(content, optim={"lr_scheduler": other})
     assert (
-        f"scheduler.type of JSON is {kind}, which is optim.lr_scheduler {course}, but "
+        f"scheduler.type of JSON is {kind}, which is optim.lr_scheduler {lr_scheduler}, but "
         f"optim.lr_scheduler is {other}"
-    ) in (message)
+    ) in message
 
 
 @pytest.mark.parametrize(
@@ -349,12 +353,12 @@ def test_schedulers(kind: str, course: str) -> None:
         ({"params": {"warmup_num_steps": 9}}, "has scheduler.params without scheduler.type"),
     ],
 )
-def test_schedulers_that_cannot_be(scheduler: dict[str, Any], sentence: str) -> None:
+def test_unsupported_schedulers_are_refused(scheduler: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal({"zero_optimization": {"stage": 2}, "scheduler": scheduler})
 
 
 @pytest.mark.parametrize("kind", ["SGD", "RMSprop", "Adamax", "NAdam", "RAdam"])
-def test_optimizers_that_torch_has(kind: str) -> None:
+def test_optimizers_of_torch_are_accepted(kind: str) -> None:
     config = asking(
         {
             "zero_optimization": {"stage": 2},
@@ -368,12 +372,12 @@ def test_optimizers_that_torch_has(kind: str) -> None:
     assert reread(config) == config
 
 
-def test_parameters_of_other_optimizers_are_left_alone() -> None:
+def test_parameters_of_other_optimizers_stay_unchanged() -> None:
     params = {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "dampening": AUTO}
-    kept = settings(
+    stored = settings(
         asking({"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD", "params": params}})
     )
-    assert kept["optimizer"]["params"] == {
+    assert stored["optimizer"]["params"] == {
         "lr": 1e-3,
         "momentum": 0.9,
         "nesterov": True,
@@ -410,7 +414,7 @@ def test_parameters_of_other_optimizers_are_left_alone() -> None:
         ),
     ],
 )
-def test_optimizers_that_cannot_be(optimizer: dict[str, Any], sentence: str) -> None:
+def test_unsupported_optimizers_are_refused(optimizer: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal({"zero_optimization": {"stage": 2}, "optimizer": optimizer})
 
 
@@ -426,7 +430,9 @@ def test_optimizers_that_cannot_be(optimizer: dict[str, Any], sentence: str) -> 
         (24, {"nproc_per_node": 2, "hostfile": "hosts"}, True),
     ],
 )
-def test_the_batch_is_the_product(batch: int, launch: dict[str, Any], fits: bool) -> None:
+def test_train_batch_size_must_be_the_product(
+    batch: int, launch: dict[str, Any], fits: bool
+) -> None:
     content = {"zero_optimization": {"stage": 2}, "train_batch_size": batch}
     if fits:
         assert asking(content, launch=launch).train.micro_batch_size == 8
@@ -439,7 +445,7 @@ def test_the_batch_is_the_product(batch: int, launch: dict[str, Any], fits: bool
         assert " = " in message
 
 
-def test_numbers_of_the_json_are_in_the_product() -> None:
+def test_the_product_uses_the_numbers_of_the_json() -> None:
     content = {
         "zero_optimization": {"stage": 2},
         "train_batch_size": 80,
@@ -478,15 +484,19 @@ def test_every_key_of_deepspeed_is_honoured_or_refused() -> None:
         "zero_force_ds_cpu_optimizer",
     ],
 )
-def test_what_a_fine_tuning_has_not_is_refused_unless_it_is_off(name: str) -> None:
+def test_unsupported_blocks_are_refused_unless_they_are_off(name: str) -> None:
     zero = {"zero_optimization": {"stage": 2}}
-    whole = name.startswith("zero_force")
+    is_flag = name.startswith("zero_force")
     on: Any = (
-        True if whole else {"profile": True} if name.startswith("activation") else {"enabled": True}
+        True
+        if is_flag
+        else {"profile": True}
+        if name.startswith("activation")
+        else {"enabled": True}
     )
     off: Any = (
         False
-        if whole
+        if is_flag
         else {"profile": False}
         if name.startswith("activation")
         else {"enabled": False}
@@ -496,7 +506,7 @@ def test_what_a_fine_tuning_has_not_is_refused_unless_it_is_off(name: str) -> No
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_reasons_speak_of_a_fine_tuning(key: str) -> None:
+def test_reasons_do_not_mention_options_of_pretraining(key: str) -> None:
     if key not in ACCEPTED.refused:
         assert key in ACCEPTED.keys
         return
@@ -520,7 +530,7 @@ def test_reasons_speak_of_a_fine_tuning(key: str) -> None:
         (None, {}, 0),
     ],
 )
-def test_a_silent_scheduler_has_the_warm_up_of_deepspeed(
+def test_a_missing_warm_up_is_deepspeeds_default(
     scheduler: dict[str, Any] | None, optim: dict[str, Any], warmup: int
 ) -> None:
     content = merged({"zero_optimization": {"stage": 2}}, {"scheduler": scheduler})
@@ -538,7 +548,7 @@ def test_a_silent_scheduler_has_the_warm_up_of_deepspeed(
         ({"torch_adam": True, "weight_decay": AUTO}, {}, 0.0),
     ],
 )
-def test_a_silent_optimizer_has_the_weight_decay_of_its_class(
+def test_a_missing_weight_decay_is_the_default_of_the_optimizer_class(
     params: dict[str, Any], optim: dict[str, Any], weight_decay: float
 ) -> None:
     content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}}

@@ -1,4 +1,4 @@
-"""What each of two ranks generates and scores, with halves of the layers or of the batches."""
+"""Continuations and scores of each of two ranks, with halves of the layers or of the batches."""
 
 from pathlib import Path
 from typing import Any
@@ -26,38 +26,39 @@ OPTIONS = (
 
 
 def run(root: Path) -> dict[str, Any]:
-    """Continuations by each kind of model below `root`, and scores of the first, on all ranks there
-    are."""
+    """Return continuations of each model below `root` and scores of the first, for every layout."""
     if not dist.is_initialized():
         return on_mesh(root, ProcessMesh.serial())
     meshes = {"tensor": RankLayout(tensor=2), "data": RankLayout(data=2)}
-    found = {}
+    results = {}
     for name, layout in meshes.items():
-        found[name] = on_mesh(root, ProcessMesh.build(layout))
+        results[name] = on_mesh(root, ProcessMesh.build(layout))
         still_alive()
-    return found
+    return results
 
 
 def on_mesh(root: Path, mesh: ProcessMesh) -> dict[str, Any]:
-    """The same on one mesh."""
-    device, found = torch.device("cpu"), {}
+    """Return continuations and scores on one mesh."""
+    device, results = torch.device("cpu"), {}
     for kind in _tiny.KINDS:
         model = load_model(find_model(root / kind), mesh, device=device, dtype=torch.float32)
         prompts = _tiny.prompts((5, 1, 17), VOCAB)
-        found[kind] = [
+        results[kind] = [
             [
-                one.tokens
-                for one in generate(model, prompts, options, vocab_size=VOCAB, end=_tiny.EOD)
+                continuation.tokens
+                for continuation in generate(
+                    model, prompts, options, vocab_size=VOCAB, end=_tiny.EOD
+                )
             ]
             for options in OPTIONS
         ]
     model = load_model(find_model(root / "gpt2"), mesh, device=device, dtype=torch.float32)
     tokenizer = load_tokenizer(root / "tokenizer")
     scorer = ZeroshotScorer(model, mesh, device, vocab_size=VOCAB, batch_size=4)
-    found["wikitext"] = scorer.wikitext(
+    results["wikitext"] = scorer.wikitext(
         read_wikitext(root / "wiki", tokenizer), _tiny.POSITIONS, 40
     )
-    found["lambada"] = scorer.lambada(
+    results["lambada"] = scorer.lambada(
         read_lambada(root / "lambada.jsonl", tokenizer), _tiny.POSITIONS
     )
-    return found
+    return results

@@ -1,4 +1,4 @@
-"""Tiny causal models with weights that are not all alike, and checkpoints of them."""
+"""Tiny causal models with distinct weights, and their checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "alibi": {"position_embedding_type": "alibi", "qk_layernorm": True},
     "none": {"position_embedding_type": "none"},
 }
-"""Models by what their positions are."""
+"""Models by kind of position."""
 
 
 def spec(
     vocab_size: int = VOCAB, *, eod: int = EOD, tokenizer: Path | None = None, **model: Any
 ) -> ModelSpec:
-    """Two layers of 32 with 4 heads; `model` replaces values."""
+    """Return a specification of two layers of width 32 with 4 heads; `model` replaces values."""
     values = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -64,9 +64,9 @@ def spec(
     )
 
 
-def random_model(own: ModelSpec, seed: int = 3) -> GPTModel:
-    """The model with every parameter drawn, norms and the vocabulary's padding included."""
-    model = build_bare(own, ProcessMesh.serial(), device="cpu")
+def random_model(model_spec: ModelSpec, seed: int = 3) -> GPTModel:
+    """Build a model with all parameters random, including norms and the vocabulary's padding."""
+    model = build_bare(model_spec, ProcessMesh.serial(), device="cpu")
     assert isinstance(model, GPTModel)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -76,14 +76,16 @@ def random_model(own: ModelSpec, seed: int = 3) -> GPTModel:
     return model
 
 
-def write_checkpoint(root: Path, own: ModelSpec, model: GPTModel, iteration: int = 5) -> Path:
-    """A checkpoint as training writes it."""
+def write_checkpoint(
+    root: Path, model_spec: ModelSpec, model: GPTModel, iteration: int = 5
+) -> Path:
+    """Write a checkpoint like training does."""
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    return save_checkpoint(root, iteration, tensors, {"model": own.model_dump(mode="json")})
+    return save_checkpoint(root, iteration, tensors, {"model": model_spec.model_dump(mode="json")})
 
 
 def write_tokenizer(directory: Path, vocab_size: int = 300) -> Tokenizer:
-    """A byte-level BPE of exactly this many entries."""
+    """Train and save a byte-level BPE of exactly `vocab_size` entries."""
     directory.mkdir(parents=True)
     texts = [
         f"the {name} of step {number} is not the {name} of step {number + 1} .\n"
@@ -97,7 +99,7 @@ def write_tokenizer(directory: Path, vocab_size: int = 300) -> Tokenizer:
 def prompts(
     lengths: tuple[int, ...] = (5, 1, 17, 9, 30), vocab_size: int = VOCAB
 ) -> list[list[int]]:
-    """Random prompts of these lengths."""
+    """Return random prompts of these lengths."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths

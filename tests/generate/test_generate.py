@@ -1,5 +1,4 @@
-"""Continuations do not depend on the cache nor on the prompts beside them, and end where they
-must."""
+"""Independence of continuations from the cache and from other prompts, and their ends."""
 
 import itertools
 from collections.abc import Iterator
@@ -33,24 +32,27 @@ def continuations(
 
 
 @pytest.mark.parametrize("kind", _tiny.KINDS)
-def test_cache_and_company_change_nothing(kind: str) -> None:
+def test_continuations_do_not_depend_on_cache_or_batch(kind: str) -> None:
     model, prompts = _tiny.random_model(_tiny.spec(**_tiny.KINDS[kind])), _tiny.prompts()
     for options in OPTIONS:
-        alone = [
+        expected = [
             step_by_step(model, prompt, number, options) for number, prompt in enumerate(prompts)
         ]
         for batch_size, use_cache in itertools.product((1, 2, 5), (True, False)):
-            found = continuations(
+            results = continuations(
                 model, prompts, options, batch_size=batch_size, use_cache=use_cache
             )
-            assert [one.tokens for one in found] == alone, (options, batch_size, use_cache)
+            assert [result.tokens for result in results] == expected, (
+                options,
+                batch_size,
+                use_cache,
+            )
 
 
 def step_by_step(
     model: GPTModel, prompt: list[int], number: int, options: GenerateOptions
 ) -> tuple[int, ...]:
-    """What the prompt becomes when it is read from its beginning for every token, without
-    padding."""
+    """Continue a prompt without cache and padding, reading it from its start for every token."""
     from megacore.generate.generate import Chooser
 
     tokens, chooser = list(prompt), Chooser(options, [number])
@@ -63,7 +65,7 @@ def step_by_step(
     return tuple(tokens[len(prompt) :])
 
 
-def test_long_prompts_are_read_in_parts() -> None:
+def test_long_prompts_continue_the_same_without_cache() -> None:
     model = _tiny.random_model(_tiny.spec(max_position_embeddings=700, **_tiny.LLAMA))
     prompts = _tiny.prompts((600, 257, 3))
     options = GenerateOptions(max_new_tokens=5)
@@ -72,25 +74,26 @@ def test_long_prompts_are_read_in_parts() -> None:
     )
 
 
-def test_a_document_ends_with_its_token() -> None:
+def test_a_continuation_ends_with_the_end_of_document_token() -> None:
     model = _tiny.random_model(_tiny.spec())
     free = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), end=None)
-    assert [len(one.tokens) for one in free] == [20] * 5
-    assert not any(one.ended for one in free)
+    assert [len(continuation.tokens) for continuation in free] == [20] * 5
+    assert not any(continuation.ended for continuation in free)
     end = free[2].tokens[3]
     stopped = continuations(model, _tiny.prompts(), GenerateOptions(max_new_tokens=20), end=end)
     for with_end, without in zip(stopped, free, strict=True):
-        place = without.tokens.index(end) + 1 if end in without.tokens else 20
-        assert with_end == Continuation(without.tokens[:place], ended=end in without.tokens)
+        stop = without.tokens.index(end) + 1 if end in without.tokens else 20
+        assert with_end == Continuation(without.tokens[:stop], ended=end in without.tokens)
     assert len(stopped[2].tokens) <= 4
 
 
-def test_prompts_have_limits_of_their_own() -> None:
+def test_each_prompt_is_limited_by_its_own_length() -> None:
     model = _tiny.random_model(_tiny.spec())
-    found = continuations(model, _tiny.prompts((3, 60)), GenerateOptions(), end=None)
-    assert [len(one.tokens) for one in found] == [61, 4]
+    results = continuations(model, _tiny.prompts((3, 60)), GenerateOptions(), end=None)
+    assert [len(result.tokens) for result in results] == [61, 4]
     assert (
-        found[1] == continuations(model, _tiny.prompts((3, 60))[1:], GenerateOptions(), end=None)[0]
+        results[1]
+        == continuations(model, _tiny.prompts((3, 60))[1:], GenerateOptions(), end=None)[0]
     )
 
 
@@ -100,8 +103,8 @@ def test_padding_of_the_vocabulary_is_never_chosen() -> None:
     with torch.no_grad():
         model.embedding.word_embeddings.weight[_tiny.VOCAB :] *= 100
     for options in OPTIONS:
-        found = continuations(model, _tiny.prompts(), options)
-        assert max(token for one in found for token in one.tokens) < _tiny.VOCAB
+        results = continuations(model, _tiny.prompts(), options)
+        assert max(token for result in results for token in result.tokens) < _tiny.VOCAB
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:

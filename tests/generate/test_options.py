@@ -1,4 +1,4 @@
-"""What is refused before a model is looked at, in words."""
+"""Refusals of generation options before a model is read."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions, new_token_l
         ({"temperature": 0.0, "top_p": 0.9}, "but top_p is 0.9: leave one of them out"),
     ],
 )
-def test_values_that_cannot_work_are_named(values: dict[str, Any], message: str) -> None:
+def test_impossible_values_are_refused_by_option(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         GenerateOptions(**values)
     assert message in str(refused.value)
@@ -42,15 +42,13 @@ def test_values_that_cannot_work_are_named(values: dict[str, Any], message: str)
         ({"seed": 3}, 0.0),
     ],
 )
-def test_sampling_is_asked_for_by_any_of_its_options(
-    values: dict[str, Any], temperature: float
-) -> None:
+def test_any_sampling_option_turns_sampling_on(values: dict[str, Any], temperature: float) -> None:
     options = GenerateOptions(**values)
     assert options.resolved_temperature == temperature
     assert options.samples == (temperature > 0)
 
 
-def test_new_tokens_are_bounded_by_the_positions() -> None:
+def test_new_tokens_are_limited_by_the_positions() -> None:
     prompts = [[1] * 4, [1] * 90]
     assert new_token_limits(prompts, GenerateOptions(), 100) == [DEFAULT_NEW_TOKENS, 10]
     assert new_token_limits(prompts, GenerateOptions(max_new_tokens=10), 100) == [10, 10]
@@ -72,6 +70,6 @@ def test_new_tokens_are_bounded_by_the_positions() -> None:
         ([1] * 130, "prompt 2 has 130 tokens"),
     ],
 )
-def test_prompts_that_leave_no_room_are_refused(prompt: list[int], message: str) -> None:
+def test_prompts_without_room_for_a_token_are_refused(prompt: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         new_token_limits([[1], prompt], GenerateOptions(), 100)

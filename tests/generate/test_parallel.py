@@ -1,4 +1,4 @@
-"""The layout changes neither what is generated nor what is scored."""
+"""Independence of generation and scores from the layout."""
 
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,19 @@ from tests.zeroshot import _texts
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of every kind, and the texts."""
+    """Return a directory with a checkpoint of every kind, and the texts."""
     directory = tmp_path_factory.mktemp("parallel")
     _tiny.write_tokenizer(directory / "tokenizer", _ranks.VOCAB)
     for kind, values in _tiny.KINDS.items():
-        own = _tiny.spec(_ranks.VOCAB, **values)
-        _tiny.write_checkpoint(directory / kind, own, _tiny.random_model(own))
+        spec = _tiny.spec(_ranks.VOCAB, **values)
+        _tiny.write_checkpoint(directory / kind, spec, _tiny.random_model(spec))
     _texts.write_wikitext(directory / "wiki")
     _texts.write_lambada(directory / "lambada.jsonl")
     return directory
 
 
 @pytest.fixture(scope="module")
-def alone(root: Path) -> dict[str, Any]:
+def one_process(root: Path) -> dict[str, Any]:
     return _ranks.run(root)
 
 
@@ -35,22 +35,24 @@ def ranks(root: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", ["tensor", "data"])
 @pytest.mark.parametrize("kind", _tiny.KINDS)
-def test_tokens_are_the_same(
-    layout: str, kind: str, alone: dict[str, Any], ranks: list[dict[str, Any]]
+def test_tokens_do_not_depend_on_the_layout(
+    layout: str, kind: str, one_process: dict[str, Any], ranks: list[dict[str, Any]]
 ) -> None:
     for rank in ranks:
-        assert rank[layout][kind] == alone[kind]
-    assert alone[kind][0] != alone[kind][1]
+        assert rank[layout][kind] == one_process[kind]
+    assert one_process[kind][0] != one_process[kind][1]
 
 
 @pytest.mark.parametrize("layout", ["tensor", "data"])
-def test_scores_are_the_same(
-    layout: str, alone: dict[str, Any], ranks: list[dict[str, Any]]
+def test_scores_do_not_depend_on_the_layout(
+    layout: str, one_process: dict[str, Any], ranks: list[dict[str, Any]]
 ) -> None:
     for rank in ranks:
-        assert rank[layout]["wikitext"].loss == pytest.approx(alone["wikitext"].loss, rel=1e-6)
-        assert rank[layout]["wikitext"].tokens == alone["wikitext"].tokens
-        assert rank[layout]["lambada"].correct == alone["lambada"].correct
+        assert rank[layout]["wikitext"].loss == pytest.approx(
+            one_process["wikitext"].loss, rel=1e-6
+        )
+        assert rank[layout]["wikitext"].tokens == one_process["wikitext"].tokens
+        assert rank[layout]["lambada"].correct == one_process["lambada"].correct
         assert rank[layout]["lambada"].target_ppl == pytest.approx(
-            alone["lambada"].target_ppl, rel=1e-5
+            one_process["lambada"].target_ppl, rel=1e-5
         )

@@ -1,4 +1,4 @@
-"""Which model and which tokenizer a path names."""
+"""The model and the tokenizer that a path names."""
 
 import shutil
 from pathlib import Path
@@ -13,14 +13,14 @@ from tests.generate import _tiny
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory with two checkpoints, and tokenizers of two sizes; not to be changed."""
+    """Return a run directory with two checkpoints, and tokenizers of three sizes (read-only)."""
     directory = tmp_path_factory.mktemp("source")
     for name, size in (("own", 300), ("other", 310), ("smaller", 290)):
         _tiny.write_tokenizer(directory / name, size)
-    own = _tiny.spec(300, tokenizer=directory / "own")
+    spec = _tiny.spec(300, tokenizer=directory / "own")
     for iteration in (5, 10):
         _tiny.write_checkpoint(
-            directory / "run" / "checkpoints", own, _tiny.random_model(own), iteration
+            directory / "run" / "checkpoints", spec, _tiny.random_model(spec), iteration
         )
     return directory
 
@@ -44,7 +44,7 @@ def test_a_path_names_a_checkpoint_or_the_newest_of_several(
     )
 
 
-def test_damaged_checkpoints_are_passed_over_or_named(root: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_passed_over_or_refused(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "run", tmp_path / "run")
     newest = tmp_path / "run/checkpoints/iter_0000010"
     (newest / "__0_0.distcp").write_bytes(b"cut")
@@ -56,6 +56,9 @@ def test_damaged_checkpoints_are_passed_over_or_named(root: Path, tmp_path: Path
         CheckpointError, match=r"is complete; of the newest: .*__0_0\.distcp has 3 bytes instead of"
     ):
         find_model(tmp_path / "run")
+
+
+def test_a_checkpoint_of_megatron_is_refused_with_the_import_command(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(
         CheckpointError,
@@ -67,12 +70,12 @@ def test_damaged_checkpoints_are_passed_over_or_named(root: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("path", "message"), [("nowhere", "is no directory"), ("own", "has no complete.json")]
 )
-def test_what_is_no_model_is_named(root: Path, path: str, message: str) -> None:
+def test_a_path_without_a_model_is_refused(root: Path, path: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         find_model(root / path)
 
 
-def test_other_families_are_refused_by_name(root: Path) -> None:
+def test_an_unsupported_family_is_refused_by_name(root: Path) -> None:
     source = find_model(root / "run")
     require_family(source, ("gpt", "t5"), "megacore generate")
     bert = source.model_copy(update={"spec": source.spec.model_copy(update={"family": "bert"})})
@@ -87,7 +90,7 @@ def test_other_families_are_refused_by_name(root: Path) -> None:
 
 
 def with_tokenizer(root: Path, directory: str | None) -> ModelSource:
-    """The model, which says that its tokenizer is in `directory`."""
+    """Return the model with `directory` as its tokenizer's directory."""
     source = find_model(root / "run")
     spec = source.spec.model_copy(update={"tokenizer_directory": directory})
     return source.model_copy(update={"spec": spec})
@@ -98,7 +101,7 @@ def test_a_checkpoint_names_its_tokenizer(root: Path) -> None:
     assert find_tokenizer(with_tokenizer(root, None), root / "own").vocab_size == 300
 
 
-def test_a_tokenizer_of_another_size_is_refused_with_both(root: Path) -> None:
+def test_a_tokenizer_of_another_size_is_refused_with_both_sizes(root: Path) -> None:
     source = find_model(root / "run")
     for name, size in (("other", 310), ("smaller", 290)):
         with pytest.raises(
@@ -107,7 +110,7 @@ def test_a_tokenizer_of_another_size_is_refused_with_both(root: Path) -> None:
             find_tokenizer(source, root / name)
 
 
-def test_a_model_of_others_may_have_spare_rows(root: Path) -> None:
+def test_a_model_without_megacores_tokenizer_may_have_spare_rows(root: Path) -> None:
     assert find_tokenizer(with_tokenizer(root, None), root / "smaller").vocab_size == 290
     named = with_tokenizer(root, str(root / "smaller"))
     assert find_tokenizer(named, None).vocab_size == 290
@@ -121,7 +124,7 @@ def test_a_model_of_others_may_have_spare_rows(root: Path) -> None:
         find_tokenizer(with_tokenizer(root, None), root / "other")
 
 
-def test_missing_tokenizers_are_named(root: Path) -> None:
+def test_missing_tokenizers_are_refused(root: Path) -> None:
     with pytest.raises(ConfigError, match="came without a tokenizer: give --tokenizer"):
         find_tokenizer(with_tokenizer(root, None), None)
     with pytest.raises(

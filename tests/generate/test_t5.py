@@ -1,4 +1,4 @@
-"""T5 answers as transformers' T5 does, alone and beside other prompts."""
+"""Answers of T5, compared with transformers' and between batches."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ END, START, NEW_TOKENS = 1, 0, 15
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, T5Model]:
-    """Version 1.0 and 1.1, by transformers and by us."""
+    """Return T5 1.0 and 1.1 as a model of transformers and of megacore."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -53,16 +53,14 @@ def pair(
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_greedy_tokens_are_those_of_transformers(
-    pair: tuple[Any, T5Model], batch_size: int
-) -> None:
+def test_greedy_tokens_equal_transformers(pair: tuple[Any, T5Model], batch_size: int) -> None:
     theirs, ours = pair
     prompts = _tiny.prompts()
     options = GenerateOptions(max_new_tokens=NEW_TOKENS)
-    found = generate(
+    continuations = generate(
         ours, prompts, options, vocab_size=_tiny.VOCAB, end=END, start=START, batch_size=batch_size
     )
-    for prompt, one in zip(prompts, found, strict=True):
+    for prompt, continuation in zip(prompts, continuations, strict=True):
         expected = theirs.generate(
             torch.tensor([prompt]),
             do_sample=False,
@@ -71,11 +69,11 @@ def test_greedy_tokens_are_those_of_transformers(
             pad_token_id=START,
             use_cache=False,
         )[0, 1:].tolist()
-        assert one.tokens == tuple(expected)
-    assert len({one.tokens for one in found}) > 1
+        assert continuation.tokens == tuple(expected)
+    assert len({continuation.tokens for continuation in continuations}) > 1
 
 
-def test_sampled_answers_do_not_depend_on_the_prompts_beside_them(
+def test_sampled_answers_do_not_depend_on_the_batch(
     pair: tuple[Any, T5Model],
 ) -> None:
     options = GenerateOptions(max_new_tokens=NEW_TOKENS, temperature=1.0)
@@ -88,7 +86,7 @@ def test_sampled_answers_do_not_depend_on_the_prompts_beside_them(
     assert both[0] == both[1]
 
 
-def test_answers_have_positions_of_their_own() -> None:
+def test_limits_of_prompts_and_answers_are_separate() -> None:
     prompts = [[1] * 90]
     assert new_token_limits(prompts, GenerateOptions(max_new_tokens=100), 100, answers=True) == [
         100

@@ -1,4 +1,4 @@
-"""The same greedy tokens as transformers, from random weights that its own classes have saved."""
+"""Greedy tokens of random models saved by transformers, compared with transformers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ CLASSES: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """One model twice."""
+    """One model in transformers and in megacore."""
 
     theirs: Any
     ours: GPTModel
@@ -83,7 +83,7 @@ class Pair:
 
 @pytest.fixture(scope="module", params=list(CLASSES))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A random model of transformers, and ours that has read its directory."""
+    """Return a random model of transformers, and megacore's model read from its directory."""
     directory: Path = tmp_path_factory.mktemp("saved")
     theirs = CLASSES[request.param]().eval()
     generator = torch.Generator().manual_seed(11)
@@ -100,13 +100,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(theirs, ours)
 
 
-def continued(theirs: Any, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    """What transformers writes after prompts that it pads on the left itself."""
+def continue_with_transformers(theirs: Any, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """Continue prompts with transformers, padded on the left."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     present = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with torch.inference_mode():
-        found = theirs.generate(
+        generated = theirs.generate(
             tokens,
             attention_mask=present,
             do_sample=False,
@@ -115,14 +115,14 @@ def continued(theirs: Any, prompts: list[list[int]]) -> list[tuple[int, ...]]:
             pad_token_id=0,
         )
     rows = []
-    for row in found[:, width:].tolist():
+    for row in generated[:, width:].tolist():
         end = row.index(_tiny.EOD) + 1 if _tiny.EOD in row else len(row)
         rows.append(tuple(row[:end]))
     return rows
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_greedy_tokens_are_those_of_transformers(pair: Pair, batch_size: int) -> None:
+def test_greedy_tokens_equal_transformers(pair: Pair, batch_size: int) -> None:
     prompts = _tiny.prompts()
     ours = generate(
         pair.ours,
@@ -132,7 +132,7 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair, batch_size: int) ->
         end=_tiny.EOD,
         batch_size=batch_size,
     )
-    theirs = [continued(pair.theirs, [prompt])[0] for prompt in prompts]
+    theirs = [continue_with_transformers(pair.theirs, [prompt])[0] for prompt in prompts]
     assert [continuation.tokens for continuation in ours] == theirs
-    assert continued(pair.theirs, prompts) == theirs
+    assert continue_with_transformers(pair.theirs, prompts) == theirs
     assert len({token for row in theirs for token in row}) > 10

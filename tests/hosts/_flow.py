@@ -1,8 +1,7 @@
-"""`python -m tests.hosts._flow CONF OVERRIDES …`: the flow `pretrain` on a host, once for each set
-of overrides (JSON).
+"""Program `python -m tests.hosts._flow CONF OVERRIDES …`.
 
-Prefect's server is one of this process. Between two flows the trained run is moved away, so that
-each trains.
+Runs the flow `pretrain` on a host, once for each set of overrides (JSON), with a Prefect server in
+this process. Between two flows the trained run is moved away, so that each flow trains.
 """
 
 import json

@@ -1,9 +1,8 @@
-"""The first process of a stand-in for a machine: prepares its view of the files, and lives as long
-as its stdin.
+"""First process of a simulated host, which prepares its file system and runs until stdin closes.
 
-Started in mount, UTS, IPC, PID and network namespaces of its own, with one JSON word: `name`,
-`hosts` (its /etc/hosts), `shadow` (what replaces /etc/shadow, or null), `binds` (path: what lies
-there on this machine) and `sshd` (the configuration of its sshd).
+It is started in separate mount, UTS, IPC, PID and network namespaces with one JSON argument:
+`name`, `hosts` (its /etc/hosts), `shadow` (replacement of /etc/shadow, or null), `binds` (mounted
+path: path on this machine) and `sshd` (the configuration of its sshd).
 """
 
 import json
@@ -21,8 +20,7 @@ def mount(*words: str) -> None:
 
 def prepare(name: str, hosts: str, shadow: str | None, binds: dict[str, str]) -> None:
     socket.sethostname(name)
-    # The old /sys shows the network of the machine outside; its control groups are still the right
-    # ones.
+    # The old /sys shows the network outside of the namespaces; its control groups are still valid.
     mount("-t", "tmpfs", "none", "/run")
     os.makedirs("/run/cgroup")
     mount("--rbind", "/sys/fs/cgroup", "/run/cgroup")
@@ -34,27 +32,27 @@ def prepare(name: str, hosts: str, shadow: str | None, binds: dict[str, str]) ->
     mount("--bind", hosts, "/etc/hosts")
     if shadow is not None:
         mount("--bind", shadow, "/etc/shadow")
-    for path, there in binds.items():
-        mount("--bind", there, path)
+    for path, source in binds.items():
+        mount("--bind", source, path)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
 def main() -> None:
-    said = json.loads(sys.argv[1])
-    prepare(said["name"], said["hosts"], said["shadow"], said["binds"])
+    options = json.loads(sys.argv[1])
+    prepare(options["name"], options["hosts"], options["shadow"], options["binds"])
     server = subprocess.Popen(
-        ["/usr/sbin/sshd", "-D", "-e", "-f", said["sshd"]], stdin=subprocess.DEVNULL
+        ["/usr/sbin/sshd", "-D", "-e", "-f", options["sshd"]], stdin=subprocess.DEVNULL
     )
 
-    def leave_with_the_rig() -> None:
+    def exit_with_the_rig() -> None:
         while sys.stdin.buffer.read(1):
             pass
-        os._exit(0)  # and the kernel ends every process of this namespace
+        os._exit(0)  # the kernel then ends every process of this namespace
 
-    threading.Thread(target=leave_with_the_rig, daemon=True).start()
+    threading.Thread(target=exit_with_the_rig, daemon=True).start()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    while True:  # as init does: it is the parent of whoever lost theirs
+    while True:  # like init, the parent of orphaned processes
         pid, _ = os.waitpid(-1, 0)
         if pid == server.pid:
             os._exit(1)

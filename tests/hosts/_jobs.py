@@ -1,7 +1,4 @@
-"""A small training on the hosts' own workspaces.
-
-Data as artifacts on host a, and its stages run there.
-"""
+"""A small training on hosts with separate workspaces, whose stages run on host a."""
 
 import json
 import subprocess
@@ -36,26 +33,24 @@ try:
 except MegacoreError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
-"""What a stage does before it starts ranks on several hosts; ends with the error as its last
-line."""
+"""Program that prepares the hosts like a stage; its last line is the error."""
 
 
 def config(
     rig: Rig, engine: str = "native", *, launch: dict[str, Any] | None = None, **sections: Any
 ) -> RunConfig:
-    """A run on both hosts with a rank on each, whose workspaces are their own."""
-    reached = {
+    """Return a run with one rank on each of two hosts with separate workspaces."""
+    defaults = {
         "hostfile": str(rig.hostfile()),
         "ssh_config": str(rig.ssh_config),
         "data_placement": "node_local",
         "nproc_per_node": "auto",
     }
-    return _runs.config(engine, launch=reached | (launch or {}), **sections)
+    return _runs.config(engine, launch=defaults | (launch or {}), **sections)
 
 
 def write_data(disk: Path) -> None:
-    """Token files, index maps and a tokenizer, each an artifact as the stages make them, below a
-    host's workspace."""
+    """Write token files, index maps and a tokenizer as artifacts below a host's workspace."""
     _runs.write_data(disk / "data", _runs.config())
     (disk / "index").mkdir()
     (disk / "data" / "index").rename(disk / "index" / "maps")
@@ -66,7 +61,7 @@ def write_data(disk: Path) -> None:
 
 
 def job(rig: Rig, run: RunConfig, name: str, root: Path | None = None, **changes: Any) -> TrainJob:
-    """A training whose files lie below the hosts' workspaces, or below `root`."""
+    """Return a training whose files are below the hosts' workspaces, or below `root`."""
     place = root or rig.workspace
     run_directory = Path(changes.pop("run_directory", place / "runs" / name))
     directories = {
@@ -77,17 +72,17 @@ def job(rig: Rig, run: RunConfig, name: str, root: Path | None = None, **changes
     return _runs.job(run, place, run_directory, **{"ranks": 2, **directories, **changes})
 
 
-def write_job(rig: Rig, made: TrainJob) -> Path:
-    """Put the job file into its run directory as host a sees it; its path there."""
-    path = Path(made.run_directory) / "run.json"
+def write_job(rig: Rig, train_job: TrainJob) -> Path:
+    """Write the job file to its run directory on host a; return its path there."""
+    path = Path(train_job.run_directory) / "run.json"
     outside = as_seen_outside(rig, path)
     outside.parent.mkdir(parents=True, exist_ok=True)
-    made.write(outside)
+    train_job.write(outside)
     return path
 
 
 def as_seen_outside(rig: Rig, path: Path, host: str = "a") -> Path:
-    """Where a path of a host lies for this process."""
+    """Return the path, for this process, of a path of a host."""
     return (
         rig.disk(host) / path.relative_to(rig.workspace)
         if path.is_relative_to(rig.workspace)
@@ -95,38 +90,38 @@ def as_seen_outside(rig: Rig, path: Path, host: str = "a") -> Path:
     )
 
 
-def prepare(rig: Rig, made: TrainJob, host: str = "a") -> str:
-    """Prepare the hosts for a job from one of them; the error, or "" where it went well."""
-    path = write_job(rig, made)
-    done = rig.run(host, [sys.executable, "-c", PREPARE, str(path)], timeout=60)
-    assert done.returncode in (0, 1), done
-    return done.stderr.splitlines()[-1] if done.returncode else ""
+def prepare(rig: Rig, train_job: TrainJob, host: str = "a") -> str:
+    """Prepare the hosts for a job from one of them; return the error, or ""."""
+    path = write_job(rig, train_job)
+    result = rig.run(host, [sys.executable, "-c", PREPARE, str(path)], timeout=60)
+    assert result.returncode in (0, 1), result
+    return result.stderr.splitlines()[-1] if result.returncode else ""
 
 
 def digests(directory: Path) -> dict[str, Any]:
-    """Content of every file below a directory, without the marks of copies."""
+    """Return the content of all files below a directory, without the marks of copies."""
     files = (path for path in directory.rglob("*") if path.is_file() and path.name != "copied")
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(files)}
 
 
 def events(run_directory: Path) -> list[dict[str, Any]]:
-    """What a run reported so far."""
+    """Return the events a run reported so far."""
     path = run_directory / "events.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> float:
-    """Seconds it took; fails after `seconds`."""
+def wait_for(condition: Callable[[], bool], seconds: float, event: str) -> float:
+    """Wait for a condition and return the seconds; fail after `seconds`."""
     started = time.monotonic()
     while not condition():
-        assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
+        assert time.monotonic() - started < seconds, f"{event}: not within {seconds} s"
         time.sleep(0.05)
     return time.monotonic() - started
 
 
 class Attempt:
-    """One start of a run on host a."""
+    """An attempt of a run on host a."""
 
     def __init__(self, rig: Rig, job: TrainJob, logs: Path) -> None:
         self.rig, self.run = rig, as_seen_outside(rig, Path(job.run_directory))
@@ -144,29 +139,29 @@ class Attempt:
         )
 
     def until_saved(self) -> int:
-        """Wait until this attempt has saved a checkpoint, while both hosts train; its iteration."""
-        found: list[int] = []
+        """Wait until this attempt saved a checkpoint and both hosts train; return its iteration."""
+        iterations: list[int] = []
 
         def saved() -> bool:
             assert self.process.poll() is None, f"it ended: {self._outcome.read_text()}"
-            # One of an earlier attempt may be reported by this one, which has no times for it then.
-            found[:] = [
+            # This attempt may report a checkpoint of an earlier one, without its times.
+            iterations[:] = [
                 event["iteration"]
                 for event in events(self.run)
                 if event["kind"] == "checkpoint"
                 and event["attempt"] == self._attempt
                 and event["seconds"] is not None
             ]
-            return bool(found)
+            return bool(iterations)
 
         wait_for(saved, 120, f"a checkpoint of attempt {self._attempt}")
         assert self.rig.ranks("a")
         assert self.rig.ranks("b")
-        return max(found)
+        return max(iterations)
 
     def outcome(self, seconds: float) -> dict[str, Any]:
-        """How it ended, with `seconds` as the limit."""
+        """Wait at most `seconds` for the end of the run; return its error and time."""
         wait_for(self._outcome.exists, seconds, "the end of the run on host a")
         self.process.wait(timeout=10)
-        said: dict[str, Any] = json.loads(self._outcome.read_text())
-        return said
+        outcome: dict[str, Any] = json.loads(self._outcome.read_text())
+        return outcome

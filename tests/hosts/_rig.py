@@ -1,13 +1,12 @@
-"""Stand-ins for machines: network, mount, UTS, IPC and process namespaces, joined by a bridge, each
-with an sshd.
+"""Simulated hosts: namespaces (network, mount, UTS, IPC, PID) joined by a bridge, with sshd.
 
     with hosts(directory) as rig:
         rig.run("a", [sys.executable, "-m", "..."])
 
-Every host has `rig.workspace` at the same path, and there a directory of its own; all else of the
-file system is the same for all, `rig.shared` among it. Their names are resolved by ssh alone,
-through `rig.ssh_config`; their own name is 127.0.1.1 in /etc/hosts, as on Debian. Nothing of the
-machine outside is changed, and all is gone with the rig.
+Every host has a separate directory at the same path `rig.workspace`. The rest of the file system,
+including `rig.shared`, is the same for all. Only ssh resolves the hosts' names, through
+`rig.ssh_config`; a host's own name is 127.0.1.1 in its /etc/hosts, like on Debian. The machine
+itself is not changed, and closing the rig removes everything.
 """
 
 import contextlib
@@ -31,12 +30,12 @@ _INIT = Path(__file__).with_name("_init.py")
 
 
 class RigError(Exception):
-    """A host could not be made; what the programs said."""
+    """A host could not be created; the message contains the programs' output."""
 
 
 @cache
 def rig_problem() -> str | None:
-    """Why no hosts can be made here; None where they can."""
+    """Return why hosts cannot be created on this machine, or None."""
     if os.geteuid() != 0:
         return "hosts in network namespaces need root"
     missing = [
@@ -47,14 +46,14 @@ def rig_problem() -> str | None:
     if missing:
         return f"hosts in network namespaces need {', '.join(missing)}, which are not installed"
     probe = f"{_PREFIX}{os.getpid()}-probe"
-    made = subprocess.run(
+    created = subprocess.run(
         ["ip", "netns", "add", probe], capture_output=True, text=True, check=False
     )
-    if made.returncode != 0:
-        return f"network namespaces are not allowed here: {made.stderr.strip()}"
+    if created.returncode != 0:
+        return f"network namespaces are not allowed here: {created.stderr.strip()}"
     try:
         inside = ["ip", "-n", probe, "link", "add", "x", "type", "veth", "peer", "name", "y"]
-        own = [
+        namespaces = [
             "unshare",
             "--mount",
             "--uts",
@@ -68,7 +67,7 @@ def rig_problem() -> str | None:
             "/mnt",
         ]
         bridge = ["ip", "-n", probe, "link", "add", "z", "type", "bridge"]
-        for words in (inside, own, bridge):
+        for words in (inside, namespaces, bridge):
             tried = subprocess.run(words, capture_output=True, text=True, check=False)
             if tried.returncode != 0:
                 return f"`{' '.join(words)}` is not allowed here: {tried.stderr.strip()}"
@@ -78,8 +77,8 @@ def rig_problem() -> str | None:
 
 
 def require_rig() -> None:
-    """Skip the test, with the reason, where no hosts can be made."""
-    import pytest  # the benchmarks, which make hosts too, do without
+    """Skip the test, with the reason, if hosts cannot be created."""
+    import pytest  # imported here because the benchmarks, which use hosts too, do not need it
 
     problem = rig_problem()
     if problem is not None:
@@ -91,25 +90,25 @@ def _which(name: str) -> str | None:
 
 
 def _do(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RigError(f"`{' '.join(words)}`: {done.stderr.strip() or done.stdout.strip()}")
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RigError(f"`{' '.join(words)}`: {result.stderr.strip() or result.stdout.strip()}")
 
 
 @dataclass
 class Host:
-    """One stand-in."""
+    """One simulated host."""
 
     name: str
     address: str
     namespace: str
     port: str
-    """Its end of the cable at the bridge."""
+    """Interface of the host's cable at the bridge."""
     directory: Path
-    """Its keys and logs, and in `workspace` its own workspace, as seen from outside."""
+    """Directory outside of the host with its keys, its logs and its `workspace`."""
     process: "subprocess.Popen[bytes] | None" = None
     init: int = 0
-    """Its first process, by its id outside."""
+    """Id of the host's first process on the machine itself."""
 
 
 @dataclass
@@ -124,7 +123,7 @@ class Rig:
 
     @property
     def workspace(self) -> Path:
-        """Path that is another directory on each host."""
+        """Path that is a separate directory on each host."""
         return self.directory / "workspace"
 
     @property
@@ -134,22 +133,22 @@ class Rig:
 
     @property
     def ssh_config(self) -> Path:
-        """What `ssh -F` reads on every host: address, port, user and identity."""
+        """Configuration for `ssh -F` on every host: address, port, user and identity."""
         return self.directory / "ssh_config"
 
     def disk(self, host: str) -> Path:
-        """A host's own workspace, as it is seen from outside."""
+        """Return a host's workspace as seen from outside."""
         return self.hosts[host].directory / "workspace"
 
     def hostfile(self, slots: int = 1, names: Sequence[str] | None = None) -> Path:
-        """A hostfile of all hosts, or of `names`; all hosts see it."""
+        """Write a hostfile of all hosts, or of `names`, that all hosts see; return its path."""
         chosen = tuple(self.hosts if names is None else names)
         path = self.directory / f"hostfile-{'-'.join(chosen)}-{slots}"
         path.write_text("".join(f"{name} slots={slots}\n" for name in chosen))
         return path
 
     def inside(self, host: str, words: Sequence[str]) -> list[str]:
-        """What runs `words` on a host, without ssh."""
+        """Return the command that runs `words` on a host, without ssh."""
         target = ["nsenter", "--target", str(self.hosts[host].init)]
         return [
             *target,
@@ -171,7 +170,7 @@ class Rig:
         env: Mapping[str, str] | None = None,
         timeout: float = 120,
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command on a host, to its end."""
+        """Run a command on a host to its end."""
         command, environment = self.inside(host, words), {**os.environ, **(env or {})}
         return subprocess.run(
             command,
@@ -186,7 +185,10 @@ class Rig:
     def start(
         self, host: str, words: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None
     ) -> "subprocess.Popen[bytes]":
-        """Start a command on a host, its output to `log`; it ends with the rig at the latest."""
+        """Start a command on a host with its output in `log`.
+
+        It ends at the latest with the rig.
+        """
         environment = {**os.environ, **(env or {})}
         with open(log, "ab") as output:
             process = subprocess.Popen(
@@ -201,9 +203,11 @@ class Rig:
         return process
 
     def processes(self, host: str) -> dict[int, str]:
-        """Command lines of a host's processes by their ids outside, without its init and
-        zombies."""
-        found = {}
+        """Return command lines of a host's processes by their ids outside.
+
+        Its init and zombies are excluded.
+        """
+        lines = {}
         for pid in _members(self.hosts[host].init):
             try:
                 line = (
@@ -213,22 +217,22 @@ class Rig:
                     .decode(errors="replace")
                     .strip()
                 )
-            except OSError:  # it ended while we looked
+            except OSError:  # the process ended in the meantime
                 continue
             if line and pid != self.hosts[host].init:
-                found[pid] = line
-        return found
+                lines[pid] = line
+        return lines
 
     def ranks(self, host: str) -> list[int]:
-        """Processes of a host that are ranks of a job, and not what starts them."""
+        """Return the processes of a host that are ranks of a job, without their launchers."""
         return [pid for pid in self.processes(host) if "RANK" in _environment(pid)]
 
     def cut(self, host: str) -> None:
-        """Pull the cable: no packet reaches the host or comes from it, and nobody is told."""
+        """Disconnect the host's cable: no packet passes in either direction, without notice."""
         _do("ip", "-n", self.switch, "link", "set", self.hosts[host].port, "down")
 
     def freeze(self, host: str) -> None:
-        """Stop every process of a host, its sshd among them; its kernel still takes connections."""
+        """Stop all processes of a host, including sshd; its kernel still accepts connections."""
         deadline = time.monotonic() + 10
         while awake := [
             pid for pid in _members(self.hosts[host].init) if _state(pid) not in "TZtX"
@@ -241,35 +245,37 @@ class Rig:
             time.sleep(0.01)
 
     def kill(self, host: str) -> None:
-        """End every process of a host by SIGKILL, at once."""
+        """Kill all processes of a host at once."""
         process = self.hosts[host].process
         if process is not None:
             os.kill(self.hosts[host].init, signal.SIGKILL)
             process.wait(timeout=30)
 
     def restore(self, host: str) -> None:
-        """Plug the cable in, let frozen processes go on, start a killed host again, with its disk
-        as it was."""
-        here = self.hosts[host]
-        _do("ip", "-n", self.switch, "link", "set", here.port, "up")
-        if here.process is not None and here.process.poll() is None:
-            for pid in _members(here.init):
+        """Connect the cable again and continue frozen processes or start a killed host.
+
+        A killed host keeps its disk.
+        """
+        restored_host = self.hosts[host]
+        _do("ip", "-n", self.switch, "link", "set", restored_host.port, "up")
+        if restored_host.process is not None and restored_host.process.poll() is None:
+            for pid in _members(restored_host.init):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
         else:
-            self._boot(here)
-        self._wait_for_ssh(here)
+            self._boot(restored_host)
+        self._wait_for_ssh(restored_host)
 
     def _boot(self, host: Host) -> None:
         """Start a host's init and sshd."""
-        said = {
+        options = {
             "name": host.name,
             "hosts": str(host.directory / "hosts"),
             "shadow": _unlocked_shadow(host.directory),
             "binds": {str(self.workspace): str(host.directory / "workspace")},
             "sshd": str(host.directory / "sshd_config"),
         }
-        own = [
+        namespaces = [
             "unshare",
             "--mount",
             "--uts",
@@ -284,14 +290,14 @@ class Rig:
             "nsenter",
             f"--net=/run/netns/{host.namespace}",
             "--",
-            *own,
+            *namespaces,
             sys.executable,
             "-S",
             str(_INIT),
         ]
         with open(host.directory / "log", "ab") as log:
             process = subprocess.Popen(
-                [*command, json.dumps(said)],
+                [*command, json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -328,7 +334,7 @@ class Rig:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """End all hosts and all that runs on them."""
+        """End all hosts and all processes on them."""
         for host in self.hosts.values():
             if host.process is not None and host.process.poll() is None and host.init:
                 with contextlib.suppress(ProcessLookupError):
@@ -345,35 +351,35 @@ class Rig:
 
 @contextlib.contextmanager
 def hosts(directory: Path, names: Sequence[str] = ("a", "b")) -> Iterator[Rig]:
-    """Hosts `names`, with what they need in `directory`, which must be empty or absent.
+    """Create the hosts `names` with their files in `directory`, which must be empty or missing.
 
-    Raises RigError.
+    Raise RigError on failure.
     """
     _remove_dead()
     directory.mkdir(parents=True, exist_ok=True)
     prefix = f"{_PREFIX}{os.getpid()}-{os.urandom(2).hex()}"
-    made = {
+    hosts_by_name = {
         name: Host(
             name, f"10.77.0.{number}", f"{prefix}-{name}", f"to{number}", directory / "hosts" / name
         )
         for number, name in enumerate(names, start=1)
     }
-    rig = Rig(directory, made, f"{prefix}-switch")
+    rig = Rig(directory, hosts_by_name, f"{prefix}-switch")
     try:
-        _lay_out(rig)
-        for host in made.values():
+        _write_files_and_network(rig)
+        for host in hosts_by_name.values():
             rig._boot(host)
-        for host in made.values():
+        for host in hosts_by_name.values():
             rig._wait_for_ssh(host)
         yield rig
     finally:
         rig.close()
 
 
-def _lay_out(rig: Rig) -> None:
-    """Keys, configurations, directories and the network, before any host runs."""
-    for place in (rig.workspace, rig.shared):
-        place.mkdir(parents=True)
+def _write_files_and_network(rig: Rig) -> None:
+    """Create keys, configurations, directories and the network before any host runs."""
+    for directory in (rig.workspace, rig.shared):
+        directory.mkdir(parents=True)
     identity = rig.directory / "identity"
     _keygen(identity)
     lines = [
@@ -398,7 +404,7 @@ def _lay_out(rig: Rig) -> None:
         (host.directory / "sshd_config").write_text(_sshd_config(host, identity))
         lines += ["", f"Host {host.name}", f"  HostName {host.address}"]
         _connect(rig, host)
-    # Of several values ssh takes the first: those of a host come before those of all.
+    # ssh uses the first of several values, so those of a host precede those of all.
     general, *each = "\n".join(lines).split("\n\n")
     rig.ssh_config.write_text("\n\n".join([*each, general]) + "\n")
 
@@ -436,9 +442,9 @@ def _keygen(path: Path) -> None:
 
 
 def _unlocked_shadow(directory: Path) -> str | None:
-    """A copy of /etc/shadow for a host where sshd would refuse a locked root.
+    """Write a copy of /etc/shadow for a host whose sshd would refuse a locked root.
 
-    None where it would not.
+    Return None if it would not.
     """
     lines = Path("/etc/shadow").read_text().splitlines(True)
     if not any(line.startswith("root:!") for line in lines):
@@ -452,17 +458,17 @@ def _unlocked_shadow(directory: Path) -> str | None:
 
 
 def _members(init: int) -> list[int]:
-    """Processes of the namespace whose first one is `init`."""
+    """Return the processes of the PID namespace whose first process is `init`."""
     try:
         namespace = os.stat(f"/proc/{init}/ns/pid").st_ino
     except FileNotFoundError:
         return []
-    found = []
+    members = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.stat(path / "ns" / "pid").st_ino == namespace:
-                found.append(int(path.name))
-    return found
+                members.append(int(path.name))
+    return members
 
 
 def _state(pid: int) -> str:
@@ -481,7 +487,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def _remove_dead() -> None:
-    """Remove network namespaces of rigs whose process was killed."""
+    """Remove the network namespaces of rigs whose process was killed."""
     known = subprocess.run(
         ["ip", "netns", "list"], capture_output=True, text=True, check=False
     ).stdout

@@ -1,6 +1,6 @@
-"""`python -m tests.hosts._train JOB OUTCOME`.
+"""Program `python -m tests.hosts._train JOB OUTCOME`.
 
-A training on a host as the task starts it, and how and when it ended.
+Trains on a host like the task, and writes the error and the time of the end.
 """
 
 import json
@@ -17,16 +17,16 @@ from megacore.ranks import stages
 
 def main() -> None:
     path, outcome = map(Path, sys.argv[1:])
-    said = {"error": "", "message": ""}
+    result = {"error": "", "message": ""}
     try:
         job = TrainJob.read(path)
         hosts = choose_hosts(job.config, job.vocab_size, attempt=job.attempt)
         ranks, _ = resolve_launch(job.config, Hardware.detect(), job.vocab_size, hosts=hosts)
         stages.train(job.model_copy(update={"hosts": hosts, "ranks": ranks}))
     except BaseException as error:
-        said = {"error": type(error).__name__, "message": str(error)}
+        result = {"error": type(error).__name__, "message": str(error)}
     temporary = outcome.with_suffix(".tmp")
-    temporary.write_text(json.dumps(said | {"at": time.time()}))
+    temporary.write_text(json.dumps(result | {"at": time.time()}))
     temporary.rename(outcome)
 
 

@@ -1,4 +1,4 @@
-"""Two stand-ins for machines for each file of tests."""
+"""Two simulated hosts for each file of tests."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.hosts._rig import Rig, hosts, require_rig
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """Hosts a and b; a test that cuts, freezes or kills one restores it."""
+    """Provide the hosts a and b; a test that cuts, freezes or kills one restores it."""
     require_rig()
-    with hosts(tmp_path_factory.mktemp("rig")) as made:
-        yield made
+    with hosts(tmp_path_factory.mktemp("rig")) as hosts_of_module:
+        yield hosts_of_module

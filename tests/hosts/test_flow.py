@@ -1,5 +1,4 @@
-"""The flow `pretrain` on host a with ranks on a and b, by either launcher, is the flow with both
-ranks on one host."""
+"""The flow `pretrain` with ranks on two hosts, compared with both ranks on one host."""
 
 import json
 import sys
@@ -18,11 +17,14 @@ from tests.hosts._rig import Rig
 KINDS = ("torchrun", "deepspeed")
 
 
-@pytest.fixture(scope="module")
-def flows(rig: Rig) -> Rig:
-    """The hosts after one flow by each launcher.
+pytestmark = pytest.mark.slow
 
-    What was trained lies in `trained-0` and `trained-1` of host a.
+
+@pytest.fixture(scope="module")
+def rig_after_flows(rig: Rig) -> Rig:
+    """Run one flow with each launcher and return the hosts.
+
+    The trained runs are in `trained-0` and `trained-1` of host a.
     """
     pytest.importorskip("deepspeed")
     write_corpus(rig.disk("a") / "corpus")
@@ -51,17 +53,18 @@ def flows(rig: Rig) -> Rig:
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(rig.workspace / "prefect"),
     }
     words = [sys.executable, "-m", "tests.hosts._flow", str(conf), *overrides]
-    done = rig.run("a", words, env=environment, timeout=500)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    result = rig.run("a", words, env=environment, timeout=500)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
     return rig
 
 
 @pytest.fixture(scope="module")
-def on_one_host(flows: Rig, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Events of the same training with both ranks on host a."""
-    there = flows.disk("a") / "trained-0"
-    told = TrainJob.read(there / "run.json")
-    launch = told.config.launch.model_copy(
+def events_on_one_host(
+    rig_after_flows: Rig, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Return events of the same training with both ranks on host a."""
+    job = TrainJob.read(rig_after_flows.disk("a") / "trained-0" / "run.json")
+    launch = job.config.launch.model_copy(
         update={
             "hostfile": None,
             "ssh_config": None,
@@ -69,47 +72,47 @@ def on_one_host(flows: Rig, tmp_path_factory: pytest.TempPathFactory) -> list[di
             "nproc_per_node": 2,
         }
     )
-    run = flows.workspace / "runs" / "one"
+    run = rig_after_flows.workspace / "runs" / "one"
     update = {
-        "config": told.config.model_copy(update={"launch": launch}),
+        "config": job.config.model_copy(update={"launch": launch}),
         "hosts": {},
         "run_directory": str(run),
     }
     path = _jobs.write_job(
-        flows, told.model_copy(update={**update, "exit_directory": str(run / "exit")})
+        rig_after_flows, job.model_copy(update={**update, "exit_directory": str(run / "exit")})
     )
     outcome = tmp_path_factory.mktemp("one") / "outcome"
-    done = flows.run(
+    result = rig_after_flows.run(
         "a", [sys.executable, "-m", "tests.hosts._train", str(path), str(outcome)], timeout=120
     )
-    assert json.loads(outcome.read_text())["error"] == "", done.stderr
-    return _jobs.events(_jobs.as_seen_outside(flows, run))
+    assert json.loads(outcome.read_text())["error"] == "", result.stderr
+    return _jobs.events(_jobs.as_seen_outside(rig_after_flows, run))
 
 
-def numbers(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What was computed, to the last bit."""
+def computed_values(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the computed values of the events, to the last bit."""
     names = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "validation_loss", "loss")
     kinds = ("step", "evaluation")
     return [tuple(event.get(name) for name in names) for event in events if event["kind"] in kinds]
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
-def test_two_hosts_train_as_one_does(
-    flows: Rig, on_one_host: list[dict[str, Any]], number: int
+def test_two_hosts_train_like_one(
+    rig_after_flows: Rig, events_on_one_host: list[dict[str, Any]], number: int
 ) -> None:
-    trained = flows.disk("a") / f"trained-{number}"
-    found = numbers(_jobs.events(trained))
-    assert len([row for row in found if row[1] is not None]) >= 6
-    assert found == numbers(on_one_host)
+    trained = rig_after_flows.disk("a") / f"trained-{number}"
+    values = computed_values(_jobs.events(trained))
+    assert len([row for row in values if row[1] is not None]) >= 6
+    assert values == computed_values(events_on_one_host)
     assert (
         "hosts: a (rank 0 through eth0), b (rank 1 through eth0)"
         in (trained / "logs" / "attempt-001.log").read_text()
     )
 
 
-def test_every_file_of_the_run_is_on_the_host_that_started_it(flows: Rig) -> None:
+def test_all_files_of_the_run_are_on_the_starting_host(rig_after_flows: Rig) -> None:
     for number in range(len(KINDS)):
-        trained = flows.disk("a") / f"trained-{number}"
+        trained = rig_after_flows.disk("a") / f"trained-{number}"
         names = {path.name for path in (trained / "checkpoints" / "iter_0000006").iterdir()}
         assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "complete.json"} <= names
         assert {path.name for path in (trained / "exit").glob("*.beat")} == {
@@ -120,23 +123,27 @@ def test_every_file_of_the_run_is_on_the_host_that_started_it(flows: Rig) -> Non
             path.name for path in (trained / "profile").iterdir()
         }
     for stage in ("evaluations", "exports"):
-        assert [path for path in (flows.disk("a") / stage).iterdir() if path.is_dir()]
-    left = flows.disk("b")
-    assert not [*left.rglob("*.tmp-*"), *left.rglob("rank_1.json.gz")]
-    assert all((path / "copied").exists() for path in left.glob("runs/*/checkpoints/iter_*"))
+        assert [path for path in (rig_after_flows.disk("a") / stage).iterdir() if path.is_dir()]
+    other_disk = rig_after_flows.disk("b")
+    assert not [*other_disk.rglob("*.tmp-*"), *other_disk.rglob("rank_1.json.gz")]
+    assert all((path / "copied").exists() for path in other_disk.glob("runs/*/checkpoints/iter_*"))
 
 
-def test_host_b_has_what_its_ranks_read_and_no_more(flows: Rig) -> None:
-    told = TrainJob.read(flows.disk("a") / "trained-0" / "run.json")
+def test_other_host_gets_only_the_files_its_ranks_read(rig_after_flows: Rig) -> None:
+    job = TrainJob.read(rig_after_flows.disk("a") / "trained-0" / "run.json")
     for directory in (
-        told.index_directory,
-        told.tokenizer_directory,
-        str(Path(told.token_prefixes[0]).parent),
+        job.index_directory,
+        job.tokenizer_directory,
+        str(Path(job.token_prefixes[0]).parent),
     ):
-        here, there = (_jobs.as_seen_outside(flows, Path(directory), host) for host in "ab")
-        named = {*Manifest.read(here).files, "manifest.json"}
+        source, copy = (
+            _jobs.as_seen_outside(rig_after_flows, Path(directory), host) for host in "ab"
+        )
+        expected_names = {*Manifest.read(source).files, "manifest.json"}
         assert {
-            name: content for name, content in _jobs.digests(here).items() if name in named
-        } == _jobs.digests(there)
-    assert not (flows.disk("b") / "corpora").exists()
-    assert not (flows.disk("b") / "exports").exists()
+            name: content
+            for name, content in _jobs.digests(source).items()
+            if name in expected_names
+        } == _jobs.digests(copy)
+    assert not (rig_after_flows.disk("b") / "corpora").exists()
+    assert not (rig_after_flows.disk("b") / "exports").exists()

@@ -1,7 +1,4 @@
-"""A host is killed, frozen or cut off in the middle of a training.
-
-The run ends everywhere, and goes on.
-"""
+"""Hosts that are killed, frozen or disconnected during a training, which then resumes."""
 
 import time
 from collections.abc import Callable
@@ -17,12 +14,15 @@ from tests.train import _runs
 
 ITERATIONS = 160
 LIMIT = 60.0
-"""Seconds in which the run must have ended on every host that can still run."""
+"""Seconds within which the run must end on every host that still works."""
 HOST_TIMEOUT = 5.0
 
 
+pytestmark = pytest.mark.slow
+
+
 def training(rig: Rig, name: str, **changes: Any) -> TrainJob:
-    """A run over as many iterations as leave time to lose a host three times."""
+    """Return a run with enough iterations to lose a host three times."""
     launch = {
         "host_timeout": HOST_TIMEOUT,
         "stop_grace": 3.0,
@@ -40,7 +40,7 @@ def training(rig: Rig, name: str, **changes: Any) -> TrainJob:
 
 @pytest.fixture(scope="module")
 def data(rig: Rig) -> Rig:
-    """Host a has the data."""
+    """Provide the hosts, with the data on host a."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_runs, "SAMPLES", ITERATIONS * 32)
         _jobs.write_data(rig.disk("a"))
@@ -57,32 +57,32 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(data: Rig, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of the run when nothing happens to it, on two hosts."""
+    """Return the losses of an undisturbed run on two hosts."""
     attempt = _jobs.Attempt(
         data, training(data, "undisturbed"), tmp_path_factory.mktemp("undisturbed")
     )
-    said = attempt.outcome(120)
-    assert said["error"] == "", said
+    outcome = attempt.outcome(120)
+    assert outcome["error"] == "", outcome
     return losses(attempt.run)
 
 
-def lose(attempt: _jobs.Attempt, how: Callable[[str], None]) -> int:
-    """Lose host b in the middle: the run ends on host a with its name.
+def lose(attempt: _jobs.Attempt, disable: Callable[[str], None]) -> int:
+    """Lose host b during the training; return the newest checkpoint reported before.
 
-    The newest checkpoint that it had reported.
+    The run must end on host a with an error that names host b.
     """
-    reached = attempt.until_saved()
-    began = time.time()
-    how("b")
-    said = attempt.outcome(LIMIT)
-    assert said["error"] == "HostLostError", said
-    assert "host b" in said["message"]
-    assert said["at"] - began < LIMIT
+    last_saved = attempt.until_saved()
+    started = time.time()
+    disable("b")
+    outcome = attempt.outcome(LIMIT)
+    assert outcome["error"] == "HostLostError", outcome
+    assert "host b" in outcome["message"]
+    assert outcome["at"] - started < LIMIT
     _jobs.wait_for(lambda: not attempt.rig.ranks("a"), 5, "the end of every rank on host a")
-    return reached
+    return last_saved
 
 
-def test_a_run_survives_the_loss_of_a_host_in_every_way(
+def test_run_resumes_after_a_killed_a_frozen_and_a_disconnected_host(
     data: Rig, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
     def attempt(number: int) -> _jobs.Attempt:
@@ -97,22 +97,22 @@ def test_a_run_survives_the_loss_of_a_host_in_every_way(
     frozen_at = lose(second, data.freeze)
     data.restore("b")
     _jobs.wait_for(
-        lambda: not data.ranks("b"), 10, "the end of the ranks on host b once it goes on"
+        lambda: not data.ranks("b"), 10, "the end of the ranks on host b after it continues"
     )
 
     third = attempt(3)
     cut_at = lose(third, data.cut)
     _jobs.wait_for(
-        lambda: not data.ranks("b"), LIMIT, "the end of the ranks on host b, which nobody can tell"
+        lambda: not data.ranks("b"), LIMIT, "the end of the ranks on the disconnected host b"
     )
 
-    fourth = attempt(4)  # host b is still gone
-    said = fourth.outcome(120)
+    fourth = attempt(4)  # host b is still disconnected
+    outcome = fourth.outcome(120)
     data.restore("b")
-    assert said["error"] == "", said
+    assert outcome["error"] == "", outcome
 
-    found = _jobs.events(first.run)
-    starts = [event for event in found if event["kind"] == "start"]
+    events = _jobs.events(first.run)
+    starts = [event for event in events if event["kind"] == "start"]
     assert [event["attempt"] for event in starts] == [1, 2, 3, 4]
     assert [(event["ranks"], event["hosts"]) for event in starts] == [(2, ["a", "b"])] * 3 + [
         (1, ["a"])
@@ -123,24 +123,25 @@ def test_a_run_survives_the_loss_of_a_host_in_every_way(
         resumed >= lost
         for resumed, lost in zip(resumed_from[1:], (killed_at, frozen_at, cut_at), strict=True)
     )
-    together = losses(first.run)
-    assert together.keys() == undisturbed.keys()
-    alone_from = resumed_from[3]
-    assert {n: x for n, x in together.items() if n <= alone_from} == {
-        n: x for n, x in undisturbed.items() if n <= alone_from
+    disturbed = losses(first.run)
+    assert disturbed.keys() == undisturbed.keys()
+    single_from = resumed_from[3]
+    assert {n: x for n, x in disturbed.items() if n <= single_from} == {
+        n: x for n, x in undisturbed.items() if n <= single_from
     }
-    # One rank sums in another order than two: the same samples in the same order, another last
-    # digit.
-    worst = max(abs(together[n] - undisturbed[n]) for n in together)
+    # One rank sums the same samples in another order than two, so the last digits differ.
+    worst = max(abs(disturbed[n] - undisturbed[n]) for n in disturbed)
     assert worst < 1e-5, worst
-    steps = [event for event in found if event["kind"] == "step"]
+    steps = [event for event in events if event["kind"] == "step"]
     consumed = {event["iteration"]: event["consumed_samples"] for event in steps}
     assert consumed == {n: 32 * n for n in consumed}
 
 
-def test_a_host_that_is_gone_before_the_start_is_named(data: Rig, tmp_path: Path) -> None:
+def test_host_lost_before_the_start_is_named(data: Rig, tmp_path: Path) -> None:
     data.kill("b")
-    said = _jobs.Attempt(data, training(data, "absent", launch={"nnodes": 2}), tmp_path).outcome(60)
+    outcome = _jobs.Attempt(data, training(data, "absent", launch={"nnodes": 2}), tmp_path).outcome(
+        60
+    )
     data.restore("b")
-    assert said["error"] == "LaunchError"
-    assert "host b" in said["message"]
+    assert outcome["error"] == "LaunchError"
+    assert "host b" in outcome["message"]

@@ -20,9 +20,10 @@ LENGTHS = [3, 1, 0, 20, 2, 0, 9, 30, 5, 6, 7, 8]
 def check_every_sample(
     directory: Path, prefixes: tuple[str, ...], split: str, **values: Any
 ) -> int:
-    """The parts of each sample are the tokens that training reads.
+    """Check that the parts of each sample are the tokens that training reads.
 
-    Returns how many samples there are.
+    Returns:
+        Number of samples.
     """
     config = run_config(seq_length=SEQ_LENGTH, **values)
     dataset = open_split(prefixes, directory, split, config, tokenizer_directory=directory)
@@ -45,7 +46,9 @@ def check_every_sample(
 
 @pytest.mark.parametrize("extra", [True, False])
 @pytest.mark.parametrize("packing", ["packed", "pack_until_overflow", "unpacked"])
-def test_parts_are_what_training_reads(tmp_path: Path, packing: Any, extra: bool) -> None:
+def test_parts_of_samples_equal_what_training_reads(
+    tmp_path: Path, packing: Any, extra: bool
+) -> None:
     prefix = write_tokens(tmp_path / "a", LENGTHS)
     options = IndexOptions(
         split="8,4",
@@ -62,9 +65,10 @@ def test_parts_are_what_training_reads(tmp_path: Path, packing: Any, extra: bool
     assert find_sample(tmp_path, "train", 7).member_sample == 7
 
 
-def test_blends_are_followed_to_their_members(tmp_path: Path) -> None:
+def test_samples_of_a_blend_are_traced_to_their_members(tmp_path: Path) -> None:
     prefixes = tuple(
-        write_tokens(tmp_path / name, LENGTHS[place:]) for place, name in enumerate("abc")
+        write_tokens(tmp_path / name, LENGTHS[first_length:])
+        for first_length, name in enumerate("abc")
     )
     members = [
         Member(prefix, weight) for prefix, weight in zip(prefixes, (1.0, 5.0, 2.0), strict=True)
@@ -74,13 +78,16 @@ def test_blends_are_followed_to_their_members(tmp_path: Path) -> None:
     build_index_maps(Mixture.blend(members), tmp_path / "index", options, (30, 8, 0))
     assert check_every_sample(tmp_path / "index", prefixes, "train") >= 30
     assert check_every_sample(tmp_path / "index", prefixes, "valid") >= 8
-    drawn = [find_sample(tmp_path / "index", "train", number).member for number in range(30)]
-    assert max(set(drawn), key=drawn.count) == 1
+    members_drawn = [
+        find_sample(tmp_path / "index", "train", number).member for number in range(30)
+    ]
+    assert max(set(members_drawn), key=members_drawn.count) == 1
 
 
-def test_each_split_numbers_its_own_members(tmp_path: Path) -> None:
+def test_each_split_has_its_own_members(tmp_path: Path) -> None:
     prefixes = tuple(
-        write_tokens(tmp_path / name, LENGTHS[place:]) for place, name in enumerate("abc")
+        write_tokens(tmp_path / name, LENGTHS[first_length:])
+        for first_length, name in enumerate("abc")
     )
     a, b, c = (Member(prefix, 1.0) for prefix in prefixes)
     (tmp_path / "index").mkdir()
@@ -100,7 +107,7 @@ def test_each_split_numbers_its_own_members(tmp_path: Path) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """The maps of the tokens `a` beside them."""
+    """Return a directory with the tokens `a` and their index maps."""
     prefix = write_tokens(tmp_path / "a", LENGTHS)
     build_index_maps(
         Mixture.single(prefix), tmp_path, IndexOptions("1", SEQ_LENGTH, seed=3), (None, 0, 0)
@@ -109,7 +116,7 @@ def index(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [-1, 10**6])
-def test_samples_that_are_not_there(index: Path, number: int) -> None:
+def test_a_sample_out_of_range_is_refused(index: Path, number: int) -> None:
     with pytest.raises(DataFormatError, match=f"has no sample {number}: it has"):
         find_sample(index, "train", number)
 
@@ -117,7 +124,7 @@ def test_samples_that_are_not_there(index: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("document", 10**6), ("document", -1), ("sample", 10**6), ("shuffle", -1)]
 )
-def test_maps_that_do_not_fit(index: Path, name: str, value: int) -> None:
+def test_maps_that_do_not_fit_their_tokens_are_refused(index: Path, name: str, value: int) -> None:
     path = map_path(index, "train", name)
     values = np.load(path).astype(np.int64)
     values[:] = value
@@ -126,7 +133,7 @@ def test_maps_that_do_not_fit(index: Path, name: str, value: int) -> None:
         find_sample(index, "train", 0)
 
 
-def test_maps_of_an_older_version(index: Path) -> None:
+def test_maps_of_an_older_version_are_refused(index: Path) -> None:
     assert is_index_directory(index)
     (index / "index.json").unlink()
     assert is_index_directory(index)
@@ -137,7 +144,7 @@ def test_maps_of_an_older_version(index: Path) -> None:
     assert not is_index_directory(index.parent)
 
 
-def test_maps_of_sentences_without_a_description(tmp_path: Path) -> None:
+def test_sentence_maps_without_index_json_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train_sentence_index.npy").touch()
     assert is_index_directory(tmp_path)
     with pytest.raises(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megacore.inspect import tokens as lengths
 from megacore.inspect.tokens import bin_lengths, ranked, summarize_lengths
 
-lengths_of = st.lists(
+lists_of_lengths = st.lists(
     st.one_of(st.integers(0, 12), st.integers(0, 2**31 - 1)), min_size=1, max_size=30
 )
 
@@ -17,26 +17,26 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(values=lengths_of)
-def test_ranks_are_those_of_sorting(values: list[int]) -> None:
+@given(values=lists_of_lengths)
+def test_ranked_equals_sorting(values: list[int]) -> None:
     assert ranked(np.array(values, np.int32), range(len(values))) == sorted(values)
 
 
 @settings(max_examples=40, deadline=None)
-@given(values=lengths_of)
-def test_summary_is_numpys(values: list[int]) -> None:
+@given(values=lists_of_lengths)
+def test_summary_equals_numpy(values: list[int]) -> None:
     summary = summarize_lengths(np.array(values, np.int32))
     assert summary is not None
     assert (summary.sequences, summary.tokens) == (len(values), sum(values))
     assert (summary.shortest, summary.longest) == (min(values), max(values))
     assert summary.mean == pytest.approx(np.mean(values))
-    for percent, found in ((50, summary.median), (95, summary.p95)):
-        assert found == np.percentile(values, percent, method="inverted_cdf")
+    for percent, percentile in ((50, summary.median), (95, summary.p95)):
+        assert percentile == np.percentile(values, percent, method="inverted_cdf")
 
 
 @settings(max_examples=40, deadline=None)
-@given(values=lengths_of, per_octave=st.integers(1, 4))
-def test_bins_hold_every_sequence_once(values: list[int], per_octave: int) -> None:
+@given(values=lists_of_lengths, per_octave=st.integers(1, 4))
+def test_bins_contain_every_sequence_once(values: list[int], per_octave: int) -> None:
     bins = bin_lengths(np.array(values, np.int32), per_octave)
     edges = bins.edges.tolist()
     assert edges == sorted(set(edges))
@@ -50,7 +50,7 @@ def test_bins_hold_every_sequence_once(values: list[int], per_octave: int) -> No
     assert bins.sequences[-1] > 0
 
 
-def test_bins_double() -> None:
+def test_edges_of_bins_double() -> None:
     bins = bin_lengths(np.array([1, 2, 3, 4, 9, 16], np.int32))
     assert bins.edges.tolist() == [1, 2, 4, 8, 16, 32]
     assert bins.sequences.tolist() == [1, 2, 1, 1, 1]
@@ -58,7 +58,7 @@ def test_bins_double() -> None:
     assert bin_lengths(np.array([0, 0, 1], np.int32)).edges.tolist() == [0, 1, 2]
 
 
-def test_nothing_has_no_distribution() -> None:
-    nothing = np.zeros(0, np.int32)
-    assert summarize_lengths(nothing) is None
-    assert bin_lengths(nothing).sequences.tolist() == []
+def test_no_sequences_have_no_summary_and_no_bins() -> None:
+    no_lengths = np.zeros(0, np.int32)
+    assert summarize_lengths(no_lengths) is None
+    assert bin_lengths(no_lengths).sequences.tolist() == []

@@ -12,14 +12,14 @@ from tests.data._corpus import entry, write_corpus, write_documents
 
 @settings(max_examples=60, deadline=None)
 @given(good=st.lists(st.booleans(), min_size=1, max_size=40), first=st.integers(1, 9))
-def test_skipped_lines_are_passed_over(good: list[bool], first: int) -> None:
-    lines = [first + place for place, is_good in enumerate(good) if is_good]
-    skipped = tuple(first + place for place, is_good in enumerate(good) if not is_good)
+def test_line_numbers_count_skipped_lines(good: list[bool], first: int) -> None:
+    lines = [first + index for index, is_good in enumerate(good) if is_good]
+    skipped = tuple(first + index for index, is_good in enumerate(good) if not is_good)
     file = OriginFile("a", "text", len(lines), skipped, first)
     assert [file.line(number) for number in range(len(lines))] == lines
 
 
-def test_documents_of_several_files(tmp_path: Path) -> None:
+def test_documents_of_several_files_have_their_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "documents.json"
     files = [
         entry("/data/a.jsonl", 2, skipped_lines=[2]),
@@ -37,7 +37,7 @@ def test_documents_of_several_files(tmp_path: Path) -> None:
             origins.place(number)
 
 
-def test_the_permutation_is_undone(tmp_path: Path) -> None:
+def test_the_shuffle_of_documents_is_undone(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, [f"text {number}" for number in range(20)], seed=7)
     origins = find_origins(corpus.prefix, 20)
     assert origins is not None
@@ -49,7 +49,7 @@ def test_the_permutation_is_undone(tmp_path: Path) -> None:
         assert (Path(place.path).name, place.line) == expected
 
 
-def test_documents_json_lies_beside_the_files(tmp_path: Path) -> None:
+def test_documents_json_is_read_from_the_directory_of_the_token_files(tmp_path: Path) -> None:
     assert find_origins(tmp_path / "tokens_text_document", 1) is None
     write_documents(tmp_path / "documents.json", [entry("a", 1)])
     assert find_origins(tmp_path / "tokens_text_document", 1) is not None
@@ -62,7 +62,7 @@ def test_documents_json_lies_beside_the_files(tmp_path: Path) -> None:
         find_origins(tmp_path / "other_text_document", 2)
 
 
-def test_linked_files_are_followed_to_where_they_came_from(tmp_path: Path) -> None:
+def test_linked_token_files_are_traced_to_their_source(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "made", ["a", "b"])
     (tmp_path / "linked").mkdir()
     path = tmp_path / "linked" / "documents.json"
@@ -76,12 +76,12 @@ def test_linked_files_are_followed_to_where_they_came_from(tmp_path: Path) -> No
     assert (origins.path, origins.place(1)) == (path, None)
 
 
-def test_a_shard_does_not_know_its_lines(tmp_path: Path) -> None:
+def test_a_shard_without_first_line_has_no_places(tmp_path: Path) -> None:
     write_documents(tmp_path / "documents.json", [entry("a", 1, first_line=None)])
     assert Origins.read(tmp_path / "documents.json").place(0) is None
 
 
-def test_the_tokenizer_is_named_while_it_is_there(tmp_path: Path) -> None:
+def test_the_tokenizer_path_is_none_if_the_directory_is_gone(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     for directory, expected in (
         ("tokenizer", tmp_path / "tokenizer"),

@@ -26,21 +26,21 @@ def place(path: Path, line: int, key: str = "text") -> DocumentPlace:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_lines_of_a_file(tmp_path: Path, name: str) -> None:
+def test_every_line_of_a_file_is_read(tmp_path: Path, name: str) -> None:
     write_lines(tmp_path / name, TEXTS, key="content", source="lib/a.py")
     for number, text in enumerate(TEXTS, 1):
-        found = read_document(place(tmp_path / name, number, "content"))
-        assert (found.text, found.source) == (text, "lib/a.py")
+        document = read_document(place(tmp_path / name, number, "content"))
+        assert (document.text, document.source) == (text, "lib/a.py")
     with pytest.raises(DataFormatError, match="has 5 lines, not 6"):
         read_document(place(tmp_path / name, 6, "content"))
 
 
-def test_lines_of_a_zstd_file(tmp_path: Path) -> None:
+def test_a_line_of_a_zstd_file_is_read(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", TEXTS)
     compressed = zstandard.ZstdCompressor().compress((tmp_path / "a.jsonl").read_bytes())
     (tmp_path / "a.jsonl.zst").write_bytes(compressed)
-    found = read_document(place(tmp_path / "a.jsonl.zst", 3))
-    assert (found.text, found.source) == (TEXTS[2], None)
+    document = read_document(place(tmp_path / "a.jsonl.zst", 3))
+    assert (document.text, document.source) == (TEXTS[2], None)
 
 
 @settings(
@@ -50,7 +50,7 @@ def test_lines_of_a_zstd_file(tmp_path: Path) -> None:
     texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=8),
     end=st.booleans(),
 )
-def test_every_line_is_found(tmp_path: Path, texts: list[str], end: bool) -> None:
+def test_any_text_is_read_from_its_line(tmp_path: Path, texts: list[str], end: bool) -> None:
     content = "\n".join(json.dumps({"text": text}) for text in texts) + ("\n" if end else "")
     (tmp_path / "a.jsonl").write_text("\ufeff" + content, encoding="utf-8")
     assert [
@@ -60,7 +60,7 @@ def test_every_line_is_found(tmp_path: Path, texts: list[str], end: bool) -> Non
         read_document(place(tmp_path / "a.jsonl", len(texts) + 1))
 
 
-def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
+def test_rows_of_a_parquet_file_are_read(tmp_path: Path) -> None:
     table = pa.table({"text": [*TEXTS, None], "other": list(range(6))})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     assert [read_document(place(tmp_path / "a.parquet", row)).text for row in range(1, 6)] == TEXTS
@@ -69,7 +69,7 @@ def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
             read_document(place(tmp_path / "a.parquet", row))
 
 
-def test_what_is_no_document_any_more(tmp_path: Path) -> None:
+def test_a_line_without_a_document_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n')
     for path, line, message in (
         (tmp_path / "a.jsonl", 2, "a.jsonl:2 is blank"),
@@ -79,7 +79,7 @@ def test_what_is_no_document_any_more(tmp_path: Path) -> None:
             read_document(place(path, line))
 
 
-def test_a_file_of_another_size_is_not_taken_for_the_one_that_was_read(tmp_path: Path) -> None:
+def test_a_file_whose_size_has_changed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two"}\n')
     assert read_document(DocumentPlace(str(path), 2, "text", 32)).text == "two"

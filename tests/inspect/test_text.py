@@ -21,7 +21,7 @@ def tokenizer(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_directory_and_a_file_decode_alike(tokenizer: Path) -> None:
+def test_a_tokenizer_directory_and_its_file_decode_alike(tokenizer: Path) -> None:
     ids = np.append(byte_tokenizer().encode("naïve"), 256)
     for path in (tokenizer, tokenizer / "tokenizer.json"):
         assert open_decoder(path)(ids) == "naïve<|endoftext|>"
@@ -29,7 +29,7 @@ def test_a_directory_and_a_file_decode_alike(tokenizer: Path) -> None:
     assert open_decoder(tokenizer)(ids) == "naïve<|endoftext|>"
 
 
-def test_vocabularies_are_enough_to_decode(tmp_path: Path) -> None:
+def test_a_vocabulary_suffices_to_decode(tmp_path: Path) -> None:
     backend = byte_tokenizer()
     (tmp_path / "vocab.json").write_text(
         json.dumps(backend.backend.get_vocab(with_added_tokens=True))
@@ -51,7 +51,7 @@ def test_ids_of_another_vocabulary_are_refused(tokenizer: Path, token: int) -> N
 
 
 @pytest.mark.parametrize("name", ["none", "none.model", "text.json", "text.model"])
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
     if name.startswith("text"):
         (tmp_path / name).write_text("text")
     with pytest.raises(DataFormatError, match=name):
@@ -66,7 +66,7 @@ def test_documents_json_names_the_tokenizer(tmp_path: Path) -> None:
     assert find_tokenizer(corpus.prefix, origins) is None
 
 
-def test_a_workspace_names_it_by_its_digest(tmp_path: Path) -> None:
+def test_a_workspace_finds_the_tokenizer_by_its_digest(tmp_path: Path) -> None:
     digests = {}
     for name in ("one", "two"):
         directory = tmp_path / "tokenizers" / name

@@ -24,34 +24,34 @@ def results(path: Path | str) -> dict[str, str]:
     return {check.name: check.result for check in verify(path)}
 
 
-def flip(path: Path, place: int = -1) -> None:
+def flip(path: Path, offset: int = -1) -> None:
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[offset] ^= 1
     path.write_bytes(content)
 
 
 def write_manifest(path: Path, pattern: str) -> None:
-    """A manifest beside token files, as the command line writes it."""
+    """Write a manifest next to token files like the command line does."""
     files = list_files(path.parent, pattern)
     manifest = Manifest("tokenize", 1, "", {}, {}, files, {}, 0.0)
     manifest.write(path.parent)
     (path.parent / "manifest.json").rename(path)
 
 
-def test_every_check_of_token_files_is_told(tmp_path: Path) -> None:
+def test_every_check_of_token_files_is_reported(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 0, 3])
-    found = results(prefix)
-    assert found == {
+    checks = results(prefix)
+    assert checks == {
         "a.idx": "version 1, uint16, 2 sequences, 90 bytes as these take",
         "pointers": "2, each where the sequence before it ends",
         "a.bin": "sum of lengths 8 x 2 bytes = 16, its size",
         "document index": "3 documents, 1 empty, from 0 to 2",
         "manifest": "a.manifest.json is not there: hashes were not checked",
     }
-    assert results(f"{prefix}.bin") == results(f"{prefix}.idx") == found
+    assert results(f"{prefix}.bin") == results(f"{prefix}.idx") == checks
 
 
-def test_modes_are_told(tmp_path: Path) -> None:
+def test_modes_are_reported(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 0, 3])
     with open(f"{prefix}.idx", "ab") as file:
         file.write(bytes(2))
@@ -61,7 +61,7 @@ def test_modes_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_documents_json_belongs_to_the_files(tmp_path: Path) -> None:
+def test_documents_json_must_count_the_documents_of_the_files(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 0, 3])
     path = Path(f"{prefix}.documents.json")
     write_documents(path, [entry("x", 3)])
@@ -71,13 +71,13 @@ def test_documents_json_belongs_to_the_files(tmp_path: Path) -> None:
         results(prefix)
 
 
-def test_hashes_of_the_command_lines_manifest(tmp_path: Path) -> None:
+def test_hashes_of_the_command_lines_manifest_are_checked(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "a", [5, 3])
     write_manifest(Path(f"{prefix}.manifest.json"), "a.*")
     assert results(prefix)["a.manifest.json"] == "2 files, 98 bytes, sha256 as it was written"
     flip(Path(f"{prefix}.bin"))
     with pytest.raises(
-        ArtifactError, match=r"a\.bin has another content than when it was written: build it again"
+        ArtifactError, match=r"a\.bin has other content than when it was written: build it again"
     ):
         results(prefix)
     Path(f"{prefix}.manifest.json").write_text("{}")
@@ -87,7 +87,7 @@ def test_hashes_of_the_command_lines_manifest(tmp_path: Path) -> None:
 
 @pytest.fixture
 def artifact(tmp_path: Path) -> Path:
-    """A directory as the tokenize stage leaves it."""
+    """Return a directory like the one the tokenize stage leaves."""
     write_tokens(tmp_path / "tokens_text_document", LENGTHS)
     seal(tmp_path, StageKey("tokenize", 1, {}, {}), {}, 1.0)
     return tmp_path
@@ -100,9 +100,9 @@ def test_an_artifact_is_checked_by_its_manifest(artifact: Path) -> None:
 
 def test_every_member_of_a_blend_is_checked(tmp_path: Path) -> None:
     members = [tmp_path / name for name in ("one", "two")]
-    for place, member in enumerate(members):
+    for number, member in enumerate(members):
         member.mkdir()
-        write_tokens(member / "tokens_text_document", [5, 3 + place])
+        write_tokens(member / "tokens_text_document", [5, 3 + number])
         seal(member, StageKey("tokenize", 1, {}, {}), {}, 1.0)
     (tmp_path / "both").mkdir()
     write_members(tmp_path / "both", members)
@@ -111,19 +111,19 @@ def test_every_member_of_a_blend_is_checked(tmp_path: Path) -> None:
     assert names.count("tokens_text_document.bin") == 2
     assert names[-3:] == ["manifest.json"] * 3
     flip(members[1] / "tokens_text_document.bin")
-    with pytest.raises(ArtifactError, match=r"two: tokens_text_document\.bin has another content"):
+    with pytest.raises(ArtifactError, match=r"two: tokens_text_document\.bin has other content"):
         results(tmp_path / "both")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: flip(path), "has another content"),
+        (lambda path: flip(path), "has other content"),
         (lambda path: path.write_bytes(b""), "has 0 bytes instead of 152"),
         (lambda path: path.unlink(), "is missing"),
     ],
 )
-def test_damage_of_an_artifact_is_named(
+def test_damage_of_an_artifact_is_refused_by_file(
     artifact: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     for name in ("tokens_text_document.bin", "tokens_text_document.idx"):
@@ -135,7 +135,7 @@ def test_damage_of_an_artifact_is_named(
         results(artifact)
 
 
-def test_a_directory_of_nothing_known(tmp_path: Path) -> None:
+def test_a_directory_without_known_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataFormatError, match=r"holds neither token files .* nor index maps, nor a manifest\.json"
     ):
@@ -144,7 +144,7 @@ def test_a_directory_of_nothing_known(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["packed", "pack_until_overflow", "unpacked", "one token less", "neox"])
 def index(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Index maps in several epochs, beside their tokens; checks take them in small blocks."""
+    """Return index maps of several epochs with their tokens; checks read them in small blocks."""
     monkeypatch.setattr(verify_maps, "_BLOCK", 4)
     kind = request.param
     packing = kind if kind in ("pack_until_overflow", "unpacked") else "packed"
@@ -163,8 +163,8 @@ def index(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_maps_are_checked_against_their_tokens(index: Path) -> None:
-    found = results(index)
-    assert list(found) == [
+    checks = results(index)
+    assert list(checks) == [
         "index.json",
         "tokens 0",
         "train maps 0",
@@ -172,8 +172,8 @@ def test_maps_are_checked_against_their_tokens(index: Path) -> None:
         "test maps 0",
         "manifest",
     ]
-    assert "each sample once" in found["train maps 0"]
-    assert found["test maps 0"] == "no samples"
+    assert "each sample once" in checks["train maps 0"]
+    assert checks["test maps 0"] == "no samples"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_maps_are_checked_against_their_tokens(index: Path) -> None:
         ("shuffle", lambda values: values.__setitem__(0, len(values)), r"names sample \d+ of \d+"),
     ],
 )
-def test_damaged_maps_are_named(
+def test_damaged_maps_are_refused_by_file(
     index: Path, name: str, damage: Callable[[np.ndarray], None], message: str
 ) -> None:
     path = map_path(index, "train", name)
@@ -208,7 +208,7 @@ def test_damaged_maps_are_named(
         results(index)
 
 
-def test_samples_of_another_length_are_found(
+def test_samples_of_another_length_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify_maps, "_BLOCK", 4)
@@ -227,14 +227,14 @@ def test_samples_of_another_length_are_found(
         results(tmp_path)
 
 
-def test_rows_and_samples_belong_together(index: Path) -> None:
+def test_a_shuffle_index_without_its_last_row_is_refused(index: Path) -> None:
     path = map_path(index, "train", "shuffle")
     np.save(path, np.load(path)[:-1])
     with pytest.raises(DataFormatError, match="should have one row more"):
         results(index)
 
 
-def test_index_json_counts_the_samples(index: Path) -> None:
+def test_index_json_must_count_the_samples(index: Path) -> None:
     path = index / "index.json"
     content = json.loads(path.read_text())
     content["samples"]["train"] += 1
@@ -245,7 +245,7 @@ def test_index_json_counts_the_samples(index: Path) -> None:
 
 @pytest.fixture
 def blend(tmp_path: Path) -> Path:
-    """The maps of a blend of two data sets."""
+    """Return the maps of a blend of two data sets."""
     prefixes = [write_tokens(tmp_path / name, LENGTHS) for name in "ab"]
     (tmp_path / "index").mkdir()
     mixture = Mixture.blend([Member(prefixes[0], 3.0), Member(prefixes[1], 1.0)])
@@ -255,17 +255,17 @@ def blend(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
-def test_blends_are_checked(blend: Path) -> None:
-    found = results(blend)
-    assert found["train blend"] == "40 samples: 75.0% of member 0, 25.0% of member 1"
-    assert {"tokens 1", "train maps 1", "valid maps 1", "valid blend"} <= set(found)
+def test_checks_of_a_blend_are_reported(blend: Path) -> None:
+    checks = results(blend)
+    assert checks["train blend"] == "40 samples: 75.0% of member 0, 25.0% of member 1"
+    assert {"tokens 1", "train maps 1", "valid maps 1", "valid blend"} <= set(checks)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [("dataset", 2, "names data set 2 of 2"), ("dataset_sample", 10**6, "sample 1000000 of")],
 )
-def test_damaged_blends_are_named(blend: Path, name: str, value: int, message: str) -> None:
+def test_damaged_blends_are_refused(blend: Path, name: str, value: int, message: str) -> None:
     path = map_path(blend, "train", name)
     values = np.load(path)
     values[3] = value

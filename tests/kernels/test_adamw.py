@@ -1,6 +1,6 @@
-"""AdamW by every implementation that runs here, against its formula in float64.
+"""AdamW by every implementation that runs here, compared with its formula in float64.
 
-Apex by a stand-in.
+Apex is tested with a stand-in.
 """
 
 import math
@@ -26,7 +26,7 @@ def draw(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def values(step: int) -> Hyperparameters:
+def hyperparameters(step: int) -> Hyperparameters:
     return Hyperparameters(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, step=step)
 
 
@@ -34,14 +34,14 @@ def exact(steps: int) -> list[Tensor]:
     weights = [weight.double() for weight in draw(0)]
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
     for step in range(1, steps + 1):
-        of = values(step)
+        hyper = hyperparameters(step)
         for weight, first, second, gradient in zip(weights, *moments, draw(step), strict=True):
             scaled = gradient.double() / DIVISOR
-            weight.mul_(1 - of.lr * of.weight_decay)
-            first.lerp_(scaled, 1 - of.beta1)
-            second.lerp_(scaled.square(), 1 - of.beta2)
-            denominator = second.sqrt() / math.sqrt(1 - of.beta2**step) + of.eps
-            weight.sub_(of.lr / (1 - of.beta1**step) * first / denominator)
+            weight.mul_(1 - hyper.lr * hyper.weight_decay)
+            first.lerp_(scaled, 1 - hyper.beta1)
+            second.lerp_(scaled.square(), 1 - hyper.beta2)
+            denominator = second.sqrt() / math.sqrt(1 - hyper.beta2**step) + hyper.eps
+            weight.sub_(hyper.lr / (1 - hyper.beta1**step) * first / denominator)
     return weights
 
 
@@ -51,7 +51,7 @@ def run(update: AdamW, targets: list[Tensor] | None) -> list[Tensor]:
     for step in range(1, STEPS + 1):
         update(
             AdamTensors(weights, draw(step), first, second, targets),
-            values(step),
+            hyperparameters(step),
             torch.tensor(DIVISOR),
         )
     return weights
@@ -59,7 +59,7 @@ def run(update: AdamW, targets: list[Tensor] | None) -> list[Tensor]:
 
 @pytest.mark.parametrize("publishes", [False, True])
 @pytest.mark.parametrize("implementation", RUNNING, ids=lambda each: each.name)
-def test_the_formula(implementation: Any, publishes: bool) -> None:
+def test_updates_equal_the_formula(implementation: Any, publishes: bool) -> None:
     targets = [torch.zeros(shape, dtype=torch.bfloat16) for shape in SHAPES] if publishes else None
     weights = run(implementation.load(), targets)
     for weight, expected in zip(weights, exact(STEPS), strict=True):
@@ -68,9 +68,8 @@ def test_the_formula(implementation: Any, publishes: bool) -> None:
         assert torch.equal(target, weight.bfloat16())
 
 
-def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in has the arguments of amp_C.multi_tensor_adam_capturable, and computes by
-    torch."""
+def test_apex_receives_the_arguments_of_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in has the arguments of amp_C.multi_tensor_adam_capturable and uses torch."""
 
     def multi_tensor_adam_capturable(
         chunk: int,
@@ -93,9 +92,9 @@ def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) ->
             True,
         )
         gradients, weights, first, second = lists
-        of = Hyperparameters(float(lr), weight_decay, beta1, beta2, eps, int(step))
+        hyper = Hyperparameters(float(lr), weight_decay, beta1, beta2, eps, int(step))
         tensors = AdamTensors(weights, gradients, first, second, None)
-        IMPLEMENTATIONS[-1].load()(tensors, of, inverse_scale.reciprocal().view(()))
+        IMPLEMENTATIONS[-1].load()(tensors, hyper, inverse_scale.reciprocal().view(()))
 
     module = ModuleType("amp_C")
     module.multi_tensor_adam_capturable = multi_tensor_adam_capturable  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which implementation an operation gets, and how apex is called."""
+"""Choice of the implementation of each operation, and the norms of apex."""
 
 import sys
 from types import ModuleType
@@ -54,7 +54,7 @@ def test_plain_torch_is_usable_everywhere_and_last() -> None:
     assert all(name.startswith("torch") for name in plain_kernels().names.values())
 
 
-def test_types_and_machines_without_kernels_compute_with_torch(
+def test_types_and_cpus_without_kernels_use_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for dtype in (torch.float16, torch.float64):
@@ -68,7 +68,7 @@ def test_types_and_machines_without_kernels_compute_with_torch(
 
 
 @pytest.mark.skipif(not common.runs_bf16(), reason="this CPU has no AVX512-BF16")
-def test_a_cpu_with_the_instructions_has_kernels_of_its_own() -> None:
+def test_a_cpu_with_avx512_bf16_uses_the_cpp_kernels() -> None:
     names = choose_kernels(CPU, torch.bfloat16).names
     for operation in (
         "attention",
@@ -80,7 +80,7 @@ def test_a_cpu_with_the_instructions_has_kernels_of_its_own() -> None:
         assert names[operation].startswith("C++"), operation
 
 
-def test_apex_computes_on_a_gpu_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_apex_is_the_first_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("apex" in name for name in choose_kernels(CPU, torch.float32).names.values())
     for name in ("amp_C", "fused_weight_gradient_mlp_cuda"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -97,7 +97,7 @@ def test_apex_computes_on_a_gpu_where_it_is_installed(monkeypatch: pytest.Monkey
         has_apex.cache_clear()
 
 
-def test_a_module_that_is_not_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_not_compiled_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         raise ModuleNotFoundError("No module named 'megacore.kernels.cpu._kernels'")
 
@@ -108,7 +108,7 @@ def test_a_module_that_is_not_compiled_is_named(monkeypatch: pytest.MonkeyPatch)
         choose_kernels(CPU, torch.float32)
 
 
-def test_on_a_gpu_the_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_capabilities_are_not_queried_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megacore.kernels.cpu.common", None)
     monkeypatch.delattr("megacore.kernels.cpu.common")
     with pytest.raises(ImportError):
@@ -116,13 +116,12 @@ def test_on_a_gpu_the_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpp_runs(Setting(GPU, torch.float32))
 
 
-def test_the_summary_groups_operations_by_what_computes_them() -> None:
+def test_the_summary_groups_operations_by_implementation() -> None:
     assert summary({"a": "torch", "b": "C++", "c": "torch"}) == "torch: a, c; C++: b"
 
 
 class Apex(ModuleType):
-    """Stands in for `apex.normalization.fused_layer_norm`: the same arguments, computed by
-    torch."""
+    """A stand-in for `apex.normalization.fused_layer_norm` that computes with torch."""
 
     def __init__(self) -> None:
         super().__init__("apex.normalization.fused_layer_norm")
@@ -164,7 +163,7 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Apex:
     return stand_in
 
 
-def test_apex_norms_on_gpus(apex: Apex) -> None:
+def test_apex_norms_equal_torch(apex: Apex) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (
         torch.randn(*shape, generator=generator) for shape in ((3, 4, 10), (10,), (10,))
@@ -184,7 +183,7 @@ def test_apex_norms_on_gpus(apex: Apex) -> None:
     assert len(apex.shapes) == 2
 
 
-def test_apex_norms_are_not_for_graphs_or_cpus(apex: Apex) -> None:
+def test_apex_norms_are_not_used_in_graphs_or_on_cpus(apex: Apex) -> None:
     for implementations in (norm.LAYER_NORM, norm.RMS_NORM):
         assert (
             first_usable(implementations, Setting(GPU, torch.bfloat16, compiled=True))[0] == "torch"
@@ -193,7 +192,7 @@ def test_apex_norms_are_not_for_graphs_or_cpus(apex: Apex) -> None:
 
 
 @pytest.mark.parametrize("operation", POINTWISE)
-def test_plain_torch_where_nothing_else_runs(
+def test_plain_torch_is_used_if_nothing_else_runs(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(norm, "has_apex", lambda module: False)
@@ -206,15 +205,15 @@ def test_plain_torch_where_nothing_else_runs(
 
 @pytest.mark.skipif(not common.runs_bf16(), reason="this CPU has no AVX512-BF16")
 @pytest.mark.parametrize("operation", POINTWISE)
-def test_bf16_on_cpus_that_have_it(operation: str) -> None:
+def test_bf16_uses_avx512_on_cpus_that_support_it(operation: str) -> None:
     assert first_usable(POINTWISE[operation], Setting(CPU, torch.bfloat16))[0] == "C++ with AVX-512"
 
 
 @pytest.mark.skipif(not common.runs_fp32(), reason="this CPU has no AVX-512")
-def test_what_torch_compile_does_as_well_is_left_to_it() -> None:
+def test_norms_and_dropout_of_compiled_models_are_left_to_torch() -> None:
     compiled = {
-        operation: first_usable(found, Setting(CPU, torch.float32, compiled=True))[0]
-        for operation, found in POINTWISE.items()
+        operation: first_usable(implementations, Setting(CPU, torch.float32, compiled=True))[0]
+        for operation, implementations in POINTWISE.items()
     }
     assert {operation for operation, name in compiled.items() if name == "torch"} == {
         "layer_norm",

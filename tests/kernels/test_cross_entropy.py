@@ -1,5 +1,4 @@
-"""Losses and gradients in place of logits, by every implementation that runs here, against
-float64."""
+"""Losses and in-place gradients by every implementation that runs here, compared with float64."""
 
 from collections.abc import Iterator
 
@@ -30,8 +29,7 @@ def running() -> Iterator[tuple[Implementation[CrossEntropy], torch.dtype]]:
         for each in IMPLEMENTATIONS:
             if each.usable(Setting(torch.device("cpu"), dtype)):
                 yield each, dtype
-    # What a GPU gets through torch.compile: its parts as they are, and one of them compiled for
-    # this CPU.
+    # A GPU uses these functions through torch.compile: here uncompiled, and compiled for the CPU.
     pieces = CrossEntropy(whole_statistics, whole_gradient_, whole_loss_)
     yield Implementation("torch in one piece", lambda: pieces, everywhere), torch.float32
     yield Implementation("torch in one piece", lambda: pieces, everywhere), torch.bfloat16
@@ -63,7 +61,9 @@ def exact(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> tu
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), TERMS)
-def test_at_once(kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_loss: float) -> None:
+def test_fused_losses_and_gradients_equal_float64(
+    kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_loss: float
+) -> None:
     logits, labels = logits_and_labels(kernel[1])
     expected, gradient = exact(logits, labels, smoothing, z_loss)
     losses = kernel[0].loss_(logits, labels, smoothing, z_loss, 1.0)
@@ -73,10 +73,10 @@ def test_at_once(kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_l
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), TERMS)
-def test_in_two_parts(
+def test_losses_and_gradients_of_two_parts_equal_float64(
     kernel: tuple[CrossEntropy, torch.dtype], smoothing: float, z_loss: float
 ) -> None:
-    """What two ranks do: statistics of each part, then the gradient of each from what both know."""
+    """Two ranks compute statistics of their parts, then gradients from the combined statistics."""
     logits, labels = logits_and_labels(kernel[1])
     expected, gradient = exact(logits, labels, smoothing, z_loss)
     cut = 32
@@ -85,15 +85,15 @@ def test_in_two_parts(
         torch.where(labels < cut, labels, torch.full_like(labels, -1)),
         torch.where(labels >= cut, labels - cut, torch.full_like(labels, -1)),
     ]
-    found = [
+    statistics = [
         kernel[0].statistics(part, column, True)
         for part, column in zip(parts, columns, strict=True)
     ]
-    maximum = torch.maximum(found[0][0], found[1][0])
-    total = sum(each[2] * (each[0] - maximum).exp() for each in found)
+    maximum = torch.maximum(statistics[0][0], statistics[1][0])
+    total = sum(each[2] * (each[0] - maximum).exp() for each in statistics)
     assert isinstance(total, Tensor)
     log_normaliser = total.log() + maximum
-    label, logit_sum = found[0][1] + found[1][1], found[0][3] + found[1][3]
+    label, logit_sum = statistics[0][1] + statistics[1][1], statistics[0][3] + statistics[1][3]
     loss = (
         log_normaliser
         - (1 - smoothing) * label
@@ -110,7 +110,7 @@ def test_in_two_parts(
     )
 
 
-def test_the_scale_is_of_the_gradient_alone(kernel: tuple[CrossEntropy, torch.dtype]) -> None:
+def test_the_scale_applies_only_to_the_gradient(kernel: tuple[CrossEntropy, torch.dtype]) -> None:
     logits, labels = logits_and_labels(kernel[1])
     scaled = logits.clone()
     losses = kernel[0].loss_(logits, labels, 0.1, 0.01, 1.0)
@@ -118,7 +118,7 @@ def test_the_scale_is_of_the_gradient_alone(kernel: tuple[CrossEntropy, torch.dt
     torch.testing.assert_close(scaled, 1024 * logits, rtol=1e-6, atol=1e-3)
 
 
-def test_a_logit_that_is_not_a_number_is_seen(kernel: tuple[CrossEntropy, torch.dtype]) -> None:
+def test_a_nan_logit_makes_only_its_loss_nan(kernel: tuple[CrossEntropy, torch.dtype]) -> None:
     logits, labels = logits_and_labels(kernel[1])
     logits[2, 5] = torch.nan
     losses = kernel[0].loss_(logits, labels, 0.0, 0.0, 1.0)
@@ -126,7 +126,9 @@ def test_a_logit_that_is_not_a_number_is_seen(kernel: tuple[CrossEntropy, torch.
 
 
 @pytest.mark.parametrize("rows_per_block", [1, 3, 100])
-def test_blocks_of_any_size(rows_per_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_any_size_equal_float64(
+    rows_per_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         cross_entropy, "_CACHED_ELEMENTS", rows_per_block * WIDTH // torch.get_num_threads()
     )

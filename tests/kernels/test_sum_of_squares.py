@@ -1,4 +1,4 @@
-"""The sum of squares that the gradient norm is made of, by every implementation that runs here."""
+"""The sum of squares for the gradient norm, by every implementation that runs here."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ def sum_of_squares(request: pytest.FixtureRequest) -> SumOfSquares:
     return request.param.load()  # type: ignore[no-any-return]
 
 
-def test_all_elements_count_in_blocks_and_beyond_them(sum_of_squares: SumOfSquares) -> None:
+def test_elements_in_and_after_full_blocks_are_summed(sum_of_squares: SumOfSquares) -> None:
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(size, generator=generator) for size in (1, 7, 4096, 4099, 3 * 4096)]
     expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
-    found = sum_of_squares(gradients, CPU)
-    assert found.dtype == torch.float64
-    assert float(found) == pytest.approx(expected, rel=1e-6)
+    total = sum_of_squares(gradients, CPU)
+    assert total.dtype == torch.float64
+    assert float(total) == pytest.approx(expected, rel=1e-6)
     assert float(sum_of_squares([], CPU)) == 0.0
 
 

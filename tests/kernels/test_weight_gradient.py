@@ -1,4 +1,4 @@
-"""Weight gradients in fp32 main gradients, by every implementation that runs here."""
+"""Weight gradients added to fp32 main gradients, by every implementation that runs here."""
 
 import sys
 from types import ModuleType
@@ -33,7 +33,7 @@ RUNNING = [
 @pytest.mark.parametrize(
     ("implementation", "dtype"), RUNNING, ids=lambda value: getattr(value, "name", str(value))
 )
-def test_the_product_is_added(implementation: Any, dtype: torch.dtype) -> None:
+def test_the_product_is_added_to_the_main_gradient(implementation: Any, dtype: torch.dtype) -> None:
     main, dy, x = factors(dtype)
     expected = main.double() + dy.double().t() @ x.double()
     implementation.load()(main, dy, x)
@@ -43,16 +43,15 @@ def test_the_product_is_added(implementation: Any, dtype: torch.dtype) -> None:
     )
 
 
-def test_fp32_factors_are_added_on_a_gpu_as_on_a_cpu() -> None:
+def test_the_implementation_for_gpus_adds_fp32_factors() -> None:
     main, dy, x = factors(torch.float32)
     expected = main + dy.t() @ x
     widening(main, dy, x)
     torch.testing.assert_close(main, expected)
 
 
-def test_apex_is_given_what_its_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in has the arguments of wgrad_gemm_accum_fp32: the input, the output's gradient,
-    the main gradient."""
+def test_apex_receives_contiguous_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in has the arguments of wgrad_gemm_accum_fp32: x, dy and the main gradient."""
 
     def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
         assert x.is_contiguous()

@@ -1,12 +1,11 @@
-"""A tiny stand-in for torchrun.
+"""A small stand-in for torchrun: `python _fake_ranks.py DIRECTORY BEHAVIOUR RANKS`.
 
-Starts ranks in sessions of their own, each writes its id and behaves as told.
+It starts each rank in a separate session. A rank writes its process id to DIRECTORY/rank_N.pid and
+follows BEHAVIOUR.
 
-Those whose behaviour ends in "-watched" keep a heartbeat: rank 1 is stopped or killed in a forward
-pass, and rank 0 waits for it in a collective; the launcher looks at rank 0 first, so it notices
-nothing.
-
-python _fake_ranks.py DIRECTORY BEHAVIOUR RANKS
+With a behaviour that ends in "-watched" the ranks write heartbeats: rank 1 is stopped or killed in
+a forward pass, and rank 0 waits for it in a collective. The launcher waits for rank 0 first, so it
+does not notice the end of rank 1.
 """
 
 import os
@@ -22,10 +21,10 @@ from megacore.observe.heartbeat import Heartbeat, beat_path
 from megacore.ranks.rank import write_stacks_on_signal
 
 LIFETIME = 30.0
-"""Seconds after which a rank that nobody ended goes by itself."""
+"""Seconds after which a rank exits if no process has ended it."""
 
 
-def launcher(directory: Path, behaviour: str, ranks: int) -> int:
+def start_ranks(directory: Path, behaviour: str, ranks: int) -> int:
     (directory / "launcher.pid").write_text(str(os.getpid()))
     if behaviour.startswith("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -46,19 +45,19 @@ def rank_main(directory: Path, behaviour: str, rank: int) -> None:
     if behaviour.endswith("chained"):
         die_with_parent()
     if behaviour.startswith("orphaned") and os.fork():
-        os._exit(0)  # the grandchild goes on without a parent
+        os._exit(0)  # the grandchild continues without a parent
     temporary = directory / f"rank_{rank}.tmp"
     temporary.write_text(str(os.getpid()))
     temporary.rename(directory / f"rank_{rank}.pid")
     sys.stdout.write(f"rank {rank} is here\n")
     sys.stdout.flush()
     if behaviour == "notified" and rank == 1:
-        time.sleep(0.5)  # it begins to catch the signal later than the other
+        time.sleep(0.5)  # rank 1 installs its handler later than rank 0
     if behaviour == "notified":
         signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(0))
         (directory / f"rank_{rank}.catches").touch()
     if behaviour.endswith("watched"):
-        watched(directory, behaviour, rank)
+        keep_heartbeat(directory, behaviour, rank)
     if behaviour == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "config-error" and rank == 0:
@@ -68,12 +67,12 @@ def rank_main(directory: Path, behaviour: str, rank: int) -> None:
         time.sleep(LIFETIME)
 
 
-def watched(directory: Path, behaviour: str, rank: int) -> None:
+def keep_heartbeat(directory: Path, behaviour: str, rank: int) -> None:
     write_stacks_on_signal(directory / "exit", rank)
     heartbeat = Heartbeat(beat_path(directory / "exit", rank))
     heartbeat.beat("forward-compute", 7)
     if rank == 0:
-        waits_in_a_collective(heartbeat)
+        wait_in_a_collective(heartbeat)
     time.sleep(0.3)
     if "stopped" in behaviour:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -81,7 +80,7 @@ def watched(directory: Path, behaviour: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def waits_in_a_collective(heartbeat: Heartbeat) -> None:
+def wait_in_a_collective(heartbeat: Heartbeat) -> None:
     heartbeat.beat("data-parallel wait")
     time.sleep(LIFETIME)
 
@@ -90,4 +89,4 @@ if __name__ == "__main__":
     if sys.argv[3] == "--rank":
         rank_main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[4]))
     else:
-        sys.exit(launcher(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+        sys.exit(start_ranks(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,4 +1,4 @@
-"""A rank that torchrun starts: joins a gloo group, then behaves as its config says."""
+"""A rank started by torchrun that joins a gloo group and follows the behaviour in its config."""
 
 import argparse
 import json
@@ -22,14 +22,14 @@ def main() -> None:
     config = json.loads(parser.parse_args().config.read_text())
     rank = int(os.environ.get("RANK", "0"))
     with reported_exit(Path(config["exit_directory"]), rank):
-        if config["behaviour"] == "alone":
+        if config["behaviour"] == "single":
             assert "RANK" not in os.environ
             return
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
         Path(config["directory"], f"rank_{rank}.pid").write_text(str(os.getpid()))
         if rank == 1 and config["behaviour"] == "killed":
-            time.sleep(0.5)  # the peer waits in its collective by then
+            time.sleep(0.5)  # by then the peer waits in its collective
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1 and config["behaviour"] == "raises":
             raise DataFormatError("tokens.bin is damaged")

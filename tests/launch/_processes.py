@@ -1,4 +1,4 @@
-"""Helpers to look at the processes of a job from outside."""
+"""Helpers that start fake ranks and observe the processes of a job."""
 
 import os
 import sys
@@ -11,16 +11,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """The environment in which a script anywhere finds megacore."""
+    """Return an environment in which a script in any directory can import megacore."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])}
 
 
 def fake_ranks(directory: Path, behaviour: str, ranks: int = 2) -> list[str]:
+    """Return the command that starts fake ranks."""
     return [sys.executable, FAKE_RANKS, str(directory), behaviour, str(ranks)]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
-    """Seconds it took; fails after `seconds`."""
+    """Wait for a condition and return the seconds until then; fail after `seconds`."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < seconds, f"{what}: not within {seconds} s"
@@ -29,7 +30,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> floa
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return True if a process runs; a zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -37,13 +38,14 @@ def alive(pid: int) -> bool:
 
 
 def rank_pids(directory: Path, ranks: int = 2) -> list[int]:
-    """Ids of the fake ranks, once all have written theirs."""
+    """Wait until all fake ranks have written their process ids, and return the ids."""
     files = [directory / f"rank_{rank}.pid" for rank in range(ranks)]
     wait_until(lambda: all(file.exists() for file in files), 15, "ranks started")
     return [int(file.read_text()) for file in files]
 
 
 def none_alive(pids: list[int], seconds: float) -> float:
+    """Wait until all processes have ended and return the seconds until then."""
     return wait_until(
         lambda: not any(alive(pid) for pid in pids), seconds, f"processes {pids} ended"
     )

@@ -1,6 +1,6 @@
-"""A rank that torchrun starts.
+"""One of two ranks started by torchrun: rank 1 hangs in its forward pass.
 
-One of two sleeps in its forward pass, the other waits for it in an all-reduce.
+Rank 0 waits for it in an all-reduce.
 """
 
 import argparse
@@ -21,17 +21,15 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.ranks.rank import write_stacks_on_signal
 
 
-def hangs_here() -> None:
+def hang_in_forward() -> None:
     time.sleep(60)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
-    directory, rank = (
-        Path(json.loads(parser.parse_args().config.read_text())["exit_directory"]),
-        int(os.environ["RANK"]),
-    )
+    directory = Path(json.loads(parser.parse_args().config.read_text())["exit_directory"])
+    rank = int(os.environ["RANK"])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write_stacks_on_signal(directory, rank)
     heartbeat = Heartbeat(beat_path(directory, rank))
@@ -42,7 +40,7 @@ def main() -> None:
         mesh.beat("iteration", iteration)
         with timers("forward-compute"):
             if iteration == 2 and rank == 1:
-                hangs_here()
+                hang_in_forward()
         all_reduce(torch.ones(4), mesh.data_parallel)
 
 

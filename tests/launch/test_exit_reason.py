@@ -18,11 +18,11 @@ from megacore.errors import (
     WorkspaceError,
 )
 from megacore.launch.exit_reason import ExitReason, read_reasons, reported_exit, write_reason
-from tests.launch._processes import environment, wait_until
+from tests.launch._processes import environment, none_alive, wait_until
 
 
 class OddDataError(DataFormatError):
-    """A subclass that the table of errors does not know."""
+    """A subclass that is not in the table of errors."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ class OddDataError(DataFormatError):
         (FileNotFoundError(2, "No such file", "f"), "TrainingError", "FileNotFoundError", 7),
     ],
 )
-def test_reason_is_written_and_the_code_is_the_errors(
+def test_reported_exit_writes_the_reason_and_exits_with_its_code(
     tmp_path: Path, error: Exception, name: str, message: str, code: int
 ) -> None:
     with pytest.raises(SystemExit) as caught, reported_exit(tmp_path / "exit", 3):
@@ -60,14 +60,14 @@ def test_reason_is_written_and_the_code_is_the_errors(
     assert str(reason.exception()).startswith("rank 3: ")
 
 
-def test_the_traceback_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_is_written_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), reported_exit(tmp_path, 0):
         raise ConfigError("bad")
     assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [TrainingStoppedError, PreemptedError])
-def test_a_stop_on_request_is_reported_and_no_failure(
+def test_requested_stop_is_reported_without_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[TrainingStoppedError]
 ) -> None:
     with reported_exit(tmp_path / "exit", 3):
@@ -79,35 +79,40 @@ def test_a_stop_on_request_is_reported_and_no_failure(
     assert str(reason.exception()) == "SIGTERM came: training stopped after iteration 8"
 
 
-def test_a_stop_that_cannot_be_reported_is_not_taken_for_the_end(tmp_path: Path) -> None:
+def test_requested_stop_that_cannot_be_reported_exits_with_75(tmp_path: Path) -> None:
     (tmp_path / "exit").write_text("a file")
     with pytest.raises(SystemExit) as caught, reported_exit(tmp_path / "exit", 0):
         raise PreemptedError("stopped")
     assert caught.value.code == 75
 
 
-def test_a_reason_is_written_without_an_exit(tmp_path: Path) -> None:
+def test_write_reason_does_not_exit(tmp_path: Path) -> None:
     write_reason(tmp_path / "exit", 5, PreemptedError("stopped"))
     assert [reason.rank for reason in read_reasons(tmp_path / "exit")] == [5]
+
+
+def test_write_reason_raises_if_the_directory_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(WorkspaceError):
         write_reason(tmp_path / "file" / "exit", 5, PreemptedError("stopped"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), SystemExit(5)])
-def test_interrupts_and_exits_pass(tmp_path: Path, error: BaseException) -> None:
+def test_interrupts_and_exits_propagate_without_a_reason(
+    tmp_path: Path, error: BaseException
+) -> None:
     with pytest.raises(type(error)), reported_exit(tmp_path, 0):
         raise error
     assert read_reasons(tmp_path) == []
 
 
-def test_success_writes_nothing(tmp_path: Path) -> None:
+def test_success_writes_no_reason(tmp_path: Path) -> None:
     with reported_exit(tmp_path / "exit", 0):
         pass
     assert not (tmp_path / "exit").exists()
 
 
-def test_a_directory_that_cannot_be_written_keeps_the_exit_code(tmp_path: Path) -> None:
+def test_exit_code_is_unchanged_if_the_reason_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "exit").write_text("a file")
     with pytest.raises(SystemExit) as caught, reported_exit(tmp_path / "exit", 0):
         raise ConfigError("bad")
@@ -124,20 +129,20 @@ def test_a_directory_that_cannot_be_written_keeps_the_exit_code(tmp_path: Path) 
         dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
     ],
 )
-def test_a_lost_peer_is_secondary_and_retryable(error: Exception) -> None:
+def test_lost_peer_is_a_secondary_retryable_reason(error: Exception) -> None:
     reason = ExitReason.of(0, error)
     assert reason.secondary
     assert isinstance(reason.exception(), RankLostError)
 
 
-def test_own_failures_come_first_then_stops_then_the_earliest(tmp_path: Path) -> None:
-    cases = [
+def test_reasons_are_sorted_by_failure_stop_secondary_and_time(tmp_path: Path) -> None:
+    reasons = [
         (1.0, True, "RankLostError"),
         (5.0, False, "ConfigError"),
         (3.0, False, "ConfigError"),
         (2.0, False, "PreemptedError"),
     ]
-    for rank, (moment, secondary, error) in enumerate(cases):
+    for rank, (moment, secondary, error) in enumerate(reasons):
         reason = {
             "rank": rank,
             "error": error,
@@ -151,13 +156,13 @@ def test_own_failures_come_first_then_stops_then_the_earliest(tmp_path: Path) ->
     assert [reason.rank for reason in read_reasons(tmp_path)] == [2, 1, 3, 0]
 
 
-def test_an_unknown_error_name_is_still_an_error() -> None:
+def test_unknown_error_name_gives_an_exception() -> None:
     error = ExitReason(1, "NoSuchError", "what", 0.0, False).exception()
     assert str(error) == "rank 1: what"
     assert not isinstance(error, TrainingError | WorkspaceError)
 
 
-def test_dies_with_its_parent(tmp_path: Path) -> None:
+def test_process_dies_with_its_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     child = f"""
 import os, pathlib, time
@@ -178,9 +183,4 @@ time.sleep(30)
     wait_until(pid_file.exists, 15, "child started")
     parent.kill()
     parent.wait()
-    stat = Path("/proc", pid_file.read_text(), "stat")
-    wait_until(
-        lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z",
-        3,
-        "child died",
-    )
+    none_alive([int(pid_file.read_text())], 3)

@@ -43,7 +43,7 @@ def guarded(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
 @pytest.mark.parametrize(
     ("script", "code"), [("exit(0)", 0), ("exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)]
 )
-def test_exits_with_the_commands_code_and_keeps_its_output(
+def test_guard_exits_with_the_code_of_the_command_and_appends_its_output(
     tmp_path: Path, script: str, code: int
 ) -> None:
     log = tmp_path / "log"
@@ -55,7 +55,7 @@ def test_exits_with_the_commands_code_and_keeps_its_output(
     assert log.read_text() == "earlier\nsaid\n"
 
 
-def test_missing_executable_is_said_in_the_log(tmp_path: Path) -> None:
+def test_missing_executable_is_reported_in_the_log(tmp_path: Path) -> None:
     with guarded(["/no/such/program"], tmp_path / "log") as guard:
         assert guard.wait(timeout=15) == 127
     assert "cannot start /no/such/program: No such file" in (tmp_path / "log").read_text()
@@ -71,7 +71,9 @@ def test_missing_executable_is_said_in_the_log(tmp_path: Path) -> None:
         ("polite", signal.SIGINT),
     ],
 )
-def test_stop_ends_every_rank(tmp_path: Path, behaviour: str, stop: signal.Signals | str) -> None:
+def test_signal_or_end_of_stdin_ends_all_ranks(
+    tmp_path: Path, behaviour: str, stop: signal.Signals | str
+) -> None:
     with guarded(fake_ranks(tmp_path, behaviour), tmp_path / "log") as guard:
         pids = rank_pids(tmp_path)
         if isinstance(stop, signal.Signals):
@@ -82,23 +84,23 @@ def test_stop_ends_every_rank(tmp_path: Path, behaviour: str, stop: signal.Signa
         took = none_alive(pids, LIMIT)
         assert guard.wait(timeout=LIMIT) != 0
     if behaviour == "stubborn":
-        assert took > GRACE / 2, "a rank that ignores SIGTERM still gets its grace"
+        assert took > GRACE / 2, "a rank that ignores SIGTERM gets its grace"
     else:
         assert took < GRACE, "a polite rank needs no SIGKILL"
 
 
-def test_a_notice_reaches_the_ranks_alone_and_each_once(tmp_path: Path) -> None:
-    # Rank 1 begins to catch the signal half a second after rank 0, and after the guard got it; the
-    # launcher never does.
+def test_sigusr1_reaches_all_ranks_even_with_late_handlers(tmp_path: Path) -> None:
+    # Rank 1 installs its handler half a second after rank 0, when the guard already has the signal.
+    # The launcher has no handler.
     with guarded(fake_ranks(tmp_path, "notified"), tmp_path / "log") as guard:
-        wait_until((tmp_path / "rank_0.catches").exists, 15, "rank 0 catches")
+        wait_until((tmp_path / "rank_0.catches").exists, 15, "handler of rank 0 installed")
         assert not (tmp_path / "rank_1.catches").exists()
         guard.send_signal(signal.SIGUSR1)
-        assert guard.wait(timeout=10) == 0, "the launcher lived to see its ranks end well"
+        assert guard.wait(timeout=10) == 0, "the launcher survives and its ranks exit with 0"
     assert (tmp_path / "rank_1.catches").exists()
 
 
-def test_a_notice_is_not_repeated_and_ends_nothing(tmp_path: Path) -> None:
+def test_sigusr1_is_sent_once_and_does_not_end_the_command(tmp_path: Path) -> None:
     script = f"""
 import pathlib, signal, time
 seen = []
@@ -110,14 +112,14 @@ time.sleep(1.2)
 print(len(seen))
 """
     with guarded([sys.executable, "-c", script], tmp_path / "log") as guard:
-        wait_until((tmp_path / "ready").exists, 15, "it catches")
+        wait_until((tmp_path / "ready").exists, 15, "handler installed")
         guard.send_signal(signal.SIGUSR1)
         assert guard.wait(timeout=10) == 0
     assert (tmp_path / "log").read_text() == "1\n"
 
 
-def test_what_the_command_leaves_behind_is_ended(tmp_path: Path) -> None:
-    # The launcher exits at once; each rank forks and its child stays.
+def test_processes_left_by_the_command_are_ended(tmp_path: Path) -> None:
+    # The launcher exits immediately. Each rank forks and exits, and its child remains.
     with guarded(fake_ranks(tmp_path, "orphaned"), tmp_path / "log") as guard:
         assert guard.wait(timeout=15) == 0
         none_alive(rank_pids(tmp_path), 0.5)
@@ -131,10 +133,10 @@ def test_sigkill_of_the_guard_ends_ranks_that_die_with_their_parent(tmp_path: Pa
         none_alive([*pids, launcher], 2)
 
 
-def test_death_of_the_parent_is_noticed_though_another_process_holds_the_pipe(
+def test_death_of_the_parent_ends_the_ranks_despite_an_open_pipe(
     tmp_path: Path,
 ) -> None:
-    # A fork of the parent that lives on keeps the pipe's other end open.
+    # A fork of the parent survives and keeps the other end of the pipe open.
     parent = f"""
 import os, subprocess, sys, time
 guard = subprocess.Popen([sys.executable, "-m", "megacore.launch.guard",
@@ -157,7 +159,7 @@ time.sleep(20)
         os.killpg(driver.pid, signal.SIGKILL)
 
 
-def test_descendants_include_grandchildren_and_no_zombies() -> None:
+def test_descendants_include_grandchildren_without_zombies() -> None:
     script = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; "
         "time.sleep(20)'])"
@@ -175,8 +177,8 @@ def test_descendants_include_grandchildren_and_no_zombies() -> None:
         child.wait()
 
 
-def test_a_launcher_that_does_not_catch_usr1_outlives_it(tmp_path: Path) -> None:
+def test_command_without_a_handler_survives_sigusr1(tmp_path: Path) -> None:
     script = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive', flush=True)"
     with guarded([sys.executable, "-c", script], tmp_path / "log") as guard:
-        assert guard.wait(timeout=15) == 0, "Slurm sends it to all processes of a step"
+        assert guard.wait(timeout=15) == 0, "Slurm sends SIGUSR1 to all processes of a step"
     assert (tmp_path / "log").read_text() == "alive\n"

@@ -1,4 +1,4 @@
-"""Where the kernel's count of processes that it killed for memory is found."""
+"""Search for the kernel's count of out-of-memory kills."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +39,7 @@ V1 = "9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n"
         ({}, 9),
     ],
 )
-def test_the_own_groups_count_comes_before_the_machines(
+def test_count_of_the_control_group_precedes_the_count_of_the_host(
     tmp_path: Path, files: dict[str, str], count: int
 ) -> None:
     for name, text in {"proc/vmstat": "pgfault 1\noom_kill 9\n", **files}.items():
@@ -49,7 +49,7 @@ def test_the_own_groups_count_comes_before_the_machines(
     assert oom_kills(tmp_path) == count
 
 
-def test_where_nobody_counts(tmp_path: Path) -> None:
+def test_missing_count_never_rises(tmp_path: Path) -> None:
     assert oom_kills(tmp_path) is None
     counter = KillCounter(lambda: None)
     assert not counter.counts
@@ -57,9 +57,9 @@ def test_where_nobody_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("counts", "rose"), [((1, 1), False), ((1, 2), True), ((1, None), False)])
-def test_a_kill_meanwhile(counts: Sequence[int | None], rose: bool) -> None:
+def test_counter_rises_only_with_a_higher_count(counts: Sequence[int | None], rose: bool) -> None:
     assert KillCounter(iter(counts).__next__).rose is rose
 
 
-def test_this_machines_memory_is_said() -> None:
-    assert memory_text().endswith(" GiB of main memory")
+def test_memory_text_gives_host_memory_in_gib() -> None:
+    assert memory_text().endswith(" GiB of host memory")

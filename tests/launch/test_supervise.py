@@ -35,7 +35,7 @@ LIMIT = GRACE + 5
 
 
 class Cancelled(BaseException):
-    """What an orchestrator raises to cancel: not an Exception."""
+    """Cancellation by an orchestrator, which is no subclass of Exception."""
 
 
 def run(tmp_path: Path, command: list[str], **options: Any) -> None:
@@ -50,7 +50,7 @@ def run(tmp_path: Path, command: list[str], **options: Any) -> None:
     )
 
 
-def test_success_polls_and_leaves_nothing(tmp_path: Path) -> None:
+def test_successful_job_is_polled_and_leaves_no_process(tmp_path: Path) -> None:
     polls: list[float] = []
     before = set(descendants(os.getpid()))
     run(tmp_path, fake_ranks(tmp_path, "quick"), on_poll=lambda: polls.append(time.monotonic()))
@@ -59,7 +59,7 @@ def test_success_polls_and_leaves_nothing(tmp_path: Path) -> None:
     assert set(descendants(os.getpid())) <= before
 
 
-def test_last_poll_sees_what_was_written_at_the_end(tmp_path: Path) -> None:
+def test_last_poll_follows_the_end_of_the_command(tmp_path: Path) -> None:
     seen: list[str] = []
     log = tmp_path / "logs" / "train.log"
     command = [sys.executable, "-c", "print('the last line')"]
@@ -70,7 +70,7 @@ def test_last_poll_sees_what_was_written_at_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "error"), [("polite", KeyboardInterrupt), ("stubborn", Cancelled)]
 )
-def test_whatever_is_raised_ends_every_rank_first(
+def test_exception_of_the_poll_is_raised_after_the_end_of_all_ranks(
     tmp_path: Path, behaviour: str, error: type[BaseException]
 ) -> None:
     pids: list[int] = []
@@ -89,7 +89,7 @@ def test_whatever_is_raised_ends_every_rank_first(
     assert time.monotonic() - raised_at < LIMIT
 
 
-def test_timeout_names_minutes_and_setting(tmp_path: Path) -> None:
+def test_timeout_is_reported_with_minutes_and_setting(tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
     with pytest.raises(StageTimeoutError, match=r"launch\.timeout_minutes = 0\.02 minutes"):
         run(tmp_path, [sys.executable, "-c", "import time; time.sleep(30)"], timeout=1.2)
@@ -101,7 +101,7 @@ def test_reason_of_a_rank_is_raised_as_its_own_type(tmp_path: Path) -> None:
         run(tmp_path, fake_ranks(tmp_path, "config-error"))
 
 
-def test_reason_of_an_earlier_attempt_is_not_believed(tmp_path: Path) -> None:
+def test_reason_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "exit").mkdir()
     old = {"rank": 0, "error": "ConfigError", "message": "old", "time": 1.0, "secondary": False}
     (tmp_path / "exit" / "rank_0.json").write_text(json.dumps(old))
@@ -109,7 +109,7 @@ def test_reason_of_an_earlier_attempt_is_not_believed(tmp_path: Path) -> None:
         run(tmp_path, [sys.executable, "-c", "exit(5)"])
 
 
-def test_a_rank_that_noticed_a_lost_peer_does_not_hide_the_first_reason(tmp_path: Path) -> None:
+def test_secondary_reason_does_not_hide_the_primary_reason(tmp_path: Path) -> None:
     reasons = [
         {
             "rank": 1,
@@ -138,17 +138,13 @@ exit(1)
     assert type(caught.value).__name__ == "DataFormatError"
 
 
-def test_signal_is_named_with_the_last_log_lines(tmp_path: Path) -> None:
+def test_signal_is_reported_with_the_last_log_lines(tmp_path: Path) -> None:
     script = "import os; print('loading', flush=True); os.kill(os.getpid(), 11)"
     with pytest.raises(RankLostError, match=r"SIGSEGV.*last lines of .*train\.log: loading"):
         run(tmp_path, [sys.executable, "-c", script])
 
 
-def test_lost_rank_of_torchrun_wins_over_what_its_peers_noticed(tmp_path: Path) -> None:
-    report = (
-        "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
-        "  exitcode  : -9 (pid: 7)\n"
-    )
+def test_lost_rank_reported_by_torchrun_precedes_errors_of_its_peers(tmp_path: Path) -> None:
     peer = {
         "rank": 0,
         "error": "TrainingError",
@@ -159,14 +155,14 @@ def test_lost_rank_of_torchrun_wins_over_what_its_peers_noticed(tmp_path: Path) 
     script = f"""
 import json, pathlib
 pathlib.Path({str(tmp_path / "exit")!r}, "rank_0.json").write_text({json.dumps(peer)!r})
-print({report!r})
+print({TORCHRUN_REPORT!r})
 exit(1)
 """
     with pytest.raises(RankLostError, match="rank 1 was ended by SIGKILL"):
         run(tmp_path, [sys.executable, "-c", script])
 
 
-STOPS = """
+STOP_SCRIPT = """
 import pathlib, sys
 from megacore.errors import PreemptedError, TrainingStoppedError
 from megacore.launch.exit_reason import write_reason
@@ -176,25 +172,33 @@ for rank in (0, 1):
 print(sys.argv[4])
 sys.exit(int(sys.argv[3]))
 """
-KILLED = (
+TORCHRUN_REPORT = (
     "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
     "  exitcode  : -9 (pid: 7)\n"
 )
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "said", "kind"),
+    ("cause", "code", "log_text", "kind"),
     [
         ("signal", 0, "", PreemptedError),
         ("stop_file", 0, "", TrainingStoppedError),
         ("signal", 138, "torchrun was ended by SIGUSR1", PreemptedError),
-        ("signal", 1, KILLED, PreemptedError),
+        ("signal", 1, TORCHRUN_REPORT, PreemptedError),
     ],
 )
-def test_a_stop_on_request_wins_over_whatever_the_launcher_says(
-    tmp_path: Path, what: str, code: int, said: str, kind: type[TrainingStoppedError]
+def test_requested_stop_precedes_the_report_of_the_launcher(
+    tmp_path: Path, cause: str, code: int, log_text: str, kind: type[TrainingStoppedError]
 ) -> None:
-    command = [sys.executable, "-c", STOPS, what, str(tmp_path / "exit"), str(code), said]
+    command = [
+        sys.executable,
+        "-c",
+        STOP_SCRIPT,
+        cause,
+        str(tmp_path / "exit"),
+        str(code),
+        log_text,
+    ]
     with pytest.raises(TrainingStoppedError) as caught:
         run(tmp_path, command)
     assert type(caught.value) is kind
@@ -208,7 +212,7 @@ def test_a_stop_on_request_wins_over_whatever_the_launcher_says(
             (7, 8),
             9,
             MemoryExhaustedError,
-            "the job ran out of main memory: the kernel's .* ended it, with .* GiB of",
+            "the job ran out of host memory: the kernel's .* ended it, with .* GiB of",
         ),
         ((7, 7), 9, RankLostError, r"the job was ended by SIGKILL without"),
         ((7, 8), 11, RankLostError, "the job was ended by SIGSEGV without"),
@@ -220,7 +224,7 @@ def test_a_stop_on_request_wins_over_whatever_the_launcher_says(
         ),
     ],
 )
-def test_a_kill_for_want_of_memory_is_told_from_others(
+def test_sigkill_with_a_counted_oom_kill_is_memory_exhaustion(
     tmp_path: Path,
     counts: tuple[int | None, int | None],
     number: int,
@@ -232,7 +236,7 @@ def test_a_kill_for_want_of_memory_is_told_from_others(
         run(tmp_path, command, count_oom_kills=iter(counts).__next__)
 
 
-def test_a_rank_that_only_lost_its_peer_does_not_hide_a_kill_for_want_of_memory(
+def test_secondary_reason_does_not_hide_a_counted_oom_kill(
     tmp_path: Path,
 ) -> None:
     peer = {
@@ -251,7 +255,7 @@ exit(1)
         run(tmp_path, [sys.executable, "-c", script], count_oom_kills=iter([1, 2]).__next__)
 
 
-def test_the_rank_that_gave_no_reason_is_named_where_the_launcher_names_none(
+def test_rank_without_a_reason_is_named_if_the_launcher_names_none(
     tmp_path: Path,
 ) -> None:
     peer = {
@@ -271,19 +275,19 @@ exit(1)
         run(tmp_path, [sys.executable, "-c", script], ranks=2)
 
 
-def test_a_lost_rank_leaves_the_table_of_all_that_had_begun(tmp_path: Path) -> None:
+def test_lost_rank_leaves_a_table_of_all_started_ranks(tmp_path: Path) -> None:
     script = f"""
 import os, pathlib
 from megacore.observe.heartbeat import Heartbeat, beat_path
 for rank in (0, 1):
     Heartbeat(beat_path(pathlib.Path({str(tmp_path / "exit")!r}), rank)).beat("backward-compute", 5)
-print({KILLED!r})
+print({TORCHRUN_REPORT!r})
 exit(1)
 """
     with pytest.raises(RankLostError, match=r"the table of ranks is .*train-ranks\.txt"):
         run(tmp_path, [sys.executable, "-c", script])
     table = (tmp_path / "logs" / "train-ranks.txt").read_text()
-    assert "Python stacks" not in table, "they were not there to be asked"
+    assert "Python stacks" not in table, "dead ranks write no stacks"
     (line,) = [line for line in table.splitlines() if line.startswith("->")]
     assert line.split()[1:2] + line.split()[4:] == [
         "1",
@@ -295,15 +299,15 @@ exit(1)
     ]
 
 
-def test_a_notice_of_the_flow_process_reaches_the_ranks(tmp_path: Path) -> None:
+def test_sigusr1_to_the_flow_process_reaches_the_ranks(tmp_path: Path) -> None:
     driver = start_driver(tmp_path, "notified")
-    wait_until((tmp_path / "rank_0.catches").exists, 15, "rank 0 catches")
+    wait_until((tmp_path / "rank_0.catches").exists, 15, "handler of rank 0 installed")
     driver.send_signal(signal.SIGUSR1)
     _, errors = driver.communicate(timeout=15)
     assert (driver.returncode, errors) == (0, b"")
 
 
-def test_the_handler_of_the_caller_is_put_back(tmp_path: Path) -> None:
+def test_handler_of_the_caller_is_restored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     inside: list[Any] = []
     try:
@@ -318,22 +322,22 @@ def test_the_handler_of_the_caller_is_put_back(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_in_another_thread_no_handler_is_touched(tmp_path: Path) -> None:
+def test_supervise_in_another_thread_changes_no_handler(tmp_path: Path) -> None:
     before, inside = signal.getsignal(signal.SIGUSR1), []
     command = [sys.executable, "-c", "import time; time.sleep(0.3)"]
     with ThreadPoolExecutor(1) as pool:
-        look = lambda: inside.append(signal.getsignal(signal.SIGUSR1))  # noqa: E731
-        pool.submit(run, tmp_path, command, on_poll=look).result()
+        record_handler = lambda: inside.append(signal.getsignal(signal.SIGUSR1))  # noqa: E731
+        pool.submit(run, tmp_path, command, on_poll=record_handler).result()
     assert set(inside) == {before}
 
 
-def test_missing_executable(tmp_path: Path) -> None:
+def test_missing_executable_is_reported(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="cannot start no-such-launcher"):
         run(tmp_path, ["no-such-launcher"])
     assert not (tmp_path / "exit").exists()
 
 
-def test_port_in_use_is_named(tmp_path: Path) -> None:
+def test_port_in_use_is_reported(tmp_path: Path) -> None:
     script = "print('failed to bind to port: 29500, address already in use'); exit(1)"
     with pytest.raises(LaunchError, match="port 29500 is in use"):
         run(tmp_path, [sys.executable, "-c", script])
@@ -365,7 +369,7 @@ def start_driver(tmp_path: Path, behaviour: str) -> "subprocess.Popen[bytes]":
         ("polite", signal.SIGINT),
     ],
 )
-def test_death_of_the_flow_process_ends_every_rank(
+def test_death_of_the_flow_process_ends_all_ranks(
     tmp_path: Path, behaviour: str, number: signal.Signals
 ) -> None:
     driver = start_driver(tmp_path, behaviour)
@@ -376,17 +380,15 @@ def test_death_of_the_flow_process_ends_every_rank(
 
 
 def guard_of(driver: "subprocess.Popen[bytes]") -> int:
-    below = descendants(driver.pid)
+    pids = descendants(driver.pid)
     (guard,) = [
-        pid
-        for pid in below
-        if b"megacore.launch.guard" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in pids if b"megacore.launch.guard" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     return guard
 
 
-def test_sigkill_of_the_guard_is_a_lost_rank_and_ends_even_strangers(tmp_path: Path) -> None:
-    # These ranks ask nothing of the kernel: they are found by the job's mark in their environment.
+def test_sigkill_of_the_guard_is_a_lost_rank_and_ends_all_marked_processes(tmp_path: Path) -> None:
+    # These ranks do not die with their parent: the job's mark in their environment identifies them.
     driver = start_driver(tmp_path, "stubborn")
     pids = rank_pids(tmp_path)
     os.kill(guard_of(driver), signal.SIGKILL)

@@ -1,5 +1,4 @@
-"""Ranks that stand still or are gone end their job soon, with an account of where each of them
-was."""
+"""Detection of stalled and lost ranks, and the table of ranks that is written for them."""
 
 import json
 import os
@@ -39,7 +38,7 @@ from tests.launch._processes import environment, fake_ranks, wait_until
 
 
 class Clock:
-    """Seconds that a test lets pass."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -48,8 +47,8 @@ class Clock:
         return self.now
 
 
-def look(watched: RankWatch, clock: Clock, seconds: float) -> Trouble | None:
-    """Look once a second for some time; the first trouble."""
+def first_trouble(watched: RankWatch, clock: Clock, seconds: float) -> Trouble | None:
+    """Look once a second for some time and return the first trouble."""
     for _ in range(int(seconds)):
         clock.now += 1.0
         if trouble := watched.look():
@@ -57,8 +56,10 @@ def look(watched: RankWatch, clock: Clock, seconds: float) -> Trouble | None:
     return None
 
 
-def end_of(tmp_path: Path, command: list[str], **options: Any) -> tuple[MegacoreError, str, str]:
-    """The error of a job that is ended, its table, and its log; nothing of it is left."""
+def run_to_failure(
+    tmp_path: Path, command: list[str], **options: Any
+) -> tuple[MegacoreError, str, str]:
+    """Run a job that fails; return its error, its table of ranks and its log."""
     before, started = set(descendants(os.getpid())), time.monotonic()
     log = tmp_path / "logs" / "attempt-003.log"
     with pytest.raises(MegacoreError) as caught:
@@ -77,19 +78,19 @@ def end_of(tmp_path: Path, command: list[str], **options: Any) -> tuple[Megacore
 
 
 def row(text: str, rank: int) -> str:
-    """The line of a rank in the table."""
+    """Return the line of a rank in the table."""
     (line,) = [
         line for line in text.splitlines() if line.removeprefix("->").split()[:1] == [str(rank)]
     ]
     return line
 
 
-def test_a_stalled_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
+def test_stalled_rank_ends_the_job_and_its_stack_is_reported(tmp_path: Path) -> None:
     config = tmp_path / "job.json"
     config.write_text(json.dumps({"exit_directory": str(tmp_path / "exit")}))
-    command = rank_commands.torchrun_alone("tests.launch._stuck_rank", config, 2)
+    command = rank_commands.local_torchrun_command("tests.launch._stuck_rank", config, 2)
     env = {**environment(), **rank_commands.rank_environment(1)}
-    error, text, log = end_of(tmp_path, command, env=env, stall_limit=2.5)
+    error, text, log = run_to_failure(tmp_path, command, env=env, stall_limit=2.5)
     assert isinstance(error, RankStalledError)
     host = os.uname().nodename
     expected = (
@@ -97,7 +98,7 @@ def test_a_stalled_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
         "launch/_stuck_rank.py:"
     )
     assert expected in str(error)
-    assert "(hangs_here) < launch/_stuck_rank.py:" in str(error)
+    assert "(hang_in_forward) < launch/_stuck_rank.py:" in str(error)
     assert "\n" not in str(error)
     assert str(tmp_path / "logs" / "attempt-003-ranks.txt") in str(error)
     assert row(text, 1).startswith("->")
@@ -111,13 +112,13 @@ def test_a_stalled_rank_ends_the_job_with_its_stack(tmp_path: Path) -> None:
     ]
     assert row(text, 0).split()[3:-1] == ["running", "2", *["data-parallel", "wait"] * 2, "2"]
     stuck, others = text.index("Python stacks of rank 1"), text.index("Python stacks of rank 0")
-    assert "in hangs_here" in text[stuck:others]
+    assert "in hang_in_forward" in text[stuck:others]
     assert "in all_reduce" in text[others:]
     assert text in log
 
 
-def test_a_stopped_rank_is_named_though_it_cannot_write_its_stack(tmp_path: Path) -> None:
-    error, text, _ = end_of(
+def test_stopped_rank_is_named_without_a_stack(tmp_path: Path) -> None:
+    error, text, _ = run_to_failure(
         tmp_path,
         fake_ranks(tmp_path, "stubborn-stopped-watched"),
         env=environment(),
@@ -130,14 +131,12 @@ def test_a_stopped_rank_is_named_though_it_cannot_write_its_stack(tmp_path: Path
         "Python stacks of rank 1:\n"
         "no stack: the process is stopped (SIGSTOP), so it cannot write one"
     ) in text
-    assert "in waits_in_a_collective" in text
+    assert "in wait_in_a_collective" in text
 
 
-def test_a_killed_rank_ends_a_job_that_hangs_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_rank_ends_a_hanging_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "LOST_LIMIT", 1.0)
-    error, text, _ = end_of(
+    error, text, _ = run_to_failure(
         tmp_path, fake_ranks(tmp_path, "stubborn-killed-watched"), env=environment()
     )
     assert type(error) is RankLostError
@@ -145,28 +144,30 @@ def test_a_killed_rank_ends_a_job_that_hangs_without_it(
     assert row(text, 1).startswith("->")
     assert "dead" in row(text, 1)
     assert "running" in row(text, 0)
-    assert "in waits_in_a_collective" in text
+    assert "in wait_in_a_collective" in text
 
 
 @pytest.mark.parametrize("rises", [True, False])
-def test_the_kernels_kill_for_memory_is_told_from_others(tmp_path: Path, rises: bool) -> None:
-    beat_of_a_dead_process(tmp_path / "exit")
-    error = Attempt.troubled(*attempt_that_lost_its_rank(tmp_path, [4, 5 if rises else 4]))
+def test_lost_rank_with_a_counted_oom_kill_is_memory_exhaustion(
+    tmp_path: Path, rises: bool
+) -> None:
+    write_beat_of_a_dead_process(tmp_path / "exit")
+    error = Attempt.troubled(*trouble_of_a_lost_rank(tmp_path, [4, 5 if rises else 4]))
     assert type(error) is (MemoryExhaustedError if rises else RankLostError)
     assert error.retryable is not rises
-    assert "rank 0 ran out of main memory: the kernel" in str(error) or not rises
+    assert "rank 0 ran out of host memory: the kernel" in str(error) or not rises
     assert row((tmp_path / "log-ranks.txt").read_text(), 0).startswith("->")
 
 
-def test_the_reason_of_a_rank_that_failed_is_raised_though_the_job_hangs(tmp_path: Path) -> None:
-    beat_of_a_dead_process(tmp_path / "exit")
+def test_reason_of_a_failed_rank_is_raised_for_a_hanging_job(tmp_path: Path) -> None:
+    write_beat_of_a_dead_process(tmp_path / "exit")
     write_reason(tmp_path / "exit", 0, DataFormatError("tokens.bin is damaged"))
-    error = Attempt.troubled(*attempt_that_lost_its_rank(tmp_path, [4, 5]))
+    error = Attempt.troubled(*trouble_of_a_lost_rank(tmp_path, [4, 5]))
     assert isinstance(error, DataFormatError)
     assert str(error).startswith("rank 0: tokens.bin is damaged; the table of ranks is ")
 
 
-def attempt_that_lost_its_rank(
+def trouble_of_a_lost_rank(
     tmp_path: Path, counts: list[int]
 ) -> tuple[Attempt, Trouble, float | None, list[RankState]]:
     kills = KillCounter(iter(counts).__next__)
@@ -174,26 +175,28 @@ def attempt_that_lost_its_rank(
     return attempt, Trouble(lost=(0,)), None, attempt.states(stacks=True)
 
 
-def test_only_a_heartbeat_that_stands_still_is_a_stall(tmp_path: Path) -> None:
+def test_only_an_unchanged_heartbeat_of_an_active_rank_is_a_stall(tmp_path: Path) -> None:
     clock = Clock()
     watched = RankWatch(tmp_path, stall_limit=10.0, clock=clock)
-    assert look(watched, clock, 20) is None, "nobody is there yet"
+    assert first_trouble(watched, clock, 20) is None, "no rank has started"
     first, second = (Heartbeat(beat_path(tmp_path, rank)) for rank in (0, 1))
     for _ in range(5):
         first.beat("data")
         second.beat("data")
-        assert look(watched, clock, 8) is None
+        assert first_trouble(watched, clock, 8) is None
     first.beat(ENDED)
-    assert look(watched, clock, 20) == Trouble(stalled=(1,)), "who has ended is done"
+    assert first_trouble(watched, clock, 20) == Trouble(stalled=(1,)), (
+        "a rank that has ended does not stall"
+    )
     second.beat(ENDED)
-    assert look(watched, clock, 20) is None
+    assert first_trouble(watched, clock, 20) is None
 
 
-def test_a_rank_that_never_begins_is_stalled(tmp_path: Path) -> None:
+def test_rank_that_never_starts_is_stalled(tmp_path: Path) -> None:
     clock = Clock()
     watched = RankWatch(tmp_path, stall_limit=10.0, ranks=2, clock=clock)
-    assert look(watched, clock, 10 + START_DELAY) is None
-    trouble = look(watched, clock, 2)
+    assert first_trouble(watched, clock, 10 + START_DELAY) is None
+    trouble = first_trouble(watched, clock, 2)
     assert trouble == Trouble(stalled=(0, 1))
     attempt = Attempt("torchrun", tmp_path / "log", 0, tmp_path / "exit", 2, KillCounter(lambda: 0))
     error = attempt.troubled(trouble, 10.0, attempt.states(stacks=True))
@@ -203,62 +206,64 @@ def test_a_rank_that_never_begins_is_stalled(tmp_path: Path) -> None:
     assert row((tmp_path / "log-ranks.txt").read_text(), 1).split() == ["1", "absent"]
 
 
-def test_without_a_limit_nobody_stalls(tmp_path: Path) -> None:
+def test_no_rank_stalls_without_a_limit(tmp_path: Path) -> None:
     clock = Clock()
     watched = RankWatch(tmp_path, stall_limit=None, clock=clock)
     heartbeat = Heartbeat(beat_path(tmp_path, 0))
-    assert look(watched, clock, 2000) is None
+    assert first_trouble(watched, clock, 2000) is None
     assert heartbeat.phase == "start"
 
 
-def test_the_time_for_which_the_watcher_stood_still_does_not_count(tmp_path: Path) -> None:
+def test_time_without_looks_does_not_count_towards_a_stall(tmp_path: Path) -> None:
     clock = Clock()
     watched = RankWatch(tmp_path, stall_limit=10.0, clock=clock)
     heartbeat = Heartbeat(beat_path(tmp_path, 0))
-    assert look(watched, clock, 8) is None
+    assert first_trouble(watched, clock, 8) is None
     clock.now += 3600.0
     assert watched.look() is None
-    assert look(watched, clock, 20) == Trouble(stalled=(0,))
+    assert first_trouble(watched, clock, 20) == Trouble(stalled=(0,))
     assert heartbeat.phase == "start"
 
 
-def test_another_machine_may_show_its_heartbeat_late_and_its_processes_are_not_looked_for(
+def test_rank_of_another_host_has_an_extra_delay_and_is_not_reported_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beat_of_a_dead_process(tmp_path)
+    write_beat_of_a_dead_process(tmp_path)
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     clock = Clock()
     watched = RankWatch(tmp_path, stall_limit=5.0, clock=clock)
-    assert look(watched, clock, REMOTE_DELAY) is None
-    assert look(watched, clock, 10) == Trouble(stalled=(0,))
+    assert first_trouble(watched, clock, REMOTE_DELAY) is None
+    assert first_trouble(watched, clock, 10) == Trouble(stalled=(0,))
     (state,) = rank_states(tmp_path, None, stacks=True)
     assert state.state == "on another host"
 
 
-def test_a_dead_process_is_lost_after_ten_seconds(tmp_path: Path) -> None:
-    beat_of_a_dead_process(tmp_path)
+def test_dead_process_is_lost_after_the_limit(tmp_path: Path) -> None:
+    write_beat_of_a_dead_process(tmp_path)
     clock = Clock()
     watched = RankWatch(tmp_path, stall_limit=600.0, clock=clock)
-    assert look(watched, clock, LOST_LIMIT) is None
-    assert look(watched, clock, 2) == Trouble(lost=(0,))
+    assert first_trouble(watched, clock, LOST_LIMIT) is None
+    assert first_trouble(watched, clock, 2) == Trouble(lost=(0,))
 
 
-def test_another_process_under_the_same_id_is_not_the_rank(tmp_path: Path) -> None:
+def test_process_with_a_reused_id_is_not_the_rank(tmp_path: Path) -> None:
     heartbeat = Heartbeat(beat_path(tmp_path, 0))
     data = beat_path(tmp_path, 0).read_bytes()
-    ours = read_heartbeat(beat_path(tmp_path, 0))
-    assert ours is not None
-    assert ours.alive
-    start = ours.process_start.to_bytes(8, "little")
+    beat = read_heartbeat(beat_path(tmp_path, 0))
+    assert beat is not None
+    assert beat.alive
+    start = beat.process_start.to_bytes(8, "little")
     beat_path(tmp_path, 0).write_bytes(
-        data.replace(start, (ours.process_start - 1).to_bytes(8, "little"))
+        data.replace(start, (beat.process_start - 1).to_bytes(8, "little"))
     )
     clock = Clock()
-    assert look(RankWatch(tmp_path, stall_limit=None, clock=clock), clock, 15) == Trouble(lost=(0,))
+    assert first_trouble(RankWatch(tmp_path, stall_limit=None, clock=clock), clock, 15) == Trouble(
+        lost=(0,)
+    )
     assert heartbeat.phase == "start"
 
 
-def beat_of_a_dead_process(directory: Path) -> None:
+def write_beat_of_a_dead_process(directory: Path) -> None:
     script = f"""
 from pathlib import Path
 from megacore.observe.heartbeat import *
@@ -288,11 +293,13 @@ def state(
         ([state(0), RankState(1, None, "absent", 0.0, "")], 1),
     ],
 )
-def test_the_rank_that_the_others_wait_for(states: list[RankState], behind: int) -> None:
+def test_furthest_behind_is_the_rank_that_the_others_wait_for(
+    states: list[RankState], behind: int
+) -> None:
     assert furthest_behind(states).rank == behind
 
 
-def test_a_rank_that_never_came_is_in_the_table(tmp_path: Path) -> None:
+def test_table_lists_a_rank_that_never_started(tmp_path: Path) -> None:
     heartbeat = Heartbeat(beat_path(tmp_path, 0))
     heartbeat.beat("rendezvous")
     assert rank_states(tmp_path / "nowhere", 2, stacks=False) == []
@@ -302,6 +309,6 @@ def test_a_rank_that_never_came_is_in_the_table(tmp_path: Path) -> None:
     assert "rendezvous" in row(text, 0)
     assert furthest_behind(states).where == "which has not begun its work"
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL, (
-        "this process would have died had it been asked"
+        "without a handler, a request for stacks would end this process"
     )
     wait_until(lambda: rank_states(tmp_path, 2, stacks=True) != [], 5, "looked")

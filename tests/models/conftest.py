@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Set and restore the number of threads.
+    """Compute with one thread, and restore the number of threads.
 
     Small tensors gain nothing from more, and busy cores cost much.
     """
@@ -20,8 +20,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def family_alone() -> dict[str, Any]:
-    """What a rank without others computes, by model of `tests/_families.py`."""
+def family_single_rank() -> dict[str, Any]:
+    """Return the results of a single rank, by model of `tests/_families.py`."""
     from tests import _family_ranks
 
     return _family_ranks.run(1)
@@ -29,7 +29,7 @@ def family_alone() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def family_ranks() -> list[dict[str, Any]]:
-    """What each of two tensor-parallel ranks computed."""
+    """Return the results of each of two tensor-parallel ranks."""
     from tests import _family_ranks
     from tests._dist import run_distributed
 

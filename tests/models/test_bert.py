@@ -1,4 +1,4 @@
-"""BERT against transformers, and divided over ranks and chunks against whole."""
+"""BERT compared with transformers, and divided over ranks and chunks with the undivided model."""
 
 from typing import Any
 
@@ -13,65 +13,75 @@ from megacore.parallel.mesh import ProcessMesh
 from tests import _families
 from tests._families import BERTS
 from tests._tiny import tiny_config
-from tests.models._against import (
+from tests.models._comparison import (
     EXACT,
-    assert_dropout_repeats,
-    assert_equal,
-    assert_ranks_agree,
+    assert_dropout_depends_only_on_the_seed,
+    assert_model_equals_transformers,
+    assert_ranks_equal_single_rank,
     in_transformers,
 )
 
 
 @pytest.mark.parametrize("name", BERTS)
-def test_against_transformers(name: str) -> None:
+def test_logits_loss_and_gradients_equal_transformers(name: str) -> None:
     ours, theirs = in_transformers(name)
-    given = _families.given(_families.spec(name))
-    answers = (
-        {"next_sentence_label": given.sentence_labels} if "sop_loss" in ours.loss_names else {}
+    model_input = _families.given(_families.spec(name))
+    sentence_labels = (
+        {"next_sentence_label": model_input.sentence_labels}
+        if "sop_loss" in ours.loss_names
+        else {}
     )
-    assert given.present is not None
-    found = theirs(
-        given.tokens,
-        attention_mask=given.present.long(),
-        token_type_ids=given.tokentypes,
-        labels=given.labels.where(given.loss_mask, -100),
-        **answers,
+    assert model_input.present is not None
+    output = theirs(
+        model_input.tokens,
+        attention_mask=model_input.present.long(),
+        token_type_ids=model_input.tokentypes,
+        labels=model_input.labels.where(model_input.loss_mask, -100),
+        **sentence_labels,
     )
-    logits = [found.prediction_logits, found.seq_relationship_logits] if answers else [found.logits]
-    assert_equal(name, ours, theirs, given, logits, found.loss, EXACT)
+    logits = (
+        [output.prediction_logits, output.seq_relationship_logits]
+        if sentence_labels
+        else [output.logits]
+    )
+    assert_model_equals_transformers(name, ours, theirs, model_input, logits, output.loss, EXACT)
 
 
 @pytest.mark.parametrize("name", BERTS)
-def test_chunks_against_the_whole(family_alone: dict[str, Any], name: str) -> None:
-    assert_ranks_agree([family_alone], family_alone, name, "plain", "chunks")
+def test_chunks_equal_the_undivided_model(family_single_rank: dict[str, Any], name: str) -> None:
+    assert_ranks_equal_single_rank(
+        [family_single_rank], family_single_rank, name, "plain", "chunks"
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")]
 )
 @pytest.mark.parametrize("name", ["bert", "megatron bert"])
-def test_two_ranks_against_one(
+def test_two_ranks_equal_one(
     family_ranks: list[dict[str, Any]],
-    family_alone: dict[str, Any],
+    family_single_rank: dict[str, Any],
     name: str,
     kind: str,
     parts: str,
 ) -> None:
-    assert_ranks_agree(family_ranks, family_alone, name, kind, parts)
+    assert_ranks_equal_single_rank(family_ranks, family_single_rank, name, kind, parts)
 
 
-def test_what_is_divided_and_what_is_a_part(family_ranks: list[dict[str, Any]]) -> None:
-    found = family_ranks[0]["bert"]
-    assert found["sequence"]["partitions"]["lm_head.bias"].dim == 0
+def test_heads_have_the_expected_partitions_and_partial_gradients(
+    family_ranks: list[dict[str, Any]],
+) -> None:
+    results = family_ranks[0]["bert"]
+    assert results["sequence"]["partitions"]["lm_head.bias"].dim == 0
     assert not {
         name
-        for name in found["sequence"]["partitions"]
+        for name in results["sequence"]["partitions"]
         if name.startswith(("pooler", "lm_head.dense"))
     }
-    assert not found["plain"]["partial"]
+    assert not results["plain"]["partial"]
     heads = {
         name
-        for name in found["sequence"]["partial"]
+        for name in results["sequence"]["partial"]
         if not name.startswith(("encoder", "embedding"))
     }
     assert heads == {
@@ -82,54 +92,54 @@ def test_what_is_divided_and_what_is_a_part(family_ranks: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("kind", ["plain", "sequence"])
-def test_dropout_repeats(
-    family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], kind: str
+def test_dropout_depends_only_on_the_seed(
+    family_ranks: list[dict[str, Any]], family_single_rank: dict[str, Any], kind: str
 ) -> None:
-    for rank in (*family_ranks, *([family_alone] if kind == "plain" else [])):
-        assert_dropout_repeats(rank, "bert", kind)
+    for rank in (*family_ranks, *([family_single_rank] if kind == "plain" else [])):
+        assert_dropout_depends_only_on_the_seed(rank, "bert", kind)
 
 
-def test_what_is_in_padding_does_not_matter() -> None:
-    of = _families.spec("bert")
-    model, given = _families.model(of), _families.given(of)
-    expected = model.run(given)
-    given.tokens[~given.present] = 5
-    found = model.run(given)
+def test_the_content_of_padding_does_not_change_the_losses() -> None:
+    spec = _families.spec("bert")
+    model, model_input = _families.model(spec), _families.given(spec)
+    expected = model.run(model_input)
+    model_input.tokens[~model_input.present] = 5
+    losses = model.run(model_input)
     assert isinstance(expected, dict)
-    assert isinstance(found, dict)
+    assert isinstance(losses, dict)
     for name, term in expected.items():
         counts = slice(None) if term.counts is None else term.counts
-        assert torch.equal(found[name].losses[counts], term.losses[counts])
+        assert torch.equal(losses[name].losses[counts], term.losses[counts])
 
 
 @pytest.mark.parametrize(
     ("task", "names"), [("sop", (LM_LOSS, "sop_loss")), ("nsp", (LM_LOSS, "nsp_loss"))]
 )
-def test_the_task_names_the_loss(task: str, names: tuple[str, ...]) -> None:
-    of = _families.spec("bert")
-    model = _families.model(of, sentence_task=task)
-    losses = model.run(_families.given(of))
+def test_the_sentence_task_names_the_loss(task: str, names: tuple[str, ...]) -> None:
+    spec = _families.spec("bert")
+    model = _families.model(spec, sentence_task=task)
+    losses = model.run(_families.given(spec))
     assert isinstance(losses, dict)
     assert tuple(losses) == model.loss_names == names
 
 
-def test_options_of_the_loss_are_the_masked_lms_alone_and_for_training() -> None:
-    of = _families.spec("bert")
-    plain, options = _families.model(of), _families.model(of, label_smoothing=0.1, z_loss=0.01)
+def test_loss_options_apply_only_to_the_masked_lm_in_training() -> None:
+    spec = _families.spec("bert")
+    plain, options = _families.model(spec), _families.model(spec, label_smoothing=0.1, z_loss=0.01)
 
     def losses(model: BertModel) -> dict[str, torch.Tensor]:
-        found = model.run(_families.given(of))
-        assert isinstance(found, dict)
-        return {name: term.losses for name, term in found.items()}
+        terms = model.run(_families.given(spec))
+        assert isinstance(terms, dict)
+        return {name: term.losses for name, term in terms.items()}
 
-    expected, found = losses(plain), losses(options)
-    assert not torch.allclose(found[LM_LOSS], expected[LM_LOSS], rtol=1e-3)
-    assert torch.equal(found["sop_loss"], expected["sop_loss"])
+    expected, actual = losses(plain), losses(options)
+    assert not torch.allclose(actual[LM_LOSS], expected[LM_LOSS], rtol=1e-3)
+    assert torch.equal(actual["sop_loss"], expected["sop_loss"])
     assert torch.equal(losses(options.eval())[LM_LOSS], expected[LM_LOSS])
 
 
 @pytest.mark.parametrize("task", ["sop", "nsp"])
-def test_the_run_decides_the_model(task: str) -> None:
+def test_the_configuration_selects_bert_and_its_sentence_task(task: str) -> None:
     config = tiny_config()
     data = config.data.model_copy(update={"masked_lm": MaskedLmConfig(sentence_task=task)})
     model = build_model(
@@ -181,13 +191,13 @@ def test_parameters_have_megatrons_names(norm_position: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gives_fp32_losses_near_the_exact_ones(dtype: torch.dtype) -> None:
-    of = _families.spec("bert")
-    exact, found = (
-        _families.model(of).run(_families.given(of)),
-        _families.model(of).to(dtype).run(_families.given(of)),
+    spec = _families.spec("bert")
+    exact, rounded = (
+        _families.model(spec).run(_families.given(spec)),
+        _families.model(spec).to(dtype).run(_families.given(spec)),
     )
     assert isinstance(exact, dict)
-    assert isinstance(found, dict)
-    for name, term in found.items():
+    assert isinstance(rounded, dict)
+    for name, term in rounded.items():
         assert term.losses.dtype == torch.float32
         torch.testing.assert_close(term.losses.double(), exact[name].losses, rtol=0.03, atol=0.05)

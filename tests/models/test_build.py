@@ -1,4 +1,4 @@
-"""From a configuration to a model."""
+"""Models built from a configuration."""
 
 from dataclasses import replace
 
@@ -37,7 +37,9 @@ def test_parameters_are_fp32_and_have_megatrons_names() -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "ffn", "positions"), [(512, None, None), (509, 96, 64)])
-def test_parameter_count(vocab_size: int, ffn: int | None, positions: int | None) -> None:
+def test_parameter_count_equals_the_models(
+    vocab_size: int, ffn: int | None, positions: int | None
+) -> None:
     for groups in (None, 2):
         config = tiny_config(
             num_layers=3,

@@ -1,5 +1,4 @@
-"""Options of GPT against the decoders of transformers that they make, and over ranks and chunks
-against the whole."""
+"""Options of GPT compared with decoders of transformers, and divided models with whole ones."""
 
 from typing import Any
 
@@ -13,11 +12,11 @@ from megacore.models.layers.attention_bias import alibi_slopes
 from tests import _families
 from tests._families import DECODERS, LENGTH, VARIANTS, difference
 from tests._family_ranks import DIVIDED
-from tests.models._against import (
+from tests.models._comparison import (
     EXACT,
     NEAR,
-    assert_equal,
-    assert_ranks_agree,
+    assert_model_equals_transformers,
+    assert_ranks_equal_single_rank,
     in_transformers,
 )
 
@@ -26,17 +25,19 @@ LAYERNORM = ("gpt2", "neox", "neox serial")
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_against_transformers(name: str) -> None:
+def test_logits_loss_and_gradients_equal_transformers(name: str) -> None:
     ours, theirs = in_transformers(name)
-    given = _families.given(_families.spec(name))
-    logits = theirs(given.tokens).logits
-    labels = given.labels.where(given.loss_mask, -100)
+    model_input = _families.given(_families.spec(name))
+    logits = theirs(model_input.tokens).logits
+    labels = model_input.labels.where(model_input.loss_mask, -100)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    assert_equal(name, ours, theirs, given, [logits], loss, EXACT if name in LAYERNORM else NEAR)
+    assert_model_equals_transformers(
+        name, ours, theirs, model_input, [logits], loss, EXACT if name in LAYERNORM else NEAR
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "neox"])
-def test_padding_on_the_left_against_transformers(name: str) -> None:
+def test_logits_with_left_padding_equal_transformers(name: str) -> None:
     ours, theirs = in_transformers(name)
     assert isinstance(ours, GPTModel)
     tokens = _families.given(_families.spec(name)).tokens
@@ -48,8 +49,8 @@ def test_padding_on_the_left_against_transformers(name: str) -> None:
     assert difference(logits[present], ours(tokens)[present]) > 0.01
 
 
-def test_alibi_against_transformers() -> None:
-    """MPT is a GPT with ALiBi; its norms have no biases, which are zero here."""
+def test_alibi_equals_mpt_of_transformers() -> None:
+    """MPT is a GPT with ALiBi; its norms have no biases, so ours are zero here."""
     transformers = pytest.importorskip("transformers")
     ours = _families.model(_families.spec("alibi"))
     assert isinstance(ours, GPTModel)
@@ -70,28 +71,28 @@ def test_alibi_against_transformers() -> None:
     theirs.load_state_dict(
         _as_mpt({key: value.detach() for key, value in ours.named_parameters()}), strict=False
     )
-    given = _families.given(_families.spec("alibi"))
-    logits = theirs(given.tokens).logits
-    assert difference(ours(given.tokens), logits) <= NEAR
+    model_input = _families.given(_families.spec("alibi"))
+    logits = theirs(model_input.tokens).logits
+    assert difference(ours(model_input.tokens), logits) <= NEAR
     F.cross_entropy(
-        logits.flatten(0, 1), given.labels.where(given.loss_mask, -100).flatten()
+        logits.flatten(0, 1), model_input.labels.where(model_input.loss_mask, -100).flatten()
     ).backward()
-    found = _as_mpt(
+    gradients = _as_mpt(
         {
             key: value
-            for key, value in _families.backward([ours], given).items()
+            for key, value in _families.backward([ours], model_input).items()
             if "losses" not in key
         }
     )
-    assert len(found) == len(list(theirs.parameters()))
-    for key, gradient in found.items():
+    assert len(gradients) == len(list(theirs.parameters()))
+    for key, gradient in gradients.items():
         expected = theirs.get_parameter(key).grad
         assert expected is not None
         assert difference(gradient, expected) <= NEAR, key
 
 
 def _as_mpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """MPT's names; its rows of queries, keys and values are three blocks."""
+    """Return tensors under MPT's names, with queries, keys and values in three blocks."""
     names = {
         "embedding.word_embeddings": "wte", "encoder.final_layernorm": "norm_f",
         "encoder.layers": "blocks", "input_layernorm": "norm_1",
@@ -99,19 +100,19 @@ def _as_mpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         "self_attention.query_key_value": "attn.Wqkv", "mlp.dense_h_to_4h": "ffn.up_proj",
         "mlp.dense_4h_to_h": "ffn.down_proj",
     }  # fmt: skip
-    found = {}
+    result = {}
     for name, value in tensors.items():
         if "query_key_value" in name:
             value = value.unflatten(0, (4, 3, 8)).transpose(0, 1).flatten(0, 2)
-        for mine, other in names.items():
-            name = name.replace(mine, other)
+        for our_name, mpt_name in names.items():
+            name = name.replace(our_name, mpt_name)
         if name.endswith("weight"):
-            found[f"transformer.{name}"] = value
-    return found
+            result[f"transformer.{name}"] = value
+    return result
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 20])
-def test_slopes_of_alibi_against_bloom(heads: int) -> None:
+def test_slopes_of_alibi_equal_blooms(heads: int) -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     biases = bloom.build_alibi_tensor(
         torch.ones(1, 3, dtype=torch.long), heads, torch.float32
@@ -120,19 +121,22 @@ def test_slopes_of_alibi_against_bloom(heads: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_against_the_whole(family_alone: dict[str, Any], name: str) -> None:
-    assert_ranks_agree([family_alone], family_alone, name, "plain", "chunks")
+def test_chunks_equal_the_undivided_model(family_single_rank: dict[str, Any], name: str) -> None:
+    assert_ranks_equal_single_rank(
+        [family_single_rank], family_single_rank, name, "plain", "chunks"
+    )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")]
 )
 @pytest.mark.parametrize("name", [name for name in NAMES if name in DIVIDED])
-def test_two_ranks_against_one(
+def test_two_ranks_equal_one(
     family_ranks: list[dict[str, Any]],
-    family_alone: dict[str, Any],
+    family_single_rank: dict[str, Any],
     name: str,
     kind: str,
     parts: str,
 ) -> None:
-    assert_ranks_agree(family_ranks, family_alone, name, kind, parts)
+    assert_ranks_equal_single_rank(family_ranks, family_single_rank, name, kind, parts)

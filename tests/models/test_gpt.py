@@ -1,4 +1,4 @@
-"""The whole model against plain torch and against transformers."""
+"""GPT compared with plain torch and with transformers."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ LABELS = TOKENS.roll(-1, 1)
 
 
 def _model(**values: Any) -> GPTModel:
-    """A float64 model in which every parameter is far from its initial zero or one."""
+    """Return a float64 model whose parameters are far from their initial zeros and ones."""
     model = build_model(tiny_config(**values), VOCAB, ProcessMesh.serial()).double()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def _grads(model: GPTModel, loss: Tensor) -> dict[str, Tensor]:
 
 
 def _plain_logits(parameters: dict[str, Tensor], tokens: Tensor, layers: int, heads: int) -> Tensor:
-    """GPT-2 written out: every operation by its formula."""
+    """Compute the logits of GPT-2 with every operation by its formula."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -78,7 +78,7 @@ def _plain_logits(parameters: dict[str, Tensor], tokens: Tensor, layers: int, he
     return norm(x, "encoder.final_layernorm") @ table.T
 
 
-def test_logits_losses_and_gradients_against_plain_torch() -> None:
+def test_logits_losses_and_gradients_equal_plain_torch() -> None:
     model = _model()
     grads = _grads(model, model.loss(TOKENS, LABELS).mean())
     leaves = {
@@ -97,7 +97,7 @@ def test_logits_losses_and_gradients_against_plain_torch() -> None:
         )
 
 
-def test_a_shorter_sequence_sees_the_same_prefix() -> None:
+def test_a_shorter_sequence_gives_the_same_logits() -> None:
     model = _model()
     torch.testing.assert_close(model(TOKENS[:, :5]), model(TOKENS)[:, :5])
 
@@ -129,7 +129,7 @@ def _to_transformers(model: GPTModel, heads: int) -> dict[str, Tensor]:
     return state
 
 
-def test_logits_and_gradients_against_transformers() -> None:
+def test_logits_and_gradients_equal_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=VOCAB,

@@ -1,4 +1,4 @@
-"""Initial weights: the right spread, and the same whatever the layout."""
+"""Initial weights: the expected spread, identical in every layout."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from tests._gpt_ranks import CHUNKS, VOCAB
 from tests._tiny import tiny_config
 
 
-def test_spread_of_every_kind_of_parameter() -> None:
+def test_every_kind_of_parameter_has_its_spread() -> None:
     config = tiny_config(num_layers=8, hidden_size=256, init_method_std=0.05)
     model = build_model(config, 1024, ProcessMesh.serial())
     for name, parameter in model.named_parameters():
@@ -28,7 +28,7 @@ def test_spread_of_every_kind_of_parameter() -> None:
             assert abs(parameter.mean().item() / std) < 5 / math.sqrt(parameter.numel()), name
 
 
-def test_the_seed_decides_and_the_global_state_does_not() -> None:
+def test_weights_depend_on_the_seed_and_not_on_the_global_state() -> None:
     torch.manual_seed(1)
     first = build_model(tiny_config(seed=1), VOCAB, ProcessMesh.serial()).state_dict()
     torch.manual_seed(2)
@@ -41,14 +41,14 @@ def test_the_seed_decides_and_the_global_state_does_not() -> None:
 
 
 @pytest.mark.parametrize(("kind", "values"), [("fused", {}), ("groups", {"num_query_groups": 2})])
-def test_ranks_hold_the_parts_of_the_serial_weights(
+def test_ranks_have_shards_of_the_serial_weights(
     ranks: list[dict[str, Any]], kind: str, values: dict[str, Any]
 ) -> None:
     serial = _serial(**values)
-    for found in ranks:
-        weights, parts = found["initial"][kind]["weights"], found["initial"][kind]["partitions"]
+    for rank in ranks:
+        weights, parts = rank["initial"][kind]["weights"], rank["initial"][kind]["partitions"]
         assert weights.keys() == serial.keys()
-        # the table of tokens, and per layer all weights and biases but two biases
+        # the embedding table, and in each layer all weights and biases except two biases
         divided = 1 + 4 * (6 if kind == "fused" else 8)
         assert len(parts) == (divided if len(ranks) > 1 else 0)
         for name, whole in serial.items():
@@ -56,21 +56,21 @@ def test_ranks_hold_the_parts_of_the_serial_weights(
             assert torch.equal(weights[name], expected), name
 
 
-def test_chunks_hold_the_weights_of_the_whole_and_the_last_a_copy_of_the_table(
+def test_chunks_have_the_serial_weights_and_the_last_a_copy_of_the_table(
     ranks: list[dict[str, Any]],
 ) -> None:
-    for found in ranks:
-        whole, table = found["initial"]["fused"]["weights"], "embedding.word_embeddings.weight"
-        chunks = [found["initial"][f"chunk {number}"] for number in range(len(CHUNKS))]
+    for rank in ranks:
+        serial, table = rank["initial"]["fused"]["weights"], "embedding.word_embeddings.weight"
+        chunks = [rank["initial"][f"chunk {number}"] for number in range(len(CHUNKS))]
         assert [name for chunk in chunks for name in chunk if name != table] == [
-            key for key in whole if key != table
+            key for key in serial if key != table
         ]
         assert [table in chunk for chunk in chunks] == [True, False, True]
         for chunk in chunks:
-            assert all(torch.equal(value, whole[name]) for name, value in chunk.items())
+            assert all(torch.equal(value, serial[name]) for name, value in chunk.items())
 
 
-def test_padding_does_not_change_the_other_rows() -> None:
+def test_vocabulary_padding_does_not_change_the_other_rows() -> None:
     name = "embedding.word_embeddings.weight"
     small, large = _serial(make_vocab_size_divisible_by=8)[name], _serial()[name]
     assert (small.shape[0], large.shape[0]) == (120, 128)

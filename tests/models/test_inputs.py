@@ -1,4 +1,4 @@
-"""Masks and positions against a loop over the ends of documents, and what they do to a model."""
+"""Masks and positions compared with a loop over documents, and their effect on a model."""
 
 from collections.abc import Iterator
 
@@ -33,11 +33,10 @@ def rules(**values: object) -> MaskRules:
     return MaskRules(**({"eod_id": EOD} | flags | values))  # type: ignore[arg-type]
 
 
-def loop(tokens: list[int], labels: list[int]) -> tuple[list[bool], list[int], list[list[bool]]]:
-    """Of one sample.
-
-    Whether labels count, positions, and which token sees which, one document after the other.
-    """
+def masks_by_loop(
+    tokens: list[int], labels: list[int]
+) -> tuple[list[bool], list[int], list[list[bool]]]:
+    """Return counted labels, positions and visible tokens of a sample, document by document."""
     size = len(tokens)
     sees = [[k <= j for k in range(size)] for j in range(size)]
     positions = list(range(size))
@@ -52,12 +51,12 @@ def loop(tokens: list[int], labels: list[int]) -> tuple[list[bool], list[int], l
 
 @settings(deadline=None)
 @given(ROWS)
-def test_masks_are_those_of_the_loop(rows: list[list[int]]) -> None:
+def test_masks_equal_those_of_the_loop(rows: list[list[int]]) -> None:
     batch = torch.tensor(rows)
-    given = rules().read(batch)
-    assert given.loss_mask is not None
-    assert given.position_ids is not None
-    assert given.documents is not None
+    model_input = rules().read(batch)
+    assert model_input.loss_mask is not None
+    assert model_input.position_ids is not None
+    assert model_input.documents is not None
     size = batch.shape[1] - 1
     bias = attention_bias(
         queries=size,
@@ -65,29 +64,33 @@ def test_masks_are_those_of_the_loop(rows: list[list[int]]) -> None:
         causal=True,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        documents=given.documents,
+        documents=model_input.documents,
     )
     assert bias is not None
     assert bias.shape == (len(rows), 1, batch.shape[1] - 1, batch.shape[1] - 1)
     assert set(bias.unique().tolist()) <= {0.0, -torch.inf}
     for number, row in enumerate(rows):
-        counts, positions, sees = loop(row[:-1], row[1:])
-        assert given.tokens[number].tolist() == [max(token, 0) for token in row[:-1]]
-        assert given.labels[number].tolist() == [max(token, 0) for token in row[1:]]
-        assert given.loss_mask[number].tolist() == counts
-        assert given.position_ids[number].tolist() == positions
+        counts, positions, sees = masks_by_loop(row[:-1], row[1:])
+        assert model_input.tokens[number].tolist() == [max(token, 0) for token in row[:-1]]
+        assert model_input.labels[number].tolist() == [max(token, 0) for token in row[1:]]
+        assert model_input.loss_mask[number].tolist() == counts
+        assert model_input.position_ids[number].tolist() == positions
         assert (bias[number, 0] == 0).tolist() == sees
 
 
-def test_a_batch_without_masks_is_taken_as_it_is() -> None:
+def test_a_batch_without_masks_is_not_copied() -> None:
     batch = torch.tensor([[1, EOD, 2, 4]])
-    given = MaskRules.of(data_config(), EOD).read(batch)
-    assert (given.loss_mask, given.position_ids, given.documents) == (None, None, None)
-    assert given.tokens.data_ptr() == batch.data_ptr()
-    assert given.labels.data_ptr() == batch[:, 1:].data_ptr()
+    model_input = MaskRules.of(data_config(), EOD).read(batch)
+    assert (model_input.loss_mask, model_input.position_ids, model_input.documents) == (
+        None,
+        None,
+        None,
+    )
+    assert model_input.tokens.data_ptr() == batch.data_ptr()
+    assert model_input.labels.data_ptr() == batch[:, 1:].data_ptr()
 
 
-def test_each_rule_stands_for_itself() -> None:
+def test_each_rule_applies_separately() -> None:
     batch = torch.tensor([[1, EOD, 2, -1]])
     off = {
         "reset_position_ids": False,
@@ -118,19 +121,21 @@ def test_each_rule_stands_for_itself() -> None:
         ({"fim": {}}, True),
     ],
 )
-def test_padding_is_looked_for_where_it_can_be(values: dict[str, object], padded: bool) -> None:
+def test_padding_is_expected_only_where_it_can_occur(
+    values: dict[str, object], padded: bool
+) -> None:
     assert MaskRules.of(data_config(**values), EOD).padded == padded
 
 
-def losses(model: GPTModel, given: ModelInput) -> Tensor:
-    found = model.run(given)
-    assert isinstance(found, dict)
-    return found["lm_loss"].losses
+def losses(model: GPTModel, model_input: ModelInput) -> Tensor:
+    terms = model.run(model_input)
+    assert isinstance(terms, dict)
+    return terms["lm_loss"].losses
 
 
-def gradients(model: GPTModel, given: Iterator[Tensor]) -> dict[str, Tensor]:
+def gradients(model: GPTModel, loss_tensors: Iterator[Tensor]) -> dict[str, Tensor]:
     model.zero_grad()
-    for loss in given:
+    for loss in loss_tensors:
         loss.sum().backward()
     return {
         name: parameter.grad.clone()
@@ -141,31 +146,29 @@ def gradients(model: GPTModel, given: Iterator[Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_documents_of_a_sample_are_learnt_as_if_each_were_alone(
-    recompute: str, groups: int | None
-) -> None:
+def test_documents_of_a_sample_are_trained_separately(recompute: str, groups: int | None) -> None:
     config = tiny_config(train={"recompute": recompute}, num_query_groups=groups)
     model = build_model(config, 32, ProcessMesh.serial()).double()
     batch = torch.tensor([[5, 6, 7, EOD, 8, 9, EOD, 10, 11, 12, 13, 14, 15]])
-    given = rules(padded=False, eod_mask_loss=False).read(batch)
-    together = losses(model, given)
-    alone = [
+    model_input = rules(padded=False, eod_mask_loss=False).read(batch)
+    together = losses(model, model_input)
+    separate = [
         model.loss(batch[:, a:b], batch[:, a + 1 : b + 1]) for a, b in ((0, 4), (4, 7), (7, 12))
     ]
-    torch.testing.assert_close(together, torch.cat(alone, 1))
-    expected = gradients(model, iter([torch.cat(alone, 1)]))
-    found = gradients(
+    torch.testing.assert_close(together, torch.cat(separate, 1))
+    expected = gradients(model, iter([torch.cat(separate, 1)]))
+    actual = gradients(
         model,
-        iter([losses(model, given)]),
+        iter([losses(model, model_input)]),
     )
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name], value, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def test_a_mask_of_one_document_is_the_causal_one() -> None:
+def test_the_mask_of_one_document_is_the_causal_mask() -> None:
     config = tiny_config()
     model = build_model(config, 32, ProcessMesh.serial()).double()
     tokens = torch.arange(12)[None]
@@ -175,7 +178,7 @@ def test_a_mask_of_one_document_is_the_causal_one() -> None:
     torch.testing.assert_close(masked, plain)
 
 
-def test_losses_are_of_the_labels_that_count() -> None:
+def test_only_labels_that_count_enter_the_loss() -> None:
     config = _runs.config(data={"eod_mask_loss": True, "add_extra_token": False})
     stage = Stage(config, 32, ProcessMesh.serial(), special_tokens=SpecialTokens(eod=EOD))
     batches = [torch.tensor([[1, EOD, 2, 5, -1], [4, 4, EOD, -1, -1]]), torch.full((1, 5), -1)]
@@ -190,10 +193,12 @@ def test_losses_are_of_the_labels_that_count() -> None:
     assert total == pytest.approx(float(losses[0, [0, 2]].sum() + losses[1, :2].sum()), rel=1e-6)
 
 
-def test_t5_needs_a_token_for_its_decoder_to_begin_with() -> None:
+def test_t5_needs_a_start_token_for_its_decoder() -> None:
     config = tiny_config().model_copy(update={"family": "t5"})
-    given = input_rules(config, SpecialTokens(pad=5)).read(torch.zeros(1, 80, dtype=torch.int64))
-    assert given.decoder_tokens is not None
-    assert given.decoder_tokens[0, :2].tolist() == [5, 0]
+    model_input = input_rules(config, SpecialTokens(pad=5)).read(
+        torch.zeros(1, 80, dtype=torch.int64)
+    )
+    assert model_input.decoder_tokens is not None
+    assert model_input.decoder_tokens[0, :2].tolist() == [5, 0]
     with pytest.raises(ConfigError, match="begins what its decoder reads with the padding token"):
         input_rules(config, SpecialTokens(eod=0))

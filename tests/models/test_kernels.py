@@ -1,5 +1,7 @@
-"""Models of every family with the kernels that are chosen here against plain torch: dropout,
-recomputation, caches."""
+"""Models of every family with the chosen kernels, compared with plain torch.
+
+The tests include dropout, recomputation, caches and frozen weights.
+"""
 
 from typing import Any
 
@@ -19,7 +21,7 @@ from tests._families import DECODERS, LENGTH, VARIANTS
 pytestmark = pytest.mark.skipif(not runs_fp32(), reason="this CPU has no kernels of its own")
 
 GATED_BERT = {"activation": "swiglu", "ffn_hidden_size": 48}
-EVERY: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in VARIANTS},
     "bert with a gated unit": ("bert", GATED_BERT),
     "heads wider than the kernel's": ("gpt2", {"kv_channels": 264}),
@@ -29,14 +31,14 @@ TYPES = [torch.float32, *([torch.bfloat16] if runs_bf16() else [])]
 
 
 def spec(name: str, **values: Any) -> ModelSpec:
-    variant, own = EVERY[name]
-    return _families.spec(variant, **own, **values)
+    variant, options = MODELS[name]
+    return _families.spec(variant, **options, **values)
 
 
 def build(
-    of: ModelSpec, kernels: Kernels, dtype: torch.dtype = torch.float32, **options: Any
+    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Model:
-    return _families.model(of, kernels=kernels, **options).to(dtype)
+    return _families.model(spec, kernels=kernels, **options).to(dtype)
 
 
 def chosen(dtype: torch.dtype = torch.float32) -> Kernels:
@@ -45,98 +47,101 @@ def chosen(dtype: torch.dtype = torch.float32) -> Kernels:
     return kernels
 
 
-def check(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 2e-5) -> None:
-    """Gradients relative to their largest number; those that vanish, to 1."""
-    assert found.keys() == expected.keys()
+def check_gradients(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 2e-5
+) -> None:
+    """Compare gradients relative to their largest number, or to 0.05 if they vanish."""
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         largest = max(float(value.abs().max()), 0.05)
-        assert float((found[name] - value).abs().max()) <= limit * largest, name
+        assert float((actual[name] - value).abs().max()) <= limit * largest, name
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("name", EVERY)
-def test_losses_and_gradients(name: str, dropout: bool) -> None:
-    of = spec(name, **(DROPOUT if dropout else {}))
-    given = _families.given(of)
-    expected = _families.backward([build(of, plain_kernels())], given, dropout_seed=5)
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_equal_plain_torch(name: str, dropout: bool) -> None:
+    model_spec = spec(name, **(DROPOUT if dropout else {}))
+    model_input = _families.given(model_spec)
+    expected = _families.backward([build(model_spec, plain_kernels())], model_input, dropout_seed=5)
     for recompute in ("none", "selective", "full"):
-        check(
-            _families.backward([build(of, chosen(), recompute=recompute)], given, dropout_seed=5),
+        check_gradients(
+            _families.backward(
+                [build(model_spec, chosen(), recompute=recompute)], model_input, dropout_seed=5
+            ),
             expected,
         )
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_logits_without_gradients(name: str) -> None:
-    of = spec(name)
-    given = _families.given(of)
-    models = [build(of, kernels).eval() for kernels in (plain_kernels(), chosen())]
+@pytest.mark.parametrize("name", MODELS)
+def test_inference_equals_plain_torch(name: str) -> None:
+    model_spec = spec(name)
+    model_input = _families.given(model_spec)
+    models = [build(model_spec, kernels).eval() for kernels in (plain_kernels(), chosen())]
     with torch.inference_mode():
-        for found, expected in zip(
-            *(_families.logits(own, given) for own in reversed(models)), strict=True
+        for actual, expected in zip(
+            *(_families.logits(model, model_input) for model in reversed(models)), strict=True
         ):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        losses = [_families.total(own.run(given)) for own in models]
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        losses = [_families.total(model.run(model_input)) for model in models]
     torch.testing.assert_close(losses[1], losses[0])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", [*DECODERS, "alibi"])
-def test_a_cache_gives_what_the_whole_text_gives(name: str, dtype: torch.dtype) -> None:
-    own = build(spec(name), chosen(dtype), dtype).eval()
-    assert isinstance(own, GPTModel)
+def test_cached_logits_equal_those_of_the_complete_sequence(name: str, dtype: torch.dtype) -> None:
+    model = build(spec(name), chosen(dtype), dtype).eval()
+    assert isinstance(model, GPTModel)
     tokens = _families.given(spec(name)).tokens
     with torch.inference_mode():
-        whole, cache = own(tokens), KeyValueCache(LENGTH)
+        complete, cache = model(tokens), KeyValueCache(LENGTH)
         parts = [
-            own(tokens[:, first:end], cache=cache)
+            model(tokens[:, first:end], cache=cache)
             for first, end in ((0, 5), (5, 8), (8, 9), (9, LENGTH))
         ]
     limit = 1e-4 if dtype == torch.float32 else 0.05
-    assert float((torch.cat(parts, 1) - whole).abs().max() / whole.abs().max()) < limit
+    assert float((torch.cat(parts, 1) - complete).abs().max() / complete.abs().max()) < limit
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_frozen_weights_leave_the_others_their_gradients(name: str) -> None:
-    of = spec(name)
-    given = _families.given(of)
-    expected = _families.backward([build(of, plain_kernels())], given)
-    own = build(of, chosen())
-    frozen = {parameter for parameter, _ in list(own.named_parameters())[::2]}
-    for parameter, values in own.named_parameters():
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_weights_do_not_change_the_other_gradients(name: str) -> None:
+    model_spec = spec(name)
+    model_input = _families.given(model_spec)
+    expected = _families.backward([build(model_spec, plain_kernels())], model_input)
+    model = build(model_spec, chosen())
+    frozen = {parameter for parameter, _ in list(model.named_parameters())[::2]}
+    for parameter, values in model.named_parameters():
         values.requires_grad_(parameter not in frozen)
-    _families.total(own.run(given)).backward()
-    found = {
+    _families.total(model.run(model_input)).backward()
+    actual = {
         parameter: values.grad
-        for parameter, values in own.named_parameters()
+        for parameter, values in model.named_parameters()
         if values.grad is not None
     }
-    check(
-        found,
+    check_gradients(
+        actual,
         {
             parameter: expected[parameter]
-            for parameter, _ in own.named_parameters()
+            for parameter, _ in model.named_parameters()
             if parameter not in frozen
         },
     )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", EVERY)
-def test_what_is_no_number_reaches_the_loss(name: str, dtype: torch.dtype) -> None:
-    """From any parameter that the loss depends on."""
-    of = spec(name)
-    given, own = _families.given(of), build(of, chosen(dtype), dtype)
-    for parameter, values in own.named_parameters():
+@pytest.mark.parametrize("name", MODELS)
+def test_nan_in_any_used_parameter_reaches_the_loss(name: str, dtype: torch.dtype) -> None:
+    model_spec = spec(name)
+    model_input, model = _families.given(model_spec), build(model_spec, chosen(dtype), dtype)
+    for parameter, values in model.named_parameters():
         if (
             "relative" in parameter
             or "position_embeddings" in parameter
             or "tokentype" in parameter
         ):
-            continue  # rows of tables that this batch may leave alone
+            continue  # rows of tables that this batch may not use
         with torch.no_grad():
             before = values.clone()
             values.view(-1)[-1 if "word_embeddings" not in parameter else slice(None)] = torch.nan
-        assert _families.total(own.run(given)).isnan(), parameter
+        assert _families.total(model.run(model_input)).isnan(), parameter
         with torch.no_grad():
             values.copy_(before)

@@ -1,5 +1,7 @@
-"""Attention and MLP against torch.nn for 1, 2 and 4 ranks: y, dx and every parameter's gradient in
-float64."""
+"""Attention and MLP on 1, 2 and 4 ranks, compared with torch.nn.
+
+The output and the gradients of the input and of every parameter are compared in float64.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from megacore.errors import ParallelLayoutError
 from megacore.models.build import build_model
 from megacore.models.layers.attention_bias import RelativeBias, attention_bias
-from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from tests._tensor_ranks import HEADS, MLP_WEIGHTS, attention_reference, joined, random
 from tests._tiny import tiny_config
 
@@ -34,14 +36,14 @@ def _compare(parts: list[dict[str, Tensor]], expected: dict[str, Tensor], sequen
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("groups", [HEADS, 4, 2, 1])
-def test_attention(ranks: Ranks, groups: int, sequence: bool) -> None:
-    parts = [found["attention"][groups, sequence] for found in ranks]
+def test_attention_equals_the_reference(ranks: Ranks, groups: int, sequence: bool) -> None:
+    parts = [rank["attention"][groups, sequence] for rank in ranks]
     expected = attention_reference(groups)
     assert parts[0].keys() == expected.keys()
     _compare(parts, expected, sequence)
 
 
-def test_attention_of_as_many_groups_as_heads_is_torchs() -> None:
+def test_the_attention_reference_equals_torch() -> None:
     reference = attention_reference(HEADS)
     theirs = nn.MultiheadAttention(16, HEADS, batch_first=True, dtype=torch.float64)
     weight = random("query", 16, 16), random("key_value", 32, 16).unflatten(0, (HEADS, 2, 2))
@@ -64,7 +66,7 @@ def test_attention_of_as_many_groups_as_heads_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_mlp(ranks: Ranks, sequence: bool) -> None:
+def test_mlp_equals_torch(ranks: Ranks, sequence: bool) -> None:
     theirs = nn.Sequential(nn.Linear(6, 8), nn.GELU(approximate="tanh"), nn.Linear(8, 6)).double()
     names = dict(zip(MLP_WEIGHTS, ("0.weight", "0.bias", "2.weight", "2.bias"), strict=True))
     with torch.no_grad():
@@ -75,7 +77,7 @@ def test_mlp(ranks: Ranks, sequence: bool) -> None:
     y.backward(random("g", 2, 4, 6))
     grads = {ours: theirs.get_parameter(name).grad for ours, name in names.items()}
     expected: dict[str, Any] = {"y": y.detach(), "x": x.grad, **grads}
-    _compare([found["mlp"][sequence] for found in ranks], expected, sequence)
+    _compare([rank["mlp"][sequence] for rank in ranks], expected, sequence)
 
 
 def test_heads_and_groups_that_do_not_divide_are_refused() -> None:
@@ -95,10 +97,10 @@ def test_heads_and_groups_that_do_not_divide_are_refused() -> None:
 
 
 def test_the_gradient_of_a_relative_bias_is_summed_in_fp32() -> None:
-    """A bucket's is of thousands of places, and a sum in bf16 stops growing at 256."""
+    """A bucket sums thousands of positions, and a sum in bf16 stops growing at 256."""
 
     def gradient(dtype: torch.dtype) -> Tensor:
-        table = RelativeBias(8, 16, 2, bidirectional=True, tp=ALONE, device="cpu").to(dtype)
+        table = RelativeBias(8, 16, 2, bidirectional=True, tp=SINGLE_RANK, device="cpu").to(dtype)
         nn.init.zeros_(table.weight)
         bias = attention_bias(
             queries=96,
@@ -120,14 +122,14 @@ def test_the_gradient_of_a_relative_bias_is_summed_in_fp32() -> None:
 
 
 def test_alibi_is_rounded_once() -> None:
-    """Distances above 256 are not all numbers of bf16."""
+    """bf16 cannot represent all distances above 256."""
     slopes = torch.tensor([0.01])
 
     def bias(dtype: torch.dtype) -> Tensor:
-        found = attention_bias(
+        result = attention_bias(
             queries=1, keys=600, causal=True, dtype=dtype, device=torch.device("cpu"), slopes=slopes
         )
-        assert found is not None
-        return found
+        assert result is not None
+        return result
 
     assert torch.equal(bias(torch.bfloat16), bias(torch.float32).bfloat16())

@@ -1,4 +1,4 @@
-"""T5 against transformers, and divided over ranks and chunks against whole."""
+"""T5 compared with transformers, and divided over ranks and chunks with the undivided model."""
 
 from typing import Any
 
@@ -12,107 +12,110 @@ from megacore.models.base import LM_LOSS, Model
 from megacore.models.build import build_model
 from megacore.models.init import initialize
 from megacore.models.t5 import T5Model
-from megacore.parallel.mesh import ALONE, ParallelGroup, ProcessMesh
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import partitions
 from tests import _families
 from tests._families import DECODER_LENGTH, LENGTH, T5S
 from tests._tiny import tiny_config
-from tests.models._against import (
+from tests.models._comparison import (
     NEAR,
-    assert_dropout_repeats,
-    assert_equal,
-    assert_ranks_agree,
+    assert_dropout_depends_only_on_the_seed,
+    assert_model_equals_transformers,
+    assert_ranks_equal_single_rank,
     in_transformers,
 )
 
 
 @pytest.mark.parametrize("name", T5S)
-def test_against_transformers(name: str) -> None:
+def test_logits_loss_and_gradients_equal_transformers(name: str) -> None:
     ours, theirs = in_transformers(name)
-    given = _families.given(_families.spec(name))
-    assert given.present is not None
-    found = theirs(
-        given.tokens,
-        attention_mask=given.present.long(),
-        labels=given.labels.where(given.loss_mask, -100),
+    model_input = _families.given(_families.spec(name))
+    assert model_input.present is not None
+    output = theirs(
+        model_input.tokens,
+        attention_mask=model_input.present.long(),
+        labels=model_input.labels.where(model_input.loss_mask, -100),
     )
-    assert_equal(name, ours, theirs, given, [found.logits], found.loss, NEAR)
+    assert_model_equals_transformers(
+        name, ours, theirs, model_input, [output.logits], output.loss, NEAR
+    )
 
 
 @pytest.mark.parametrize("name", T5S)
-def test_chunks_against_the_whole(family_alone: dict[str, Any], name: str) -> None:
-    assert_ranks_agree([family_alone], family_alone, name, "plain", "chunks")
+def test_chunks_equal_the_undivided_model(family_single_rank: dict[str, Any], name: str) -> None:
+    assert_ranks_equal_single_rank(
+        [family_single_rank], family_single_rank, name, "plain", "chunks"
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "parts"), [("plain", "whole"), ("sequence", "whole"), ("sequence", "chunks")]
 )
 @pytest.mark.parametrize("name", T5S)
-def test_two_ranks_against_one(
+def test_two_ranks_equal_one(
     family_ranks: list[dict[str, Any]],
-    family_alone: dict[str, Any],
+    family_single_rank: dict[str, Any],
     name: str,
     kind: str,
     parts: str,
 ) -> None:
-    assert_ranks_agree(family_ranks, family_alone, name, kind, parts)
+    assert_ranks_equal_single_rank(family_ranks, family_single_rank, name, kind, parts)
 
 
 @pytest.mark.parametrize("kind", ["plain", "sequence"])
-def test_dropout_repeats(
-    family_ranks: list[dict[str, Any]], family_alone: dict[str, Any], kind: str
+def test_dropout_depends_only_on_the_seed(
+    family_ranks: list[dict[str, Any]], family_single_rank: dict[str, Any], kind: str
 ) -> None:
-    for rank in (*family_ranks, *([family_alone] if kind == "plain" else [])):
-        assert_dropout_repeats(rank, "t5 v1.1", kind)
+    for rank in (*family_ranks, *([family_single_rank] if kind == "plain" else [])):
+        assert_dropout_depends_only_on_the_seed(rank, "t5 v1.1", kind)
 
 
-def test_dropout_is_where_the_original_has_it_and_drawn_anew_each_time(
+def test_dropout_is_where_the_original_has_it_and_independent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside attention's weights: both embeddings, every branch, inside every MLP, and the output
-    of both stacks."""
+    """Besides attention weights: both embeddings, all branches and MLPs, both stacks' outputs."""
     drawn: list[Tensor] = []
     dropout = F.dropout
 
     def recorded(x: Tensor, p: float) -> Tensor:
-        found = dropout(x, p)
-        drawn.append(found == 0)
-        return found
+        dropped = dropout(x, p)
+        drawn.append(dropped == 0)
+        return dropped
 
-    of = _families.spec("t5 v1.0", hidden_dropout=0.1)
-    model, given = _families.model(of), _families.given(of)
+    spec = _families.spec("t5 v1.0", hidden_dropout=0.1)
+    model, model_input = _families.model(spec), _families.given(spec)
     monkeypatch.setattr(F, "dropout", recorded)
-    model.run(given, dropout_seed=1)
+    model.run(model_input, dropout_seed=1)
     encoder, decoder = [LENGTH] * (1 + 2 * 3 + 1), [DECODER_LENGTH] * (1 + 2 * 4 + 1)
     assert [mask.shape[1] for mask in drawn] == encoder + decoder
     flat = [tuple(mask[0].flatten()[:128].tolist()) for mask in drawn]
     assert len(set(flat)) == len(flat)
 
 
-def test_what_is_in_padding_does_not_matter() -> None:
-    of = _families.spec("t5 v1.0")
-    model, given = _families.model(of), _families.given(of)
-    expected = model(given)
-    given.tokens[~given.present] = 5
-    found = model(given)
-    assert torch.equal(found, expected)
-    assert given.decoder_tokens is not None
-    given.decoder_tokens[:, 5:] = 7
-    assert torch.equal(model(given)[:, :5], expected[:, :5])
-    assert not torch.allclose(model(given)[:, 5:], expected[:, 5:], rtol=1e-3)
+def test_the_content_of_padding_does_not_change_the_logits() -> None:
+    spec = _families.spec("t5 v1.0")
+    model, model_input = _families.model(spec), _families.given(spec)
+    expected = model(model_input)
+    model_input.tokens[~model_input.present] = 5
+    logits = model(model_input)
+    assert torch.equal(logits, expected)
+    assert model_input.decoder_tokens is not None
+    model_input.decoder_tokens[:, 5:] = 7
+    assert torch.equal(model(model_input)[:, :5], expected[:, :5])
+    assert not torch.allclose(model(model_input)[:, 5:], expected[:, 5:], rtol=1e-3)
 
 
-def test_a_decoders_chunk_hands_on_the_encoders_output() -> None:
-    of = _families.spec("t5 v1.1")
-    given = _families.given(of)
-    parts = [_families.model(of, chunk=chunk) for chunk in _families.chunks(of)]
+def test_a_decoder_chunk_passes_on_the_encoder_output() -> None:
+    spec = _families.spec("t5 v1.1")
+    model_input = _families.given(spec)
+    parts = [_families.model(spec, chunk=chunk) for chunk in _families.chunks(spec)]
     hidden: list[Tensor] = []
     for part in parts[:-1]:
-        hidden.append(part.run(given, hidden[-1] if hidden else None))  # type: ignore[arg-type]
-    assert [found.shape[1] for found in hidden] == [LENGTH] * 2 + [LENGTH + DECODER_LENGTH] * 2
-    for found in hidden[2:]:
-        assert torch.equal(found[:, :LENGTH], hidden[1])
+        hidden.append(part.run(model_input, hidden[-1] if hidden else None))  # type: ignore[arg-type]
+    assert [output.shape[1] for output in hidden] == [LENGTH] * 2 + [LENGTH + DECODER_LENGTH] * 2
+    for output in hidden[2:]:
+        assert torch.equal(output[:, :LENGTH], hidden[1])
 
 
 def test_recomputation_counts_layers_of_the_encoder_first() -> None:
@@ -134,7 +137,7 @@ def test_recomputation_counts_layers_of_the_encoder_first() -> None:
     assert recomputed(ModelChunk(range(0), False, False, range(1, 3)), 1) == decoder[1:2]
 
 
-def test_a_decoders_chunk_in_between_has_no_table() -> None:
+def test_a_middle_decoder_chunk_has_no_embedding_table() -> None:
     model = _families.model(
         _families.spec("t5 v1.1"), chunk=ModelChunk(range(0), False, False, range(1, 2))
     )
@@ -144,8 +147,8 @@ def test_a_decoders_chunk_in_between_has_no_table() -> None:
 
 
 @pytest.mark.parametrize("name", T5S)
-def test_initial_weights_spread_as_in_transformers(name: str) -> None:
-    """But for a head of its own, which has the spread that a matrix has in Mesh TensorFlow."""
+def test_initial_weights_have_the_spread_of_transformers(name: str) -> None:
+    """An untied head is an exception: it has the spread of a matrix in Mesh TensorFlow."""
     transformers = pytest.importorskip("transformers")
     wide = {
         "hidden_size": 256,
@@ -153,16 +156,16 @@ def test_initial_weights_spread_as_in_transformers(name: str) -> None:
         "kv_channels": 32,
         "relative_attention_num_buckets": 64,
     }
-    of = _families.spec(name, **wide, relative_attention_max_distance=128)
-    ours = _families.model(of)
-    initialize(ours, of, seed=3)
+    spec = _families.spec(name, **wide, relative_attention_max_distance=128)
+    ours = _families.model(spec)
+    initialize(ours, spec, seed=3)
     weights = dict(
-        hf_form_of(of)[1]
-        .key_map(of)
+        hf_form_of(spec)[1]
+        .key_map(spec)
         .forward({key: value.detach() for key, value in ours.named_parameters()})
     )
     theirs = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**hf_form_of(of)[1].write_config(of))
+        transformers.T5Config(**hf_form_of(spec)[1].write_config(spec))
     )
     for key, value in weights.items():
         if value.dim() == 1:
@@ -180,22 +183,22 @@ def test_initial_weights_spread_as_in_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "t5 v1.1"])
 def test_initial_weights_are_the_same_in_every_layout(name: str) -> None:
     def initial(tp: ParallelGroup, chunk: ModelChunk | None = None) -> Model:
-        model = _families.model(of, tp, chunk=chunk)
-        initialize(model, of, seed=3)
+        model = _families.model(spec, tp, chunk=chunk)
+        initialize(model, spec, seed=3)
         return model
 
-    of = _families.spec(name)
-    whole = initial(ALONE).state_dict()
-    for chunk in (None, *_families.chunks(of)):
+    spec = _families.spec(name)
+    undivided = initial(SINGLE_RANK).state_dict()
+    for chunk in (None, *_families.chunks(spec)):
         for rank in range(2):
             part = initial(ParallelGroup(None, rank, 2), chunk)
             divided = partitions(part)
             for key, value in part.state_dict().items():
-                expected = divided[key].shard(whole[key]) if key in divided else whole[key]
+                expected = divided[key].shard(undivided[key]) if key in divided else undivided[key]
                 assert torch.equal(value, expected), key
 
 
-def test_the_run_decides_the_model() -> None:
+def test_the_configuration_selects_t5() -> None:
     config = tiny_config().model_copy(
         update={"family": "t5", "model": _families.spec("t5 v1.1").model}
     )
@@ -236,14 +239,14 @@ def test_parameters_have_megatrons_names() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gives_fp32_losses_near_the_exact_ones(dtype: torch.dtype) -> None:
-    of = _families.spec("t5 v1.1")
-    exact, found = (
-        _families.model(of).run(_families.given(of)),
-        _families.model(of).to(dtype).run(_families.given(of)),
+    spec = _families.spec("t5 v1.1")
+    exact, rounded = (
+        _families.model(spec).run(_families.given(spec)),
+        _families.model(spec).to(dtype).run(_families.given(spec)),
     )
     assert isinstance(exact, dict)
-    assert isinstance(found, dict)
-    assert found[LM_LOSS].losses.dtype == torch.float32
+    assert isinstance(rounded, dict)
+    assert rounded[LM_LOSS].losses.dtype == torch.float32
     torch.testing.assert_close(
-        found[LM_LOSS].losses.double(), exact[LM_LOSS].losses, rtol=0.03, atol=0.05
+        rounded[LM_LOSS].losses.double(), exact[LM_LOSS].losses, rtol=0.03, atol=0.05
     )

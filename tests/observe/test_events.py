@@ -1,4 +1,4 @@
-"""events.jsonl: what is written is read once, also after crashes."""
+"""Tests of the event log: each event is read exactly once, also after a crash."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from megacore.errors import DataFormatError, WorkspaceError
 from megacore.observe.events import EventReader, EventWriter
 
 
-def test_each_event_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
+def test_an_event_is_on_disk_when_write_returns(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     with EventWriter(path, attempt=3) as writer:
         writer.write("step", iteration=1, lm_loss=2.5)
@@ -23,7 +23,7 @@ def test_each_event_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
     assert event["time"] > 1e9
 
 
-def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_a_non_finite_number_is_written_as_null(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path, attempt=1) as writer:
         writer.write("step", iteration=1, lm_loss=float("nan"), grad_norm=float("inf"))
@@ -32,7 +32,7 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     assert event["grad_norm"] is None
 
 
-def test_a_reader_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_reader_resumes_from_an_offset(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path, attempt=1) as writer:
         writer.write("step", iteration=1)
@@ -45,7 +45,7 @@ def test_a_reader_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert list(EventReader(path, end)) == []
 
 
-def test_a_torn_last_line_is_left_alone_and_then_cut_by_the_next_writer(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_not_read_and_the_next_writer_removes_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventWriter(path, attempt=1) as writer:
         writer.write("step", iteration=1)
@@ -60,18 +60,18 @@ def test_a_torn_last_line_is_left_alone_and_then_cut_by_the_next_writer(tmp_path
     ]
 
 
-def test_no_file_has_no_events(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_events(tmp_path: Path) -> None:
     assert list(EventReader(tmp_path / "absent.jsonl")) == []
 
 
-def test_a_complete_line_that_is_no_event_is_an_error(tmp_path: Path) -> None:
+def test_a_complete_line_without_an_event_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind": "start"}\nnonsense\n', encoding="utf-8")
     with pytest.raises(DataFormatError, match="byte 27 is no event"):
         list(EventReader(path))
 
 
-def test_a_full_disk_is_said_as_such() -> None:
+def test_a_full_disk_raises_a_workspace_error() -> None:
     with (
         pytest.raises(WorkspaceError, match="No space left"),
         EventWriter(Path("/dev/full"), attempt=1) as writer,

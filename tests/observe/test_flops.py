@@ -1,4 +1,4 @@
-"""Operation counts against the paper's formula, peaks against the table."""
+"""Tests of the operation counts against the paper's formula and of the table of peaks."""
 
 from typing import Literal
 
@@ -17,32 +17,32 @@ SHAPE = TransformerShape(
 )
 
 
-def test_with_recomputation_it_is_the_formula_of_narayanan_et_al() -> None:
+def test_step_flops_with_full_recomputation_equal_narayanan_et_al() -> None:
     batch, s, layers, h, v = 8, 1024, 24, 1024, 50304
     paper = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
     assert step_flops(SHAPE, 8, "full") == pytest.approx(paper, rel=1e-12)
 
 
-def test_without_recomputation_a_quarter_of_the_layers_work_is_saved() -> None:
+def test_no_recomputation_saves_a_quarter_of_the_layers_operations() -> None:
     batch, s, layers, h, v = 8, 1024, 24, 1024, 50304
     model = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert step_flops(SHAPE, 8, "none") == pytest.approx(model, rel=1e-12)
 
 
-def test_a_narrow_mlp_counts_less() -> None:
+def test_a_narrower_mlp_has_fewer_operations() -> None:
     narrow = TransformerShape(24, 1024, 1024, 1024, 50304)
     saved = 3 * 24 * 4 * 1024 * 1024 * 3072
     assert step_flops(SHAPE, 1, "none") - step_flops(narrow, 1, "none") == saved
 
 
-def test_grouped_queries_save_the_keys_and_values_that_are_shared() -> None:
+def test_grouped_queries_save_operations_of_shared_keys_and_values() -> None:
     grouped = TransformerShape(24, 1024, 4096, 1024, 50304, key_value_size=256)
     saved = 3 * 24 * 2 * (2 * 1024 * 1024 * (1024 - 256))
     assert step_flops(SHAPE, 1, "none") - step_flops(grouped, 1, "none") == saved
     assert TransformerShape(24, 1024, 4096, 1024, 50304, 1024).layer_forward == SHAPE.layer_forward
 
 
-def test_selective_recomputation_runs_attention_again() -> None:
+def test_selective_recomputation_adds_one_attention_forward_pass() -> None:
     scores_and_context = 2 * 2 * 1024 * 1024 * 1024
     assert (
         step_flops(SHAPE, 5, "selective") - step_flops(SHAPE, 5, "none")
@@ -51,13 +51,15 @@ def test_selective_recomputation_runs_attention_again() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_some_layers_recompute(recompute: Literal["selective", "full"]) -> None:
-    none, every = step_flops(SHAPE, 2, "none"), step_flops(SHAPE, 2, recompute)
-    assert step_flops(SHAPE, 2, recompute, 6) - none == (every - none) // 4
-    assert step_flops(SHAPE, 2, recompute, 0) == none
+def test_operations_grow_with_the_number_of_recomputed_layers(
+    recompute: Literal["selective", "full"],
+) -> None:
+    no_layer, all_layers = step_flops(SHAPE, 2, "none"), step_flops(SHAPE, 2, recompute)
+    assert step_flops(SHAPE, 2, recompute, 6) - no_layer == (all_layers - no_layer) // 4
+    assert step_flops(SHAPE, 2, recompute, 0) == no_layer
 
 
-def test_the_shape_of_a_configuration() -> None:
+def test_shape_is_read_from_a_configuration() -> None:
     config = tiny_config(num_query_groups=2)
     assert TransformerShape.of(config, 64) == TransformerShape(
         2, 32, 128, 16, 64, key_value_size=16
@@ -98,9 +100,9 @@ def test_the_shape_of_a_configuration() -> None:
         ("NVIDIA GeForce GTX 1080", "fp16", None),
     ],
 )
-def test_peaks_by_device_name(name: str, precision: str, peak: float | None) -> None:
+def test_peak_is_found_by_device_name(name: str, precision: str, peak: float | None) -> None:
     assert peak_by_name(name, precision) == peak
 
 
-def test_a_cpu_is_measured() -> None:
+def test_measured_matmul_speed_of_a_cpu_is_plausible() -> None:
     assert 1e-4 < measured_matmul_tflops("fp32", seconds=0.02) < 100.0

@@ -1,4 +1,4 @@
-"""What a rank tells of itself, and what a reader makes of the file."""
+"""Tests of the heartbeat file that a rank writes and the parent process reads."""
 
 import os
 import signal
@@ -23,62 +23,62 @@ from megacore.parallel.mesh import ProcessMesh
 
 
 def read(directory: Path, rank: int = 3) -> Beat:
-    found = read_heartbeat(beat_path(directory, rank))
-    assert found is not None
-    return found
+    beat = read_heartbeat(beat_path(directory, rank))
+    assert beat is not None
+    return beat
 
 
-def test_a_new_heartbeat_says_whose_it_is(tmp_path: Path) -> None:
+def test_a_new_heartbeat_names_rank_process_and_host(tmp_path: Path) -> None:
     heartbeat = Heartbeat(beat_path(tmp_path / "exit", 3))
-    found = read(tmp_path / "exit")
-    assert (found.rank, found.pid, found.host) == (3, os.getpid(), os.uname().nodename)
-    assert (found.phase, found.iteration, found.collectives, found.collective) == (
+    beat = read(tmp_path / "exit")
+    assert (beat.rank, beat.pid, beat.host) == (3, os.getpid(), os.uname().nodename)
+    assert (beat.phase, beat.iteration, beat.collectives, beat.collective) == (
         "start",
         None,
         0,
         "",
     )
-    assert found.here
-    assert found.alive
+    assert beat.here
+    assert beat.alive
     assert heartbeat.phase == "start"
     assert [path.name for path in (tmp_path / "exit").iterdir()] == ["rank_00003.beat"]
 
 
-def test_a_beat_tells_phase_iteration_and_time(tmp_path: Path) -> None:
+def test_a_beat_updates_phase_and_time_and_keeps_the_iteration(tmp_path: Path) -> None:
     heartbeat = Heartbeat(beat_path(tmp_path, 3))
     before = read(tmp_path)
     heartbeat.beat("data", 0)
     heartbeat.beat("save")
-    found = read(tmp_path)
-    assert (found.phase, found.iteration, found.changes) == ("save", 0, before.changes + 2)
-    assert abs(found.time - time.time()) < 5.0
+    beat = read(tmp_path)
+    assert (beat.phase, beat.iteration, beat.changes) == ("save", 0, before.changes + 2)
+    assert abs(beat.time - time.time()) < 5.0
 
 
-def test_waits_are_counted_and_the_last_one_stays_known(tmp_path: Path) -> None:
+def test_collectives_are_counted_and_the_last_one_is_remembered(tmp_path: Path) -> None:
     heartbeat = Heartbeat(beat_path(tmp_path, 3))
     heartbeat.beat("world wait")
     assert read(tmp_path).waits
     heartbeat.beat("data-parallel wait")
     heartbeat.beat("optimizer")
-    found = read(tmp_path)
-    assert (found.phase, found.collectives, found.collective) == (
+    beat = read(tmp_path)
+    assert (beat.phase, beat.collectives, beat.collective) == (
         "optimizer",
         2,
         "data-parallel wait",
     )
-    assert not found.waits
+    assert not beat.waits
 
 
-def test_names_that_are_too_long_are_cut(tmp_path: Path) -> None:
+def test_a_long_phase_name_is_truncated(tmp_path: Path) -> None:
     heartbeat = Heartbeat(beat_path(tmp_path, 3))
     heartbeat.beat("x" * 500, 2**40)
-    found = read(tmp_path)
-    assert found.phase == "x" * 64
-    assert found.iteration == 2**40
-    assert found.collectives == 0
+    beat = read(tmp_path)
+    assert beat.phase == "x" * 64
+    assert beat.iteration == 2**40
+    assert beat.collectives == 0
 
 
-def test_the_timers_tell_each_phase_and_return_to_the_outer_one(tmp_path: Path) -> None:
+def test_timers_beat_each_phase_and_restore_the_outer_one(tmp_path: Path) -> None:
     timers = Timers(torch.device("cpu"), Heartbeat(beat_path(tmp_path, 3)))
     mesh = ProcessMesh(timers=timers)
     mesh.beat("iteration", 4)
@@ -89,26 +89,26 @@ def test_the_timers_tell_each_phase_and_return_to_the_outer_one(tmp_path: Path) 
         with timers.paused(), mesh.time("world wait"):
             assert read(tmp_path).phase == "world wait"
         assert read(tmp_path).changes == inner.changes + 2
-    found = read(tmp_path)
-    assert (found.phase, found.iteration, found.collectives) == ("iteration", 4, 2)
+    beat = read(tmp_path)
+    assert (beat.phase, beat.iteration, beat.collectives) == ("iteration", 4, 2)
     assert timers.take(1).keys() == {"forward-compute", "tensor-parallel wait"}
 
 
-def test_a_phase_that_fails_is_left(tmp_path: Path) -> None:
+def test_a_phase_that_raises_restores_the_outer_one(tmp_path: Path) -> None:
     timers = Timers(torch.device("cpu"), Heartbeat(beat_path(tmp_path, 3)))
     with pytest.raises(ZeroDivisionError), timers("backward-compute"):
         raise ZeroDivisionError
     assert read(tmp_path).phase == "start"
 
 
-def test_without_a_heartbeat_a_beat_tells_nobody() -> None:
+def test_a_mesh_without_a_heartbeat_accepts_beats() -> None:
     for mesh in (ProcessMesh(), ProcessMesh(timers=Timers(torch.device("cpu")))):
         mesh.beat("data", 1)
         with mesh.time("world wait"):
             pass
 
 
-def test_a_killed_process_leaves_what_it_said_and_is_not_alive(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_its_last_beat_and_is_not_alive(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
@@ -121,8 +121,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert process_state(child.pid) == "Z"
     assert not read(tmp_path).alive, "a zombie is gone"
     child.wait()
-    found = read(tmp_path)
-    assert (found.phase, found.iteration, found.here, found.alive) == (
+    beat = read(tmp_path)
+    assert (beat.phase, beat.iteration, beat.here, beat.alive) == (
         "backward-compute",
         12,
         True,
@@ -131,11 +131,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert process_state(child.pid) == ""
 
 
-def test_what_is_no_heartbeat_is_passed_over(tmp_path: Path) -> None:
+def test_damaged_heartbeat_files_are_ignored(tmp_path: Path) -> None:
     heartbeats = [Heartbeat(beat_path(tmp_path, rank)) for rank in (10, 2)]
     heartbeats[0].beat("data")
-    whole = beat_path(tmp_path, 2).read_bytes()
-    for rank, data in enumerate([b"", whole[:-1], b"X" * len(whole)], start=20):
+    complete = beat_path(tmp_path, 2).read_bytes()
+    for rank, data in enumerate([b"", complete[:-1], b"X" * len(complete)], start=20):
         beat_path(tmp_path, rank).write_bytes(data)
     beat_path(tmp_path, 30).mkdir()
     assert [beat.rank for beat in read_heartbeats(tmp_path)] == [2, 10]
@@ -143,7 +143,7 @@ def test_what_is_no_heartbeat_is_passed_over(tmp_path: Path) -> None:
     assert read_heartbeats(tmp_path / "nowhere") == []
 
 
-def test_a_rank_that_is_stopped_while_it_writes_has_a_whole_heartbeat(tmp_path: Path) -> None:
+def test_a_rank_stopped_during_a_write_has_a_consistent_heartbeat(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from megacore.observe.heartbeat import Heartbeat, beat_path
@@ -161,12 +161,12 @@ while True:
         for _ in range(400):
             child.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-            found = read(tmp_path)
-            assert (found.phase, found.collective) == ("data-parallel wait", "data-parallel wait")
-            assert found.changes >= newest
-            assert found.iteration is not None
-            assert found.iteration >= 1000
-            newest = found.changes
+            beat = read(tmp_path)
+            assert (beat.phase, beat.collective) == ("data-parallel wait", "data-parallel wait")
+            assert beat.changes >= newest
+            assert beat.iteration is not None
+            assert beat.iteration >= 1000
+            newest = beat.changes
             child.send_signal(signal.SIGCONT)
             time.sleep(0.001)
     finally:

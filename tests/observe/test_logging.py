@@ -1,4 +1,4 @@
-"""The lines that Megatron-LM's users and their scripts read."""
+"""Tests of the log lines in Megatron-LM's format."""
 
 import dataclasses
 import logging
@@ -39,7 +39,7 @@ REPORT = StepReport(
 )
 
 
-def test_the_step_line() -> None:
+def test_step_line_has_megatrons_format() -> None:
     assert step_line(REPORT, datetime(2026, 1, 2, 3, 4, 5)) == (
         " [2026-01-02 03:04:05] iteration      100/  500000 | consumed samples:         6400 | "
         "consumed tokens:        6553600 | elapsed time per iteration (ms): 343.2 | learning rate: "
@@ -50,11 +50,11 @@ def test_the_step_line() -> None:
     )
 
 
-def test_an_unknown_peak_is_said() -> None:
+def test_step_line_without_a_peak_shows_an_unknown_mfu() -> None:
     assert "| MFU: unknown |" in step_line(dataclasses.replace(REPORT, mfu=None))
 
 
-def test_the_validation_line() -> None:
+def test_validation_line_has_the_value_of_each_loss() -> None:
     line = (
         " validation loss at iteration 1000 | lm loss value: 5.298317E+00 | lm loss PPL: "
         "2.000000E+02 | "
@@ -64,7 +64,7 @@ def test_the_validation_line() -> None:
     assert validation_line(1000, both) == f"{line}sop loss value: 5.000000E-01 | "
 
 
-def test_further_losses_follow_the_first() -> None:
+def test_further_losses_follow_the_first_in_line_and_event() -> None:
     report = dataclasses.replace(REPORT, further_losses={"nsp_loss": 0.25})
     assert (
         " | lm loss: 9.440000E+00 | nsp loss: 2.500000E-01 | loss scale: 262144.0 | "
@@ -76,27 +76,28 @@ def test_further_losses_follow_the_first() -> None:
     }
 
 
-def test_a_hopeless_loss_has_infinite_perplexity() -> None:
+def test_perplexity_of_a_huge_loss_is_infinite() -> None:
     assert perplexity(1e4) == math.inf
 
 
-def test_the_time_line() -> None:
+def test_time_line_lists_the_phases_in_milliseconds() -> None:
     assert time_line({"data": 1.0, "update": 2.25}) == "time (ms) | data: 1.0 | update: 2.2"
 
 
 @pytest.fixture
 def library_logger() -> Iterator[logging.Logger]:
-    own = logging.getLogger("megacore")
-    before = (own.handlers, own.level, own.propagate)
-    yield own
-    own.handlers, own.level, own.propagate = before
+    """Provide megacore's logger and restore its settings after the test."""
+    logger = logging.getLogger("megacore")
+    settings = (logger.handlers, logger.level, logger.propagate)
+    yield logger
+    logger.handlers, logger.level, logger.propagate = settings
 
 
-def test_rank_0_tells_and_the_others_only_warn(
+def test_rank_0_logs_information_and_other_ranks_only_warnings(
     library_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (0, 1):
         configure_logging(rank)
-        logging.getLogger("megacore.train.loop").info("told by %d", rank)
-        logging.getLogger("megacore.checkpoint.format").warning("warned by %d", rank)
-    assert capsys.readouterr().out == "told by 0\nwarned by 0\nrank 1: warned by 1\n"
+        logging.getLogger("megacore.train.loop").info("info of %d", rank)
+        logging.getLogger("megacore.checkpoint.format").warning("warning of %d", rank)
+    assert capsys.readouterr().out == "info of 0\nwarning of 0\nrank 1: warning of 1\n"

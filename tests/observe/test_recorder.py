@@ -1,4 +1,4 @@
-"""One account in three forms."""
+"""Tests of the recorder, which writes events, log lines and TensorBoard files."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ from megacore.observe.recorder import Recorder
 from tests.observe.test_logging import REPORT
 
 
-def account(directory: Path, rank: int, *, board: bool = False) -> None:
+def record_run(directory: Path, rank: int, *, board: bool = False) -> None:
     with Recorder(directory, attempt=1, rank=rank, tensorboard=board) as recorder:
         recorder.event("start", ranks=2)
         recorder.step(REPORT, {"update": 1.0})
@@ -27,7 +27,7 @@ def account(directory: Path, rank: int, *, board: bool = False) -> None:
 
 def test_rank_0_writes_events_and_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "megacore"):
-        account(tmp_path, 0)
+        record_run(tmp_path, 0)
     events = [
         json.loads(line)
         for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
@@ -39,22 +39,22 @@ def test_rank_0_writes_events_and_lines(tmp_path: Path, caplog: pytest.LogCaptur
     assert "look here" in caplog.text
 
 
-def test_further_losses_are_values_of_their_own(
+def test_each_further_loss_is_recorded_under_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    both = {"lm_loss": 5.0, "sop_loss": 0.5}
+    losses = {"lm_loss": 5.0, "sop_loss": 0.5}
     with (
         caplog.at_level(logging.INFO, "megacore"),
         Recorder(tmp_path, attempt=1, rank=0, tensorboard=False) as recorder,
     ):
         recorder.step(replace(REPORT, further_losses={"sop_loss": 0.75}), {})
-        recorder.evaluation(100, both, samples=1, consumed_samples=1, consumed_tokens=1)
+        recorder.evaluation(100, losses, samples=1, consumed_samples=1, consumed_tokens=1)
     step, evaluation = (
         json.loads(line)
         for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
     )
     assert (step["lm_loss"], step["sop_loss"]) == (REPORT.lm_loss, 0.75)
-    assert {name: evaluation[name] for name in both} == both
+    assert {name: evaluation[name] for name in losses} == losses
     assert evaluation["ppl"] == pytest.approx(148.413, abs=1e-3)
     assert "sop loss: 7.500000E-01" in caplog.text
     assert "sop loss value: 5.000000E-01" in caplog.text
@@ -62,26 +62,26 @@ def test_further_losses_are_values_of_their_own(
 
 def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "megacore"):
-        account(tmp_path, 1, board=True)
+        record_run(tmp_path, 1, board=True)
     assert list(tmp_path.iterdir()) == []
     assert caplog.text == ""
 
 
-def test_a_missing_tensorboard_names_the_extra(
+def test_missing_tensorboard_is_refused_with_the_name_of_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"\.\[tensorboard\]"):
-        account(tmp_path, 0, board=True)
+        record_run(tmp_path, 0, board=True)
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed"
 )
-def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
+def test_tensorboard_files_contain_the_curves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    account(tmp_path, 0, board=True)
+    record_run(tmp_path, 0, board=True)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert board.Scalars("lm loss")[0].value == pytest.approx(9.44)
@@ -91,12 +91,12 @@ def test_tensorboard_files_hold_the_curves(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed"
 )
-def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
+def test_tensorboard_shows_repeated_iterations_of_a_resumed_run_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    account(tmp_path, 0, board=True)
-    time.sleep(1.1)  # files are named, and read in the order of, whole seconds
-    account(tmp_path, 0, board=True)
+    record_run(tmp_path, 0, board=True)
+    time.sleep(1.1)  # the files are named after and read in the order of full seconds
+    record_run(tmp_path, 0, board=True)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()

@@ -1,4 +1,4 @@
-"""Runs as the workspace itself shows them."""
+"""Tests of the list of runs that is read from the workspace."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from megacore.observe.runs import find_run, runs
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    """A workspace with one run that stopped at iteration 20 of 50."""
+    """Return a workspace with one run that stopped at iteration 20 of 50."""
     workspace = Workspace(tmp_path)
     directory = workspace.folder("train") / "aaaa"
     (directory / "checkpoints").mkdir(parents=True)
@@ -36,7 +36,7 @@ def workspace(tmp_path: Path) -> Workspace:
     return workspace
 
 
-def test_a_stopped_run(workspace: Workspace) -> None:
+def test_a_stopped_run_is_listed_with_its_progress(workspace: Workspace) -> None:
     (run,) = runs(workspace)
     assert run["size_bytes"] > 5000
     assert run["updated"] > 1.7e9
@@ -55,18 +55,23 @@ def test_a_stopped_run(workspace: Workspace) -> None:
     }
 
 
-def test_states(workspace: Workspace) -> None:
+def test_a_locked_run_is_running_and_a_sealed_one_finished(workspace: Workspace) -> None:
     directory = workspace.folder("train") / "aaaa"
     with lock(directory):
         assert runs(workspace)[0]["state"] == "running"
     seal(directory, StageKey("train", 1, {}, {}), {}, 1.0)
     assert runs(workspace)[0]["state"] == "finished"
+
+
+def test_a_run_with_a_broken_run_json_is_damaged(workspace: Workspace) -> None:
+    directory = workspace.folder("train") / "aaaa"
+    seal(directory, StageKey("train", 1, {}, {}), {}, 1.0)
     (directory / "run.json").write_text("{")
     (run,) = runs(workspace)
     assert (run["state"], run["key"]) == ("damaged", "aaaa")
 
 
-def test_perplexity_of_the_test_split_belongs_to_the_run_it_was_measured_on(
+def test_perplexity_of_the_test_split_is_that_of_the_evaluated_run(
     workspace: Workspace,
 ) -> None:
     directory = workspace.folder("train") / "aaaa"
@@ -77,7 +82,9 @@ def test_perplexity_of_the_test_split_belongs_to_the_run_it_was_measured_on(
     assert runs(workspace)[0]["test_ppl"] == 80.0
 
 
-def test_the_newest_run_comes_first_and_other_folders_are_no_runs(workspace: Workspace) -> None:
+def test_the_newest_run_is_first_and_folders_without_run_json_are_ignored(
+    workspace: Workspace,
+) -> None:
     other = workspace.folder("train") / "bbbb"
     other.mkdir()
     assert len(runs(workspace)) == 1
@@ -90,7 +97,7 @@ def test_the_newest_run_comes_first_and_other_folders_are_no_runs(workspace: Wor
     assert runs(workspace)[0]["iteration"] is None
 
 
-def test_a_run_is_found_by_key_or_name_when_it_is_the_only_one(workspace: Workspace) -> None:
+def test_a_run_is_found_by_key_prefix_or_name(workspace: Workspace) -> None:
     directory = workspace.folder("train") / "aaaa"
     for name in ("aaaa", "aa", "gpt2-test"):
         assert find_run(workspace, name, state="incomplete") == directory
@@ -103,7 +110,7 @@ def test_a_run_is_found_by_key_or_name_when_it_is_the_only_one(workspace: Worksp
         find_run(workspace, "b", state="incomplete")
 
 
-def test_of_many_runs_a_message_names_those_of_the_name_or_a_few(workspace: Workspace) -> None:
+def test_the_message_for_an_unknown_run_lists_matching_or_a_few_runs(workspace: Workspace) -> None:
     for number in range(20):
         other = workspace.folder("train") / f"b{number:03}"
         other.mkdir()
@@ -122,7 +129,7 @@ def test_an_empty_workspace_has_no_runs(tmp_path: Path) -> None:
     assert runs(Workspace(tmp_path)) == []
 
 
-def test_listing_imports_nothing_heavy() -> None:
+def test_importing_the_list_of_runs_imports_no_heavy_package() -> None:
     code = (
         "import sys, megacore.observe.runs\n"
         "assert not {'torch', 'mlflow', 'prefect', 'transformers'} & set(sys.modules), 'imported "
@@ -131,7 +138,7 @@ def test_listing_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_a_fine_tuning_is_listed_with_its_best_metric(tmp_path: Path) -> None:
+def test_a_fine_tuning_run_is_listed_with_its_best_metric(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
     directory = workspace.folder("finetune") / "bbbb"
     directory.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Times by phase."""
+"""Tests of the times by phase."""
 
 import time
 
@@ -7,7 +7,7 @@ import torch
 from megacore.observe.timers import Timers, exposed_communication
 
 
-def test_phases_are_added_up_and_divided_by_the_iterations() -> None:
+def test_phase_times_are_summed_and_divided_by_the_iterations() -> None:
     timers = Timers(torch.device("cpu"))
     for _ in range(2):
         with timers("sleep"):
@@ -20,7 +20,7 @@ def test_phases_are_added_up_and_divided_by_the_iterations() -> None:
     assert timers.take(1) == {}
 
 
-def test_what_runs_while_paused_is_left_out() -> None:
+def test_phases_are_not_recorded_while_paused() -> None:
     timers = Timers(torch.device("cpu"))
     with timers.paused(), timers("validation"):
         pass
@@ -29,6 +29,6 @@ def test_what_runs_while_paused_is_left_out() -> None:
     assert timers.take(1).keys() == {"training"}
 
 
-def test_waiting_is_exposed_communication() -> None:
+def test_exposed_communication_is_the_sum_of_the_waits() -> None:
     times = {"forward-compute": 10.0, "tensor-parallel wait": 1.0, "data-parallel wait": 0.5}
     assert exposed_communication(times) == 1.5

@@ -1,4 +1,4 @@
-"""AdamW over main weights against torch's own."""
+"""AdamW with main weights, compared with torch's AdamW."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class Optimized:
         ]
         self.optimizer = MainWeightAdamW(self.syncs, CONFIG, dtype, partitions)
 
-    def put(self, step: int, factor: float = 1.0) -> None:
+    def set_gradients(self, step: int, factor: float = 1.0) -> None:
         for sync in self.syncs:
             sync.zero()
             for name, view in sync.gradients.items():
@@ -56,8 +56,11 @@ class Optimized:
 
 
 def reference(steps: int, max_norm: float = 0.0) -> dict[str, nn.Parameter]:
-    own = parameters()
-    groups = [{"params": [own["a.weight"]]}, {"params": [own["a.bias"], own["norm.weight"]]}]
+    weights = parameters()
+    groups = [
+        {"params": [weights["a.weight"]]},
+        {"params": [weights["a.bias"], weights["norm.weight"]]},
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
     for step in range(steps):
         for group, weight_decay in zip(
@@ -65,72 +68,78 @@ def reference(steps: int, max_norm: float = 0.0) -> dict[str, nn.Parameter]:
         ):
             group["lr"], group["weight_decay"] = 1e-2 / (step + 1), weight_decay
         for name, gradient in gradients(step).items():
-            own[name].grad = gradient
+            weights[name].grad = gradient
         if max_norm:
-            torch.nn.utils.clip_grad_norm_(own.values(), max_norm)
+            torch.nn.utils.clip_grad_norm_(weights.values(), max_norm)
         optimizer.step()
-    return own
+    return weights
 
 
-def test_fp32_equals_torch_bit_for_bit_and_needs_no_copy() -> None:
-    own = Optimized()
+def test_fp32_equals_torch_bit_for_bit_without_a_copy() -> None:
+    optimized = Optimized()
     for step in range(4):
-        own.put(step)
-        own.optimizer.step(1e-2 / (step + 1), 0.1 * (step + 1))
-    assert own.optimizer.steps == 4
+        optimized.set_gradients(step)
+        optimized.optimizer.step(1e-2 / (step + 1), 0.1 * (step + 1))
+    assert optimized.optimizer.steps == 4
     for name, expected in reference(4).items():
-        assert torch.equal(own.parameters[name], expected), name
-        assert own.tensors()[f"model.{name}"].data_ptr() == own.parameters[name].data_ptr()
+        assert torch.equal(optimized.parameters[name], expected), name
+        assert (
+            optimized.tensors()[f"model.{name}"].data_ptr() == optimized.parameters[name].data_ptr()
+        )
 
 
 def test_low_precision_weights_are_rounded_copies_of_fp32_main_weights() -> None:
-    own = Optimized(torch.bfloat16)
+    optimized = Optimized(torch.bfloat16)
     for step in range(4):
-        own.put(step)
-        own.optimizer.step(1e-2 / (step + 1), 0.1 * (step + 1))
+        optimized.set_gradients(step)
+        optimized.optimizer.step(1e-2 / (step + 1), 0.1 * (step + 1))
     for name, expected in reference(4).items():
-        assert torch.equal(own.tensors()[f"model.{name}"], expected), name
-        assert own.parameters[name].dtype == torch.bfloat16
-        assert torch.equal(own.parameters[name], expected.to(torch.bfloat16))
+        assert torch.equal(optimized.tensors()[f"model.{name}"], expected), name
+        assert optimized.parameters[name].dtype == torch.bfloat16
+        assert torch.equal(optimized.parameters[name], expected.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_clipping_and_unscaling_are_part_of_the_update(max_norm: float, scale: float) -> None:
-    own = Optimized()
+    optimized = Optimized()
     for step in range(4):
-        own.put(step, scale)
-        norm = own.optimizer.grad_norm(scale=scale)
-        own.optimizer.step(
+        optimized.set_gradients(step, scale)
+        norm = optimized.optimizer.grad_norm(scale=scale)
+        optimized.optimizer.step(
             1e-2 / (step + 1), 0.1 * (step + 1), norm=norm, max_norm=max_norm, scale=scale
         )
     for name, expected in reference(4, max_norm).items():
-        torch.testing.assert_close(own.parameters[name], expected, rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            optimized.parameters[name], expected, rtol=1e-6, atol=1e-6, msg=name
+        )
 
 
-def test_the_norm_is_over_all_chunks_and_without_the_scale() -> None:
-    own = Optimized()
-    own.put(0, 8.0)
+def test_the_norm_covers_all_chunks_and_excludes_the_scale() -> None:
+    optimized = Optimized()
+    optimized.set_gradients(0, 8.0)
     expected = torch.cat([gradient.flatten() for gradient in gradients(0).values()]).double().norm()
-    assert float(own.optimizer.grad_norm(scale=8.0)) == pytest.approx(float(expected), rel=1e-6)
-    assert own.optimizer.grad_norm().dtype == torch.float32
+    assert float(optimized.optimizer.grad_norm(scale=8.0)) == pytest.approx(
+        float(expected), rel=1e-6
+    )
+    assert optimized.optimizer.grad_norm().dtype == torch.float32
 
 
-def test_a_gradient_that_is_not_finite_makes_a_norm_that_is_not() -> None:
+def test_a_non_finite_gradient_makes_the_norm_non_finite() -> None:
     for value in (torch.inf, torch.nan):
-        own = Optimized()
-        own.put(0)
-        own.syncs[1].gradients["norm.weight"][3] = value
-        assert not own.optimizer.grad_norm().isfinite()
+        optimized = Optimized()
+        optimized.set_gradients(0)
+        optimized.syncs[1].gradients["norm.weight"][3] = value
+        assert not optimized.optimizer.grad_norm().isfinite()
 
 
 def test_restored_tensors_and_step_count_continue_bit_identically() -> None:
-    whole = Optimized(torch.bfloat16)
+    uninterrupted = Optimized(torch.bfloat16)
     for step in range(4):
-        whole.put(step)
-        whole.optimizer.step(1e-2, 0.1)
+        uninterrupted.set_gradients(step)
+        uninterrupted.optimizer.step(1e-2, 0.1)
         if step == 1:
-            saved = {name: tensor.clone() for name, tensor in whole.tensors().items()}
+            saved = {name: tensor.clone() for name, tensor in uninterrupted.tensors().items()}
     resumed = Optimized(torch.bfloat16)
     for name, tensor in resumed.tensors().items():
         tensor.copy_(saved[name])
@@ -138,9 +147,9 @@ def test_restored_tensors_and_step_count_continue_bit_identically() -> None:
     assert torch.equal(resumed.parameters["a.bias"], saved["model.a.bias"].bfloat16())
     resumed.optimizer.steps = 2
     for step in (2, 3):
-        resumed.put(step)
+        resumed.set_gradients(step)
         resumed.optimizer.step(1e-2, 0.1)
-    for name, tensor in whole.tensors().items():
+    for name, tensor in uninterrupted.tensors().items():
         assert torch.equal(tensor, resumed.tensors()[name]), name
     assert set(saved) == {
         f"{kind}.{name}"
@@ -149,15 +158,17 @@ def test_restored_tensors_and_step_count_continue_bit_identically() -> None:
     }
 
 
-def test_a_tensor_parallel_part_knows_its_place_in_the_whole() -> None:
-    own = Optimized(
+def test_tensor_parallel_shards_have_global_shapes_and_offsets() -> None:
+    optimized = Optimized(
         partitions={"a.weight": Partition(dim=1, rank=2, size=3), "a.bias": Partition(0, 0, 2)}
     )
-    tensors = own.optimizer.tensors()
+    tensors = optimized.optimizer.tensors()
     weight, bias = tensors["model.a.weight"], tensors["optimizer.exp_avg.a.bias"]
     assert isinstance(weight, TensorShard)
     assert isinstance(bias, TensorShard)
     assert (weight.shape, list(weight.pieces)) == ((4, 18), [(0, 12)])
     assert (bias.shape, list(bias.pieces)) == ((12,), [(0,)])
-    assert weight.pieces[torch.Size((0, 12))].data_ptr() == own.parameters["a.weight"].data_ptr()
+    assert (
+        weight.pieces[torch.Size((0, 12))].data_ptr() == optimized.parameters["a.weight"].data_ptr()
+    )
     assert isinstance(tensors["model.norm.weight"], Tensor)

@@ -1,4 +1,4 @@
-"""The global norm and what clipping makes of it."""
+"""The divisor that limits the global norm of gradients."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from megacore.optim.adam import clip_divisor
 
 
-def test_a_large_gradient_is_divided_to_the_limit_and_a_small_one_is_not() -> None:
+def test_only_norms_above_the_limit_are_reduced_to_it() -> None:
     norm = torch.tensor(2.0)
     assert float(norm / clip_divisor(norm, 0.5)) == pytest.approx(0.5, rel=1e-5)
     assert float(clip_divisor(norm, 1e3)) == 1.0

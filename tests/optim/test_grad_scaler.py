@@ -1,4 +1,4 @@
-"""Dynamic loss scaling, step by step."""
+"""Dynamic loss scaling, iteration by iteration."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from megacore.optim.grad_scaler import DynamicLossScaler
 
 
 def scales(scaler: DynamicLossScaler, outcomes: str) -> list[float]:
-    """The scale after each iteration; x is an overflow."""
+    """Return the scale after each iteration; x is an overflow."""
     result = []
     for outcome in outcomes:
         scaler.update(overflow=outcome == "x")
@@ -20,7 +20,7 @@ def test_hysteresis_delays_the_first_backoff_only() -> None:
     assert scales(scaler, "xxx") == [1024, 512, 256]
 
 
-def test_the_scale_doubles_after_a_window_and_the_hysteresis_starts_afresh() -> None:
+def test_the_scale_doubles_after_a_window_and_hysteresis_is_reset() -> None:
     scaler = DynamicLossScaler(LossScaleConfig(initial=1024, window=4, hysteresis=2, minimum=1))
     assert scales(scaler, "xx....xx") == [1024, 512, 512, 512, 512, 1024, 1024, 512]
 
@@ -30,13 +30,13 @@ def test_an_overflow_restarts_the_window() -> None:
     assert scales(scaler, "...x....") == [1024] * 7 + [2048]
 
 
-def test_the_first_345m_iterations_halve_from_2_to_the_32() -> None:
+def test_overflows_halve_the_default_scale_from_2_to_the_32() -> None:
     scaler = DynamicLossScaler(LossScaleConfig())
     assert scales(scaler, "x" * 15)[-1] == 2.0**18
 
 
 def exhausted(scaler: DynamicLossScaler, outcomes: str) -> list[bool]:
-    """Whether the scaler is exhausted after each iteration; x is an overflow."""
+    """Return after each iteration if the scaler is exhausted; x is an overflow."""
     result = []
     for outcome in outcomes:
         scaler.update(overflow=outcome == "x")
@@ -44,7 +44,7 @@ def exhausted(scaler: DynamicLossScaler, outcomes: str) -> list[bool]:
     return result
 
 
-def test_the_minimum_holds() -> None:
+def test_the_scale_stays_at_the_minimum() -> None:
     scaler = DynamicLossScaler(LossScaleConfig(initial=2, window=4, hysteresis=1, minimum=1))
     assert scales(scaler, "xxx") == [1, 1, 1]
 
@@ -62,7 +62,7 @@ def test_overflows_above_the_minimum_do_not_count() -> None:
     assert exhausted(scaler, "xxxx") == [False, False, False, True]
 
 
-def test_a_restored_scaler_goes_on_counting() -> None:
+def test_a_restored_scaler_continues_to_count_skipped_iterations() -> None:
     config = LossScaleConfig(initial=1, window=100, hysteresis=1, minimum=1, patience=3)
     first, second, old = (
         DynamicLossScaler(config),
@@ -78,10 +78,10 @@ def test_a_restored_scaler_goes_on_counting() -> None:
     assert exhausted(old, "xxx") == [False, False, True]
 
 
-def test_a_restored_scaler_goes_on_alike() -> None:
+def test_a_restored_scaler_continues_with_the_same_scales() -> None:
     config = LossScaleConfig(initial=1024, window=3, hysteresis=2, minimum=1)
-    whole, first = DynamicLossScaler(config), DynamicLossScaler(config)
-    expected = scales(whole, "x..xx...x")
+    uninterrupted, first = DynamicLossScaler(config), DynamicLossScaler(config)
+    expected = scales(uninterrupted, "x..xx...x")
     scales(first, "x..x")
     second = DynamicLossScaler(config)
     second.load_state(first.state())

@@ -1,4 +1,4 @@
-"""The schedule against its closed form and against published log lines."""
+"""Learning rate schedules, compared with closed forms and published log lines."""
 
 import math
 from typing import get_args
@@ -38,7 +38,7 @@ def test_warm_up_may_start_above_zero() -> None:
     )
 
 
-def test_warm_up_may_rise_as_a_logarithm_that_is_at_the_peak_one_step_early() -> None:
+def test_logarithmic_warm_up_reaches_the_peak_one_step_early() -> None:
     schedule = LrSchedule(1e-3, 0.0, 8, 100, "linear", init_lr=1e-4, warmup_style="log")
     assert [schedule.at(step) for step in (0, 1, 3, 7, 8)] == pytest.approx(
         [1e-4, 1e-4 + 9e-4 / 3, 1e-4 + 9e-4 * 2 / 3, 1e-3, 1e-3], rel=1e-15
@@ -48,7 +48,7 @@ def test_warm_up_may_rise_as_a_logarithm_that_is_at_the_peak_one_step_early() ->
         assert LrSchedule(1e-3, 0.0, steps, 100, "constant", warmup_style="log").at(1) == 1e-3
 
 
-def test_cosine_follows_half_a_wave_and_stays_at_the_floor() -> None:
+def test_cosine_follows_half_a_wave_and_stays_at_the_minimum() -> None:
     schedule = LrSchedule(1e-3, 1e-4, 10, 110, "cosine")
     for step in (11, 35, 60, 109):
         expected = 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * (step - 10) / 100))
@@ -58,18 +58,18 @@ def test_cosine_follows_half_a_wave_and_stays_at_the_floor() -> None:
     assert schedule.at(111) == schedule.at(10_000) == 1e-4
 
 
-def test_linear_and_constant() -> None:
+def test_linear_falls_in_a_line_and_constant_stays_at_the_peak() -> None:
     assert LrSchedule(1e-3, 1e-4, 10, 110, "linear").at(35) == pytest.approx(1e-4 + 9e-4 * 0.75)
     assert LrSchedule(1e-3, 1e-4, 10, 110, "constant").at(5000) == 1e-3
 
 
-def test_without_warm_up_the_first_step_is_on_the_decay() -> None:
+def test_decay_begins_at_the_first_step_without_warm_up() -> None:
     schedule = LrSchedule(1e-3, 0.0, 0, 10, "linear")
     assert schedule.at(1) == pytest.approx(0.9e-3)
     assert schedule.at(10) == 0.0
 
 
-def test_inverse_square_root_falls_from_the_end_of_the_warm_up_to_the_floor() -> None:
+def test_inverse_square_root_falls_from_the_end_of_the_warm_up_to_the_minimum() -> None:
     schedule = LrSchedule(1e-3, 2e-4, 16, 10_000, "inverse-square-root")
     assert [schedule.at(step) for step in (16, 64, 100, 256)] == pytest.approx(
         [1e-3, 5e-4, 4e-4, 2.5e-4], rel=1e-14
@@ -78,7 +78,7 @@ def test_inverse_square_root_falls_from_the_end_of_the_warm_up_to_the_floor() ->
     assert schedule.at(401) == schedule.at(9_999) == schedule.at(10_001) == 2e-4
 
 
-def test_the_decay_ends_at_its_floor_whatever_the_style() -> None:
+def test_inverse_square_root_drops_to_the_minimum_after_the_decay() -> None:
     assert LrSchedule(1e-3, 1e-5, 16, 100, "inverse-square-root").at(100) == pytest.approx(4e-4)
     assert LrSchedule(1e-3, 1e-5, 16, 100, "inverse-square-root").at(101) == 1e-5
 
@@ -92,7 +92,7 @@ WSD_AT_A_QUARTER = {
 
 
 @pytest.mark.parametrize("style", get_args(LrWsdDecayStyle))
-def test_wsd_stays_at_the_peak_until_its_last_part(style: LrWsdDecayStyle) -> None:
+def test_wsd_stays_at_the_peak_until_its_decay(style: LrWsdDecayStyle) -> None:
     schedule = LrSchedule(1e-3, 2e-4, 10, 100, "WSD", wsd_style=style, wsd_steps=40)
     assert schedule.at(11) == schedule.at(60) == pytest.approx(1e-3, rel=1e-15)
     assert schedule.at(61) < 1e-3
@@ -101,7 +101,7 @@ def test_wsd_stays_at_the_peak_until_its_last_part(style: LrWsdDecayStyle) -> No
     assert schedule.at(101) == 2e-4
 
 
-def test_a_configuration_describes_its_schedule() -> None:
+def test_schedule_is_built_from_the_configuration() -> None:
     config = tiny_config(train={"train_iters": 100, "global_batch_size": 4})
     optim = config.optim.model_copy(
         update={

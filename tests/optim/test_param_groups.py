@@ -1,4 +1,4 @@
-"""Which parameters decay."""
+"""Groups of parameters with and without weight decay."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The schedule of weight decay against its closed form."""
+"""Schedules of weight decay, compared with closed forms."""
 
 import math
 
@@ -8,7 +8,7 @@ from megacore.optim.param_schedule import WeightDecaySchedule
 from tests._tiny import tiny_config
 
 
-def test_linear_is_a_straight_line_that_ends() -> None:
+def test_linear_rises_in_a_line_and_stays_at_the_end() -> None:
     schedule = WeightDecaySchedule(0.02, 0.1, 100, "linear")
     assert [schedule.at(step) for step in (0, 1, 25, 100)] == pytest.approx(
         [0.02, 0.0208, 0.04, 0.1], rel=1e-14
@@ -25,12 +25,12 @@ def test_cosine_rises_along_half_a_wave() -> None:
     assert schedule.at(100) == schedule.at(1000) == 0.1
 
 
-def test_it_may_fall_to_nothing() -> None:
+def test_weight_decay_may_fall_to_zero() -> None:
     schedule = WeightDecaySchedule(0.1, 0.0, 10, "linear")
     assert [schedule.at(step) for step in (1, 5, 10, 11)] == pytest.approx([0.09, 0.05, 0.0, 0.0])
 
 
-def test_a_configuration_describes_its_schedule() -> None:
+def test_schedule_is_built_from_the_configuration() -> None:
     config = tiny_config(train={"train_iters": 50})
     schedule = WeightDecaySchedule.of(config.optim, config.lr_decay_iters)
     assert schedule == WeightDecaySchedule(0.01, 0.01, 50, "constant")

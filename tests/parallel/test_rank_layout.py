@@ -13,7 +13,7 @@ sizes = st.integers(1, 5)
 layouts = st.builds(RankLayout, data=sizes, pipeline=sizes, tensor=sizes)
 
 
-def test_the_example_of_megatron() -> None:
+def test_groups_equal_megatrons_documented_example() -> None:
     # Megatron-LM's documented example: 16 ranks, tensor 2, pipeline 4.
     layout = RankLayout.of_world(16, tensor=2, pipeline=4)
     assert layout.data == 2

@@ -1,11 +1,11 @@
-"""Random numbers that are functions of their place."""
+"""Random numbers that depend only on seed, name and position."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from megacore.parallel.mesh import ALONE
+from megacore.parallel.mesh import SINGLE_RANK
 from megacore.parallel.rng import (
     EMBEDDING,
     micro_batch_seed,
@@ -16,11 +16,11 @@ from megacore.parallel.rng import (
 )
 
 
-def test_a_seed_never_changes() -> None:
+def test_stable_seed_has_a_fixed_value() -> None:
     assert stable_seed("dropout", 1234, 5) == 4371496953850108153
 
 
-def test_seeds_do_not_collide_when_parts_are_joined_alike() -> None:
+def test_seeds_differ_for_parts_with_equal_concatenations() -> None:
     assert (
         len(
             {
@@ -62,17 +62,19 @@ def test_a_region_of_one_rank_changes_nothing() -> None:
     torch.manual_seed(1)
     plain = torch.rand(4)
     torch.manual_seed(1)
-    with tensor_parallel_region(ALONE, plain):
+    with tensor_parallel_region(SINGLE_RANK, plain):
         assert torch.equal(torch.rand(4), plain)
 
 
-def test_a_region_sets_ranks_apart_and_repeats_itself(ranks: list[dict[str, Any]]) -> None:
-    drawn = [found["region_rng"] for found in ranks]
+def test_a_region_draws_differently_on_each_rank_and_repeats_itself(
+    ranks: list[dict[str, Any]],
+) -> None:
+    drawn = [result["region_rng"] for result in ranks]
     for place in ("before", "after"):
         assert all(
-            torch.equal(found[f"first {place}"], drawn[0][f"first {place}"]) for found in drawn
+            torch.equal(result[f"first {place}"], drawn[0][f"first {place}"]) for result in drawn
         )
-    assert len({tuple(found["first within"].tolist()) for found in drawn}) == len(ranks)
-    for found in drawn:
+    assert len({tuple(result["first within"].tolist()) for result in drawn}) == len(ranks)
+    for result in drawn:
         for place in ("before", "within", "after"):
-            assert torch.equal(found[f"first {place}"], found[f"second {place}"])
+            assert torch.equal(result[f"first {place}"], result[f"second {place}"])

@@ -1,7 +1,4 @@
-"""Trains the same small model in one layout after the other.
-
-The tests compare each with the serial run.
-"""
+"""Training of the same small model in one layout after another."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,21 +56,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank saw of a run."""
+    """Values that a rank observed in a run."""
 
     losses: list[float]
     grad_norms: list[float]
     terms: dict[str, list[float]]
-    """Each of the losses by name."""
+    """Losses of each step by name."""
     validation: list[float]
-    """Sum of each of the losses of the first batch after the last step, on this rank's pipeline
-    stage and replica."""
+    """Sum of each loss over the first batch after the last step, on this stage and replica."""
     differing: list[str]
-    """Parameters whose first bits are not those of the serial model."""
+    """Parameters whose initial values differ from the serial model's."""
 
 
 def config(case: Case) -> RunConfig:
-    """Four layers of width 64 with 8 heads."""
+    """Return the configuration of four layers of width 64 with 8 heads."""
     return parse_config(
         {
             "name": "parity",
@@ -120,11 +116,9 @@ def config(case: Case) -> RunConfig:
 
 
 def samples(family: Family = "gpt") -> Tensor:
-    """Rows of ids [steps x batch, width].
+    """Return samples of ids [steps x batch, width].
 
-    Arithmetic sequences with noise, so that there is something to learn.
-
-    Ends of documents are among them.
+    They are arithmetic sequences with noise, which can be learned, and contain ends of documents.
     """
     generator = torch.Generator().manual_seed(3)
     count = STEPS * GLOBAL_BATCH
@@ -134,12 +128,15 @@ def samples(family: Family = "gpt") -> Tensor:
     sequences = (start + step * torch.arange(SEQ_LENGTH + 1) + noise) % VOCAB
     if family == "gpt":
         return sequences
-    few = 8 + sequences[:, :SEQ_LENGTH] % 16  # so that less is to be learnt
+    few = 8 + sequences[:, :SEQ_LENGTH] % 16  # fewer ids, so that the model learns faster
     return masked(few, generator) if family == "bert" else corrupted(few, generator)
 
 
 def masked(sequences: Tensor, generator: torch.Generator) -> Tensor:
-    """BERT's rows: two segments, every sixth token masked, and padding at the end of some."""
+    """Return BERT's samples: two segments, and every sixth token masked.
+
+    Some have padding at the end.
+    """
     positions = torch.arange(SEQ_LENGTH)
     ends = torch.randint(SEQ_LENGTH // 2, SEQ_LENGTH + 1, (len(sequences), 1), generator=generator)
     predicted = (positions % 6 == 1) & (positions < ends)
@@ -151,9 +148,9 @@ def masked(sequences: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def corrupted(sequences: Tensor, generator: torch.Generator) -> Tensor:
-    """T5's rows: the decoder writes every other token of the beginning.
+    """Return T5's samples: the decoder writes every other token of the beginning.
 
-    Both sides have padding in some.
+    Some have padding on both sides.
     """
     ends = torch.randint(SEQ_LENGTH // 2, SEQ_LENGTH + 1, (len(sequences), 1), generator=generator)
     labels = sequences[:, : 2 * DECODER_LENGTH : 2]
@@ -168,26 +165,26 @@ def corrupted(sequences: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def train(case: Case) -> Result:
-    """Train as one rank of the default group, or alone."""
-    own = config(case)
-    mesh = mesh_of(own)
+    """Train as one rank of the default group, or as a single process."""
+    run_config = config(case)
+    mesh = mesh_of(run_config)
     engine = build_engine(
-        own,
+        run_config,
         VOCAB,
         mesh,
         special_tokens=TOKENS,
         device=torch.device("cpu"),
-        precision=own.train.precision,
+        precision=run_config.train.precision,
     )
-    differing = _differing(engine, own)
-    schedule, data = LrSchedule.of(own), samples(case.family)
+    differing = _differing(engine, run_config)
+    schedule, data = LrSchedule.of(run_config), samples(case.family)
     updates = []
     for step in range(case.steps):
-        indices = _micro_batches(own, mesh, step)
-        seeds = [micro_batch_seed(own.seed, micro_batch[0]) for micro_batch in indices]
+        indices = _micro_batches(run_config, mesh, step)
+        seeds = [micro_batch_seed(run_config.seed, micro_batch[0]) for micro_batch in indices]
         engine.forward_backward(_read(data, indices), seeds)
-        updates.append(engine.update(schedule.at(step + 1), own.optim.weight_decay))
-    indices = _micro_batches(own, mesh, 0)
+        updates.append(engine.update(schedule.at(step + 1), run_config.optim.weight_decay))
+    indices = _micro_batches(run_config, mesh, 0)
     validation = engine.loss_sum(_read(data, indices), [len(each) for each in indices])
     assert all(update.applied for update in updates)
     return Result(
@@ -200,7 +197,7 @@ def train(case: Case) -> Result:
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, Result]:
-    """Every case, in one order on all ranks."""
+    """Train every case, in the same order on all ranks."""
     results = {}
     for name, case in cases.items():
         still_alive()
@@ -208,23 +205,23 @@ def train_all(cases: dict[str, Case]) -> dict[str, Result]:
     return results
 
 
-def mesh_of(own: RunConfig) -> ProcessMesh:
+def mesh_of(run_config: RunConfig) -> ProcessMesh:
     if not dist.is_initialized():
         return ProcessMesh.serial()
-    parallel = own.parallel
+    parallel = run_config.parallel
     layout = RankLayout.of_world(
         dist.get_world_size(),
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
     )
-    return ProcessMesh.build(layout, shared_stages=shared_stages(own, VOCAB))
+    return ProcessMesh.build(layout, shared_stages=shared_stages(run_config, VOCAB))
 
 
-def _micro_batches(own: RunConfig, mesh: ProcessMesh, step: int) -> list[list[int]]:
-    """Samples of each of this rank's micro batches, in Megatron's order."""
-    size, replicas = own.train.micro_batch_size, mesh.data_parallel
-    count = own.train.global_batch_size // (size * replicas.size)
-    start = step * own.train.global_batch_size
+def _micro_batches(run_config: RunConfig, mesh: ProcessMesh, step: int) -> list[list[int]]:
+    """Return the samples of each of this rank's micro batches, in Megatron's order."""
+    size, replicas = run_config.train.micro_batch_size, mesh.data_parallel
+    count = run_config.train.global_batch_size // (size * replicas.size)
+    start = step * run_config.train.global_batch_size
     return [
         micro_batch_indices(start, index, size, replicas.rank, replicas.size)
         for index in range(count)
@@ -235,11 +232,12 @@ def _read(data: Tensor, indices: list[list[int]]) -> Iterator[Tensor]:
     return (data[each] for each in indices)
 
 
-def _differing(engine: Engine, own: RunConfig) -> list[str]:
-    """Names of this rank's initial weights that are not a part of the serial model's, bit for
-    bit."""
-    serial = dict(Stage(own, VOCAB, ProcessMesh.serial(), special_tokens=TOKENS).named_parameters)
-    found = []
+def _differing(engine: Engine, run_config: RunConfig) -> list[str]:
+    """Return the names of initial weights that differ from the serial model's in any bit."""
+    serial = dict(
+        Stage(run_config, VOCAB, ProcessMesh.serial(), special_tokens=TOKENS).named_parameters
+    )
+    names = []
     for name, tensor in engine.tensors().items():
         if not name.startswith("model."):
             continue
@@ -252,5 +250,5 @@ def _differing(engine: Engine, own: RunConfig) -> list[str]:
                 slice(at, at + length) for at, length in zip(offsets, part.shape, strict=True)
             )
             if not torch.equal(whole[place], part):
-                found.append(name)
-    return found
+                names.append(name)
+    return names

@@ -1,4 +1,4 @@
-"""Layers through torch.compile on two ranks against the serial run without it."""
+"""Layers compiled by torch.compile on two ranks, compared with the serial run without it."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from tests._dist import run_distributed
 from tests.parity._training import Case, Result, train_all
 from tests.parity.test_layouts import LLAMA, M4, PP2, SP, TP2, ZERO1, compare
 
+pytestmark = pytest.mark.slow
 COMPILED = {"compile": "on"}
 SHORT = {"num_layers": 2}
 CASES = {
@@ -22,7 +23,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result
     workspace = tmp_path_factory.mktemp("workspace")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGACORE_WORKSPACE", str(workspace))
-        # which torch sets once it has compiled something
+        # torch sets it after the first compilation
         patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         results = run_distributed(2, train_all, CASES, timeout=120)
     assert any((workspace / "compiled").rglob("*.so")), "nothing was compiled into the workspace"
@@ -35,7 +36,7 @@ def serial() -> dict[str, Result]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks(
+def test_compiled_layers_match_the_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(CASES[name], name, two_ranks, serial)

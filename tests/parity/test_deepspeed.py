@@ -1,4 +1,4 @@
-"""Losses and gradient norms of DeepSpeed's engines against the native serial run."""
+"""Losses and gradient norms of DeepSpeed's engines, compared with the native serial run."""
 
 import json
 from typing import Any
@@ -22,11 +22,13 @@ from tests.parity.test_layouts import (
     T5_V11,
     TP2,
     compare,
+    selected,
+    slow_unless,
 )
 
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage} for stage in (1, 2, 3))
 DIVIDE_ALL = ZERO_3 | {"stage3_param_persistence_threshold": 0}
-"""Small parameters would stay whole."""
+"""Stage 3 that divides small parameters too."""
 OFFLOAD = {"offload_optimizer": "cpu"}
 FULL = {"recompute": "full"}
 FEW = 8
@@ -52,7 +54,7 @@ FILES = {
     name: json.loads((ROOT / f"conf/ds/{name}.json").read_text())
     for name in ("zero2", "zero3-offload")
 }
-"""Of DeepSpeed's own form; what they leave to us is "auto"."""
+"""Contents of DeepSpeed's JSON files, with "auto" for values that megacore sets."""
 
 TWO_RANKS = {
     "stage 0": zero({"zero_stage": 0}),
@@ -64,7 +66,7 @@ TWO_RANKS = {
         ZERO_1 | {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "overlap_comm": True}
     ),
     "stage 2": zero(ZERO_2, train=M4),
-    "stage 2, full recomputation in main memory": zero(
+    "stage 2, full recomputation in host memory": zero(
         ZERO_2 | {"cpu_checkpointing": True}, train=M4 | FULL
     ),
     "stage 2, optimizer on the CPU": zero(ZERO_2 | OFFLOAD, train=M4),
@@ -83,9 +85,7 @@ TWO_RANKS = {
     "pp2 stage 0": zero({"zero_stage": 0}, PP2, M4),
     "pp2 stage 1": zero(ZERO_1, PP2, M4),
     "pp2 stage 1 uneven": zero(ZERO_1, PP2 | {"pipeline_partition": [3, 1]}, M4),
-    "pp2 stage 1, documents by themselves, full recomputation": zero(
-        ZERO_1, PP2, FULL, data=DOCUMENTS
-    ),
+    "pp2 stage 1, separate documents, full recomputation": zero(ZERO_1, PP2, FULL, data=DOCUMENTS),
     "stage 2, dropout": zero(ZERO_2, model=DROPOUT, steps=FEW),
     "stage 1 bf16": zero(ZERO_1, train=BF16, model=SMALL),
     "stage 0 bf16": zero({"zero_stage": 0}, train=BF16, model=SMALL),
@@ -112,14 +112,18 @@ FOUR_RANKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Result]]:
-    return run_distributed(2, train_all, TWO_RANKS, timeout=90)
+FAST = {"stage 2", "stage 3, everything on the CPU", "pp2 stage 1", "stage 1 bf16"}
+"""Cases of two ranks that `make test` runs."""
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, Result]]:
-    return run_distributed(4, train_all, FOUR_RANKS, timeout=120)
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Result]]:
+    return run_distributed(2, train_all, selected(TWO_RANKS, request), timeout=90)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Result]]:
+    return run_distributed(4, train_all, selected(FOUR_RANKS, request), timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +131,16 @@ def serial() -> dict[str, Result]:
     return {}
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks(
+@pytest.mark.parametrize("name", slow_unless(FAST, TWO_RANKS))
+def test_two_deepspeed_ranks_match_the_native_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(TWO_RANKS[name], name, two_ranks, serial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks(
+def test_four_deepspeed_ranks_match_the_native_serial_run(
     name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(FOUR_RANKS[name], name, four_ranks, serial)

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of some optimizer steps in every layout against the serial run.
+"""Losses and gradient norms in every layout, compared with the serial run.
 
 Weights are not compared: gradients that are zero in theory become Adam steps of rounding noise.
 """
@@ -23,18 +23,20 @@ GQA = {"num_query_groups": 2}
 SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-3}
 SMALL = {"num_layers": 2}
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-"""The mean of a micro batch is over the labels that count: micro batches must be the serial
-run's."""
+"""Options of separate documents.
+
+The mean of a micro batch is over the unmasked labels, so micro batches must be the serial run's.
+"""
 M4 = {"micro_batch_size": 2}
 """Four micro batches."""
 M8 = {"micro_batch_size": 1}
 FP16 = {"loss_scale": {"initial": 1024.0}}
 BF16 = {"precision": "bf16"}
 PLAIN = {"kernels": "plain"}
-"""Where the CPU has AVX-512 the serial run has kernels in C++."""
+"""Kernels without C++, which the serial run uses on CPUs with AVX-512."""
 FEW = 8
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-"""The same elements are dropped whatever the stages; tensor-parallel ranks drop others."""
+"""Dropout: the same elements in every pipeline layout, others on tensor-parallel ranks."""
 LLAMA = {
     "position_embedding_type": "rope",
     "normalization": "rmsnorm",
@@ -78,9 +80,9 @@ TWO_RANKS = {
     "tp2, plain kernels": Case(TP2, PLAIN),
     "tp2 sp bf16, plain kernels": Case(TP2 | SP, BF16 | PLAIN, SMALL),
     "tp2, label smoothing and z-loss": Case(TP2, SMOOTH),
-    "tp2 sp, documents by themselves": Case(TP2 | SP, data=DOCUMENTS),
+    "tp2 sp, separate documents": Case(TP2 | SP, data=DOCUMENTS),
     "pp2": Case(PP2, M4),
-    "pp2 interleaved, documents by themselves": Case(PP2 | INTERLEAVED, data=DOCUMENTS),
+    "pp2 interleaved, separate documents": Case(PP2 | INTERLEAVED, data=DOCUMENTS),
     "pp2 gpipe": Case(PP2 | GPIPE, M4),
     "pp2 interleaved": Case(PP2 | INTERLEAVED, M4),
     "pp2 uneven": Case(PP2 | {"pipeline_partition": [3, 1]}),
@@ -124,7 +126,7 @@ FOUR_RANKS = {
     "tp2 pp2 sp interleaved, recomputation of one layer": Case(
         TP2 | PP2 | SP | INTERLEAVED, {"recompute": "full", "recompute_num_layers": 1}
     ),
-    "pp4, documents by themselves": Case(PP4, data=DOCUMENTS),
+    "pp4, separate documents": Case(PP4, data=DOCUMENTS),
     "dp2 pp2 interleaved, distributed optimizer": Case(
         PP2 | INTERLEAVED | ZERO1, {"micro_batch_size": 1}
     ),
@@ -141,26 +143,56 @@ FOUR_RANKS = {
     "t5 tp2 pp2 sp": t5(TP2 | PP2 | SP),
     "t5 dp2 pp2, distributed optimizer": t5(PP2 | ZERO1),
 }
-HOW = ("recompute", "kernels", "compile")
-"""What the serial run does in its own way."""
+FAST = {
+    "tp2 sp",
+    "pp2 interleaved",
+    "dp2 distributed optimizer",
+    "tp2 bf16",
+    "llama tp2 sp",
+    "llama pp2",
+    "bert dp2",
+    "t5 pp2",
+    "t5 dp2 distributed optimizer",
+}
+"""Cases of two ranks that `make test` runs."""
+OPTIONS_OF_THE_LAYOUT = ("recompute", "kernels", "compile")
+"""Prefixes of training options that the serial run leaves at their defaults."""
 TOLERANCES = {"fp32": (1e-5, 1e-5), "bf16": (5e-4, 2e-2), "fp16": (1e-4, 2e-3)}
-"""Relative, of losses and of gradient norms: sums in another order are rounded to 2^-8 or 2^-11
-elsewhere."""
+"""Relative tolerances of losses and gradient norms.
+
+Sums in another order are rounded differently, to 2^-8 or 2^-11.
+"""
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Result]]:
-    return run_distributed(2, train_all, TWO_RANKS, timeout=60)
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Result]]:
+    return run_distributed(2, train_all, selected(TWO_RANKS, request), timeout=60)
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, Result]]:
-    return run_distributed(4, train_all, FOUR_RANKS, timeout=60)
+def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Result]]:
+    return run_distributed(4, train_all, selected(FOUR_RANKS, request), timeout=60)
 
 
 @pytest.fixture(scope="module")
 def serial() -> dict[str, Result]:
     return {}
+
+
+def selected(cases: dict[str, Case], request: pytest.FixtureRequest) -> dict[str, Case]:
+    """Return the cases whose tests run in this session: one spawn of processes runs them all."""
+    names = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module
+    }
+    return {name: case for name, case in cases.items() if name in names}
+
+
+def slow_unless(fast: set[str], cases: dict[str, Case]) -> list[Any]:
+    """Return the names of the cases as parameters, marked slow unless they are in `fast`."""
+    assert fast <= cases.keys()
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in cases]
 
 
 def compare(
@@ -169,8 +201,14 @@ def compare(
     precision, z_loss = case.train.get("precision"), case.train.get("z_loss")
     key = repr((case.model, case.optim, case.data, precision, z_loss, case.steps, case.family))
     if key not in serial:
-        kept = {name: value for name, value in case.train.items() if not name.startswith(HOW)}
-        serial[key] = train(replace(case, parallel={}, train=kept, engine="native", deepspeed={}))
+        options = {
+            name: value
+            for name, value in case.train.items()
+            if not name.startswith(OPTIONS_OF_THE_LAYOUT)
+        }
+        serial[key] = train(
+            replace(case, parallel={}, train=options, engine="native", deepspeed={})
+        )
     expected = serial[key]
     loss_tolerance, norm_tolerance = TOLERANCES[case.train.get("precision", "fp32")]
     assert expected.losses[-1] < expected.losses[0]
@@ -190,20 +228,21 @@ def compare(
 
 
 def sum_over_layout(case: Case, validations: list[list[float]]) -> list[float]:
-    """Each replica scores its samples, on its last stage, on every tensor-parallel rank alike."""
+    """Return the sums over replicas, each scored alike on all its tensor-parallel ranks."""
     tensor = case.parallel.get("tensor_model_parallel_size", 1)
     return [sum(term) / tensor for term in zip(*validations, strict=True)]
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks(
+@pytest.mark.parametrize("name", slow_unless(FAST, TWO_RANKS))
+def test_two_ranks_match_the_serial_run(
     name: str, two_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(TWO_RANKS[name], name, two_ranks, serial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks(
+def test_four_ranks_match_the_serial_run(
     name: str, four_ranks: list[dict[str, Result]], serial: dict[str, Result]
 ) -> None:
     compare(FOUR_RANKS[name], name, four_ranks, serial)

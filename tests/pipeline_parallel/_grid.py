@@ -1,4 +1,4 @@
-"""The schedules that are checked: up to 16 stages, 64 micro batches and 4 chunks per stage."""
+"""The schedules under test: up to 16 stages, 64 micro batches and 4 chunks per stage."""
 
 from functools import cache
 from typing import Literal, NamedTuple
@@ -23,14 +23,16 @@ def _build(case: Case) -> Schedule:
 
 
 def _micro_batches(stages: int) -> list[int]:
-    """The smallest counts, those around the number of stages and its multiples, and the largest."""
+    """Return the smallest counts, those near the stages and twice the stages, and the largest."""
     near = {stages * factor + offset for factor in (1, 2) for offset in (-1, 0, 1)}
     return sorted(count for count in {1, 2, 3, 64} | near if 1 <= count <= 64)
 
 
 def _grouped(stages: int) -> list[tuple[int, int]]:
-    """Micro batches and chunks: one and two groups with all numbers of chunks, and the most with
-    one of them."""
+    """Return pairs of micro batches and chunks.
+
+    One and two groups occur with all numbers of chunks, the most groups with one of them.
+    """
     few = [(stages * groups, chunks) for groups in (1, 2) for chunks in (2, 3, 4)]
     return [*few, (64 // stages * stages, 2 + (stages + 1) % 3)]
 

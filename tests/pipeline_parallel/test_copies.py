@@ -1,4 +1,4 @@
-"""Which parameters several stages hold: what the chunks of the models themselves say."""
+"""Parameters that several stages have, compared with the chunks of built models."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ PP4 = {"pipeline_model_parallel_size": 4}
 
 
 def config(family: str, model: dict[str, Any], parallel: dict[str, Any]) -> RunConfig:
-    """Four layers, of T5 four in each stack."""
+    """Return a configuration of four layers; T5 has four in each stack."""
     values: dict[str, Any] = {
         "name": "tiny",
         "family": family,
@@ -61,27 +61,27 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_copies_are_what_several_chunks_hold(name: str) -> None:
-    own = config(*CASES[name])
-    stages = own.parallel.pipeline_model_parallel_size
+def test_copied_parameters_are_those_in_several_chunks(name: str) -> None:
+    run_config = config(*CASES[name])
+    stages = run_config.parallel.pipeline_model_parallel_size
     holders: dict[str, list[int]] = {}
-    for number, chunk in enumerate(chunks_of(own, VOCAB)):
-        model = build_model(own, VOCAB, ProcessMesh.serial(), device="meta", chunk=chunk)
+    for number, chunk in enumerate(chunks_of(run_config, VOCAB)):
+        model = build_model(run_config, VOCAB, ProcessMesh.serial(), device="meta", chunk=chunk)
         for parameter, _ in model.named_parameters():
             holders.setdefault(parameter, []).append(number % stages)
     expected = {
         parameter: tuple(numbers) for parameter, numbers in holders.items() if len(numbers) > 1
     }
-    assert copied_parameters(chunks_of(own, VOCAB), stages, own.model) == expected
+    assert copied_parameters(chunks_of(run_config, VOCAB), stages, run_config.model) == expected
 
 
 def test_a_stage_may_belong_to_several_groups() -> None:
-    own = config(*CASES["t5"])
-    assert copied_parameters(chunks_of(own, VOCAB), 4, own.model) == {
+    run_config = config(*CASES["t5"])
+    assert copied_parameters(chunks_of(run_config, VOCAB), 4, run_config.model) == {
         WORD_EMBEDDINGS: (0, 2, 3),
         ENCODER_BIAS: (0, 1),
         DECODER_BIAS: (2, 3),
     }
-    assert shared_stages(own, VOCAB) == ((0, 1), (0, 2, 3), (2, 3))
+    assert shared_stages(run_config, VOCAB) == ((0, 1), (0, 2, 3), (2, 3))
     assert shared_stages(config(*CASES["gpt"]), VOCAB) == ((0, 3),)
     assert shared_stages(config(*CASES["gpt untied"]), VOCAB) == ()

@@ -1,7 +1,4 @@
-"""The executor with stages that do arithmetic by hand.
-
-What arrives, what leaves, and what is kept.
-"""
+"""The executor with stages that compute by hand."""
 
 from typing import Any
 
@@ -26,7 +23,7 @@ CASES = {
 
 
 class Multiply:
-    """Chunk c multiplies by its weight c + 2, the last one sums up to a loss.
+    """Stage work: chunk c multiplies by its weight c + 2, and the last one sums to a loss.
 
     Micro batch m is a tensor of m + 1.
     """
@@ -76,13 +73,15 @@ def run_case(mesh: ProcessMesh, schedule: Schedule, *, training: bool) -> dict[s
 
 def run() -> dict[str, Any]:
     mesh = ProcessMesh.build(RankLayout(pipeline=2))
-    found = {}
+    results = {}
     for name, (kind, micro_batches, chunks) in CASES.items():
         still_alive()
-        found[name] = run_case(mesh, build_schedule(kind, 2, micro_batches, chunks), training=True)
-    # Far more than may be under way at a time, and no multiple of the stages.
-    found["forward only"] = run_case(mesh, forward_only(2, 25, 2), training=False)
-    return found
+        results[name] = run_case(
+            mesh, build_schedule(kind, 2, micro_batches, chunks), training=True
+        )
+    # Far more than may be in flight at a time, and no multiple of the stages.
+    results["forward only"] = run_case(mesh, forward_only(2, 25, 2), training=False)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def expected(micro_batches: int, chunks: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Losses by micro batch and gradients by chunk number, from the closed form 6 (m + 1) · Π w."""
+    """Return losses by micro batch and gradients by chunk, from the closed form 6 (m + 1) · Π w."""
     weights = [number + 2.0 for number in range(chunks)]
     product = float(torch.tensor(weights, dtype=torch.float64).prod())
     losses = {m: 6 * (m + 1) * product for m in range(micro_batches)}
@@ -99,14 +98,12 @@ def expected(micro_batches: int, chunks: int) -> tuple[dict[int, float], dict[in
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_the_whole_chain(
-    name: str, ranks: list[dict[str, Any]]
-) -> None:
+def test_losses_and_gradients_equal_the_closed_form(name: str, ranks: list[dict[str, Any]]) -> None:
     kind, micro_batches, chunks = CASES[name]
     losses, gradients = expected(micro_batches, 2 * chunks)
     assert ranks[1][name]["losses"] == losses
-    found = ranks[0][name]["gradients"] | ranks[1][name]["gradients"]
-    assert found == pytest.approx(gradients, rel=1e-12)
+    stage_gradients = ranks[0][name]["gradients"] | ranks[1][name]["gradients"]
+    assert stage_gradients == pytest.approx(gradients, rel=1e-12)
     schedule = build_schedule(kind, 2, micro_batches, chunks)
     for stage in (0, 1):
         assert ranks[stage][name]["order"] == [
@@ -114,7 +111,7 @@ def test_losses_and_gradients_are_those_of_the_whole_chain(
         ]
 
 
-def test_forward_passes_alone_leave_no_gradient(ranks: list[dict[str, Any]]) -> None:
+def test_forward_only_leaves_no_gradient(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["forward only"]["losses"] == expected(25, 4)[0]
     assert set(
         (ranks[0]["forward only"]["gradients"] | ranks[1]["forward only"]["gradients"]).values()

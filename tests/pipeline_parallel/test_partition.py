@@ -1,7 +1,4 @@
-"""The division of layers over chunks.
-
-As even as brute force finds it, and refusals with the numbers.
-"""
+"""Division of layers over chunks, compared with brute force, and refusals with the numbers."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,7 +18,7 @@ from tests._tiny import tiny_config
 
 
 def divisions(layers: int, parts: int, *, empty_last: bool) -> Iterator[tuple[int, ...]]:
-    """Every division of so many layers over so many parts."""
+    """Yield every division of `layers` layers over `parts` parts."""
     for bounds in itertools.combinations_with_replacement(range(layers + 1), parts - 1):
         sizes = tuple(end - begin for begin, end in itertools.pairwise((0, *bounds, layers)))
         if min(sizes[:-1], default=1) >= 1 and sizes[-1] >= (0 if empty_last and parts > 1 else 1):
@@ -31,7 +28,7 @@ def divisions(layers: int, parts: int, *, empty_last: bool) -> Iterator[tuple[in
 def stage_costs(
     costs: Sequence[float], sizes: Sequence[int], stages: int, first: float, last: float
 ) -> tuple[list[float], list[float]]:
-    """Of every stage and of every part."""
+    """Return the cost of every stage and of every part."""
     ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     parts = [sum(costs[begin:end]) for begin, end in ends]
     parts[0] += first
@@ -94,7 +91,7 @@ def test_interleaved_stages_are_as_even_as_brute_force_finds(
         (12, 2, 3, 0.0, (2, 2, 2, 2, 2, 2)),
     ],
 )
-def test_balanced_counts_the_head(
+def test_balanced_partition_counts_the_head(
     layers: int, stages: int, chunks: int, head: float, sizes: tuple[int, ...]
 ) -> None:
     assert sizes_of(gpt_chunks(layers, stages, chunks, head_cost=head)) == sizes
@@ -119,7 +116,7 @@ def test_chunks_cover_the_model_in_order(stages: int, chunks: int) -> None:
     assert [chunk.has_head for chunk in model] == [False] * (stages * chunks - 1) + [True]
 
 
-def test_an_encoder_and_a_decoder() -> None:
+def test_an_encoder_and_a_decoder_are_divided_in_order() -> None:
     encoder, decoder = [1.0] * 6, [1.5] * 6
     assert partition([encoder, decoder], 3) == [
         (range(0, 5), range(0, 0)),
@@ -140,11 +137,11 @@ def test_interleaved_stages_of_an_encoder_and_a_decoder_are_nearly_even() -> Non
     assert max(loads) - sum(loads) / 4 <= 0.5
 
 
-def test_uniform_gives_all_the_same_number() -> None:
+def test_uniform_gives_every_chunk_the_same_number() -> None:
     assert sizes_of(gpt_chunks(12, 2, 3, "uniform", head_cost=50.0)) == (2,) * 6
 
 
-def test_a_list_is_taken_as_it_is() -> None:
+def test_listed_sizes_are_used_unchanged() -> None:
     assert sizes_of(gpt_chunks(12, 2, 2, (1, 5, 6, 0))) == (1, 5, 6, 0)
 
 
@@ -182,7 +179,7 @@ def test_a_list_is_taken_as_it_is() -> None:
         (8, 2, 1, (0, 8), r"\[0, 8\] has a chunk of 0 layers"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_the_numbers(
+def test_impossible_divisions_are_refused_with_the_numbers(
     layers: int, stages: int, chunks: int, style: str | tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ParallelLayoutError, match=message):
@@ -194,13 +191,13 @@ def test_fewer_layers_than_parts_are_refused() -> None:
         partition([[1.0], [1.0, 1.0]], 2, chunks=2)
 
 
-def test_many_layers_and_parts() -> None:
+def test_128_layers_over_64_chunks_are_balanced() -> None:
     sizes = sizes_of(gpt_chunks(128, 16, 4, head_cost=2.5))
     loads, parts = stage_costs([1.0] * 128, sizes, 16, 0.0, 2.5)
     assert (max(loads), max(parts)) == (9.0, 3.0)
 
 
-def config_with(
+def chunks_with(
     stages: int,
     chunks: int = 1,
     style: object = "balanced",
@@ -219,20 +216,21 @@ def config_with(
     )
 
 
-def test_a_configuration_is_divided_by_its_operations() -> None:
-    # A layer is 24 h^2 + 4 s h = 26,624 operations a token, the head 2 h v = 32,768: 1.23 layers.
-    assert sizes_of(config_with(1)) == (6,)
-    assert sizes_of(config_with(2)) == (4, 2)
-    assert sizes_of(config_with(3)) == (2, 3, 1)
-    assert sizes_of(config_with(2, chunks=2)) == (2, 2, 2, 0)
-    assert sizes_of(config_with(2, style="uniform")) == (3, 3)
-    assert sizes_of(config_with(2, style=(5, 1))) == (5, 1)
+def test_layers_are_divided_by_their_operations() -> None:
+    # A layer has 24 h^2 + 4 s h = 26,624 operations per token, the head 2 h v = 32,768, which is
+    # 1.23 layers.
+    assert sizes_of(chunks_with(1)) == (6,)
+    assert sizes_of(chunks_with(2)) == (4, 2)
+    assert sizes_of(chunks_with(3)) == (2, 3, 1)
+    assert sizes_of(chunks_with(2, chunks=2)) == (2, 2, 2, 0)
+    assert sizes_of(chunks_with(2, style="uniform")) == (3, 3)
+    assert sizes_of(chunks_with(2, style=(5, 1))) == (5, 1)
 
 
 def test_layers_that_recompute_cost_more() -> None:
-    # Their forward pass is made twice: the head is 0.92 of them.
-    assert sizes_of(config_with(2, layers=4)) == (3, 1)
-    assert sizes_of(config_with(2, layers=4, recompute="full")) == (2, 2)
+    # Their forward pass is computed twice: the head costs 0.92 of a layer.
+    assert sizes_of(chunks_with(2, layers=4)) == (3, 1)
+    assert sizes_of(chunks_with(2, layers=4, recompute="full")) == (2, 2)
 
 
 def both_stacks(chunks: Sequence[ModelChunk]) -> list[tuple[int, int]]:
@@ -246,8 +244,8 @@ def both_stacks(chunks: Sequence[ModelChunk]) -> list[tuple[int, int]]:
 def test_two_stacks_are_divided_as_well_as_brute_force_does(
     encoder: int, decoder: int, stages: int, decoder_cost: float, head: float
 ) -> None:
-    asked = T5Stages(encoder, decoder, stages)
-    sizes = both_stacks(t5_chunks(asked, decoder_cost=decoder_cost, head_cost=head))
+    t5_stages = T5Stages(encoder, decoder, stages)
+    sizes = both_stacks(t5_chunks(t5_stages, decoder_cost=decoder_cost, head_cost=head))
 
     def costs(split: int) -> Iterator[float]:
         for first in divisions(encoder, split, empty_last=False):
@@ -277,7 +275,7 @@ def test_a_stage_of_t5_has_one_stack_and_the_first_of_each_embeds() -> None:
     assert whole.has_decoder_embedding
 
 
-def test_uniform_and_listed_stages_of_t5() -> None:
+def test_t5_takes_uniform_and_listed_stages() -> None:
     assert both_stacks(t5_chunks(T5Stages(6, 3, 3, style="uniform"))) == [(3, 0), (3, 0), (0, 3)]
     assert both_stacks(t5_chunks(T5Stages(4, 4, 3, split=1, style="uniform"))) == [
         (4, 0),
@@ -290,6 +288,9 @@ def test_uniform_and_listed_stages_of_t5() -> None:
         (0, 3),
         (0, 1),
     ]
+
+
+def test_t5_stages_that_cannot_be_uniform_are_refused() -> None:
     with pytest.raises(
         ParallelLayoutError, match=r"5 and .*num_decoder_layers 3 cannot be divided evenly over"
     ):

@@ -1,7 +1,4 @@
-"""Schedules without processes.
-
-What every stage does, and that what is sent is received in the order it was sent.
-"""
+"""Schedules without processes: passes of every stage, and messages received in the order sent."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,22 +26,24 @@ LETTERS = {Direction.FORWARD: "F", Direction.BACKWARD: "B"}
 
 
 def written(passes: tuple[Pass, ...]) -> str:
-    """As `F0.1 B0.1`: direction, micro batch and chunk."""
+    """Format passes such as `F0.1 B0.1`: direction, micro batch and chunk."""
     return " ".join(f"{LETTERS[each.direction]}{each.micro_batch}.{each.chunk}" for each in passes)
 
 
 def messages(schedule: Schedule) -> tuple[list[Message], list[Message]]:
-    """What is sent and what is received, stage after stage in the order of its passes."""
+    """Return the messages sent and received, stage after stage in the order of the passes."""
     pipeline = Pipeline.of(schedule)
-    found: tuple[list[Message], list[Message]] = ([], [])
+    sent_and_received: tuple[list[Message], list[Message]] = ([], [])
     for stage, passes in enumerate(schedule):
         for each in passes:
             for kind, message in zip(
-                found, (pipeline.send(stage, each), pipeline.receive(stage, each)), strict=True
+                sent_and_received,
+                (pipeline.send(stage, each), pipeline.receive(stage, each)),
+                strict=True,
             ):
                 if message is not None:
                     kind.append(message)
-    return found
+    return sent_and_received
 
 
 def by_route(items: list[Message]) -> dict[tuple[int, int, int], list[Message]]:
@@ -55,7 +54,7 @@ def by_route(items: list[Message]) -> dict[tuple[int, int, int], list[Message]]:
 
 
 def warm_ups() -> Iterator[tuple[tuple[Pass, ...], int, int]]:
-    """Passes of a stage, its number of warm-up passes, and all its forward passes."""
+    """Yield a stage's passes and its numbers of warm-up and of forward passes."""
     for case in INTERLEAVED:
         for stage, passes in enumerate(case.schedule):
             total = case.micro_batches * case.chunks
@@ -66,7 +65,7 @@ def warm_ups() -> Iterator[tuple[tuple[Pass, ...], int, int]]:
             )
 
 
-def test_the_grid_reaches_its_corners() -> None:
+def test_the_grid_contains_its_corners() -> None:
     sizes = {case[1:] for case in CASES}
     assert {
         (1, 1, 1),
@@ -81,7 +80,7 @@ def test_the_grid_reaches_its_corners() -> None:
     } <= sizes
 
 
-def test_every_micro_batch_goes_once_through_every_chunk_forward_first() -> None:
+def test_every_micro_batch_passes_every_chunk_once_forward_first() -> None:
     for case in CASES:
         everything = {
             Pass(direction, micro_batch, chunk)
@@ -105,7 +104,7 @@ def test_gradients_add_up_in_the_same_order_in_every_schedule() -> None:
             assert backward == sorted(backward)
 
 
-def test_in_flight_are_never_more_than_the_schedule_promises() -> None:
+def test_micro_batches_in_flight_stay_within_the_limit_of_the_schedule() -> None:
     for case in FLAT:
         for stage, passes in enumerate(case.schedule):
             limit = (
@@ -118,7 +117,7 @@ def test_in_flight_are_never_more_than_the_schedule_promises() -> None:
         assert max_in_flight(passes) == min(total, warm_up + 1)
 
 
-def test_interleaved_warm_up_is_megatrons() -> None:
+def test_interleaved_warm_up_equals_megatron() -> None:
     for passes, warm_up, total in warm_ups():
         letters = "".join(LETTERS[each.direction] for each in passes)
         assert letters == "F" * warm_up + "FB" * (total - warm_up) + "B" * warm_up
@@ -141,7 +140,7 @@ def test_every_send_has_its_receive_at_the_neighbour_in_the_ring() -> None:
             ), case
 
 
-def test_channels_keep_the_order_and_go_one_way() -> None:
+def test_channels_keep_the_order_and_have_one_direction() -> None:
     for case in CASES:
         sent, received = map(by_route, messages(case.schedule))
         assert sent == received, case
@@ -151,17 +150,17 @@ def test_channels_keep_the_order_and_go_one_way() -> None:
         }, case
 
 
-def test_one_f_one_b_by_hand() -> None:
+def test_one_f_one_b_equals_a_schedule_by_hand() -> None:
     first, last = one_f_one_b(2, 3)
     assert written(first) == "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0"
     assert written(last) == "F0.0 B0.0 F1.0 B1.0 F2.0 B2.0"
 
 
-def test_gpipe_by_hand() -> None:
+def test_gpipe_equals_a_schedule_by_hand() -> None:
     assert list(map(written, gpipe(2, 2))) == ["F0.0 F1.0 B0.0 B1.0"] * 2
 
 
-def test_interleaved_is_the_papers_figure() -> None:
+def test_interleaved_equals_the_figure_of_the_paper() -> None:
     # Narayanan et al. 2021, figure 4 (bottom): 4 devices, 8 micro batches, 2 chunks.
     first, *_, last = interleaved(4, 8, 2)
     assert written(first) == (
@@ -176,7 +175,7 @@ def test_interleaved_is_the_papers_figure() -> None:
     )
 
 
-def test_messages_by_hand() -> None:
+def test_messages_of_two_stages_equal_those_by_hand() -> None:
     pipeline = Pipeline(stages=2, chunks=2)
     forward, backward = Pass(Direction.FORWARD, 3, 1), Pass(Direction.BACKWARD, 3, 1)
     arriving = pipeline.receive(0, forward)
@@ -215,7 +214,7 @@ def test_forward_only_takes_any_number_of_micro_batches(
     }
 
 
-def test_build_schedule_picks() -> None:
+def test_build_schedule_picks_by_kind_and_chunks() -> None:
     assert build_schedule("gpipe", 3, 4) == gpipe(3, 4)
     assert build_schedule("1f1b", 3, 4) == one_f_one_b(3, 4)
     assert build_schedule("1f1b", 3, 6, 2) == interleaved(3, 6, 2)
@@ -236,7 +235,7 @@ def test_micro_batches_that_cannot_be_interleaved_are_refused_with_the_numbers()
                     interleaved(stages, micro_batches, 2)
 
 
-def test_other_counts_that_cannot_work_are_refused() -> None:
+def test_impossible_counts_are_refused() -> None:
     with pytest.raises(
         ParallelLayoutError, match=r"gpipe.*virtual_pipeline_model_parallel_size is 2"
     ):

@@ -1,7 +1,4 @@
-"""The simulated time of a schedule.
-
-The bubble of the literature, and no stage that waits for ever.
-"""
+"""Simulated time of a schedule: the bubble of the literature, and deadlocks."""
 
 import pytest
 
@@ -26,7 +23,7 @@ def spans(timeline: Timeline) -> list[list[tuple[str, int, float, float]]]:
     ]
 
 
-def test_the_bubble_of_equal_chunks_is_that_of_the_literature() -> None:
+def test_the_bubble_of_equal_chunks_equals_the_literature() -> None:
     for case in CASES:
         expected = (case.stages - 1) / (case.micro_batches * case.chunks)
         assert simulate(case.schedule).bubble_fraction == pytest.approx(expected, abs=1e-9), case
@@ -44,7 +41,7 @@ def test_the_bubble_does_not_depend_on_the_ratio_of_forward_and_backward(
         ), case
 
 
-def test_two_stages_by_hand() -> None:
+def test_two_stages_equal_a_timeline_by_hand() -> None:
     timeline = simulate(build_schedule("1f1b", 2, 2))
     assert spans(timeline) == [
         [("f", 0, 0, 1), ("f", 1, 1, 2), ("b", 0, 4, 6), ("b", 1, 7, 9)],
@@ -53,7 +50,7 @@ def test_two_stages_by_hand() -> None:
     assert (timeline.makespan, timeline.busy, timeline.bubble_fraction) == (9, (6, 6), 0.5)
 
 
-def test_latency_delays_messages_and_keeps_nobody_busy() -> None:
+def test_latency_delays_messages_but_is_not_busy_time() -> None:
     timeline = simulate(build_schedule("1f1b", 2, 2), latency=0.5)
     assert spans(timeline)[1][0] == ("f", 0, 1.5, 2.5)
     assert timeline.busy == (6, 6)
@@ -63,7 +60,7 @@ def test_latency_delays_messages_and_keeps_nobody_busy() -> None:
 def test_a_slow_stage_sets_the_pace() -> None:
     timeline = simulate(build_schedule("1f1b", 2, 8), [1, 3])
     assert timeline.busy == (24, 72)
-    # and the other stage's first forward and last backward pass
+    # plus the first forward and last backward pass of the other stage
     assert timeline.makespan == 72 + 1 + 2
     assert timeline.bubble_fraction == pytest.approx(2 * 75 / 96 - 1)
 
@@ -71,7 +68,7 @@ def test_a_slow_stage_sets_the_pace() -> None:
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "chunks"), [(4, 8, 1), (4, 8, 2), (3, 9, 3), (2, 2, 4)]
 )
-def test_a_pass_starts_when_its_stage_is_free_and_its_message_there(
+def test_a_pass_starts_when_its_stage_is_free_and_its_message_has_arrived(
     stages: int, micro_batches: int, chunks: int
 ) -> None:
     schedule, pipeline, latency = (
@@ -120,7 +117,7 @@ def test_forward_only_has_no_deadlock() -> None:
         ((), (Pass(F, 0, 0), Pass(B, 0, 0))),
     ],
 )
-def test_a_deadlock_is_an_error_that_names_who_waits(schedule: Schedule) -> None:
+def test_a_deadlock_is_refused_with_the_waiting_stages(schedule: Schedule) -> None:
     with pytest.raises(
         ScheduleError, match=r"2 stages ends in a deadlock: .*stage 1 waits with .* of micro batch"
     ):

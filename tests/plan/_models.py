@@ -1,4 +1,4 @@
-"""Small models of every family, and what autograd keeps of them."""
+"""Small models of every family, and the bytes that autograd saves for them."""
 
 import gc
 
@@ -54,7 +54,7 @@ def tiny(dropout: float = 0.0, recompute: str = "none", **overrides: object) -> 
 
 
 def family(**overrides: object) -> RunConfig:
-    """A tiny model of any family, with the special tokens that they ask for."""
+    """Return a tiny model of any family, with the special tokens that it needs."""
     special = {
         "kind": "train-bpe",
         "vocab_size": VOCAB_SIZE,
@@ -65,35 +65,37 @@ def family(**overrides: object) -> RunConfig:
 
 
 def saved_bytes(config: RunConfig, precision: str) -> int:
-    """What autograd really keeps after a forward pass, without parameters and logits."""
+    """Return the bytes that autograd saves in a forward pass, without parameters and logits."""
+    gc.freeze()  # the search for tensors below then sees only new objects
     model = build_model(config, VOCAB_SIZE, ProcessMesh.serial()).to(DTYPES[precision]).train()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 2 and tensor.shape == (tensor.shape[0], model.padded_vocab_size):
-            return tensor.detach()  # the logits' gradient, which the plan counts by itself
-        kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
-        return tensor.detach()  # with the output of its own node the graph would never be freed
+            return tensor.detach()  # the logits' gradient, which the plan counts separately
+        saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor.detach()  # a saved output would keep its own graph alive
 
     samples, length = config.train.micro_batch_size, config.data.seq_length
     decoder = config.data.span_corruption.decoder_seq_length
     width = {"gpt": length + 1, "bert": 3 * length + 1, "t5": length + decoder}[config.family]
-    given = input_rules(config, SpecialTokens(eod=0, pad=0)).read(
+    model_input = input_rules(config, SpecialTokens(eod=0, pad=0)).read(
         torch.ones(samples, width, dtype=torch.int64)
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses = model.run(given, dropout_seed=1)
+        losses = model.run(model_input, dropout_seed=1)
     assert all(term.losses.isfinite().all() for term in losses.values())
-    # A layer that is computed again holds what all layers share by itself, unseen by the hooks.
+    # Recomputed layers keep the bias that they share without calling the hooks.
     gc.collect()
-    for found in gc.get_objects():
+    for candidate in gc.get_objects():
         if (
-            type(found) is torch.Tensor
-            and found.dim() == 4
-            and found.shape[2:] in {(length, length), (decoder, decoder)}
+            type(candidate) is torch.Tensor
+            and candidate.dim() == 4
+            and candidate.shape[2:] in {(length, length), (decoder, decoder)}
         ):
-            pack(found)
+            pack(candidate)
+    gc.unfreeze()
     return sum(
-        tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters
+        tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in parameters
     )

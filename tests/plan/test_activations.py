@@ -1,4 +1,4 @@
-"""Estimates of activations against what autograd keeps, for every family.
+"""Estimates of activations compared with what autograd saves, for every family.
 
 GPT-2's are in test_memory.
 """
@@ -18,7 +18,7 @@ from tests.plan._models import BERT, LLAMA, T5, VOCAB_SIZE, family, saved_bytes
     [LLAMA, BERT, BERT | {"model.norm_position": "post"}, T5, T5 | {"model.activation": "relu"}],
     ids=["llama", "bert", "bert post", "t5 gated", "t5 relu"],
 )
-def test_activations_of_every_family(
+def test_activations_of_every_family_are_close_to_what_autograd_saves(
     overrides: dict[str, object], dropout: float, recompute: str
 ) -> None:
     dropouts = {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
@@ -30,7 +30,7 @@ def test_activations_of_every_family(
 
 
 @pytest.mark.parametrize(("limit", "layers"), [(1, (1, 0)), (4, (3, 1))])
-def test_the_first_layers_of_both_stacks_together_recompute(
+def test_the_recomputation_limit_counts_layers_of_both_stacks(
     limit: int, layers: tuple[int, int]
 ) -> None:
     config = family(**T5 | {"train.recompute": "full", "train.recompute_num_layers": limit})

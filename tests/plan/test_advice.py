@@ -1,5 +1,4 @@
-"""Advice on memory: valid configurations alone, estimated by the planner, the greatest saving
-first."""
+"""Advice on memory: only valid configurations, estimated by the planner, largest saving first."""
 
 import importlib.util
 from typing import Any
@@ -12,36 +11,36 @@ from megacore.plan.advice import Deployment, memory_advice, pair, parts_of, savi
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, estimate_memory
 
-FAR = 10**15
+AMPLE_HOST_MEMORY = 10**15
 
 
 def deployment(
-    ranks: int, device: str = "cuda", precision: str = "bf16", host: int = FAR
+    ranks: int, device: str = "cuda", precision: str = "bf16", host: int = AMPLE_HOST_MEMORY
 ) -> Deployment:
     return Deployment(ranks, 50_257, precision, device, host)
 
 
-def settings(config: RunConfig, there: Deployment) -> dict[str, str]:
-    """By kind, in their order."""
-    return {saving.kind: saving.setting for saving in savings(config, there)}
+def settings(config: RunConfig, target: Deployment) -> dict[str, str]:
+    """Return the advised settings by kind, in their order."""
+    return {saving.kind: saving.setting for saving in savings(config, target)}
 
 
 def gpt2(**overrides: Any) -> RunConfig:
-    given = {key.replace("__", "."): value for key, value in overrides.items()}
-    return load_config("gpt2-345m-8gpu", {"train.global_batch_size": 64, **given})
+    options = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config("gpt2-345m-8gpu", {"train.global_batch_size": 64, **options})
 
 
-def test_every_kind_is_estimated_and_the_greatest_saving_comes_first() -> None:
-    config, there = gpt2(), deployment(8)
-    found = savings(config, there)
-    assert [saving.bytes for saving in found] == sorted(
-        (saving.bytes for saving in found), reverse=True
+def test_every_kind_is_estimated_and_the_largest_saving_comes_first() -> None:
+    config, target = gpt2(), deployment(8)
+    advised = savings(config, target)
+    assert [saving.bytes for saving in advised] == sorted(
+        (saving.bytes for saving in advised), reverse=True
     )
-    assert len({saving.kind for saving in found}) == len(found)
+    assert len({saving.kind for saving in advised}) == len(advised)
     assert {"batch", "zero", "offload", "tensor", "pipeline", "sequence"} <= {
-        saving.kind for saving in found
+        saving.kind for saving in advised
     }
-    (batch,) = (saving for saving in found if saving.kind == "batch")
+    (batch,) = (saving for saving in advised if saving.kind == "batch")
     halved = gpt2(train__micro_batch_size=4)
     assert batch.setting == "train.micro_batch_size: 8 -> 4"
     assert batch.after == estimate_memory(halved, 50_257, "bf16", "cuda", 8)
@@ -51,9 +50,11 @@ def test_every_kind_is_estimated_and_the_greatest_saving_comes_first() -> None:
     )
 
 
-def test_what_is_refused_is_not_advised() -> None:
-    alone = settings(gpt2(launch__nproc_per_node=1), deployment(1))
-    assert {"tensor", "pipeline", "zero", "ranks"}.isdisjoint(alone), "one rank divides nothing"
+def test_refused_configurations_are_not_advised() -> None:
+    single_rank = settings(gpt2(launch__nproc_per_node=1), deployment(1))
+    assert {"tensor", "pipeline", "zero", "ranks"}.isdisjoint(single_rank), (
+        "one rank divides nothing"
+    )
     list_of_layers = gpt2(
         parallel__pipeline_model_parallel_size=2, parallel__pipeline_partition=[12, 12]
     )
@@ -67,14 +68,14 @@ def test_what_is_refused_is_not_advised() -> None:
     )
 
 
-def test_every_configuration_that_is_advised_can_be_launched() -> None:
+def test_every_advised_configuration_can_be_launched() -> None:
     from megacore.plan import advice
 
-    config, there = gpt2(), deployment(8)
-    for change in advice._changes(config, there):
+    config, target = gpt2(), deployment(8)
+    for change in advice._changes(config, target):
         changed = advice._valid(config.model_dump(), change.values)
-        if changed is not None and change.kind in settings(config, there):
-            layout_of(changed, there.ranks, there.vocab_size)
+        if changed is not None and change.kind in settings(config, target):
+            layout_of(changed, target.ranks, target.vocab_size)
 
 
 def test_an_odd_batch_is_lowered_to_a_divisor() -> None:
@@ -82,7 +83,7 @@ def test_an_odd_batch_is_lowered_to_a_divisor() -> None:
     assert settings(odd, deployment(8))["batch"] == "train.micro_batch_size: 9 -> 3"
 
 
-def test_recomputing_some_layers_can_become_all() -> None:
+def test_recomputation_of_some_layers_can_be_extended() -> None:
     some = gpt2(train__recompute="full", train__recompute_num_layers=3)
     assert settings(some, deployment(8))["recompute"] == "train.recompute_num_layers: 3 -> null"
     assert "recompute" not in settings(gpt2(train__recompute="full"), deployment(8))
@@ -90,7 +91,7 @@ def test_recomputing_some_layers_can_become_all() -> None:
     assert attention["recompute"] == "train.recompute: selective -> full"
 
 
-def test_a_users_own_deepspeed_json_is_named() -> None:
+def test_keys_of_the_users_deepspeed_json_are_named() -> None:
     config = load_config("gpt2-345m-zero2", {"launch.nproc_per_node": 4})
     advice = settings(config, deployment(4))["offload"]
     assert advice.startswith(
@@ -101,7 +102,7 @@ def test_a_users_own_deepspeed_json_is_named() -> None:
     )
 
 
-def test_offloading_needs_a_gpu_and_main_memory() -> None:
+def test_offloading_needs_a_gpu_and_host_memory() -> None:
     config = load_config(
         "gpt2-xl-zero3-offload",
         {"deepspeed.offload_optimizer": "none", "deepspeed.offload_param": "none"},
@@ -111,7 +112,7 @@ def test_offloading_needs_a_gpu_and_main_memory() -> None:
     assert "offload" not in settings(config, deployment(1, "cpu", "fp32"))
 
 
-def test_on_a_cpu_fewer_ranks_share_its_memory() -> None:
+def test_fewer_ranks_are_advised_on_a_cpu() -> None:
     config = load_config("gpt2-tiny", {"launch.nproc_per_node": 2})
     ranks = savings(config, deployment(2, "cpu", "fp32"))[0]
     assert ranks.setting == "launch.nproc_per_node: 2 -> 1"
@@ -119,32 +120,32 @@ def test_on_a_cpu_fewer_ranks_share_its_memory() -> None:
     assert str(ranks).endswith(" MiB for each of them)")
 
 
-def test_deepspeed_is_not_advised_where_it_is_not_installed(
+def test_deepspeed_is_not_advised_if_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = settings(gpt2(), deployment(8))
-    assert "offload" not in found
-    assert found["zero"] == "parallel.use_distributed_optimizer: false -> true"
+    advised = settings(gpt2(), deployment(8))
+    assert "offload" not in advised
+    assert advised["zero"] == "parallel.use_distributed_optimizer: false -> true"
 
 
-def test_the_clause_has_the_prediction_by_part_and_three_settings() -> None:
-    config, there = gpt2(), deployment(8)
-    text = memory_advice(config, there, rank=3)
-    assert text.startswith(
-        f"predicted for rank 3: {parts_of(there.estimate(config))}; what helps most: "
+def test_memory_advice_has_the_prediction_by_part_and_three_settings() -> None:
+    config, target = gpt2(), deployment(8)
+    message = memory_advice(config, target, rank=3)
+    assert message.startswith(
+        f"predicted for rank 3: {parts_of(target.estimate(config))}; what helps most: "
     )
     for part in ("weights ", "gradients ", "optimizer ", "activations ", "logits ", "process "):
-        assert part in text
-    assert text.count(" (predicted ") == 3
-    assert memory_advice(config, there).startswith("predicted for the rank that needs most: ")
+        assert part in message
+    assert message.count(" (predicted ") == 3
+    assert memory_advice(config, target).startswith("predicted for the rank that needs most: ")
 
 
-def test_the_prediction_is_that_of_the_ranks_own_stage() -> None:
-    config, there = gpt2(parallel__pipeline_model_parallel_size=2), deployment(8)
-    first, last = there.estimate(config, 0), there.estimate(config, 7)
+def test_the_prediction_is_for_the_pipeline_stage_of_the_rank() -> None:
+    config, target = gpt2(parallel__pipeline_model_parallel_size=2), deployment(8)
+    first, last = target.estimate(config, 0), target.estimate(config, 7)
     assert first.logits == 0 < last.logits
-    assert there.estimate(config) in (first, last)
+    assert target.estimate(config) in (first, last)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +156,11 @@ def test_the_prediction_is_that_of_the_ranks_own_stage() -> None:
         (700 * 2**20, 25 * 2**20, "700.0 -> 25.0 MiB"),
     ],
 )
-def test_both_numbers_have_one_unit(before: int, after: int, text: str) -> None:
+def test_both_numbers_of_a_pair_have_the_same_unit(before: int, after: int, text: str) -> None:
     assert pair(before, after) == text
 
 
-def test_hardware_counts_the_limits_of_control_groups(tmp_path: Any) -> None:
+def test_the_memory_limit_is_the_lowest_of_the_control_groups(tmp_path: Any) -> None:
     from megacore.hardware import memory_limit
 
     (tmp_path / "cgroup").write_text("4:memory:/job/step\n0::/slice/job\n")

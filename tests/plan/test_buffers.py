@@ -1,4 +1,4 @@
-"""What DeepSpeed allocates beside the state of the model."""
+"""Buffers that DeepSpeed allocates in addition to the state of the model."""
 
 import pytest
 
@@ -28,17 +28,17 @@ def buffers(stage: int, precision: str, **overrides: object) -> Buffers:
 @pytest.mark.parametrize(
     ("stage", "precision", "overrides", "expected"),
     [
-        # Stage 1 and 2: a bucket in the type that travels, two of them when they overlap; a flat
-        # gradient for the step.
+        # Stages 1 and 2: a bucket in the type that is sent, two if they overlap; a flat gradient
+        # for the step.
         (1, "fp32", {}, Buffers(4 * BUCKET, 4 * SHARE)),
         (1, "fp16", {"parallel.grad_reduce_dtype": "bf16"}, Buffers(2 * BUCKET, 4 * SHARE)),
         (1, "fp16", {"overlap_comm": True}, Buffers(2 * 4 * BUCKET, 4 * SHARE)),
         (2, "fp32", {}, Buffers(4 * BUCKET, 4 * SHARE)),
         (2, "bf16", {}, Buffers(4 * BUCKET)),
-        # bf16 with fp32 gradients has one flat buffer all along, which the formula counts, and
-        # keeps those in bf16.
+        # bf16 with fp32 gradients has a permanent flat buffer, which the formula counts, and keeps
+        # the bf16 gradients.
         (1, "bf16", {}, Buffers(4 * BUCKET + 2 * 4016)),
-        # Offloaded: the largest gradient on its way, and what comes back.
+        # Offloaded: the largest gradient in transit, and what is copied back.
         (1, "fp32", CPU, Buffers(4 * BUCKET + 4 * 3000, 0, 4 * 3000 + 4 * SHARE + 4 * SHARE)),
         (2, "fp32", CPU, Buffers(4 * BUCKET + 4 * 3000, 0, 4 * 3000 + 4 * SHARE + 4 * SHARE)),
         (2, "fp16", CPU, Buffers(4 * BUCKET + 2 * 3000 + 4 * SHARE, 0, 2 * 3000 + 2 * SHARE)),
@@ -65,13 +65,13 @@ def buffers(stage: int, precision: str, **overrides: object) -> Buffers:
         ),
     ],
 )
-def test_buffers(
+def test_buffers_have_the_expected_sizes(
     stage: int, precision: str, overrides: dict[str, object], expected: Buffers
 ) -> None:
     assert buffers(stage, precision, **overrides) == expected
 
 
-def test_without_zero_the_step_makes_fp32_gradients() -> None:
+def test_the_step_without_zero_allocates_fp32_gradients() -> None:
     assert buffers(0, "fp16").step == 4 * 4016
     assert buffers(0, "fp32").step == 0
     assert buffers(0, "fp32").device == 4 * 4016
@@ -90,8 +90,12 @@ def test_without_zero_the_step_makes_fp32_gradients() -> None:
         (3, "fp16", {}, True, 4),
     ],
 )
-def test_copies_for_the_optimizer_and_the_type_of_gradients(
+def test_main_weights_and_gradient_bytes_follow_from_the_stage(
     stage: int, precision: str, overrides: dict[str, object], copies: bool, gradient_bytes: int
 ) -> None:
-    told = memory(deepspeed(stage, **overrides), precision)
-    assert (told.stage, told.main_weights, told.gradient_bytes) == (stage, copies, gradient_bytes)
+    estimate = memory(deepspeed(stage, **overrides), precision)
+    assert (
+        estimate.stage,
+        estimate.main_weights,
+        estimate.gradient_bytes,
+    ) == (stage, copies, gradient_bytes)

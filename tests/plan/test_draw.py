@@ -1,7 +1,4 @@
-"""Pictures of schedules.
-
-Every pass has its box, idle time stays visible, and the bubble is in the title.
-"""
+"""Pictures of schedules: a box for every pass, visible idle time, and the bubble in the title."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -25,19 +22,19 @@ def axes_of(timeline: Timeline, name: str = "1F1B") -> Axes:
 
 
 def bars(axes: Axes) -> dict[str, list[tuple[float, float, float]]]:
-    """Row, start and end of every bar, by colour."""
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    """Return row, start and end of every bar, by colour."""
+    boxes: dict[str, list[tuple[float, float, float]]] = {}
     for collection in axes.collections:
         assert isinstance(collection, PolyCollection)
         for path in collection.get_paths():
             box = path.get_extents()
             color = to_hex(collection.get_facecolor()[0])
-            found.setdefault(color, []).append((round((box.y0 + box.y1) / 2), box.x0, box.x1))
-    return found
+            boxes.setdefault(color, []).append((round((box.y0 + box.y1) / 2), box.x0, box.x1))
+    return boxes
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_the_suffix_says_the_kind_of_file(tmp_path: Path, suffix: str) -> None:
+def test_the_suffix_selects_the_file_format(tmp_path: Path, suffix: str) -> None:
     path = draw(INTERLEAVED, tmp_path / f"schedule{suffix}", "Interleaved 1F1B")
     if suffix == ".svg":
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
@@ -52,27 +49,27 @@ def test_another_suffix_is_refused(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match=r"missing/a\.png cannot be written \(No such file"):
         draw(INTERLEAVED, tmp_path / "missing" / "a.png", "1F1B")
 
 
 def test_every_pass_has_a_box_in_the_colour_of_direction_and_chunk() -> None:
-    found = bars(axes_of(INTERLEAVED))
-    assert len(found) == 5  # forward and backward of two chunks, idle
-    idle = found.pop("#f0f0f0")
+    boxes_by_colour = bars(axes_of(INTERLEAVED))
+    assert len(boxes_by_colour) == 5  # forward and backward of two chunks, idle
+    idle = boxes_by_colour.pop("#f0f0f0")
     assert idle == [(stage, 0.0, INTERLEAVED.makespan) for stage in range(4)]
-    drawn = sorted(box for boxes in found.values() for box in boxes)
-    made = sorted(
+    drawn = sorted(box for boxes in boxes_by_colour.values() for box in boxes)
+    expected = sorted(
         (stage, span.start, span.end) for stage, row in enumerate(INTERLEAVED.spans) for span in row
     )
-    assert drawn == made
-    assert {len(boxes) for boxes in found.values()} == {4 * 8}
+    assert drawn == expected
+    assert {len(boxes) for boxes in boxes_by_colour.values()} == {4 * 8}
 
 
-def test_boxes_say_their_micro_batch() -> None:
+def test_boxes_are_labelled_with_their_micro_batch() -> None:
     axes = axes_of(INTERLEAVED)
-    written = sorted(
+    labels = sorted(
         (round(text.get_position()[1]), text.get_position()[0], text.get_text())
         for text in axes.texts
     )
@@ -81,15 +78,15 @@ def test_boxes_say_their_micro_batch() -> None:
         for stage, row in enumerate(INTERLEAVED.spans)
         for span in row
     ]
-    assert written == sorted(expected)
+    assert labels == sorted(expected)
 
 
-def test_numbers_that_do_not_fit_are_left_out() -> None:
+def test_labels_that_do_not_fit_are_left_out() -> None:
     wide = axes_of(simulate(build_schedule("1f1b", 2, 64), [1.0, 1.0], [40.0, 40.0]))
-    assert len(wide.texts) == 2 * 64  # of the backward passes alone
+    assert len(wide.texts) == 2 * 64  # only of the backward passes
 
 
-def test_title_axis_and_legend() -> None:
+def test_title_axis_and_legend_describe_the_schedule() -> None:
     axes = axes_of(INTERLEAVED, "gpt2-tiny, interleaved 1F1B")
     assert axes.get_title(loc="left") == "gpt2-tiny, interleaved 1F1B: pp 4, v 2, m 8: bubble 18.8%"
     assert "(pp − 1) / (m · v) = 18.8%" in axes.get_xlabel()

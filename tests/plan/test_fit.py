@@ -1,4 +1,4 @@
-"""What does not fit is refused with what would make it fit."""
+"""Refusal of runs that do not fit, with the settings that would make them fit."""
 
 from collections import namedtuple
 from pathlib import Path
@@ -16,24 +16,24 @@ XL = {"engine": "deepspeed", "launch.nproc_per_node": 4, "train.global_batch_siz
 """1.56 B parameters: 23.2 GiB of main weights, moments and gradients, 2.9 GiB of fp16 weights."""
 
 BF16 = {"train.precision": "bf16"}
-"""Which DeepSpeed has without ZeRO, unlike fp16."""
+"""Precision that DeepSpeed supports without ZeRO, unlike fp16."""
 
 
 def conf(name: str = "gpt2-xl-zero3-offload", **overrides: object) -> RunConfig:
-    """GPT-2 XL on 4 GPUs without offload, or another configuration.
+    """Return GPT-2 XL on 4 GPUs without offload, or another configuration.
 
-    Keys of the section deepspeed are plain.
+    Keys without a dot belong to the section deepspeed.
     """
     base = (
         {**XL, "deepspeed.offload_optimizer": "none", "deepspeed.offload_param": "none"}
         if "xl" in name
         else {}
     )
-    given = {
+    options = {
         key if "." in key or key == "engine" else f"deepspeed.{key}": value
         for key, value in overrides.items()
     }
-    return load_config(name, base | given)
+    return load_config(name, base | options)
 
 
 def refusal(
@@ -43,7 +43,7 @@ def refusal(
     device_type: str = "cuda",
     ranks: int = 4,
 ) -> str:
-    """What is said where a rank has this many GiB."""
+    """Return the message for ranks with this many GiB of device and host memory."""
     deployment = Deployment(ranks, VOCAB_SIZE, config.train.precision, device_type, int(host * GIB))
     room = Room(int(device * GIB), int(host * GIB), device_type, ranks)
     with pytest.raises(ConfigError) as caught:
@@ -52,9 +52,9 @@ def refusal(
 
 
 @pytest.mark.parametrize(
-    ("given", "device", "advice"),
+    ("overrides", "device", "advice"),
     [
-        # Of each kind the least that suffices.
+        # the smallest sufficient change of each kind
         (
             {"zero_stage": 0, **BF16},
             25,
@@ -79,24 +79,24 @@ def refusal(
         ),
     ],
 )
-def test_settings_that_suffice_are_named(
-    given: dict[str, object], device: float, advice: str
+def test_sufficient_settings_are_named(
+    overrides: dict[str, object], device: float, advice: str
 ) -> None:
-    message = refusal(conf(**given), device)
+    message = refusal(conf(**overrides), device)
     assert message.startswith("gpt2-xl-zero3-offload needs about ")
     assert f" and this machine has {device:.1f} GiB per rank: any of these suffices: " in message
     assert advice in message
     assert message.count(" (predicted ") <= 3
 
 
-def test_the_only_one_that_suffices_is_named_alone() -> None:
+def test_a_single_sufficient_setting_is_named() -> None:
     assert refusal(conf(zero_stage=1), 9).endswith(
         " and this machine has 9.0 GiB per rank: this suffices: deepspeed.zero_stage: 1 -> 3, "
         "deepspeed.offload_optimizer: none -> cpu (predicted 18.9 -> 8.4 GiB)"
     )
 
 
-def test_where_nothing_suffices_what_saves_most_is_named_first() -> None:
+def test_the_largest_savings_are_named_if_no_setting_suffices() -> None:
     message = refusal(conf(zero_stage=3), 2)
     ways = message.partition("no single setting suffices, these save most: ")[2].split("; ")
     assert [way.partition(":")[0] for way in ways] == [
@@ -106,32 +106,37 @@ def test_where_nothing_suffices_what_saves_most_is_named_first() -> None:
     ]
 
 
-def test_a_single_rank_of_one_sample_and_one_token_has_nothing_to_change() -> None:
+def test_the_smallest_configuration_has_no_setting_to_change() -> None:
     least = {"train.micro_batch_size": 1, "train.recompute": "full", "data.seq_length": 1}
-    alone = conf(
+    smallest = conf(
         zero_stage=3,
         offload_optimizer="cpu",
         offload_param="cpu",
         **least,
         **{"launch.nproc_per_node": 1},
     )
-    assert refusal(alone, 1, ranks=1).endswith("GiB per rank: no setting would save any")
+    assert refusal(smallest, 1, ranks=1).endswith("GiB per rank: no setting would save any")
 
 
-def test_main_memory_is_checked_by_itself() -> None:
+def test_host_memory_is_checked_separately() -> None:
     config = conf(zero_stage=3, offload_optimizer="cpu", offload_param="cpu")
     assert refusal(config, 40, 7.5) == (
-        "gpt2-xl-zero3-offload offloads about 8.0 GiB per rank to main memory and this machine has "
+        "gpt2-xl-zero3-offload offloads about 8.0 GiB per rank to host memory and this machine has "
         "7.5 GiB of it per rank: lower launch.nproc_per_node (4), or set deepspeed.offload_param "
         "to none, or set deepspeed.offload_optimizer to none, or offload less or to nvme "
         "(deepspeed.offload_*)"
     )
-    alone = refusal(config, 24, 20, ranks=1)
-    assert "offloads about 31.9 GiB per rank to main memory and this machine has 20.0 GiB" in alone
-    assert "launch.nproc_per_node" not in alone
+    single_rank_message = refusal(config, 24, 20, ranks=1)
+    assert (
+        "offloads about 31.9 GiB per rank to host memory and this machine has 20.0 GiB"
+        in single_rank_message
+    )
+    assert "launch.nproc_per_node" not in single_rank_message
 
 
-def test_the_disk_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nvme_path_and_its_free_space_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = conf(zero_stage=3, offload_optimizer="nvme", nvme_path=str(tmp_path / "nvme"))
     assert refusal(missing, 40).endswith(f"its path {tmp_path}/nvme is no directory: make it")
     usage = namedtuple("usage", "free")

@@ -15,14 +15,14 @@ def conf(**parallel: object) -> RunConfig:
     )
 
 
-def test_ranks_that_model_parallelism_leaves_are_data_parallel() -> None:
+def test_remaining_ranks_are_data_parallel() -> None:
     config = conf(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert layout_of(config, 4) == RankLayout(data=1, pipeline=2, tensor=2)
     assert layout_of(config, 16, vocab_size=8192) == RankLayout(data=4, pipeline=2, tensor=2)
     assert layout_of(conf(), 8) == RankLayout(data=8)
 
 
-def test_what_depends_on_the_number_of_ranks_is_checked() -> None:
+def test_layouts_are_checked_for_the_number_of_ranks() -> None:
     with pytest.raises(
         ParallelLayoutError, match=r"6 ranks are not a multiple of .* = 4 ranks per replica"
     ):
@@ -38,7 +38,7 @@ def test_what_depends_on_the_number_of_ranks_is_checked() -> None:
         layout_of(interleaved, 16)
 
 
-def test_the_vocabulary_is_padded_first() -> None:
+def test_the_vocabulary_is_padded_before_the_check() -> None:
     config = conf(tensor_model_parallel_size=4)
     assert layout_of(config, 4, vocab_size=7).tensor == 4
     odd = config.model_copy(

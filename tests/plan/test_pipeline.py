@@ -1,4 +1,4 @@
-"""The plan of a configuration: its layout, what each stage holds, and the bubble of a step."""
+"""The plan of a configuration: its layout, the contents of its stages, and the bubble."""
 
 from io import StringIO
 from typing import Any
@@ -30,36 +30,36 @@ def conf(**overrides: Any) -> RunConfig:
     )
 
 
-def shown(plan: PipelinePlan) -> str:
+def rendered_table(plan: PipelinePlan) -> str:
     output = StringIO()
     Console(width=200, file=output).print(plan.table())
     return output.getvalue()
 
 
-def test_serial() -> None:
+def test_a_serial_plan_has_one_stage_and_no_bubble() -> None:
     plan = plan_pipeline(conf(launch__nproc_per_node=1), 8192, CPU)
     assert (plan.layout.shape, plan.micro_batches) == ((1, 1, 1), 8)
     assert plan.timeline.bubble_fraction == plan.equal_bubble == 0
     assert plan.memory[0].parameters == parameter_count(ModelSpec.of(plan.config, 8192))
-    assert "│     0 │ embedding, 0-7, head │" in shown(plan)
+    assert "│     0 │ embedding, 0-7, head │" in rendered_table(plan)
     assert plan.summary().startswith(
         "tensor 1 x pipeline 1 x data 1 = 1 rank; 8 micro batches of 2"
     )
 
 
-def test_pipeline_with_two_replicas() -> None:
+def test_a_pipeline_of_two_replicas_has_a_row_for_each_stage() -> None:
     plan = plan_pipeline(conf(parallel__pipeline_model_parallel_size=2), 8192, CPU)
     assert (plan.layout.shape, plan.micro_batches) == ((2, 2, 1), 4)
     assert plan.equal_bubble == 0.25
     assert plan.timeline.bubble_fraction > 0.25  # the head makes the second stage slower
     assert [chunk.layers for chunk in plan.chunks] == [range(0, 6), range(6, 8)]
     assert "gpt2-tiny, 1F1B: bubble" in plan.summary()
-    rows = shown(plan)
+    rows = rendered_table(plan)
     assert "embedding, 0-5 " in rows
     assert "│ 6-7, head " in rows
 
 
-def test_interleaved_has_a_column_for_each_chunk() -> None:
+def test_an_interleaved_plan_has_a_column_for_each_chunk() -> None:
     overrides = {
         "parallel__pipeline_model_parallel_size": 2,
         "parallel__virtual_pipeline_model_parallel_size": 2,
@@ -67,7 +67,7 @@ def test_interleaved_has_a_column_for_each_chunk() -> None:
     plan = plan_pipeline(conf(**overrides), 8192, CPU)
     assert plan.name == "gpt2-tiny, interleaved 1F1B"
     assert plan.equal_bubble == 0.125
-    header, first, second = (line for line in shown(plan).splitlines() if line[0] in "┃│")
+    header, first, second = (line for line in rendered_table(plan).splitlines() if line[0] in "┃│")
     assert "layers of chunk 0" in header
     assert "layers of chunk 1" in header
     assert [cell.strip() for cell in first.split("│")][1:4] == ["0", "embedding, 0-2", "5-7"]
@@ -93,40 +93,40 @@ def test_recomputation_makes_backward_passes_longer() -> None:
         assert backward / forward == pytest.approx(ratio)
 
 
-def test_ranks_of_auto_are_the_gpus_or_one_replica() -> None:
+def test_auto_ranks_are_the_gpus_or_one_replica() -> None:
     config = conf(launch__nproc_per_node="auto", parallel__pipeline_model_parallel_size=2)
     assert plan_pipeline(config, 8192, GPUS).layout.shape == (2, 2, 1)
     assert plan_pipeline(config, 8192, CPU).layout.shape == (2, 1, 1)
 
 
-def test_ranks_may_be_more_than_this_machine_has() -> None:
+def test_a_plan_may_have_more_ranks_than_the_host() -> None:
     config = conf(launch__nproc_per_node=8, parallel__pipeline_model_parallel_size=4)
     assert plan_pipeline(config, 8192, GPUS).layout.shape == (4, 2, 1)
 
 
-def test_a_layout_that_cannot_work_is_refused() -> None:
+def test_an_impossible_layout_is_refused() -> None:
     config = conf(launch__nproc_per_node="auto", parallel__pipeline_model_parallel_size=8)
     with pytest.raises(ParallelLayoutError, match=r"4 ranks are not a multiple of .*size 8"):
         plan_pipeline(config, 8192, GPUS)
 
 
-def test_deepspeed_is_named_and_what_is_offloaded_has_columns() -> None:
-    given = {
+def test_deepspeed_is_named_and_offloaded_memory_has_columns() -> None:
+    overrides = {
         "engine": "deepspeed",
         "deepspeed__offload_optimizer": "cpu",
         "launch__nproc_per_node": 2,
     }
-    plan = plan_pipeline(conf(**given, deepspeed__zero_stage=2), 8192, GPUS)
+    plan = plan_pipeline(conf(**overrides, deepspeed__zero_stage=2), 8192, GPUS)
     assert (
         plan.summary()
         .splitlines()[0]
         .endswith("samples per step; deepspeed ZeRO-2, optimizer on cpu")
     )
-    header, only = (line for line in shown(plan).splitlines() if line[0] in "┃│")
+    header, row = (line for line in rendered_table(plan).splitlines() if line[0] in "┃│")
     names = [cell.strip() for cell in header.split("┃")]
     assert names[names.index("memory") + 1] == "host"
     assert "nvme" not in names
-    assert [cell.strip() for cell in only.split("│")][
+    assert [cell.strip() for cell in row.split("│")][
         names.index("host")
     ] == f"{plan.memory[0].host / 2**30:.1f} GiB"
-    assert "host" not in shown(plan_pipeline(conf(engine="deepspeed"), 8192, GPUS))
+    assert "host" not in rendered_table(plan_pipeline(conf(engine="deepspeed"), 8192, GPUS))

@@ -19,29 +19,29 @@ def conf(name: str, **overrides: object) -> RunConfig:
     return load_config(name, {key.replace("__", "."): value for key, value in overrides.items()})
 
 
-def test_345m_in_fp16_without_a_gpu_says_memory_and_days() -> None:
+def test_fp16_without_a_gpu_is_refused_with_memory_and_days() -> None:
     message = r"train\.precision is fp16.*gpt2-345m.*7\.\d GiB.*days.*launch\.allow_cpu"
     with pytest.raises(ConfigError, match=message):
         preflight(conf("gpt2-345m"), VOCAB_SIZE, CPU)
 
 
-def test_345m_in_fp16_may_start_on_cpus_when_asked() -> None:
+def test_allow_cpu_permits_fp16_on_cpus() -> None:
     report = preflight(conf("gpt2-345m", launch__allow_cpu=True), VOCAB_SIZE, CPU)
     assert (report.device_type, report.precision) == ("cpu", "fp16")
     assert report.days > 1000
 
 
 @pytest.mark.parametrize("allow_cpu", [False, True])
-def test_deepspeed_has_no_fp16_on_cpus(allow_cpu: bool) -> None:
+def test_deepspeed_refuses_fp16_on_cpus(allow_cpu: bool) -> None:
     message = (
-        r"which DeepSpeed has on GPUs alone.* GiB.*precision to auto, or engine to native and "
+        r"which DeepSpeed has only on GPUs.* GiB.*precision to auto, or engine to native and "
         r"launch\.allow_cpu"
     )
     with pytest.raises(ConfigError, match=message):
         preflight(conf("gpt2-345m-zero1", launch__allow_cpu=allow_cpu), VOCAB_SIZE, CPU)
 
 
-def test_345m_in_fp32_without_a_gpu_is_refused_for_its_days() -> None:
+def test_a_long_run_on_cpus_is_refused_unless_allowed() -> None:
     with pytest.raises(ConfigError, match=r"sized for GPUs.*days.*train\.train_iters \(500000\)"):
         preflight(conf("gpt2-345m", train__precision="auto"), VOCAB_SIZE, CPU)
     report = preflight(
@@ -50,7 +50,7 @@ def test_345m_in_fp32_without_a_gpu_is_refused_for_its_days() -> None:
     assert report.precision == "fp32"
 
 
-def test_tiny_runs_on_two_cores() -> None:
+def test_gpt2_tiny_is_accepted_on_two_cores() -> None:
     report = preflight(conf("gpt2-tiny"), 8192, Hardware(2, 8 * GIB, cpu_flags=frozenset({"avx2"})))
     assert (report.ranks, report.threads_per_rank, report.precision) == (2, 1, "fp32")
     assert report.days < 0.1
@@ -58,7 +58,7 @@ def test_tiny_runs_on_two_cores() -> None:
 
 
 @pytest.mark.parametrize("allow_cpu", [False, True])
-def test_memory_that_does_not_suffice_is_refused_with_advice(allow_cpu: bool) -> None:
+def test_insufficient_memory_is_refused_with_advice(allow_cpu: bool) -> None:
     small = Hardware(2, 1 * GIB, cpu_flags=frozenset({"avx2"}))
     config = conf(
         "gpt2-tiny",
@@ -74,7 +74,7 @@ def test_memory_that_does_not_suffice_is_refused_with_advice(allow_cpu: bool) ->
         preflight(config, 8192, small)
 
 
-def test_345m_fits_an_a100_and_not_a_small_card() -> None:
+def test_345m_fits_an_a100_and_not_a_small_gpu() -> None:
     report = preflight(
         conf("gpt2-345m"), VOCAB_SIZE, Hardware(16, 64 * GIB, (A100,), native_bf16=True)
     )
@@ -117,7 +117,7 @@ def test_auto_ranks_without_a_gpu_are_one_replica() -> None:
         resolve_launch(config, Hardware(16, 64 * GIB, (A100,) * 6))
 
 
-def test_a_layout_is_shown_and_divides_memory() -> None:
+def test_the_summary_shows_the_layout_and_memory_is_divided() -> None:
     sizes = {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 2}
     eight = Hardware(64, 512 * GIB, (A100,) * 8)
     plain, divided = (
@@ -134,7 +134,7 @@ def test_a_layout_is_shown_and_divides_memory() -> None:
     assert sharded.memory.optimizer == plain.memory.optimizer / 8
 
 
-def test_a_vocabulary_is_checked_once_it_is_known(tmp_path: Path) -> None:
+def test_the_padded_vocabulary_is_checked_against_the_layout(tmp_path: Path) -> None:
     three = {
         "parallel__tensor_model_parallel_size": 3,
         "model__num_attention_heads": 6,
@@ -157,7 +157,7 @@ def test_a_vocabulary_is_checked_once_it_is_known(tmp_path: Path) -> None:
         resolve_launch(unknown, CPU, 50_000)
 
 
-def test_advice_on_memory_is_estimated_for_this_machine() -> None:
+def test_advice_on_memory_is_estimated_for_the_host() -> None:
     small = Hardware(64, 512 * GIB, (Gpu("small", 2 * GIB),) * 8)
     with pytest.raises(
         ConfigError,
@@ -170,7 +170,7 @@ def test_advice_on_memory_is_estimated_for_this_machine() -> None:
     assert "launch.nproc_per_node" not in str(caught.value)
 
 
-def test_deepspeed_is_shown_with_its_stage_and_what_it_offloads() -> None:
+def test_the_summary_shows_the_zero_stage_and_offloaded_memory() -> None:
     eight = Hardware(64, 512 * GIB, (A100,) * 8, native_bf16=True)
     assert "x data 2) in bf16 with deepspeed ZeRO-1: about 45.6 GiB of 80.0 GiB per rank, " in (
         preflight(conf("gpt2-13b-3d"), VOCAB_SIZE, eight).summary()
@@ -179,18 +179,18 @@ def test_deepspeed_is_shown_with_its_stage_and_what_it_offloads() -> None:
     report = preflight(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, card)
     assert (
         "1557.7 M parameters on 1 GPU rank in fp16 with deepspeed ZeRO-3, optimizer on cpu, "
-        "weights on cpu: about 7.7 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of main "
+        "weights on cpu: about 7.7 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of host "
         "memory, "
     ) in report.summary()
     disk = {"deepspeed__offload_optimizer": "nvme", "deepspeed__nvme_path": "/"}
     with_disk = preflight(conf("gpt2-xl-zero3-offload", **disk), VOCAB_SIZE, card).summary()
-    assert " of main memory and 17.4 GiB on NVMe, " in with_disk
+    assert " of host memory and 17.4 GiB on NVMe, " in with_disk
 
 
-def test_main_memory_for_what_is_offloaded_is_checked() -> None:
+def test_host_memory_for_offloading_is_checked() -> None:
     card = Hardware(16, 30 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB),))
     with pytest.raises(
-        ConfigError, match=r"offloads about 31\.9 GiB per rank to main memory.* has 30\.0 GiB of it"
+        ConfigError, match=r"offloads about 31\.9 GiB per rank to host memory.* has 30\.0 GiB of it"
     ):
         preflight(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, card)
 
@@ -204,7 +204,7 @@ def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         preflight(conf("gpt2-tiny", engine="deepspeed"), 8192, CPU)
 
 
-def test_threads_can_be_set() -> None:
+def test_threads_per_rank_can_be_set() -> None:
     assert resolve_launch(conf("gpt2-tiny", launch__threads_per_rank=3), CPU) == (2, 3)
 
 
@@ -232,7 +232,7 @@ def test_tensorboard_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     preflight(conf("gpt2-tiny"), 8192, CPU)
 
 
-def test_detects_this_machine_without_torch() -> None:
+def test_hardware_is_detected_without_importing_torch() -> None:
     script = (
         "import sys; from megacore.plan.preflight import Hardware; h = Hardware.detect(); "
         "assert h.cores >= 1 and h.memory > 2**28, h; assert 'torch' not in sys.modules"
@@ -241,7 +241,7 @@ def test_detects_this_machine_without_torch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
-def test_a_login_node_without_a_gpu_may_submit_what_is_sized_for_gpus(kind: str) -> None:
+def test_a_login_node_without_a_gpu_may_submit_gpu_jobs(kind: str) -> None:
     config = conf("gpt2-345m-8gpu", launch__kind=kind, launch__nnodes=2, launch__nproc_per_node=4)
     report = preflight(config, VOCAB_SIZE, CPU)
     assert report.ranks == 8
@@ -250,7 +250,7 @@ def test_a_login_node_without_a_gpu_may_submit_what_is_sized_for_gpus(kind: str)
     )
     on_cpus = conf("gpt2-tiny", launch__kind=kind, launch__nproc_per_node=1, launch__allow_cpu=True)
     assert preflight(on_cpus, VOCAB_SIZE, CPU).unseen is None
-    none = conf(
+    without_gpus = conf(
         "gpt2-tiny", launch__kind="slurm", launch__nproc_per_node=1, launch__slurm__gpus_per_node=0
     )
-    assert preflight(none, VOCAB_SIZE, CPU).unseen is None
+    assert preflight(without_gpus, VOCAB_SIZE, CPU).unseen is None

@@ -17,7 +17,7 @@ GIB = 2**30
 A100 = Gpu("NVIDIA A100-SXM4-40GB", 40 * GIB)
 
 
-def test_flops_are_narayanans_formula_with_recomputation() -> None:
+def test_flops_with_recomputation_equal_narayanans_formula() -> None:
     config = load_config("gpt2-345m", {"train.eval_interval": 500_001, "train.eval_iters": 1})
     batch, s, layers, h, v = 8, 1024, 24, 1024, 50_304
     iteration = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
@@ -43,20 +43,20 @@ def tiny(**overrides: object) -> RunConfig:
     )
 
 
-def test_a_ramp_up_reads_fewer_samples() -> None:
+def test_a_ramp_up_needs_fewer_flops() -> None:
     rampup = {"start": 8, "increment": 8, "samples": 160}
     settings = {"train__micro_batch_size": 4, "train__train_iters": 50, "train__eval_interval": 99}
-    whole, ramp = tiny(**settings), tiny(**settings, train__rampup_batch_size=rampup)
+    constant, ramp = tiny(**settings), tiny(**settings, train__rampup_batch_size=rampup)
     per_sample = (
         training_flops(tiny(**settings | {"train__train_iters": 51}), 8192)
-        - training_flops(whole, 8192)
+        - training_flops(constant, 8192)
     ) / 16
-    assert training_flops(whole, 8192) - training_flops(ramp, 8192) == pytest.approx(
+    assert training_flops(constant, 8192) - training_flops(ramp, 8192) == pytest.approx(
         20 * 8 * per_sample
     )
 
 
-def stages(pp: int, v: int = 1, **overrides: object) -> RunConfig:
+def pipelined(pp: int, v: int = 1, **overrides: object) -> RunConfig:
     sizes = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": v}
     parallel = {f"parallel__{name}": size for name, size in sizes.items()}
     model = {"model__num_layers": 8, "train__global_batch_size": 64, "train__micro_batch_size": 2}
@@ -67,54 +67,60 @@ def stages(pp: int, v: int = 1, **overrides: object) -> RunConfig:
 @pytest.mark.parametrize(
     ("pp", "v", "partition"), [(1, 1, "balanced"), (4, 1, "uniform"), (2, 2, [3, 2, 2, 1])]
 )
-def test_stages_share_the_operations(recompute: str, pp: int, v: int, partition: object) -> None:
-    config = stages(pp, v, train__recompute=recompute, parallel__pipeline_partition=partition)
-    each = stage_flops(config, 8192)
+def test_flops_of_the_stages_add_up_to_the_step(
+    recompute: str, pp: int, v: int, partition: object
+) -> None:
+    config = pipelined(pp, v, train__recompute=recompute, parallel__pipeline_partition=partition)
+    flops = stage_flops(config, 8192)
     shape = TransformerShape.of(config, 8192)
-    assert len(each) == pp
-    assert sum(each) == step_flops(shape, 1, recompute)  # type: ignore[arg-type]
+    assert len(flops) == pp
+    assert sum(flops) == step_flops(shape, 1, recompute)  # type: ignore[arg-type]
     if pp == 4:
-        assert each[0] == each[1] == each[2] == each[3] - 3 * shape.logits_forward
+        assert flops[0] == flops[1] == flops[2] == flops[3] - 3 * shape.logits_forward
     if v == 2:
-        assert each[0] == 5 * (sum(each) - 3 * shape.logits_forward) // 8
+        assert flops[0] == 5 * (sum(flops) - 3 * shape.logits_forward) // 8
 
 
 def recomputed(config: RunConfig) -> tuple[int, int]:
     return recomputed_layers(chunks_of(config, 8192), config.train.recompute_num_layers)
 
 
-def test_the_first_layers_of_each_chunk_recompute() -> None:
+def test_the_recomputation_limit_applies_to_each_chunk() -> None:
     some = {"train__recompute": "full", "train__recompute_num_layers": 2}
-    assert recomputed(stages(1, **some)) == (2, 0)
-    assert recomputed(stages(4, **some, parallel__pipeline_partition="uniform")) == (8, 0)
-    assert recomputed(stages(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1])) == (6, 0)
-    assert recomputed(stages(2, train__recompute="full")) == (8, 0)
+    assert recomputed(pipelined(1, **some)) == (2, 0)
+    assert recomputed(pipelined(4, **some, parallel__pipeline_partition="uniform")) == (8, 0)
+    assert recomputed(pipelined(2, 2, **some, parallel__pipeline_partition=[3, 3, 1, 1])) == (6, 0)
+    assert recomputed(pipelined(2, train__recompute="full")) == (8, 0)
 
 
-def test_days_count_the_bubble_and_the_slowest_stage() -> None:
+def test_days_include_the_bubble_and_the_slowest_stage() -> None:
     """64 samples in micro batches of 2 on 2 replicas are 16 micro batches."""
 
     def slowdown(config: RunConfig) -> float:
         chunks = config.parallel.virtual_pipeline_model_parallel_size
         return pipeline_slowdown(stage_flops(config, 1), 16, chunks)
 
-    assert slowdown(stages(1)) == 1.0
+    assert slowdown(pipelined(1)) == 1.0
     even = {"parallel__pipeline_partition": "uniform", "model__make_vocab_size_divisible_by": 1}
-    assert slowdown(stages(4, **even)) == pytest.approx(1 + 3 / 16, rel=0.01)
-    assert slowdown(stages(4, 2, **even)) == pytest.approx(1 + 3 / 32, rel=0.01)
-    uneven = stages(2, parallel__pipeline_partition=[6, 2], model__make_vocab_size_divisible_by=1)
+    assert slowdown(pipelined(4, **even)) == pytest.approx(1 + 3 / 16, rel=0.01)
+    assert slowdown(pipelined(4, 2, **even)) == pytest.approx(1 + 3 / 32, rel=0.01)
+    uneven = pipelined(
+        2, parallel__pipeline_partition=[6, 2], model__make_vocab_size_divisible_by=1
+    )
     assert slowdown(uneven) == pytest.approx(1.5 * (1 + 1 / 16), rel=0.01)
-    days = training_days(stages(4, **even), 1, 1e12, data_parallel_size=2)
-    assert days == pytest.approx(training_days(stages(1, **even), 1, 1e12) * (1 + 3 / 16), rel=0.01)
+    days = training_days(pipelined(4, **even), 1, 1e12, data_parallel_size=2)
+    assert days == pytest.approx(
+        training_days(pipelined(1, **even), 1, 1e12) * (1 + 3 / 16), rel=0.01
+    )
 
 
-def test_the_published_run_takes_about_two_days_on_eight_a100() -> None:
+def test_predicted_days_are_near_those_of_the_published_run() -> None:
     config = load_config("gpt2-345m-8gpu")
     rate = assumed_flops_per_second(Hardware(64, 512 * GIB, (A100,) * 8), "fp16", 8, 8)
     assert training_days(config, 50_257, rate) == pytest.approx(500_000 * 0.368 / 86_400, rel=0.3)
 
 
-def test_cpu_rate_counts_busy_cores_and_instruction_sets() -> None:
+def test_the_cpu_rate_depends_on_busy_cores_and_instruction_sets() -> None:
     avx2 = Hardware(8, GIB, cpu_flags=frozenset({"avx2"}))
     avx512 = Hardware(8, GIB, cpu_flags=frozenset({"avx2", "avx512f"}))
     assert assumed_flops_per_second(avx512, "fp32", 2, 4) > assumed_flops_per_second(

@@ -10,7 +10,7 @@ from megacore.errors import ConfigError
 from megacore.plan.vocabulary import expected_vocab_size
 
 
-def test_vocabulary_size_from_files(tmp_path: Path) -> None:
+def test_the_vocabulary_size_is_read_from_files(tmp_path: Path) -> None:
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     choice = {"kind": "gpt2-bpe", "vocab_file": str(vocab), "merge_file": str(merges)}
     config = load_config("gpt2-tiny", {"data.tokenizer": choice})
@@ -30,18 +30,21 @@ def test_vocabulary_size_from_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     local = load_config("gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path)}})
     assert expected_vocab_size(local.data.tokenizer) == 3
-    gone = load_config(
+    missing = load_config(
         "gpt2-tiny", {"data.tokenizer": {"kind": "hf", "name": str(tmp_path / "typo.json")}}
     )
     with pytest.raises(
         ConfigError, match=r"data\.tokenizer\.name: the vocabulary .*typo\.json cannot be read"
     ):
-        expected_vocab_size(gone.data.tokenizer)
+        expected_vocab_size(missing.data.tokenizer)
+
+
+def test_the_vocabulary_size_is_known_without_files() -> None:
     assert expected_vocab_size(load_config("gpt2-tiny").data.tokenizer) == 8192
     assert expected_vocab_size(load_config("gpt2-345m").data.tokenizer) == 50_257
 
 
-def test_word_piece_has_an_entry_per_line(tmp_path: Path) -> None:
+def test_wordpiece_vocabularies_have_an_entry_per_line(tmp_path: Path) -> None:
     vocab = tmp_path / "vocab.txt"
     config = load_config(
         "gpt2-tiny", {"data.tokenizer": {"kind": "bert-wordpiece", "vocab_file": str(vocab)}}
@@ -55,7 +58,7 @@ def test_word_piece_has_an_entry_per_line(tmp_path: Path) -> None:
     assert expected_vocab_size(config.data.tokenizer) == 3
 
 
-def test_sentence_piece_says_how_many_pieces_it_has(tmp_path: Path) -> None:
+def test_the_size_of_a_sentencepiece_vocabulary_is_read_from_the_model(tmp_path: Path) -> None:
     model = tmp_path / "m.model"
     config = load_config(
         "gpt2-tiny", {"data.tokenizer": {"kind": "sentencepiece", "model_file": str(model)}}
@@ -75,7 +78,7 @@ def test_sentence_piece_says_how_many_pieces_it_has(tmp_path: Path) -> None:
     assert expected_vocab_size(config.data.tokenizer) == 16
 
 
-def test_sentinels_are_counted(tmp_path: Path) -> None:
+def test_extra_ids_are_counted(tmp_path: Path) -> None:
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("[PAD]\n[SEP]\n")
     for choice, entries in (

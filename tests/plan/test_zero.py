@@ -1,4 +1,4 @@
-"""The formula of ZeRO, against the paper's own numbers."""
+"""ZeRO's formula for memory, compared with the paper's numbers."""
 
 from itertools import product
 
@@ -8,14 +8,14 @@ from megacore.plan.zero import ModelState, zero_bytes
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_the_papers_figure(stage: int, gigabytes: float) -> None:
+def test_bytes_equal_the_papers_figure(stage: int, gigabytes: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 GPUs."""
     assert zero_bytes(7_500_000_000, stage, 64, "fp16").device.total / 1e9 == pytest.approx(
         gigabytes, abs=0.05
     )
 
 
-def test_each_stage_divides_one_thing_more() -> None:
+def test_each_stage_divides_one_more_part_of_the_state() -> None:
     states = [zero_bytes(1000, stage, 4, "bf16").device for stage in range(4)]
     assert states == [
         ModelState(2000, 2000, 4000, 8000),
@@ -26,7 +26,7 @@ def test_each_stage_divides_one_thing_more() -> None:
     assert [state.optimizer for state in states] == [12_000, 3_000, 3_000, 3_000]
 
 
-def test_in_fp32_the_weights_are_the_main_weights() -> None:
+def test_fp32_weights_are_the_main_weights() -> None:
     assert zero_bytes(1000, 1, 2, "fp32").device == ModelState(4000, 4000, 0, 4000)
     assert zero_bytes(1000, 1, 2, "fp32", main_weights=True).device == ModelState(
         4000, 4000, 2000, 4000
@@ -53,19 +53,19 @@ def test_a_share_is_rounded_up() -> None:
         (3, "none", "cpu", ModelState(0, 10, 20, 40), ModelState(10), ModelState()),
     ],
 )
-def test_offloading_moves_columns(
+def test_offloading_moves_parts_of_the_state(
     stage: int, optimizer: str, param: str, device: ModelState, cpu: ModelState, nvme: ModelState
 ) -> None:
     state = zero_bytes(10, stage, 2, "fp16", offload_optimizer=optimizer, offload_param=param)  # type: ignore[arg-type]
     assert (state.device, state.cpu, state.nvme) == (device, cpu, nvme)
 
 
-def test_offloading_adds_and_loses_nothing() -> None:
+def test_offloading_keeps_the_totals() -> None:
     for stage, optimizer in product((2, 3), ("none", "cpu", "nvme")):
         state = zero_bytes(999, stage, 4, "bf16", offload_optimizer=optimizer)  # type: ignore[arg-type]
-        whole = zero_bytes(999, stage, 4, "bf16")
+        resident = zero_bytes(999, stage, 4, "bf16")
         assert (state.parameters, state.gradients, state.optimizer) == (
-            whole.parameters,
-            whole.gradients,
-            whole.optimizer,
+            resident.parameters,
+            resident.gradients,
+            resident.optimizer,
         )

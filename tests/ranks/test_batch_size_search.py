@@ -1,10 +1,9 @@
-"""What a probe's end means, and what a method makes of the configuration.
+"""Search for the batch size: results of probes and configurations of the methods.
 
-The ranks are small scripts.
+Small scripts stand in for the ranks.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def job(directory: Path, **sections: Any) -> FinetuneJob:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let a script stand for the rank; `job` in it is the job file's content."""
+    """Provide a function that replaces the rank by a script, in which `job` is the job file."""
 
     def stand_in(script: str) -> None:
         def start(launch: Any, module: str, job: Any, job_file: Path, env: Any = None) -> Start:
@@ -61,13 +60,13 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     return stand_in
 
 
-FITS = (
+WRITE_PEAK_MEMORY = (
     "open(job['output'], 'w').write(json.dumps({'peak_memory': 10 * "
     "job['config']['train']['micro_batch_size']}))\n"
 )
 
 
-def fails(error: str, message: str) -> str:
+def failing_rank(error: str, message: str) -> str:
     reason = {"rank": 0, "error": error, "message": message, "time": 0.0, "secondary": False}
     return (
         "os.makedirs(job['exit_directory'], exist_ok=True)\n"
@@ -76,21 +75,21 @@ def fails(error: str, message: str) -> str:
     )
 
 
-def test_a_probe_that_ends_well_tells_its_memory(tmp_path: Path, rank: Any) -> None:
-    rank(FITS)
+def test_successful_probe_returns_its_peak_memory(tmp_path: Path, rank: Any) -> None:
+    rank(WRITE_PEAK_MEMORY)
     assert try_batch(job(tmp_path), None, tmp_path, Watch()) == Fits(40)
     probed = ProbeJob.read(tmp_path / "job.json")
     assert (probed.steps, probed.memory_limit) == (3, None)
 
 
-def test_a_rank_without_memory_is_an_answer(tmp_path: Path, rank: Any) -> None:
-    rank(fails("MemoryExhaustedError", "out of memory with a micro batch of 4 (no)"))
+def test_memory_exhaustion_of_a_rank_is_too_large(tmp_path: Path, rank: Any) -> None:
+    rank(failing_rank("MemoryExhaustedError", "out of memory with a micro batch of 4 (no)"))
     answer = try_batch(job(tmp_path), 10**9, tmp_path, Watch())
     assert answer == TooLarge("rank 0: out of memory with a micro batch of 4 (no)")
     assert ProbeJob.read(tmp_path / "job.json").memory_limit == 10**9
 
 
-def test_an_abort_for_want_of_memory_is_one(tmp_path: Path, rank: Any) -> None:
+def test_abort_by_bad_alloc_is_too_large(tmp_path: Path, rank: Any) -> None:
     rank(
         "sys.stderr.write(\"terminate called after throwing an instance of 'std::bad_alloc'\\n\")\n"
         "os.abort()\n"
@@ -103,12 +102,12 @@ def test_an_abort_for_want_of_memory_is_one(tmp_path: Path, rank: Any) -> None:
 @pytest.mark.parametrize(
     ("script", "error"),
     [
-        (fails("DataFormatError", "task.json is damaged"), DataFormatError),
+        (failing_rank("DataFormatError", "task.json is damaged"), DataFormatError),
         ("os.kill(os.getpid(), 11)\n", RankLostError),
         ("sys.exit(1)\n", RankLostError),
     ],
 )
-def test_another_failure_is_raised(
+def test_other_failures_of_a_probe_are_raised(
     tmp_path: Path, rank: Any, script: str, error: type[Exception]
 ) -> None:
     rank(script)
@@ -116,11 +115,11 @@ def test_another_failure_is_raised(
         try_batch(job(tmp_path), None, tmp_path, Watch())
 
 
-def roomy(room: int) -> str:
-    """A rank with room for so many samples, in a probe; in the epoch it writes a result."""
-    out = fails("MemoryExhaustedError", "out of memory")
-    tried = f"if job['config']['train']['micro_batch_size'] > {room}:\n" + "".join(
-        f"    {line}\n" for line in out.splitlines()
+def rank_with_memory_for(room: int) -> str:
+    """Return a script of a rank with memory for `room` samples: it runs probes and the epoch."""
+    failure = failing_rank("MemoryExhaustedError", "out of memory")
+    probe = f"if job['config']['train']['micro_batch_size'] > {room}:\n" + "".join(
+        f"    {line}\n" for line in failure.splitlines()
     )
     result = {
         "train_seconds_per_epoch": 2.0,
@@ -130,34 +129,36 @@ def roomy(room: int) -> str:
         "value": 0.5,
     }
     return (
-        f"{tried}if 'output' in job:\n    {FITS}else:\n"
+        f"{probe}if 'output' in job:\n    {WRITE_PEAK_MEMORY}else:\n"
         "    os.makedirs(job['run_directory'] + '/best/iter_1')\n"
         f"    open(job['run_directory'] + '/result.json', 'w').write(json.dumps({result!r}))\n"
     )
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size_search.Hardware, "detect", staticmethod(lambda: NO_GPU))
 
 
 def search(directory: Path, samples: int, **values: Any) -> dict[str, Any]:
-    made = config(launch={"nproc_per_node": 1}, find_batch_size=values)
-    return compare(made, "zero2", "pretrained", "examples", samples=samples, scratch=directory)
+    settings = config(launch={"nproc_per_node": 1}, find_batch_size=values)
+    return compare(settings, "zero2", "pretrained", "examples", samples=samples, scratch=directory)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_each_probe_has_a_folder_of_its_own_and_the_epoch_too(tmp_path: Path, rank: Any) -> None:
-    rank(roomy(5))
-    heard: list[int] = []
-    watch = Watch(on_answer=lambda batch, answer: heard.append(batch))
-    made = config(launch={"nproc_per_node": 1}, find_batch_size={"memory_limit_gb": 2.0})
+@pytest.mark.usefixtures("no_gpu")
+def test_compare_runs_each_probe_and_the_epoch_in_separate_directories(
+    tmp_path: Path, rank: Any
+) -> None:
+    rank(rank_with_memory_for(5))
+    batches: list[int] = []
+    watch = Watch(on_answer=lambda batch, answer: batches.append(batch))
+    settings = config(launch={"nproc_per_node": 1}, find_batch_size={"memory_limit_gb": 2.0})
     report = compare(
-        made, "zero2", "pretrained", "examples", samples=24, scratch=tmp_path, watch=watch
+        settings, "zero2", "pretrained", "examples", samples=24, scratch=tmp_path, watch=watch
     )
-    assert heard == [4, 8, 6, 5]
+    assert batches == [4, 8, 6, 5]
     assert {path.name for path in tmp_path.iterdir()} == {
-        *(f"probe-{each:05d}" for each in heard),
+        *(f"probe-{batch:05d}" for batch in batches),
         "epoch",
     }
     assert (report["batch"], report["peak_memory"], report["memory_limit"], report["limit"]) == (
@@ -177,30 +178,30 @@ def test_each_probe_has_a_folder_of_its_own_and_the_epoch_too(tmp_path: Path, ra
     assert not (tmp_path / "epoch" / "best").exists()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_the_samples_of_a_rank_and_the_setting_limit_the_search(tmp_path: Path, rank: Any) -> None:
-    rank(roomy(100))
+@pytest.mark.usefixtures("no_gpu")
+def test_samples_of_a_rank_and_max_batch_limit_the_search(tmp_path: Path, rank: Any) -> None:
+    rank(rank_with_memory_for(100))
     assert search(tmp_path / "samples", 7)["batch"] == 7
     report = search(tmp_path / "setting", 7, max_batch=3)
     assert (report["batch"], report["reason"], len(report["tried"])) == (3, None, 1)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_model_that_does_not_fit_at_all_has_no_epoch(tmp_path: Path, rank: Any) -> None:
-    rank(roomy(0))
+@pytest.mark.usefixtures("no_gpu")
+def test_model_that_does_not_fit_has_no_epoch(tmp_path: Path, rank: Any) -> None:
+    rank(rank_with_memory_for(0))
     report = search(tmp_path, 7)
     assert (report["batch"], report["epoch"], report["epoch_failure"]) == (0, None, None)
     assert report["reason"] == "rank 0: out of memory"
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_an_epoch_without_memory_is_told(
+@pytest.mark.usefixtures("no_gpu")
+def test_memory_exhaustion_of_the_epoch_is_reported(
     tmp_path: Path, rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def epoch(measured: FinetuneJob, on_poll: Any) -> None:
         raise MemoryExhaustedError("rank 0: in an evaluation")
 
-    rank(FITS)
+    rank(WRITE_PEAK_MEMORY)
     monkeypatch.setattr(batch_size_search, "finetune", epoch)
     report = search(tmp_path, 4)
     assert (report["batch"], report["epoch"], report["epoch_failure"]) == (
@@ -210,22 +211,22 @@ def test_an_epoch_without_memory_is_told(
     )
 
 
-def test_a_method_keeps_the_json_of_its_own_stage_with_an_open_batch() -> None:
+def test_method_uses_the_deepspeed_config_of_its_stage_with_auto_batch() -> None:
     json = {
         "zero_optimization": {"stage": 2},
         "train_micro_batch_size_per_gpu": 4,
         "train_batch_size": "auto",
     }
-    made = config(
+    settings = config(
         launch={"distributed": "zero2", "deepspeed_config": json},
         train={"num_epochs": 3, "exit_duration_minutes": 1},
     )
-    own, other = method_config(made, "zero2", 16), method_config(made, "zero3", 16)
-    assert own.launch.deepspeed_config == json | {"train_micro_batch_size_per_gpu": "auto"}
+    same, other = method_config(settings, "zero2", 16), method_config(settings, "zero3", 16)
+    assert same.launch.deepspeed_config == json | {"train_micro_batch_size_per_gpu": "auto"}
     assert other.launch.deepspeed_config is None
     assert other.launch.distributed == "zero3"
-    for each in (own, other):
-        train = each.train
+    for method in (same, other):
+        train = method.train
         assert (train.micro_batch_size, train.num_epochs, train.exit_duration_minutes) == (
             16,
             1,
@@ -233,24 +234,24 @@ def test_a_method_keeps_the_json_of_its_own_stage_with_an_open_batch() -> None:
         )
 
 
-def test_the_memory_of_a_rank() -> None:
+def test_memory_limit_is_the_share_of_a_rank_or_the_configured_limit() -> None:
     free = memory_limit_of(config(), 2, NO_GPU)
     assert free is not None
     assert 0 < free <= 0.8 * NO_GPU.memory / 2
-    asked = config(find_batch_size={"memory_limit_gb": 20})
+    limited = config(find_batch_size={"memory_limit_gb": 20})
     assert memory_limit_of(config(), 1, ONE_GPU) is None
-    assert memory_limit_of(asked, 2, ONE_GPU) == memory_limit_of(asked, 2, NO_GPU) == 20 * 10**9
+    assert memory_limit_of(limited, 2, ONE_GPU) == memory_limit_of(limited, 2, NO_GPU) == 20 * 10**9
 
 
 @pytest.mark.parametrize(
     ("hardware", "owner"), [(ONE_GPU, "a GPU has 80.0"), (NO_GPU, "this machine has 32.0")]
 )
-def test_a_limit_beyond_the_memory_is_refused(hardware: Hardware, owner: str) -> None:
+def test_limit_above_the_available_memory_is_refused(hardware: Hardware, owner: str) -> None:
     with pytest.raises(ConfigError, match=rf"memory_limit_gb is 90 and {owner} GB: lower it"):
         check_methods(config(find_batch_size={"memory_limit_gb": 90}), hardware)
 
 
-def test_a_method_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_method_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size_search.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"has zero2, which is DeepSpeed's, and deepspeed is not installed"
@@ -261,6 +262,9 @@ def test_a_method_without_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_all_methods_are_compared_by_default() -> None:
     assert config().find_batch_size.methods == DISTRIBUTIONS
-    check_methods(config(), replace(NO_GPU))
+    check_methods(config(), NO_GPU)
+
+
+def test_method_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="names ddp 2 times"):
         config(find_batch_size={"methods": ["ddp", "zero2", "ddp"]})

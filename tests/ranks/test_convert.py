@@ -1,4 +1,4 @@
-"""The entry point as a process: exit codes, reasons, and no network."""
+"""The entry point of the conversion as a process: exit codes and reasons, without network."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def run(job: ConvertJob, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_job_fills_its_output_directory(job: ConvertJob, tmp_path: Path) -> None:
+def test_job_fills_its_output_directory(job: ConvertJob, tmp_path: Path) -> None:
     result = run(job, tmp_path)
     assert result.returncode == 0, result.stderr
     assert {path.name for path in (tmp_path / "export").iterdir()} == {
@@ -49,10 +49,10 @@ def test_a_job_fills_its_output_directory(job: ConvertJob, tmp_path: Path) -> No
     beat = read_heartbeat(beat_path(tmp_path / "exit", 0))
     assert beat is not None
     assert beat.phase == "ended"
-    assert beat.changes > 30, "each tensor and each batch"
+    assert beat.changes > 30, "a beat for each tensor and each batch"
 
 
-def test_a_failing_gate_leaves_its_reason(job: ConvertJob, tmp_path: Path) -> None:
+def test_failed_gate_exits_with_its_reason(job: ConvertJob, tmp_path: Path) -> None:
     config = job.config.model_copy(
         update={"export": job.config.export.model_copy(update={"parity_tolerance": 1e-12})}
     )
@@ -64,16 +64,14 @@ def test_a_failing_gate_leaves_its_reason(job: ConvertJob, tmp_path: Path) -> No
     assert (tmp_path / "exit" / "parity.json").is_file()
 
 
-def test_several_ranks_are_refused(job: ConvertJob, tmp_path: Path) -> None:
+def test_conversion_on_several_ranks_is_refused(job: ConvertJob, tmp_path: Path) -> None:
     result = run(job.model_copy(update={"ranks": 2}), tmp_path)
     assert result.returncode == 2, result.stderr
     reason = json.loads((tmp_path / "exit" / "rank_0.json").read_text(encoding="utf-8"))
     assert reason["message"] == "a conversion was asked to run on 2 ranks: it takes 1"
 
 
-def test_a_file_that_is_no_job_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_job_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(tmp_path / "job.json")])

@@ -1,4 +1,4 @@
-"""A fine-tuning through its stages: started, killed, gone on with, exported."""
+"""Stages of a fine-tuning: start, kill, resume and export."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from megacore.ranks import finetune_stages
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Artifacts of the stages before: a tiny GPT-2 and blocks of text that counts on."""
+    """Provide the artifacts of the earlier stages: a tiny GPT-2 and blocks of counting text."""
     pytest.importorskip("accelerate")
     from megacore.finetune.dataset import collect_rows
     from megacore.finetune.examples import build_examples
@@ -34,12 +34,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / f"{name}.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
         )
-    made = config(root)
+    settings = config(root)
     for name in ("rows", "pretrained", "examples", "cache"):
         (root / name).mkdir()
-    collect_rows(made.data, root / "rows", root / "cache", seed=made.seed)
-    collect_pretrained(made.model, root / "pretrained", root / "cache", local=root / "model")
-    build_examples(made, root / "rows", root / "pretrained", root / "examples")
+    collect_rows(settings.data, root / "rows", root / "cache", seed=settings.seed)
+    collect_pretrained(settings.model, root / "pretrained", root / "cache", local=root / "model")
+    build_examples(settings, root / "rows", root / "pretrained", root / "examples")
     return root
 
 
@@ -84,7 +84,8 @@ def events(run_directory: Path) -> list[dict[str, Any]]:
     return [event for event, _ in EventReader(run_directory / "events.jsonl")]
 
 
-def test_a_killed_run_goes_on_and_its_best_model_is_exported(data: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_killed_run_resumes_and_its_best_model_is_exported(data: Path, tmp_path: Path) -> None:
     run_directory = tmp_path / "run"
 
     def kill_after_a_checkpoint() -> None:
@@ -96,11 +97,11 @@ def test_a_killed_run_goes_on_and_its_best_model_is_exported(data: Path, tmp_pat
     with pytest.raises(RankLostError, match="a retry resumes from the last complete checkpoint"):
         finetune_stages.finetune(job(data, run_directory, 1), kill_after_a_checkpoint)
     finetune_stages.finetune(job(data, run_directory, 2))
-    found = events(run_directory)
-    resumed = [event for event in found if event["kind"] == "start"][-1]["resumed_from"]
+    run_events = events(run_directory)
+    resumed = [event for event in run_events if event["kind"] == "start"][-1]["resumed_from"]
     assert resumed >= 4
     assert resumed % 4 == 0
-    assert found[-1]["reason"] == "finished"
+    assert run_events[-1]["reason"] == "finished"
     result = json.loads((run_directory / "result.json").read_text(encoding="utf-8"))
     assert result["value"] < result["start_metrics"][result["metric"]]
     assert "step 36/36 | loss " in (run_directory / "logs" / "attempt-002.log").read_text(
@@ -125,15 +126,15 @@ def test_a_killed_run_goes_on_and_its_best_model_is_exported(data: Path, tmp_pat
     assert "| Data | counting |" in (output / "model" / "README.md").read_text(encoding="utf-8")
 
 
-def test_every_machine_must_see_what_its_ranks_read(data: Path, tmp_path: Path) -> None:
+def test_files_of_a_job_include_model_examples_and_job_file(data: Path, tmp_path: Path) -> None:
     from megacore.cluster.placement.reads import JOB_FILES_ROLE, directory_items
 
     run_directory = tmp_path / "run"
     (run_directory / "exit").mkdir(parents=True)
-    made = job(data, run_directory, 1)
-    made.write(run_directory / "run.json")
+    finetune_job = job(data, run_directory, 1)
+    finetune_job.write(run_directory / "run.json")
     reads = {"pretrained model": data / "pretrained", "examples": data / "examples"}
-    items = directory_items(reads, [], Path(made.exit_directory), full=False)
+    items = directory_items(reads, [], Path(finetune_job.exit_directory), full=False)
     files = {str(item.directory / name) for item in items for name in item.entries}
     assert {
         str(data / "pretrained" / "model" / "model.safetensors"),
@@ -141,5 +142,10 @@ def test_every_machine_must_see_what_its_ranks_read(data: Path, tmp_path: Path) 
     } <= files
     assert any(name.startswith(str(data / "examples" / "train")) for name in files)
     assert {item.role for item in items} == {"pretrained model", "examples", JOB_FILES_ROLE}
+
+
+def test_missing_directory_of_a_job_is_refused(tmp_path: Path) -> None:
+    from megacore.cluster.placement.reads import directory_items
+
     with pytest.raises(LaunchError, match=r"examples: .*nowhere is not there on this machine"):
-        directory_items({"examples": data / "nowhere"}, [], Path(made.exit_directory), full=False)
+        directory_items({"examples": tmp_path / "nowhere"}, [], tmp_path / "exit", full=False)

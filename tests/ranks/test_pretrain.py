@@ -1,11 +1,10 @@
-"""The entry points as a launcher starts them."""
+"""The entry points of training and evaluation, started by torchrun."""
 
 import json
 import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from megacore.jobs.run import EvaluateJob, TrainJob
 from megacore.models.build import build_model
 from megacore.observe.heartbeat import read_heartbeats
 from megacore.parallel.mesh import ProcessMesh
+from tests.launch._processes import none_alive, wait_until
 from tests.train import _runs
 
 TIMEOUT = 240
@@ -23,7 +23,7 @@ TIMEOUT = 240
 
 def start(module: str, job_file: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        rank_commands.torchrun_alone(f"megacore.ranks.{module}", job_file, ranks),
+        rank_commands.local_torchrun_command(f"megacore.ranks.{module}", job_file, ranks),
         env={**os.environ, **rank_commands.rank_environment(1)},
         capture_output=True,
         text=True,
@@ -74,15 +74,15 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     assert results["unigram"].keys() == {"test", "valid"}
     assert all(1 < ppl < 2 * _runs.VOCAB_SIZE for ppl in results["unigram"].values())
     assert list(scores) == list(checkpoints)
-    left = {
+    remaining = {
         path.name for path in output.parent.iterdir() if not path.name.startswith(".rendezvous-")
     }
-    assert left == {"job.json", "scores.json", "torchrun"}
+    assert remaining == {"job.json", "scores.json", "torchrun"}
     check_scores(scores[checkpoints[-1]], run_directory, data)
 
 
 def check_scores(scores: dict[str, float], run_directory: Path, data: Path) -> None:
-    """Against the definition: every target of every sample of one epoch of the split, once."""
+    """Compare the scores with the mean loss over every target of one epoch of each split."""
     from megacore.checkpoint.load import read_tensors
     from megacore.data.gpt_dataset import GPTDataset
 
@@ -100,7 +100,7 @@ def check_scores(scores: dict[str, float], run_directory: Path, data: Path) -> N
         assert scores[f"{split}_samples"] == len(dataset)
 
 
-def test_a_rank_reports_why_it_ended(data: Path, tmp_path: Path) -> None:
+def test_wrong_number_of_ranks_is_reported_as_the_reason(data: Path, tmp_path: Path) -> None:
     _runs.job(_runs.config(), data, tmp_path, ranks=2).write(tmp_path / "run.json")
     result = start("pretrain", tmp_path / "run.json", 1)
     assert result.returncode == 2
@@ -109,7 +109,7 @@ def test_a_rank_reports_why_it_ended(data: Path, tmp_path: Path) -> None:
     assert "the job is for 2 ranks and 1 were started" in reason["message"]
 
 
-def test_an_unreadable_job_is_one_sentence(tmp_path: Path) -> None:
+def test_missing_job_file_is_refused_without_a_traceback(tmp_path: Path) -> None:
     result = start("pretrain", tmp_path / "absent.json", 1)
     assert result.returncode == 2
     assert "absent.json is not a job" in result.stderr
@@ -126,13 +126,15 @@ rank.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent death signal is Linux's")
-def test_a_rank_does_not_outlive_its_launcher(data: Path, tmp_path: Path) -> None:
+def test_rank_ends_if_its_launcher_is_killed(data: Path, tmp_path: Path) -> None:
     endless = _runs.config(
         train=_runs.config().train.model_dump() | {"train_iters": 50, "eval_interval": 1}
     )
     job: TrainJob = _runs.job(endless, data, tmp_path)
     job.write(tmp_path / "run.json")
-    command = rank_commands.torchrun_alone("megacore.ranks.pretrain", tmp_path / "run.json", 1)
+    command = rank_commands.local_torchrun_command(
+        "megacore.ranks.pretrain", tmp_path / "run.json", 1
+    )
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path / "pid"), *command],
         env={**os.environ, **rank_commands.rank_environment(1)},
@@ -140,30 +142,10 @@ def test_a_rank_does_not_outlive_its_launcher(data: Path, tmp_path: Path) -> Non
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert wait_until(lambda: (tmp_path / "events.jsonl").exists())
+        wait_until((tmp_path / "events.jsonl").exists, TIMEOUT, "the training started")
     finally:
         launcher.kill()
         launcher.wait()
     pid = int((tmp_path / "pid").read_text(encoding="ascii"))
-    assert wait_until(lambda: ended(pid))
+    none_alive([pid], TIMEOUT)
     assert not any(event["kind"] == "exit" for event in _runs.events(tmp_path))
-
-
-def wait_until(condition: "object", timeout: float = TIMEOUT) -> bool:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def ended(pid: int) -> bool:
-    """Whether a process is gone or a zombie that nobody has reaped yet."""
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0]
-            == "Z"
-        )
-    except (FileNotFoundError, ProcessLookupError):
-        return True

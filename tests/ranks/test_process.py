@@ -1,4 +1,4 @@
-"""What a rank refuses before it joins the others."""
+"""Joining the process group: mesh, heartbeat and refused layouts."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,14 +15,14 @@ from tests.train import _runs
 
 
 @pytest.fixture(autouse=True)
-def _own_arithmetic() -> Iterator[None]:
+def restore_arithmetic_settings() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
 
 
-def test_a_lone_rank_gets_a_mesh_with_a_timer(
+def test_single_rank_gets_a_mesh_with_timers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -40,7 +40,7 @@ def test_a_lone_rank_gets_a_mesh_with_a_timer(
         (LossError("the loss is nan"), "optimizer"),
     ],
 )
-def test_the_heartbeat_ends_with_the_work_and_not_with_a_failure(
+def test_heartbeat_ends_unless_the_rank_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, phase: str
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -82,7 +82,7 @@ def test_the_heartbeat_ends_with_the_work_and_not_with_a_failure(
         ),
     ],
 )
-def test_a_layout_that_cannot_work_is_refused_before_anyone_waits(
+def test_impossible_layout_is_refused_before_the_rendezvous(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     parallel: dict[str, int],
@@ -94,5 +94,5 @@ def test_a_layout_that_cannot_work_is_refused_before_anyone_waits(
     run = _runs.config(parallel=parallel, model=model, launch={"nproc_per_node": "auto"})
     job = _runs.job(run, tmp_path, tmp_path, ranks=ranks)
     with pytest.raises(ParallelLayoutError, match=message), joined(job):
-        raise AssertionError("it joined")
+        raise AssertionError("the rank joined")
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""How an entry point learns which rank of its machine it is."""
+"""Local rank and stacks of the entry points."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ from megacore.jobs.run import RankJob
 from megacore.ranks.rank import run_rank
 
 
-def take(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, known: str | None = None
+def run_with_missing_job(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, local_rank: str | None = None
 ) -> tuple[int, str | None]:
-    """Exit code for a job that is not there, and LOCAL_RANK then."""
+    """Run an entry point with a missing job; return its exit code and LOCAL_RANK."""
     monkeypatch.delenv("RANK", raising=False)
-    if known is None:
-        monkeypatch.setenv("LOCAL_RANK", "")  # so that it is restored
+    if local_rank is None:
+        monkeypatch.setenv("LOCAL_RANK", "")  # so that monkeypatch restores it
         monkeypatch.delenv("LOCAL_RANK")
     else:
-        monkeypatch.setenv("LOCAL_RANK", known)
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit) as caught:
         run_rank(RankJob, lambda job: None, ["--config", "absent.json", *arguments])
     assert isinstance(caught.value.code, int)
@@ -32,53 +32,53 @@ def take(
     "arguments",
     [["--local_rank", "3"], ["--local_rank=3"], ["--local-rank", "3"], ["--local-rank=3"]],
 )
-def test_both_spellings_set_local_rank(
+def test_both_spellings_of_the_option_set_local_rank(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert take(arguments, monkeypatch) == (2, "3")
-    assert take(arguments, monkeypatch, known="3") == (2, "3")
+    assert run_with_missing_job(arguments, monkeypatch) == (2, "3")
+    assert run_with_missing_job(arguments, monkeypatch, local_rank="3") == (2, "3")
 
 
-def test_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert take([], monkeypatch) == (2, None)
-    assert take([], monkeypatch, known="1") == (2, "1")
+def test_local_rank_option_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_with_missing_job([], monkeypatch) == (2, None)
+    assert run_with_missing_job([], monkeypatch, local_rank="1") == (2, "1")
 
 
-def test_a_contradiction_is_refused(
+def test_invalid_or_contradicting_local_rank_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert take(["--local_rank=0"], monkeypatch, known="1")[0] == 2
+    assert run_with_missing_job(["--local_rank=0"], monkeypatch, local_rank="1")[0] == 2
     assert (
         "--local_rank is 0 and the environment's LOCAL_RANK is 1: unset LOCAL_RANK"
         in capsys.readouterr().err
     )
-    assert take(["--local-rank=-1"], monkeypatch)[0] == 2
+    assert run_with_missing_job(["--local-rank=-1"], monkeypatch)[0] == 2
     assert "--local_rank is -1: ranks of a machine are counted from 0" in capsys.readouterr().err
 
 
-class Child(RankJob):
+class SingleRankJob(RankJob):
     """A job of one rank."""
 
 
-def asks_for_its_stacks(job: Child) -> None:
+def request_own_stacks(job: SingleRankJob) -> None:
     os.kill(os.getpid(), signal.SIGUSR2)
 
 
-def test_a_rank_writes_its_stacks_when_it_is_asked(tmp_path: Path) -> None:
-    job = Child(exit_directory=str(tmp_path / "exit"), ranks=1, threads_per_rank=1)
+def test_rank_writes_its_stacks_on_sigusr2(tmp_path: Path) -> None:
+    job = SingleRankJob(exit_directory=str(tmp_path / "exit"), ranks=1, threads_per_rank=1)
     job.write(tmp_path / "job.json")
     script = f"""
-from tests.ranks.test_rank import Child, asks_for_its_stacks
+from tests.ranks.test_rank import SingleRankJob, request_own_stacks
 from megacore.ranks.rank import run_rank
-run_rank(Child, asks_for_its_stacks, ["--config", {str(tmp_path / "job.json")!r}])
+run_rank(SingleRankJob, request_own_stacks, ["--config", {str(tmp_path / "job.json")!r}])
 """
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environment)
-    assert "in asks_for_its_stacks" in (tmp_path / "exit" / "rank_00000.stack").read_text()
+    assert "in request_own_stacks" in (tmp_path / "exit" / "rank_00000.stack").read_text()
 
 
 @pytest.mark.parametrize("module", ["pretrain", "evaluate", "convert", "generate", "zeroshot"])
-def test_every_entry_point_takes_it(module: str) -> None:
+def test_every_entry_point_accepts_local_rank(module: str) -> None:
     command = [
         sys.executable,
         "-m",

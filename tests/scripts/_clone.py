@@ -1,4 +1,4 @@
-"""A copy of what `make server` needs, with a workspace and ports of its own."""
+"""A copy of the files that `make server` needs, with a separate workspace and ports."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def probe(
 
 
 class Clone:
-    """A copy of what the servers need, its workspace, and its two ports."""
+    """A copy of the files that the servers need, with its workspace and its two ports."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -58,13 +58,13 @@ class Clone:
     def command(
         self, *arguments: str, timeout: float = 200, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        kept = {
+        inherited = {
             name: os.environ[name]
             for name in ("PATH", "LANG", "LD_LIBRARY_PATH")
             if name in os.environ
         }
         env = {
-            **kept,
+            **inherited,
             "HOME": str(self.root / "home"),
             "PYTHONPATH": str(ROOT),
             "MEGACORE_WORKSPACE": str(self.workspace),
@@ -87,16 +87,17 @@ class Clone:
         return state
 
     def left_over(self, token: str) -> list[int]:
-        """Every process that inherited the token of a start."""
-        found = []
+        """Return the ids of all processes that inherited the token of a start."""
+        pids = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get("MEGACORE_SERVERS", "").startswith(token):
-                    found.append(process.pid)
-        return found
+                    pids.append(process.pid)
+        return pids
 
 
 def free_ports(count: int) -> list[int]:
+    """Return free TCP ports of the loopback interface."""
     sockets = [socket.socket() for _ in range(count)]
     for probe in sockets:
         probe.bind(("127.0.0.1", 0))
@@ -107,5 +108,6 @@ def free_ports(count: int) -> list[int]:
 
 
 def get(url: str) -> str:
+    """Return the text at a URL."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         return str(answer.read().decode())

@@ -1,4 +1,4 @@
-"""Where the servers keep their data: what the environment may say, and what reaches whom."""
+"""Databases and artifact stores of the servers, and the environment of each process."""
 
 from pathlib import Path
 
@@ -30,28 +30,30 @@ def set_all(environment: pytest.MonkeyPatch, values: dict[str, str]) -> None:
         environment.setenv(name, value)
 
 
-def test_nothing_said_is_the_workspaces_own(
+def test_default_database_is_in_the_workspace(
     environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     check_backends()
-    words = mlflow_command(Workspace(tmp_path), "127.0.0.1", 5000)
-    assert f"sqlite:///{tmp_path / 'mlflow.db'}" in words
-    assert "--no-serve-artifacts" in words
+    command = mlflow_command(Workspace(tmp_path), "127.0.0.1", 5000)
+    assert f"sqlite:///{tmp_path / 'mlflow.db'}" in command
+    assert "--no-serve-artifacts" in command
     assert not _backends.runs_use_server()
 
 
-def test_a_database_is_in_no_argument(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_database_address_is_in_no_argument(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     users = tmp_path / "users.ini"
     users.touch()
     set_all(environment, {**POSTGRES, "MLFLOW_AUTH_CONFIG_PATH": str(users)})
     check_backends()
-    words = mlflow_command(Workspace(tmp_path), "127.0.0.1", 5000)
-    assert words[words.index("--app-name") + 1] == "basic-auth"
-    assert "--serve-artifacts" in words
-    assert not any("postgresql" in word or "hidden-word" in word for word in words)
+    command = mlflow_command(Workspace(tmp_path), "127.0.0.1", 5000)
+    assert command[command.index("--app-name") + 1] == "basic-auth"
+    assert "--serve-artifacts" in command
+    assert not any("postgresql" in word or "hidden-word" in word for word in command)
 
 
-def test_artifacts_lie_in_the_workspace_unless_said_otherwise(
+def test_artifacts_are_in_the_workspace_by_default(
     environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     set_all(environment, POSTGRES)
@@ -63,7 +65,7 @@ def test_artifacts_lie_in_the_workspace_unless_said_otherwise(
     assert environment_of("mlflow", workspace)["MLFLOW_ARTIFACTS_DESTINATION"] == "s3://bucket/path"
 
 
-def test_servers_know_the_databases_and_nobody_else(
+def test_only_the_servers_get_the_database_variables(
     environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     set_all(environment, POSTGRES)
@@ -74,7 +76,7 @@ def test_servers_know_the_databases_and_nobody_else(
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         (
             "PREFECT_SERVER_DATABASE_CONNECTION_URL",
@@ -89,17 +91,19 @@ def test_servers_know_the_databases_and_nobody_else(
         ("MLFLOW_BACKEND_STORE_URI", "mlflow:secret@b/c", "is no address"),
     ],
 )
-def test_a_database_of_another_kind_is_refused(
-    environment: pytest.MonkeyPatch, variable: str, value: str, said: str
+def test_unsupported_database_is_refused_without_its_password(
+    environment: pytest.MonkeyPatch, variable: str, value: str, message: str
 ) -> None:
     environment.setenv(variable, value)
     with pytest.raises(ConfigError, match=variable) as refused:
         check_backends()
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "secret" not in str(refused.value)
 
 
-def test_a_driver_that_is_missing_is_named(environment: pytest.MonkeyPatch) -> None:
+def test_missing_driver_is_refused_with_its_installation_command(
+    environment: pytest.MonkeyPatch,
+) -> None:
     set_all(environment, POSTGRES)
     environment.setattr(_backends.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
@@ -109,7 +113,7 @@ def test_a_driver_that_is_missing_is_named(environment: pytest.MonkeyPatch) -> N
         check_backends()
 
 
-def test_users_need_a_database_a_key_and_their_file(
+def test_authentication_without_database_key_or_user_file_is_refused(
     environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     environment.setenv("MLFLOW_AUTH_CONFIG_PATH", str(tmp_path / "none.ini"))

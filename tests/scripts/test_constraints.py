@@ -1,5 +1,4 @@
-"""constraints.txt pins every package that is installed here, and what the project asks for fits
-it."""
+"""Pins in constraints.txt against the requirements of the project and the installed packages."""
 
 import re
 import sysconfig
@@ -29,29 +28,29 @@ def pins() -> dict[str, Version]:
 def requirements() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [line for group in project["optional-dependencies"].values() for line in group]
-    found = [Requirement(line) for line in [*project["dependencies"], *extras]]
-    return [requirement for requirement in found if requirement.name != "megacore"]
+    parsed = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    return [requirement for requirement in parsed if requirement.name != "megacore"]
 
 
-def test_every_requirement_is_pinned_to_a_version_that_fits() -> None:
+def test_every_requirement_is_pinned_to_an_allowed_version() -> None:
     pinned = pins()
     for requirement in requirements():
         version = pinned[canonicalize_name(requirement.name)]
         assert version in requirement.specifier, f"{requirement} does not take {version}"
 
 
-def test_what_the_servers_need_is_kept() -> None:
+def test_torch_and_fastapi_are_pinned_to_supported_versions_without_apex() -> None:
     pinned = pins()
     assert pinned["torch"] == Version("2.13.0")
     assert pinned["fastapi"] < Version("0.151")
     assert "apex" not in pinned
 
 
-def test_what_runs_here_is_what_is_pinned() -> None:
+def test_installed_versions_equal_the_pins() -> None:
     pinned = pins()
     differing = {
         name: dist.version
-        # sys.path may have grown by packages that setuptools carries for itself.
+        # sys.path may contain packages that setuptools bundles.
         for dist in distributions(path=[sysconfig.get_path("purelib")])
         if (name := canonicalize_name(dist.metadata["Name"])) in pinned
         and Version(dist.version).public != pinned[name].public

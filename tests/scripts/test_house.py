@@ -1,4 +1,4 @@
-"""scripts/house.py on small trees with known figures; its path of calls on the real one."""
+"""scripts/house.py on small trees with known figures, and its call path on this repository."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    """Write files by their path, and let git track them."""
+    """Provide a function that writes files and adds them to a new git repository."""
 
     def write(files: dict[str, str], floors: str = FLOORS) -> Path:
         for name, text in {"tests/architecture/floors.toml": floors, **files}.items():
@@ -40,8 +40,8 @@ def tree(tmp_path: Path) -> Tree:
     return write
 
 
-def counted(house: ModuleType, count: str, root: Path, *more: Any) -> dict[str, Any]:
-    """The figures of one function by their names."""
+def figures_of(house: ModuleType, count: str, root: Path, *more: Any) -> dict[str, Any]:
+    """Return the figures of one function by name."""
     return {figure.name: figure for figure in getattr(house, count)(house.House.read(root), *more)}
 
 
@@ -49,39 +49,41 @@ def values(figures: dict[str, Any]) -> list[int]:
     return [figure.value for figure in figures.values()]
 
 
-def test_sizes_count_what_git_tracks(house: ModuleType, tree: Tree) -> None:
+def test_sizes_count_files_tracked_by_git(house: ModuleType, tree: Tree) -> None:
     root = tree(
         {
             "megacore/__init__.py": '"""Doc."""\n',
             "megacore/low/short.py": "x = 1\n" * 59,
-            "megacore/low/whole.py": "x = 1\n" * 60,
+            "megacore/low/long.py": "x = 1\n" * 60,
             "megacore/low/add.cpp": "int x;\n" * 5,
             "tasks/train.py": "x = 1\n",
         }
     )
     (root / "megacore" / "low" / "built.so").write_text("x\n")
-    figures = counted(house, "sizes", root)
+    figures = figures_of(house, "sizes", root)
     assert values(figures) == [4, 125, 120, 2, 1]
     assert figures["modules under 60 lines"].items == ("megacore/low/short.py: 59",)
 
 
-def test_an_unpacked_archive_counts_every_file(house: ModuleType, tree: Tree) -> None:
+def test_sizes_count_all_files_without_git(house: ModuleType, tree: Tree) -> None:
     root = tree({"megacore/low/a.py": "x = 1\n"})
     (root / "megacore" / "low" / "b.py").write_text("x = 1\n")
     (root / "megacore" / "low" / "__pycache__").mkdir()
     (root / "megacore" / "low" / "__pycache__" / "b.pyc").write_text("x\n")
-    assert counted(house, "sizes", root)["files in megacore"].value == 1
+    assert figures_of(house, "sizes", root)["files in megacore"].value == 1
     shutil.rmtree(root / ".git")
-    assert counted(house, "sizes", root)["files in megacore"].value == 2
+    assert figures_of(house, "sizes", root)["files in megacore"].value == 2
 
 
-def test_a_neighbour_has_one_importer_in_its_folder(house: ModuleType, tree: Tree) -> None:
+def test_neighbours_are_modules_with_one_importer_in_their_directory(
+    house: ModuleType, tree: Tree
+) -> None:
     root = tree(
         {
-            "megacore/low/__init__.py": "from megacore.low.behind_the_door import x\n",
-            "megacore/low/behind_the_door.py": "x = 1\n",
-            "megacore/low/one.py": "from . import beside, twice, shared\nfrom .beside import x\n",
-            "megacore/low/beside.py": "x = 1\ny = 1\n",
+            "megacore/low/__init__.py": "from megacore.low.exported import x\n",
+            "megacore/low/exported.py": "x = 1\n",
+            "megacore/low/one.py": "from . import helper, twice, shared\nfrom .helper import x\n",
+            "megacore/low/helper.py": "x = 1\ny = 1\n",
             "megacore/low/twice.py": "import megacore.low.one\n",
             "megacore/low/shared.py": "x = 1\n",
             "megacore/low/elsewhere.py": "x = 1\n",
@@ -95,10 +97,10 @@ def test_a_neighbour_has_one_importer_in_its_folder(house: ModuleType, tree: Tre
             "tasks/_plots.py": "x = 1\n",
         }
     )
-    figures = counted(house, "neighbours", root)
-    assert figures["modules with a single importer, beside them"].items == (
-        "megacore/low/behind_the_door.py by __init__.py",
-        "megacore/low/beside.py by one.py",
+    figures = figures_of(house, "neighbours", root)
+    assert figures["modules with a single importer, next to them"].items == (
+        "megacore/low/exported.py by __init__.py",
+        "megacore/low/helper.py by one.py",
         "megacore/low/one.py by twice.py",
         "megacore/low/tested.py by three.py",
         "megacore/low/twice.py by one.py",
@@ -106,7 +108,7 @@ def test_a_neighbour_has_one_importer_in_its_folder(house: ModuleType, tree: Tre
     assert values(figures) == [5, 1 + 2 + 2 + 1 + 1]
 
 
-def test_floors_find_what_goes_up_and_around(house: ModuleType, tree: Tree) -> None:
+def test_floors_list_upward_imports_and_cycles(house: ModuleType, tree: Tree) -> None:
     root = tree(
         {
             "megacore/__init__.py": "__version__ = '1'\n",
@@ -126,7 +128,7 @@ def test_floors_find_what_goes_up_and_around(house: ModuleType, tree: Tree) -> N
             "scripts/run.py": "from megacore.high import b\n",
         }
     )
-    figures = counted(house, "floors", root)
+    figures = figures_of(house, "floors", root)
     assert values(figures) == [3, 7, 4, 3]
     assert figures["imports that go up"].items == (
         "megacore/cellar/d.py:1 imports megacore.errors",
@@ -138,7 +140,7 @@ def test_floors_find_what_goes_up_and_around(house: ModuleType, tree: Tree) -> N
     assert figures["packages in a cycle"].missed
 
 
-def test_smells_are_listed_where_they_begin(house: ModuleType, tree: Tree) -> None:
+def test_smells_are_listed_with_their_first_line(house: ModuleType, tree: Tree) -> None:
     body = "    x = 1\n"
     root = tree(
         {
@@ -148,13 +150,13 @@ def test_smells_are_listed_where_they_begin(house: ModuleType, tree: Tree) -> No
             "docs/conf.py": "x = 1\n" * 700,
         }
     )
-    figures = counted(house, "smells", root)
+    figures = figures_of(house, "smells", root)
     assert values(figures) == [1, 1, 1]
     assert str(figures["functions over 80 lines"]).endswith("\n    megacore/low/a.py:83 g: 81")
     assert figures["files over 600 lines"].items == ("scripts/b.py: 602",)
 
 
-def test_signatures_count_a_function_once(house: ModuleType, tree: Tree) -> None:
+def test_signatures_count_each_function_once(house: ModuleType, tree: Tree) -> None:
     text = (
         "def f(a: RunConfig, *, b: 'dict[str, RunConfig] | None' = None) -> None: ...\n"
         "def g(a: int = RunConfig.size) -> RunConfig: ...\n"
@@ -163,11 +165,11 @@ def test_signatures_count_a_function_once(house: ModuleType, tree: Tree) -> None
         "    async def h(self, *configs: config.RunConfig) -> None: ...\n"
     )
     root = tree({"megacore/low/a.py": text, "tasks/train.py": text})
-    (figure,) = counted(house, "signatures", root).values()
+    (figure,) = figures_of(house, "signatures", root).values()
     assert figure.items == ("megacore/low/a.py:1 f", "megacore/low/a.py:5 h")
 
 
-def test_hops_are_followed(house: ModuleType, tree: Tree) -> None:
+def test_hops_count_the_call_path_and_its_broken_links(house: ModuleType, tree: Tree) -> None:
     root = tree(
         {
             "flows/pretrain.py": "from tasks import train\ndef pretrain(): train.train()\n",
@@ -183,9 +185,9 @@ def test_hops_are_followed(house: ModuleType, tree: Tree) -> None:
         "megacore.rank:main",
         "megacore.native:update",
     ]
-    assert values(counted(house, "hops", root, path)) == [4, 0]
+    assert values(figures_of(house, "hops", root, path)) == [4, 0]
     path += ["megacore.adam:step", "megacore.rank:leave", "megacore.gone:run"]
-    figures = counted(house, "hops", root, path)
+    figures = figures_of(house, "hops", root, path)
     assert values(figures) == [6, 3]
     assert figures["broken links between them"].items == (
         "megacore/adam.py: no file before it imports megacore.adam or calls step",
@@ -194,7 +196,7 @@ def test_hops_are_followed(house: ModuleType, tree: Tree) -> None:
     )
 
 
-def test_the_path_of_the_repository_is_whole(house: ModuleType) -> None:
+def test_call_path_of_this_repository_has_no_broken_link(house: ModuleType) -> None:
     repository = house.House.read(house.ROOT)
     length, broken = house.hops(repository)
     assert broken.items == ()
@@ -230,7 +232,7 @@ def rank_tree(tree: Tree, entry: str, *entries: str) -> Path:
     return tree({"flows/pretrain.py": FLOW.replace("ENTRIES", repr([*entries])), **files})
 
 
-def test_a_run_counts_what_rank_0_has_loaded(house: ModuleType, tree: Tree) -> None:
+def test_loaded_counts_the_modules_of_rank_0(house: ModuleType, tree: Tree) -> None:
     entry = house.RANK_ENTRY
     root = rank_tree(tree, entry, entry, "megacore.evaluate")
     (figure,) = house.loaded(root)
@@ -240,13 +242,15 @@ def test_a_run_counts_what_rank_0_has_loaded(house: ModuleType, tree: Tree) -> N
     assert figure.value == 5
 
 
-def test_a_run_without_a_rank_0_is_no_figure(house: ModuleType, tree: Tree) -> None:
+def test_run_without_a_rank_0_is_an_error(house: ModuleType, tree: Tree) -> None:
     root = rank_tree(tree, house.RANK_ENTRY, "megacore.evaluate")
     with pytest.raises(house.HouseError, match=f"had no rank 0 of {house.RANK_ENTRY}"):
         list(house.loaded(root))
 
 
-def test_a_run_that_fails_says_why(house: ModuleType, tree: Tree, capsys: Capture) -> None:
+def test_failed_run_is_reported_with_its_log(
+    house: ModuleType, tree: Tree, capsys: Capture
+) -> None:
     flow = "print('first')\nraise SystemExit('no space left')\n"
     root = tree({"flows/__init__.py": "", "flows/pretrain.py": flow})
     assert house.main(["--run"], root) == 2
@@ -255,7 +259,7 @@ def test_a_run_that_fails_says_why(house: ModuleType, tree: Tree, capsys: Captur
     assert "no space left" in error
 
 
-def test_goals_decide_the_exit_code(
+def test_missed_goal_gives_exit_code_1(
     house: ModuleType,
     tree: Tree,
     monkeypatch: pytest.MonkeyPatch,
@@ -274,7 +278,7 @@ def test_goals_decide_the_exit_code(
     assert not any("rank 0" in line for line in lines)
 
 
-def test_json_holds_what_was_counted(house: ModuleType, tree: Tree, capsys: Capture) -> None:
+def test_json_contains_the_figures(house: ModuleType, tree: Tree, capsys: Capture) -> None:
     root = tree({"megacore/low/a.py": "import tasks.train\n", "tasks/train.py": ""})
     assert house.main(["--json"], root) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -304,7 +308,7 @@ def test_json_holds_what_was_counted(house: ModuleType, tree: Tree, capsys: Capt
         ({}, "[floors\n", "tests/architecture/floors.toml is no table of names and purposes"),
     ],
 )
-def test_what_cannot_be_counted_is_one_sentence(
+def test_invalid_input_is_reported_in_one_line(
     house: ModuleType,
     tree: Tree,
     capsys: Capture,
@@ -318,12 +322,15 @@ def test_what_cannot_be_counted_is_one_sentence(
     assert error.count("\n") == 1
 
 
-def test_no_repository_is_named(house: ModuleType, tmp_path: Path, capsys: Capture) -> None:
+def test_directory_without_a_repository_is_refused(
+    house: ModuleType, tmp_path: Path, capsys: Capture
+) -> None:
     assert house.main([], tmp_path) == 2
     assert f"error: the repository in {tmp_path} cannot be read" in capsys.readouterr().err
 
 
-def test_the_script_runs_anywhere_with_the_standard_library_alone(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_script_runs_in_any_directory_with_only_the_standard_library(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-I", "-S", str(SCRIPTS / "house.py"), "--json"],
         cwd=tmp_path,

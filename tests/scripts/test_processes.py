@@ -1,13 +1,9 @@
-"""Processes are found by what they inherited and ended by id, however they hide.
-
-Others are left alone.
-"""
+"""Start and end of server processes, which are identified by an inherited token."""
 
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +13,12 @@ import psutil
 import pytest
 
 from megacore.errors import LaunchError
+from tests.launch._processes import wait_until
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TOKEN = f"test-{os.getpid()}"
 
-ESCAPING = """
+ESCAPE_SCRIPT = """
 import os, signal, sys, time
 if os.fork() == 0:
     os.setsid()
@@ -59,19 +56,14 @@ def spawn(processes: ModuleType, tmp_path: Path) -> Iterator[Callable[..., objec
         processes.end(TOKEN, name, None, 0.1)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_a_tree_is_ended_also_when_it_hides(
+def test_end_includes_descendants_in_other_sessions(
     processes: ModuleType, spawn: Callable[..., object], tmp_path: Path
 ) -> None:
     pid_file = tmp_path / "pid"
-    started = spawn(sys.executable, "-c", ESCAPING, str(pid_file))
-    wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
+    started = spawn(sys.executable, "-c", ESCAPE_SCRIPT, str(pid_file))
+    wait_until(
+        lambda: pid_file.exists() and pid_file.read_text() != "", 20, "the hidden process started"
+    )
     hidden = psutil.Process(int(pid_file.read_text()))
     assert hidden.ppid() != started.pid  # type: ignore[attr-defined]
     assert processes.end(TOKEN, "helper", started, grace=0.5) >= 2
@@ -79,13 +71,15 @@ def test_a_tree_is_ended_also_when_it_hides(
     assert processes.family(TOKEN, "helper", started) == []
 
 
-def test_other_families_are_left_alone(processes: ModuleType, spawn: Callable[..., object]) -> None:
+def test_end_spares_processes_of_other_names(
+    processes: ModuleType, spawn: Callable[..., object]
+) -> None:
     other = spawn("sleep", "60", name="other")
     processes.end(TOKEN, "helper", spawn("sleep", "60"), grace=5.0)
     assert other.process() is not None  # type: ignore[attr-defined]
 
 
-def test_a_reused_process_id_is_left_alone(processes: ModuleType) -> None:
+def test_end_spares_a_reused_process_id(processes: ModuleType) -> None:
     bystander = subprocess.Popen(["sleep", "60"])
     try:
         created = psutil.Process(bystander.pid).create_time()
@@ -100,15 +94,15 @@ def test_a_reused_process_id_is_left_alone(processes: ModuleType) -> None:
         bystander.wait()
 
 
-def test_output_goes_to_the_log_and_stdin_is_closed(
+def test_output_is_logged_and_stdin_is_closed(
     processes: ModuleType, spawn: Callable[..., object], tmp_path: Path
 ) -> None:
     started = spawn("sh", "-c", "cat; echo out; echo err >&2")
-    wait_for(lambda: started.process() is None)  # type: ignore[attr-defined]
+    wait_until(lambda: started.process() is None, 20, "the command ended")  # type: ignore[attr-defined]
     assert (tmp_path / "helper.log").read_text().split() == ["out", "err"]
 
 
-def test_a_taken_port_names_who_takes_it(processes: ModuleType) -> None:
+def test_port_in_use_is_reported_with_its_process(processes: ModuleType) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -25,11 +25,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
 
 @pytest.fixture
 def idle(tmp_path: Path) -> Clone:
-    """A clone whose servers are never meant to come up."""
+    """Provide a clone whose servers never start."""
     return Clone(tmp_path / "idle")
 
 
-def test_a_taken_port_is_one_sentence_and_leaves_nothing(idle: Clone) -> None:
+def test_port_in_use_is_refused_and_leaves_no_files(idle: Clone) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -45,13 +45,13 @@ def test_a_taken_port_is_one_sentence_and_leaves_nothing(idle: Clone) -> None:
 
 
 @pytest.mark.parametrize("port", ["many", "0", "70000", "-1"])
-def test_a_port_that_is_none_is_named(idle: Clone, port: str) -> None:
+def test_invalid_port_is_refused(idle: Clone, port: str) -> None:
     result = idle.servers("start", PREFECT_PORT=port)
     assert result.returncode == 2
     assert f"PREFECT_PORT is {port!r}" in result.stderr
 
 
-def test_a_prefect_toml_of_the_user_is_kept(idle: Clone) -> None:
+def test_prefect_toml_of_the_user_is_not_overwritten(idle: Clone) -> None:
     (idle.root / "prefect.toml").write_text("debug_mode = true\n")
     result = idle.servers("start")
     assert result.returncode == 8
@@ -59,7 +59,7 @@ def test_a_prefect_toml_of_the_user_is_kept(idle: Clone) -> None:
     assert (idle.root / "prefect.toml").read_text() == "debug_mode = true\n"
 
 
-def test_stop_and_status_without_servers(idle: Clone) -> None:
+def test_stop_succeeds_and_status_fails_without_servers(idle: Clone) -> None:
     stopped, status = idle.servers("stop"), idle.servers("status")
     assert stopped.returncode == 0
     assert "nothing to stop" in stopped.stdout
@@ -67,15 +67,16 @@ def test_stop_and_status_without_servers(idle: Clone) -> None:
     assert "make server starts them" in status.stderr
 
 
-def test_deploying_needs_the_name_of_a_server(idle: Clone) -> None:
+def test_deploy_without_a_server_is_refused(idle: Clone) -> None:
     result = idle.servers("deploy")
     assert result.returncode == 2
     assert result.stderr == (
-        "error: PREFECT_API_URL is not set: name the server, as https://prefect.example.org/api\n"
+        "error: PREFECT_API_URL is not set: name the server, such as https://prefect.example.org/api\n"
     )
 
 
-def test_a_start_that_fails_half_way_is_rolled_back(idle: Clone) -> None:
+@pytest.mark.slow
+def test_failed_start_is_rolled_back(idle: Clone) -> None:
     idle.workspace.mkdir()
     (idle.workspace / "prefect").write_text("a file where Prefect's home must be")
     before = set(psutil.pids())
@@ -89,6 +90,7 @@ def test_a_start_that_fails_half_way_is_rolled_back(idle: Clone) -> None:
             assert str(idle.workspace) not in " ".join(psutil.Process(pid).cmdline())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
     started = clone.servers("start")
@@ -99,21 +101,21 @@ def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
     token = clone.state()["token"]
     assert len(clone.left_over(token)) >= 3
 
-    _deployments_are_those_of_prefect_yaml(clone, prefect_url)
+    check_deployments(clone, prefect_url)
     assert "MLflow" in get(mlflow_url)
     assert f"{prefect_url}/api" in get(f"{prefect_url}/ui-settings")
     assert "already running" in clone.servers("start").stdout
     assert clone.servers("status").returncode == 0
 
-    _a_plain_deployment_run_works(clone)
-    _stop_ends_a_run_and_its_children(clone)
+    check_deployment_run(clone)
+    check_stop_ends_a_run_and_its_children(clone)
     assert clone.left_over(token) == []
     assert not (clone.root / "prefect.toml").exists()
     assert not (clone.workspace / "servers.json").exists()
-    assert not (clone.root / "home").exists(), "something was written outside the workspace"
+    assert not (clone.root / "home").exists(), "files were written outside the workspace"
 
 
-def _deployments_are_those_of_prefect_yaml(clone: Clone, prefect_url: str) -> None:
+def check_deployments(clone: Clone, prefect_url: str) -> None:
     request = urllib.request.Request(
         f"{prefect_url}/api/deployments/filter",
         b"{}",
@@ -133,7 +135,7 @@ def _deployments_are_those_of_prefect_yaml(clone: Clone, prefect_url: str) -> No
         ]
 
 
-def _a_plain_deployment_run_works(clone: Clone) -> None:
+def check_deployment_run(clone: Clone) -> None:
     run = clone.prefect("deployment", "run", "probe/env", "--watch")
     assert run.returncode == 0, run.stdout + run.stderr
     facts = json.loads((clone.workspace / "probe.json").read_text())
@@ -144,7 +146,7 @@ def _a_plain_deployment_run_works(clone: Clone) -> None:
     assert facts["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
 
 
-def _stop_ends_a_run_and_its_children(clone: Clone) -> None:
+def check_stop_ends_a_run_and_its_children(clone: Clone) -> None:
     (clone.workspace / "probe.json").unlink()
     assert clone.prefect("deployment", "run", "probe/env", "--param", "wait=true").returncode == 0
     deadline = time.monotonic() + 60

@@ -1,5 +1,4 @@
-"""`make venv`: what it asks of the machine, in one sentence each, and what it installs in which
-order."""
+"""Requirements that `make venv` checks, and the order of its installations."""
 
 import os
 import shutil
@@ -26,7 +25,7 @@ esac
 
 
 class Machine:
-    """A clone's install script on a PATH that holds only what the test puts there."""
+    """A clone with its install script and a PATH that contains only the test's programs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "clone"
@@ -42,9 +41,9 @@ class Machine:
         (self.root / "megacore").mkdir()
         (self.root / "megacore" / "helpers.cpp").touch()
         for tool in TOOLS:
-            found = shutil.which(tool)
-            assert found
-            (self.bin / tool).symlink_to(found)
+            path = shutil.which(tool)
+            assert path
+            (self.bin / tool).symlink_to(path)
         self.add("python3", FAKE_PYTHON)
         self.add("g++", "#!/usr/bin/env bash\n")
 
@@ -83,41 +82,41 @@ def refusal(machine: Machine, **variables: str) -> str:
     return result.stderr
 
 
-def test_an_old_python_is_named_with_what_to_do(machine: Machine) -> None:
+def test_old_python_is_refused_with_advice(machine: Machine) -> None:
     message = refusal(machine, VERSION="3.9.2")
     assert f"{machine.bin}/python3 is Python 3.9.2" in message
     assert "Python 3.11 or newer" in message
     assert "make PYTHON=" in message
 
 
-def test_a_newer_python_that_is_here_is_pointed_out(machine: Machine) -> None:
+def test_installed_newer_python_is_suggested(machine: Machine) -> None:
     machine.add("python3.12", "#!/usr/bin/env bash\nexit 0\n")
     assert "make PYTHON=python3.12 venv" in refusal(machine, VERSION="3.9.2")
 
 
-def test_a_missing_python_is_named(machine: Machine) -> None:
+def test_missing_python_is_refused(machine: Machine) -> None:
     assert "no interpreter 'python3.77'" in refusal(machine, PYTHON="python3.77")
 
 
-def test_a_missing_compiler_is_named(machine: Machine) -> None:
+def test_missing_compiler_is_refused(machine: Machine) -> None:
     (machine.bin / "g++").unlink()
     assert "no C++ compiler" in refusal(machine)
     assert "CXX is 'my-c++ -O1'" in refusal(machine, CXX="my-c++ -O1")
 
 
-def test_missing_headers_are_named(machine: Machine) -> None:
+def test_missing_headers_are_refused(machine: Machine) -> None:
     assert "without Python.h" in refusal(machine, NO_HEADERS="1")
 
 
-def test_a_python_without_ensurepip_is_named(machine: Machine) -> None:
+def test_python_without_ensurepip_is_refused(machine: Machine) -> None:
     assert "no ensurepip" in refusal(machine, NO_ENSUREPIP="1")
 
 
-def test_a_failed_install_leaves_no_stamp(machine: Machine) -> None:
+def test_failed_installation_leaves_no_stamp(machine: Machine) -> None:
     assert "pip could not install everything" in refusal(machine, PIP_EXIT="1")
 
 
-def test_torch_comes_first_and_everything_is_constrained(machine: Machine) -> None:
+def test_torch_is_installed_first_and_all_packages_are_constrained(machine: Machine) -> None:
     assert machine.run().returncode == 0
     assert machine.installed
     installs = [
@@ -130,7 +129,7 @@ def test_torch_comes_first_and_everything_is_constrained(machine: Machine) -> No
     assert "--no-build-isolation" in installs[1]
 
 
-def test_make_installs_once_and_again_when_an_input_changes(machine: Machine) -> None:
+def test_make_installs_again_only_if_an_input_changes(machine: Machine) -> None:
     assert machine.run("make", "venv").returncode == 0
     before = machine.calls.read_text()
     assert machine.run("make", "venv").returncode == 0

@@ -1,6 +1,6 @@
-"""An archive's entries stay where it is unpacked.
+"""Entries of a malicious archive stay in the directory where nltk unpacks Punkt's archive.
 
-nltk unpacks the one archive that is downloaded, Punkt's.
+It is the only archive that megacore downloads.
 """
 
 import stat
@@ -27,11 +27,11 @@ def archive(path: Path, entries: dict[str, str], link: str | None = None) -> Pat
 
 
 def unpack(path: Path, root: Path) -> list[str]:
-    """What nltk's downloader refuses of an archive."""
+    """Unpack an archive with nltk's downloader and return its errors."""
     from nltk import data
 
     with pytest.MonkeyPatch.context() as patch:
-        # else the archive itself is refused for where it is
+        # nltk refuses an archive that is not in its data path.
         patch.setattr(data, "path", [str(root.parent)])
         messages = list(nltk_downloader._unzip_iter(str(path), str(root), verbose=False))
     return [
@@ -45,16 +45,16 @@ def unpack(path: Path, root: Path) -> list[str]:
     "name",
     ["../escaped", "punkt_tab/../../escaped", "/usr/../{outside}/escaped", "{outside}/escaped"],
 )
-def test_entries_outside_are_refused(name: str, tmp_path: Path) -> None:
+def test_entries_outside_the_directory_are_refused(name: str, tmp_path: Path) -> None:
     outside, inside = tmp_path / "outside", tmp_path / "data" / "tokenizers"
     outside.mkdir()
     inside.mkdir(parents=True)
     path = archive(inside / "punkt_tab.zip", {name.format(outside=outside): "planted"})
     assert any("blocked" in problem for problem in unpack(path, inside))
-    assert [found for found in tmp_path.rglob("*") if found.name == "escaped"] == []
+    assert [path for path in tmp_path.rglob("*") if path.name == "escaped"] == []
 
 
-def test_a_good_archive_is_unpacked(tmp_path: Path) -> None:
+def test_valid_archive_is_unpacked(tmp_path: Path) -> None:
     inside = tmp_path / "data" / "tokenizers"
     inside.mkdir(parents=True)
     assert (
@@ -64,7 +64,7 @@ def test_a_good_archive_is_unpacked(tmp_path: Path) -> None:
     assert (inside / "punkt_tab" / "english" / "a.tab").read_text() == "content"
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_link_in_an_archive_is_not_followed(tmp_path: Path) -> None:
     outside, inside = tmp_path / "outside", tmp_path / "data" / "tokenizers"
     outside.mkdir()
     inside.mkdir(parents=True)
@@ -73,14 +73,14 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
         file.writestr("punkt_tab/link/escaped", "planted")
     assert unpack(path, inside) != []
     assert list(outside.iterdir()) == []
-    assert not any(found.is_symlink() for found in inside.rglob("*"))
+    assert not any(path.is_symlink() for path in inside.rglob("*"))
 
 
-def test_nothing_else_unpacks_archives() -> None:
+def test_no_code_unpacks_archives() -> None:
     import ast
 
-    unpackers = {"extractall", "extract", "unpack_archive"}
+    functions = {"extractall", "extract", "unpack_archive"}
     for path in python_files("megacore", "tasks", "flows", "scripts", "benchmarks"):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                assert node.func.attr not in unpackers, f"{path}:{node.lineno}"
+                assert node.func.attr not in functions, f"{path}:{node.lineno}"

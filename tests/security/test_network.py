@@ -1,4 +1,4 @@
-"""What listens does so on loopback, unless several machines were asked for."""
+"""Servers and ranks listen on loopback, unless the job runs on several hosts."""
 
 import sys
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.rank_commands import deepspeed_alone as deepspeed_command
-from megacore.cluster.rank_commands import rank_environment, torchrun_alone
+from megacore.cluster.rank_commands import local_deepspeed_command as deepspeed_command
+from megacore.cluster.rank_commands import local_torchrun_command, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def test_servers_listen_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(
         servers,
         "_launch",
-        lambda known, workspace, name, torchrun_alone: started.append(torchrun_alone),
+        lambda known, workspace, name, command: started.append(command),
     )
     known = servers.Servers("token", "http://127.0.0.1:1", "http://127.0.0.1:2", {"deploy": None})
     for name in (
@@ -40,33 +40,35 @@ def test_servers_listen_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for name in ("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "PYTHONPATH", "PYTHONUNBUFFERED"):
         monkeypatch.setenv(name, "")
     servers._start_all(known, Workspace(tmp_path), 1, 2)
-    listening = [words for words in started if "--host" in words]
+    listening = [command for command in started if "--host" in command]
     assert len(listening) == 2, "Prefect and MLflow"
-    assert {words[words.index("--host") + 1] for words in listening} == {"127.0.0.1"}
-    worker = next(words for words in started if "worker" in words)
-    assert "--with-healthcheck" not in worker, "it would listen, too"
+    assert {command[command.index("--host") + 1] for command in listening} == {"127.0.0.1"}
+    worker = next(command for command in started if "worker" in command)
+    assert "--with-healthcheck" not in worker, "its health check would listen"
 
 
-def test_ranks_of_one_machine_meet_on_loopback(tmp_path: Path) -> None:
-    words = torchrun_alone("m", tmp_path / "c.json", 2)
-    assert "--local-addr=127.0.0.1" in words
+def test_ranks_of_one_host_meet_on_loopback(tmp_path: Path) -> None:
+    command = local_torchrun_command("m", tmp_path / "c.json", 2)
+    assert "--local-addr=127.0.0.1" in command
     assert "--master_addr=127.0.0.1" in deepspeed_command("m", tmp_path / "c.json", 2)
     assert rank_environment(1)["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in rank_environment(1, one_machine=False)
 
 
-def test_torchruns_pickled_state_is_in_a_file_and_not_on_the_network(tmp_path: Path) -> None:
+def test_rendezvous_of_torchrun_is_a_new_file_and_no_network_store(tmp_path: Path) -> None:
     stale = tmp_path / ".rendezvous-old"
     stale.write_text("an earlier attempt's")
-    first, second = (torchrun_alone("m", tmp_path / "c.json", 2) for _ in range(2))
+    first, second = (local_torchrun_command("m", tmp_path / "c.json", 2) for _ in range(2))
     (endpoint,) = (word.partition("=")[2] for word in first if word.startswith("--rdzv-endpoint="))
     assert Path(endpoint).parent == tmp_path
     assert any(word.startswith("--rdzv-conf=store_type=file,") for word in first)
-    assert endpoint not in " ".join(second), "a run that starts again must not meet itself"
+    assert endpoint not in " ".join(second), (
+        "a restarted run must not join the rendezvous of its earlier attempt"
+    )
     assert not stale.exists()
 
 
-def test_shards_of_dask_are_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dask_cluster_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     from megacore.config import load_config
     from tasks.shards import shard_runner
 
@@ -78,5 +80,5 @@ def test_shards_of_dask_are_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert runner["cluster_kwargs"]["host"] == "127.0.0.1"
     assert runner["cluster_kwargs"]["dashboard_address"] is None, (
-        "Dask's own would listen everywhere"
+        "Dask's dashboard would listen on all interfaces"
     )

@@ -1,5 +1,4 @@
-"""A planted secret is in nothing that is shown, logged or written, and downloads that need it still
-succeed."""
+"""Secrets appear in no message, log or file, and downloads that need them succeed."""
 
 import json
 import logging
@@ -13,7 +12,7 @@ import pytest
 
 from megacore.artifact import StageKey, build_artifact
 from megacore.config.data import HttpSource
-from megacore.config.difference import changes_of
+from megacore.config.difference import compare_configurations
 from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import ConfigError, MegacoreError
 from megacore.jobs.run import ConvertJob, RankJob, TrainJob
@@ -27,8 +26,8 @@ CANARY = "c4n4ry-0123456789"
 CORPUS = b'{"text": "def f(): pass"}\n' * 20
 
 
-class Guarded(BaseHTTPRequestHandler):
-    """Gives its file to whoever brings user, password and token."""
+class ProtectedFileHandler(BaseHTTPRequestHandler):
+    """A server that returns its file only for a user, a password and a token."""
 
     def do_GET(self) -> None:
         allowed = f"token={CANARY}" in self.path and self.headers.get(
@@ -45,7 +44,7 @@ class Guarded(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Guarded)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ProtectedFileHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server.server_port
     server.shutdown()
@@ -57,8 +56,8 @@ def source(port: int, token: str = CANARY) -> HttpSource:
     return HttpSource.model_validate({"kind": "http", "files": [{"url": url}]})
 
 
-def written(directory: Path) -> list[str]:
-    """The files below `directory` that hold the canary."""
+def files_with_secret(directory: Path) -> list[str]:
+    """Return the files in `directory` that contain the canary."""
     return [
         str(path)
         for path in directory.rglob("*")
@@ -78,7 +77,7 @@ def written(directory: Path) -> list[str]:
         f"postgresql://mlflow:{CANARY}@db:5432/mlflow could not be opened",
     ],
 )
-def test_text_is_redacted(text: str) -> None:
+def test_secrets_in_text_are_redacted(text: str) -> None:
     assert CANARY in text
     assert CANARY not in redact(text)
     assert CANARY not in str(MegacoreError(text))
@@ -96,11 +95,11 @@ def test_text_is_redacted(text: str) -> None:
         "Basic programming in Python, and basic arithmetic",
     ],
 )
-def test_other_text_stays(text: str) -> None:
+def test_text_without_secrets_is_unchanged(text: str) -> None:
     assert redact(text) == text
 
 
-def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_environment_variables_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
         "HF_TOKEN",
         "MLFLOW_TRACKING_PASSWORD",
@@ -113,10 +112,10 @@ def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) 
         assert redact(f"the server refused {CANARY}{number}.") == "the server refused ***."
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_TOKEN", "text")
-    assert redact("a text") == "a text", "too short to be a secret"
+    assert redact("a text") == "a text", "values this short are not treated as secrets"
 
 
-def test_values_are_hidden_by_their_names() -> None:
+def test_values_are_redacted_by_their_keys() -> None:
     values = {
         "wandb": {"api_key": CANARY, "project": "p"},
         "storage_options": [{"secret": CANARY, "client_secret": CANARY}],
@@ -124,27 +123,27 @@ def test_values_are_hidden_by_their_names() -> None:
         "hf_token": CANARY,
     }
     assert CANARY not in json.dumps(redact_values(values))
-    plain = {
+    harmless = {
         "eod_token": "<|endoftext|>",
         "key": "text",
         "tokens": 5,
         "prefix_token": "<fim_prefix>",
         "password": "",
     }
-    assert redact_values(plain) == plain
+    assert redact_values(harmless) == harmless
 
 
-def test_a_key_knows_the_content_and_not_the_credentials() -> None:
+def test_address_identity_depends_on_content_and_not_on_credentials() -> None:
     plain = "https://host/a.jsonl"
     assert address_identity(plain) == plain
     assert address_identity(f"https://me:{CANARY}@host/a.jsonl") == plain
     assert address_identity(f"{plain}?token={CANARY}") == address_identity(f"{plain}?token=renewed")
-    one, other = (address_identity(f"{plain}?key={content}") for content in (CANARY, "another"))
-    assert one != other, "it may say which content is meant"
-    assert CANARY not in one
+    first, second = (address_identity(f"{plain}?key={content}") for content in (CANARY, "another"))
+    assert first != second, "the parameter `key` may select the content"
+    assert CANARY not in first
 
 
-def test_a_download_leaves_no_secret_behind(
+def test_download_leaves_no_secret_in_logs_and_files(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
@@ -158,21 +157,35 @@ def test_a_download_leaves_no_secret_behind(
         collect(source(port, token="wrong-" + CANARY), tmp_path / "other")
     assert "HTTP Request: GET" in caplog.text, "the client logs its requests"
     assert CANARY not in caplog.text
-    assert written(tmp_path) == []
+    assert files_with_secret(tmp_path) == []
 
 
-def test_a_job_file_has_no_secret_and_can_be_read(port: int, tmp_path: Path) -> None:
+def job_with_secret(port: int, directory: Path) -> TrainJob:
+    """Return a job whose data source has the canary in its URL."""
     config = _runs.config()
     data = config.data.model_copy(update={"source": source(port)})
-    job = _runs.job(config.model_copy(update={"data": data}), tmp_path, tmp_path)
+    return _runs.job(config.model_copy(update={"data": data}), directory, directory)
+
+
+def test_job_file_of_a_training_contains_no_secret_and_is_readable(
+    port: int, tmp_path: Path
+) -> None:
+    job = job_with_secret(port, tmp_path)
     path = tmp_path / "run.json"
     job.write(path)
-    assert written(tmp_path) == []
-    back = TrainJob.read(path).config
-    assert changes_of(json.loads(path.read_text())["config"], job.config, another_run=True) == []
-    assert isinstance(back.data.source, HttpSource)
+    assert files_with_secret(tmp_path) == []
+    read_config = TrainJob.read(path).config
+    assert (
+        compare_configurations(json.loads(path.read_text())["config"], job.config, another_run=True)
+        == []
+    )
+    assert isinstance(read_config.data.source, HttpSource)
     assert isinstance(job, RankJob)
-    path.unlink()
+
+
+def test_job_file_of_a_conversion_contains_no_secret(port: int, tmp_path: Path) -> None:
+    job = job_with_secret(port, tmp_path)
+    path = tmp_path / "run.json"
     published = {"source": source(port).model_dump_json()}
     values = job.model_dump() | {
         "checkpoint": "iter_0000001",
@@ -180,7 +193,7 @@ def test_a_job_file_has_no_secret_and_can_be_read(port: int, tmp_path: Path) -> 
         "card": published,
     }
     ConvertJob.model_validate(values).write(path)
-    assert written(tmp_path) == []
+    assert files_with_secret(tmp_path) == []
     assert (
         ConvertJob.read(path)
         .card["source"]
@@ -188,43 +201,45 @@ def test_a_job_file_has_no_secret_and_can_be_read(port: int, tmp_path: Path) -> 
     )
 
 
-def test_a_job_keeps_the_paths_that_ranks_read(
+def test_paths_that_equal_a_secret_are_unchanged_in_jobs_and_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = tmp_path / "megacore"
-    job = _runs.job(_runs.config(), place, place)
+    directory = tmp_path / "megacore"
+    job = _runs.job(_runs.config(), directory, directory)
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "megacore")
     job.write(tmp_path / "run.json")
     assert TrainJob.read(tmp_path / "run.json") == job
     with EventWriter(tmp_path / "events.jsonl", 1) as events:
-        events.write("checkpoint", iteration=1, path=str(place), message="the password is megacore")
+        events.write(
+            "checkpoint", iteration=1, path=str(directory), message="the password is megacore"
+        )
     ((event, _),) = EventReader(tmp_path / "events.jsonl")
-    assert (event["path"], event["message"]) == (str(place), "the password is ***")
+    assert (event["path"], event["message"]) == (str(directory), "the password is ***")
 
 
-def test_a_manifest_has_no_secret(tmp_path: Path) -> None:
+def test_manifest_contains_no_secret(tmp_path: Path) -> None:
     key = StageKey.of(
         "collect", 1, {"source": {"url": f"https://me:{CANARY}@host/a", "secret": CANARY}}
     )
     artifact, _ = build_artifact(tmp_path, key, lambda directory: {"documents": 1})
     assert artifact.key == key.key
-    assert written(tmp_path) == []
+    assert files_with_secret(tmp_path) == []
 
 
-def test_errors_events_and_exit_reasons_have_no_secret(tmp_path: Path) -> None:
+def test_errors_events_and_exit_reasons_contain_no_secret(tmp_path: Path) -> None:
     url = f"https://me:{CANARY}@host/a"
     reason = ExitReason.of(3, RuntimeError(f"cannot read {url}"))
     assert CANARY not in json.dumps(asdict(reason))
     assert CANARY not in str(reason.exception())
     with EventWriter(tmp_path / "events.jsonl", 1) as events:
         events.write("warning", message=f"cannot read {url}")
-    assert written(tmp_path) == []
+    assert files_with_secret(tmp_path) == []
     with pytest.raises(ConfigError) as caught:
         tiny_config(train={"train_iters": url})
     assert CANARY not in str(caught.value)
 
 
-def test_tracebacks_in_a_log_have_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_tracebacks_in_a_log_contain_no_secret(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("megacore.test_secrets")
     redact_log(log)
     redact_log(log)

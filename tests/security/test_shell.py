@@ -1,5 +1,4 @@
-"""Nothing from a configuration, a hostfile, a path or the environment is read by a shell as more
-than a word."""
+"""Values of configurations, hostfiles, paths and the environment cannot inject shell code."""
 
 import ast
 import json
@@ -18,7 +17,7 @@ from megacore.errors import ConfigError
 from megacore.launch.supervise import supervise
 from tests.architecture._source import ROOT, python_files, tree
 
-PLANTS = (
+INJECTIONS = (
     "$(touch pwned)",
     "; touch pwned",
     "`touch pwned`",
@@ -26,7 +25,7 @@ PLANTS = (
     "' ; touch pwned ; '",
     "%n && touch pwned",
 )
-ARGUMENTS = (
+RECORD_ARGUMENTS = (
     "import json, os, sys; json.dump([sys.argv, os.environ.get('NCCL_PLANTED')], open(sys.argv[1], "
     "'w'))"
 )
@@ -36,66 +35,68 @@ def calls(path: Path) -> list[ast.Call]:
     return [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
 
 
-def test_no_code_asks_for_a_shell() -> None:
+def test_no_code_starts_a_shell() -> None:
     for path in python_files("megacore", "tasks", "flows", "scripts", "benchmarks"):
         for call in calls(path):
             name = ast.unparse(call.func)
-            where = f"{path}:{call.lineno}"
+            location = f"{path}:{call.lineno}"
             assert name not in {
                 "os.system",
                 "os.popen",
                 "subprocess.getoutput",
                 "subprocess.getstatusoutput",
-            }, where
+            }, location
             shell = [keyword for keyword in call.keywords if keyword.arg == "shell"]
-            assert not shell or ast.unparse(shell[0].value) == "False", where
+            assert not shell or ast.unparse(shell[0].value) == "False", location
 
 
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for Python that notes how it was called."""
+    """Provide a stand-in for Python that records its arguments and environment."""
     programs = tmp_path / "bin"
     programs.mkdir()
     script = f"#!{sys.executable}\nimport json, os, sys\n"
     script += (
         "json.dump([sys.argv[1:], dict(os.environ), os.getcwd()], "
-        f"open({str(tmp_path / 'said.json')!r}, 'w'))\n"
+        f"open({str(tmp_path / 'record.json')!r}, 'w'))\n"
     )
     (programs / "python").write_text(script)
     (programs / "python").chmod(0o755)
     return programs / "python"
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_remote_command_line_has_only_words(
-    plant: str, tmp_path: Path, recorder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("injection", INJECTIONS)
+def test_remote_command_line_cannot_inject_shell_code(
+    injection: str, tmp_path: Path, recorder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace = tmp_path / f"work {plant.replace('/', '')}"
+    workspace = tmp_path / f"work {injection.replace('/', '')}"
     workspace.mkdir()
     monkeypatch.chdir(workspace)
     monkeypatch.setattr(sys, "executable", str(recorder))
-    words = agent_words(plant, "one", 1, {"PYTHONPATH": plant, "NCCL_PLANTED": plant})
-    command = Ssh(Path(f"/config{plant}")).command("one", [*words, plant])
-    assert command[:3] == ["ssh", "-F", f"/config{plant}"]
-    # What a shell of the other machine reads.
+    arguments_of_agent = agent_words(
+        injection, "one", 1, {"PYTHONPATH": injection, "NCCL_PLANTED": injection}
+    )
+    command = Ssh(Path(f"/config{injection}")).command("one", [*arguments_of_agent, injection])
+    assert command[:3] == ["ssh", "-F", f"/config{injection}"]
+    # The shell of the other host reads the last word.
     assert command[-3:-1] == ["one", "--"]
     subprocess.run(["sh", "-c", command[-1]], check=True, timeout=30)
-    arguments, environment, directory = json.loads((tmp_path / "said.json").read_text())
-    assert arguments == ["-m", "megacore.cluster.hosts.agent", plant]
-    assert environment["PYTHONPATH"] == plant
-    assert environment["MEGACORE_JOB"] == f"{plant}.1"
-    assert "NCCL_PLANTED" not in environment, "the others do not go through a command line"
+    arguments, environment, directory = json.loads((tmp_path / "record.json").read_text())
+    assert arguments == ["-m", "megacore.cluster.hosts.agent", injection]
+    assert environment["PYTHONPATH"] == injection
+    assert environment["MEGACORE_JOB"] == f"{injection}.1"
+    assert "NCCL_PLANTED" not in environment, "other variables are not on the command line"
     assert directory == str(workspace)
     assert list(tmp_path.rglob("pwned")) == []
 
 
-def test_the_guard_passes_words_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / f"run {' '.join(PLANTS)}"
+def test_guard_passes_arguments_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / f"run {' '.join(INJECTIONS)}"
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    said, planted = folder / "said.json", "".join(PLANTS)
-    command = [sys.executable, "-c", ARGUMENTS, str(said), *PLANTS]
+    record, planted = folder / "record.json", "".join(INJECTIONS)
+    command = [sys.executable, "-c", RECORD_ARGUMENTS, str(record), *INJECTIONS]
     supervise(
         command,
         log=folder / "log",
@@ -103,26 +104,26 @@ def test_the_guard_passes_words_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         env={"NCCL_PLANTED": planted},
         timeout=60,
     )
-    assert json.loads(said.read_text()) == [["-c", str(said), *PLANTS], planted]
+    assert json.loads(record.read_text()) == [["-c", str(record), *INJECTIONS], planted]
     assert list(tmp_path.rglob("pwned")) == []
 
 
 @pytest.mark.parametrize(
-    "plant",
-    [*PLANTS, "-oProxyCommand=sh", "-Fconfig", "a@-Fconfig", "host,other", "^file", "h[1-3]"],
+    "injection",
+    [*INJECTIONS, "-oProxyCommand=sh", "-Fconfig", "a@-Fconfig", "host,other", "^file", "h[1-3]"],
 )
-def test_a_hostfile_names_machines_alone(plant: str, tmp_path: Path) -> None:
+def test_invalid_names_and_slots_in_a_hostfile_are_refused(injection: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text(f"{plant} slots=1\n")
+    path.write_text(f"{injection} slots=1\n")
     with pytest.raises(ConfigError):
         read_hostfile(path)
-    path.write_text(f"one slots={plant}\n")
+    path.write_text(f"one slots={injection}\n")
     with pytest.raises(ConfigError):
         read_hostfile(path)
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_the_name_of_a_run_is_plain(plant: str) -> None:
-    overrides: dict[str, Any] = {"name": plant}
+@pytest.mark.parametrize("injection", INJECTIONS)
+def test_name_of_a_run_with_special_characters_is_refused(injection: str) -> None:
+    overrides: dict[str, Any] = {"name": injection}
     with pytest.raises(ConfigError, match="name is"):
         load_config("gpt2-tiny", overrides)

@@ -1,4 +1,4 @@
-"""Another valid value for each field of a configuration, by its type."""
+"""Other valid values for each field of a configuration, by its type."""
 
 import types
 from collections.abc import Iterator
@@ -13,26 +13,26 @@ from megacore.config.keys import Declaration, declaration
 
 @dataclass(frozen=True)
 class Place:
-    """A field of a configuration, and what it declares there."""
+    """A field of a configuration and its declaration."""
 
     path: tuple[str | int, ...]
-    """Names and numbers that lead to it."""
+    """Names and numbers on the way to the field."""
     owner: str
-    """Class of its section."""
+    """Class of the field's section."""
     name: str
     annotation: Any
     declared: Declaration | None
 
     @property
     def field(self) -> str:
-        """Class and name."""
+        """Class and name of the field."""
         return f"{self.owner}.{self.name}"
 
 
 def places(
     section: BaseModel, inherited: Declaration | None = None, path: tuple[str | int, ...] = ()
 ) -> list[Place]:
-    """Every field of a configuration that holds no section, with those of sections in it."""
+    """Return all fields that contain no section, including those of nested sections."""
     result: list[Place] = []
     for name, field in type(section).model_fields.items():
         declared = declaration(type(section), name, inherited)
@@ -49,7 +49,7 @@ def places(
 
 
 def section_classes(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Every class of a section that a type mentions, itself and those within."""
+    """Yield each section class that a type mentions, nested ones included."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         for field in annotation.model_fields.values():
@@ -59,7 +59,10 @@ def section_classes(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def other_values(annotation: Any, value: Any) -> list[Any]:
-    """Values of the type, the likeliest to be valid first; the present one is not among them."""
+    """Return values of the type other than the present one.
+
+    The values that are most likely to be valid come first.
+    """
     return [
         other
         for other in _values(annotation, value)
@@ -95,7 +98,7 @@ def _values(annotation: Any, value: Any) -> list[Any]:
 
 
 def changed(values: dict[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
-    """A copy of plain values with another one at a path."""
+    """Return a copy of plain values with another value at a path."""
     copy = deepcopy(values)
     target: Any = copy
     for part in path[:-1]:

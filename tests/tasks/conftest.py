@@ -1,4 +1,4 @@
-"""A real SQLite store per test: its tables are created once and copied."""
+"""Fixtures with a real SQLite store per test, copied from one empty store."""
 
 import shutil
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from tests.tasks.events import EventLog
 
 
 @pytest.fixture(autouse=True)
-def _own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_store_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
 
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated mlflow.db without content."""
+    """Provide a migrated mlflow.db without content."""
     workspace = Workspace(tmp_path_factory.mktemp("store"))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -32,20 +32,20 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tracking(tmp_path: Path, empty_store: Path) -> Tracking:
-    """A store of the test's own."""
+    """Provide a separate store for the test."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     return Tracking(Workspace(tmp_path), "pretrain")
 
 
 @pytest.fixture
 def config() -> RunConfig:
-    """A small valid configuration."""
+    """Return a small valid configuration."""
     return make_config()
 
 
 @pytest.fixture
 def facts(tmp_path: Path) -> RunFacts:
-    """Facts with one data set."""
+    """Return facts with one data set."""
     tokens = Artifact(
         stage="tokenize",
         key="ab" * 8,
@@ -58,7 +58,7 @@ def facts(tmp_path: Path) -> RunFacts:
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
-    """An empty run directory."""
+    """Provide an empty run directory."""
     directory = tmp_path / "runs" / "0123456789abcdef"
     directory.mkdir(parents=True)
     return directory
@@ -66,13 +66,13 @@ def run_directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def log(run_directory: Path) -> EventLog:
-    """Writes the run directory's events."""
+    """Return a writer of the run directory's events."""
     return EventLog(run_directory / "events.jsonl")
 
 
 @pytest.fixture
 def crash() -> Callable[..., None]:
-    """Raises what no handler expects, as a kill would end the process at that line."""
+    """Return a function that raises an unexpected error, like a kill at that line."""
 
     def raise_killed(*args: object, **kwargs: object) -> None:
         raise KilledError
@@ -81,11 +81,11 @@ def crash() -> Callable[..., None]:
 
 
 class KilledError(BaseException):
-    """Stands for SIGKILL."""
+    """An error in place of SIGKILL."""
 
 
 def make_config(**train: Any) -> RunConfig:
-    """A small valid configuration with other values in its train section."""
+    """Return a small valid configuration with changed values in its train section."""
     values = {
         "name": "gpt2-test.v1",
         "data": {

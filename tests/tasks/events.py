@@ -1,4 +1,4 @@
-"""Writing the events of an imagined training."""
+"""Writer of the events of an imagined training."""
 
 import json
 import math
@@ -9,7 +9,7 @@ TOKENS_PER_ITERATION = 32
 
 
 class EventLog:
-    """Appends events as training does, with times that grow by one second."""
+    """An event file that grows as in training, one second per event."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -17,7 +17,7 @@ class EventLog:
         self.time = 1_700_000_000.0
 
     def write(self, kind: str, iteration: int, **values: Any) -> None:
-        """Append one event."""
+        """Append an event."""
         self.time += 1
         event = {
             "kind": kind,
@@ -30,7 +30,7 @@ class EventLog:
             file.write(json.dumps(event) + "\n")
 
     def step(self, iteration: int, loss: float = 5.0, **values: Any) -> None:
-        """A step event with the fields that these tests need."""
+        """Append a step event with the fields that these tests need."""
         tokens = iteration * TOKENS_PER_ITERATION
         self.write(
             "step",
@@ -43,7 +43,7 @@ class EventLog:
         )
 
     def evaluation(self, iteration: int, loss: float = 5.0) -> None:
-        """A validation."""
+        """Append a validation event."""
         tokens = iteration * TOKENS_PER_ITERATION
         self.write(
             "evaluation",
@@ -55,7 +55,7 @@ class EventLog:
         )
 
     def checkpoint(self, iteration: int, loss: float | None = 5.0) -> None:
-        """A saved checkpoint."""
+        """Append the event of a saved checkpoint."""
         self.write(
             "checkpoint",
             iteration,
@@ -67,5 +67,5 @@ class EventLog:
         )
 
     def deleted(self, iteration: int) -> None:
-        """A checkpoint that retention removed."""
+        """Append the event of a checkpoint that retention removed."""
         self.write("checkpoint_deleted", iteration, path=f"checkpoints/iter_{iteration:07d}")

@@ -1,4 +1,4 @@
-"""A cache hit is believed only after the artifact's files were checked."""
+"""Checks of cached artifacts, whose files are compared before a cache hit counts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def compute(policy: ArtifactPolicy, tmp_path: Path, config: RunConfig) -> str | 
         return policy.compute_key(context, {"config": config}, {})
 
 
-def test_record_of_a_whole_artifact_stays(
+def test_record_of_a_complete_artifact_remains(
     tmp_path: Path, config: RunConfig, artifact: Artifact
 ) -> None:
     policy, record = policy_and_record(tmp_path)
@@ -75,13 +75,13 @@ def test_record_of_a_damaged_artifact_is_removed(
     assert not record.exists()
 
 
-def test_another_key_in_the_directory_is_not_taken(config: RunConfig, artifact: Artifact) -> None:
+def test_artifact_with_another_key_is_refused(config: RunConfig, artifact: Artifact) -> None:
     other = StageKey.of("collect", 2, {})
     assert artifact_problem(other, config, artifact.directory) == f"it was built with key {KEY.key}"
     assert artifact_directory(KEY) == artifact.directory
 
 
-def test_error_in_a_key_is_raised_and_not_swallowed(
+def test_error_while_computing_a_key_is_raised(
     tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(config: RunConfig) -> StageKey:
@@ -101,5 +101,5 @@ def test_error_in_a_key_is_raised_and_not_swallowed(
         (ValueError(), False),
     ],
 )
-def test_only_what_may_pass_is_retried(error: Exception, expected: bool) -> None:
+def test_only_transient_errors_are_retried(error: Exception, expected: bool) -> None:
     assert should_retry(None, None, Failed(data=error)) is expected

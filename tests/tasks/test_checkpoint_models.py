@@ -1,4 +1,4 @@
-"""Checkpoints as LoggedModels."""
+"""Checkpoints as MLflow's LoggedModels."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +17,11 @@ from tests.tasks.events import EventLog
 def forward(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> Callable[[], str]:
-    """Deliver all events as a new process."""
+    """Return a function that delivers all events as a new process."""
     return lambda: Forwarder(tracking, run_directory, config, facts).flush()
 
 
-def kept(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[LoggedModel]:
+def kept_models(tracking: Tracking, run_id: str, order_by: str = "valid_ppl") -> list[LoggedModel]:
     """Return the LoggedModels of a run's kept checkpoints, the lowest metric first."""
     return list(
         tracking.client.search_logged_models(
@@ -42,13 +42,13 @@ def metric(model: LoggedModel, name: str) -> float:
     return float(value)
 
 
-def test_the_best_checkpoint_is_the_first_row(
+def test_best_checkpoint_comes_first(
     tracking: Tracking, log: EventLog, forward: Callable[[], str], run_directory: Path
 ) -> None:
     for iteration, loss in ((100, 3.0), (200, 1.0), (300, 2.0)):
         log.checkpoint(iteration, loss)
     run_id = forward()
-    table = kept(tracking, run_id)
+    table = kept_models(tracking, run_id)
     assert iterations(table) == [200, 300, 100]
     assert metric(table[0], "valid_ppl") == pytest.approx(2.71828, abs=1e-4)
     assert table[0].tags["path"] == str(run_directory / "checkpoints" / "iter_0000200")
@@ -57,7 +57,7 @@ def test_the_best_checkpoint_is_the_first_row(
         tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0, 999: 1.0}, timestamp_ms=1
     )
     log_test_perplexities(tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0}, timestamp_ms=2)
-    by_test = kept(tracking, run_id, "test_ppl")
+    by_test = kept_models(tracking, run_id, "test_ppl")
     assert iterations(by_test) == [100, 300, 200]
     assert [metric(model, "test_ppl") for model in by_test] == [5.0, 6.0, 7.0]
     assert len(tracking.client.get_metric_history(run_id, "test_ppl")) == 3
@@ -65,7 +65,7 @@ def test_the_best_checkpoint_is_the_first_row(
     assert sorted(output.step for output in outputs) == [100, 200, 300]
 
 
-def test_replaying_changes_nothing(
+def test_repeated_delivery_changes_nothing(
     tracking: Tracking, log: EventLog, forward: Callable[[], str], run_directory: Path
 ) -> None:
     log.checkpoint(100)
@@ -82,21 +82,21 @@ def test_replaying_changes_nothing(
     assert len(tracking.client.get_metric_history(run_id, "valid_ppl")) == 1
 
 
-def test_deleted_checkpoints_leave_the_table_and_come_back_when_saved_again(
+def test_deleted_checkpoints_disappear_until_saved_again(
     tracking: Tracking, log: EventLog, forward: Callable[[], str]
 ) -> None:
     log.checkpoint(100, loss=1.0)
     log.checkpoint(200, loss=2.0)
     log.deleted(100)
     run_id = forward()
-    assert iterations(kept(tracking, run_id)) == [200]
+    assert iterations(kept_models(tracking, run_id)) == [200]
     log.attempt = 2
     log.checkpoint(100, loss=1.0)
     assert forward() == run_id
-    assert iterations(kept(tracking, run_id)) == [100, 200]
+    assert iterations(kept_models(tracking, run_id)) == [100, 200]
 
 
-def test_no_checkpoint_file_is_copied(
+def test_checkpoint_files_are_not_copied(
     tracking: Tracking, log: EventLog, forward: Callable[[], str], run_directory: Path
 ) -> None:
     checkpoint = run_directory / "checkpoints" / "iter_0000100"

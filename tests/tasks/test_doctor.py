@@ -1,4 +1,4 @@
-"""The doctor before a training on several machines, and its report in the run."""
+"""The doctor's check before a training on several hosts, and its report in the run."""
 
 import json
 import logging
@@ -28,22 +28,22 @@ BROKEN = Finding(
 
 
 @pytest.fixture
-def examined(monkeypatch: pytest.MonkeyPatch) -> "SimpleNamespace":
-    """What was asked of the doctor, who finds `findings`."""
-    asked = SimpleNamespace(findings=(GOOD,), calls=[], run_count=1)
+def doctor(monkeypatch: pytest.MonkeyPatch) -> "SimpleNamespace":
+    """Provide the doctor's calls; it returns `findings`."""
+    doctor = SimpleNamespace(findings=(GOOD,), calls=[], run_count=1)
 
     def examine(subject: Any, *, full: bool) -> Examination:
-        asked.calls.append((dict(subject.hosts), full))
-        return Examination(subject.hosts, asked.findings, "full" if full else "quick")
+        doctor.calls.append((dict(subject.hosts), full))
+        return Examination(subject.hosts, doctor.findings, "full" if full else "quick")
 
     monkeypatch.setattr("megacore.doctor.examine.examine", examine)
     monkeypatch.setattr(prefect, "get_run_logger", lambda: logging.getLogger("doctor"))
-    monkeypatch.setattr(prefect.runtime, "task_run", asked)
-    return asked
+    monkeypatch.setattr(prefect.runtime, "task_run", doctor)
+    return doctor
 
 
 def job(place: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> TrainJob:
-    """A job on two hosts."""
+    """Return a job on two hosts."""
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(place))
     (place / "hosts").write_text("a slots=1\nb slots=1\n")
     values = {"hostfile": str(place / "hosts"), "nproc_per_node": "auto", **launch}
@@ -51,24 +51,24 @@ def job(place: Path, monkeypatch: pytest.MonkeyPatch, **launch: Any) -> TrainJob
     return _runs.job(_runs.config(launch=values), place, place / "run", ranks=2)
 
 
-def test_several_machines_are_examined_and_the_report_is_kept(
+def test_hosts_are_examined_and_the_report_is_saved(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    examined: SimpleNamespace,
+    doctor: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    examined.findings = (GOOD, TIGHT)
+    doctor.findings = (GOOD, TIGHT)
     check_hosts(job(tmp_path, monkeypatch))
-    assert examined.calls == [({"a": 1, "b": 1}, False)]
+    assert doctor.calls == [({"a": 1, "b": 1}, False)]
     report = json.loads((tmp_path / "run" / PREFLIGHT_FILE).read_text())
     assert (report["verdict"], report["mode"]) == ("warning", "quick")
     assert "disk on b: b has 1 GiB free: make room" in caplog.text
 
 
-def test_an_error_ends_the_start_with_host_and_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace
+def test_error_stops_the_start_with_host_and_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doctor: SimpleNamespace
 ) -> None:
-    examined.findings = (TIGHT, BROKEN)
+    doctor.findings = (TIGHT, BROKEN)
     with pytest.raises(
         LaunchError, match=r"packages on b: torch is 1 on b and 2 on a: install the same \("
     ) as raised:
@@ -80,27 +80,27 @@ def test_an_error_ends_the_start_with_host_and_advice(
     )
 
 
-def test_all_is_examined_where_the_configuration_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace
+def test_full_preflight_runs_all_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doctor: SimpleNamespace
 ) -> None:
     check_hosts(job(tmp_path, monkeypatch, preflight="full"))
-    assert [full for _, full in examined.calls] == [True]
+    assert [full for _, full in doctor.calls] == [True]
 
 
 @pytest.mark.parametrize("case", ["off", "retry", "one host"])
-def test_who_is_not_examined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examined: SimpleNamespace, case: str
+def test_hosts_are_not_examined_when_off_retried_or_single(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doctor: SimpleNamespace, case: str
 ) -> None:
     launch: dict[str, Any] = {"off": {"preflight": "off"}, "one host": {"hostfile": None}}.get(
         case, {}
     )
-    examined.run_count = 2 if case == "retry" else 1
+    doctor.run_count = 2 if case == "retry" else 1
     check_hosts(job(tmp_path, monkeypatch, **launch))
-    assert examined.calls == []
+    assert doctor.calls == []
     assert not (tmp_path / "run" / PREFLIGHT_FILE).exists()
 
 
-def test_the_report_is_an_artifact_of_the_run_once(
+def test_report_is_logged_to_the_run_once(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, log: EventLog
 ) -> None:
     (run_directory / PREFLIGHT_FILE).write_text('{"verdict": "ok"}')
@@ -108,8 +108,8 @@ def test_the_report_is_an_artifact_of_the_run_once(
     run_id = Forwarder(tracking, run_directory, config, facts, interval=0.0).finish()
     assert PREFLIGHT_FILE in {file.path for file in tracking.client.list_artifacts(run_id)}
     sent: list[str] = []
-    real = tracking.client.log_artifact
-    tracking.client.log_artifact = lambda run, path: sent.append(path) or real(run, path)  # type: ignore
+    log_artifact = tracking.client.log_artifact
+    tracking.client.log_artifact = lambda run, path: sent.append(path) or log_artifact(run, path)  # type: ignore
     send_preflight(tracking, run_id, run_directory)
     assert sent == []
     (run_directory / PREFLIGHT_FILE).write_text('{"verdict": "warning"}')
@@ -117,7 +117,7 @@ def test_the_report_is_an_artifact_of_the_run_once(
     assert sent == [str(run_directory / PREFLIGHT_FILE)]
 
 
-def test_a_run_on_one_machine_has_no_report(
+def test_run_on_one_host_has_no_report(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, log: EventLog
 ) -> None:
     log.step(10)

@@ -1,4 +1,4 @@
-"""The key of a method's row, and the table of all."""
+"""Keys of the batch size search and the table of its results."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ JSON = {"zero_optimization": {"stage": 2, "overlap_comm": False}}
         ({"launch": {"stall_limit": 5}, "checkpoint": {"keep_last": 3}}, "zero2"),
     ],
 )
-def test_what_is_searched_and_what_only_runs_it_is_not_in_the_key(
+def test_key_ignores_searched_and_operational_options(
     sections: dict[str, Any], method: str
 ) -> None:
     assert key(config(**sections), method) == key(config(), method)
@@ -74,13 +74,13 @@ def test_what_is_searched_and_what_only_runs_it_is_not_in_the_key(
         {"find_batch_size": {"steps": 2}},
     ],
 )
-def test_what_memory_time_and_metrics_depend_on_is(sections: dict[str, Any]) -> None:
+def test_key_contains_options_that_affect_memory_time_and_metrics(sections: dict[str, Any]) -> None:
     seed = sections.get("seed")
     other = config().model_copy(update={"seed": seed}) if seed else config(**sections)
     assert key(other) != key(config())
 
 
-def test_method_samples_and_machine_are_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_contains_method_samples_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {key(config()), key(config(), "ddp"), key(config(), digest="e")}
     for gpus in ((Gpu("small", 10**10),), (Gpu("large", 10**10),), (Gpu("large", 8 * 10**10),)):
         monkeypatch.setattr(
@@ -125,7 +125,7 @@ REPORTS = [
 ]
 
 
-def test_the_table() -> None:
+def test_table_has_one_row_per_method() -> None:
     assert as_markdown(table_rows(REPORTS)).splitlines() == [
         (
             "| method | largest batch per rank | peak memory of a rank (GB) | time per epoch (s) | "
@@ -139,7 +139,7 @@ def test_the_table() -> None:
     ]
 
 
-def test_what_stands_below_it_says_why_and_what_to_set() -> None:
+def test_notes_explain_limits_and_recommend_settings() -> None:
     text = notes(REPORTS)
     assert "2 ranks in bf16, 6.00 GB of memory each; epochs of 3,668 samples." in text
     assert "- ddp: 1 does not fit: rank 0: out of memory with a micro batch of 1\n" in text
@@ -152,13 +152,13 @@ def test_what_stands_below_it_says_why_and_what_to_set() -> None:
     assert text.endswith("`launch.distributed=zero3 train.micro_batch_size=64`.\n")
 
 
-def test_without_any_epoch_nothing_is_recommended() -> None:
+def test_notes_without_epochs_recommend_nothing() -> None:
     text = notes([report("ddp", 0, None, memory_limit=None)])
     assert "95 % of each GPU" in text
     assert "launch.distributed=" not in text
 
 
-def test_the_artifact_says_what_was_found() -> None:
+def test_artifact_counts_contain_the_result() -> None:
     assert counts_of(REPORTS[1]) == {
         "method": "zero2",
         "batch": 40,

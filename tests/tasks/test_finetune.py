@@ -1,4 +1,4 @@
-"""What the flow finetune looks up, refuses and forwards, without running it."""
+"""Lookups, refusals and registry entries of the flow finetune, without running it."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from tests.finetune._tiny_models import tiny_config, write_model
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """An export of ours: a model, its reports and its manifest."""
+    """Provide an export: a model, its reports and its manifest."""
     directory = tmp_path / "exports" / "0123456789abcdef"
     write_model(directory / "model", "bert")
     for name in ("parity.json", "sample.txt"):
@@ -31,8 +31,8 @@ def export(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def own_workspace(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    """The test's store as the workspace that the tasks see."""
+def workspace(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """Set the test's store as the workspace of the tasks."""
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tracking.workspace.root))
     return tracking.workspace
 
@@ -51,8 +51,8 @@ def publish(tracking: Tracking, export: Path, name: str = "bert-base") -> dict[s
     )
 
 
-def test_an_alias_becomes_a_version_with_its_files_and_lineage(
-    tracking: Tracking, own_workspace: Workspace, export: Path, tmp_path: Path
+def test_alias_is_resolved_to_a_version_with_files_and_lineage(
+    tracking: Tracking, workspace: Workspace, export: Path, tmp_path: Path
 ) -> None:
     receipt = publish(tracking, export)
     config = pinned(config_of("models:/bert-base@candidate"))
@@ -65,19 +65,19 @@ def test_an_alias_becomes_a_version_with_its_files_and_lineage(
     parent = parent_of(config)
     assert (parent.name, parent.version, parent.run_id) == ("bert-base", "1", receipt["run_id"])
     assert parent.model_id == receipt["model_id"]
-    # The export's own directory is the same parent: its manifest says so.
+    # The export's directory is the same parent according to its manifest.
     by_path = parent_of(config_of(export / "model"))
     assert by_path.tags() == parent.tags() | {"parent_model": str(export / "model")}
-    drawn = parent_of(config_of("models:/bert-base/1", model={"random_weights": True}))
-    assert drawn.tags() == parent.tags() | {"parent_weights": "not taken: drawn at random"}
+    random_weights = parent_of(config_of("models:/bert-base/1", model={"random_weights": True}))
+    assert random_weights.tags() == parent.tags() | {"parent_weights": "not taken: drawn at random"}
     (tmp_path / "lineage.json").write_text('{"path": "x"}', encoding="utf-8")
     note_parent(tmp_path, parent)
     noted = json.loads((tmp_path / "lineage.json").read_text(encoding="utf-8"))
     assert noted == {"path": "x", "registry": parent.tags()}
 
 
-def test_a_server_s_files_are_downloaded_once(
-    tracking: Tracking, own_workspace: Workspace, export: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_of_a_server_are_downloaded_once(
+    tracking: Tracking, workspace: Workspace, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow.artifacts
 
@@ -98,11 +98,11 @@ def test_a_server_s_files_are_downloaded_once(
         _parent, "_location", lambda tracking, version: "mlflow-artifacts:/1/models/m-1/artifacts"
     )
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", download)
-    found = [parent_directory(config) for _ in range(2)]
+    directories = [parent_directory(config) for _ in range(2)]
     assert calls == [("mlflow-artifacts:/1/models/m-1/artifacts", tracking.uri)]
-    assert found[0] == found[1]
-    assert found[0] is not None
-    assert found[0].is_relative_to(own_workspace.root / "pretrained" / ".downloads")
+    assert directories[0] == directories[1]
+    assert directories[0] is not None
+    assert directories[0].is_relative_to(workspace.root / "pretrained" / ".downloads")
 
 
 @pytest.mark.parametrize(
@@ -114,16 +114,16 @@ def test_a_server_s_files_are_downloaded_once(
         ("models:/other@candidate", r"does not have \(it has bert-base\)"),
     ],
 )
-def test_what_the_registry_does_not_have(
-    tracking: Tracking, own_workspace: Workspace, export: Path, path: str, sentence: str
+def test_unknown_registered_model_is_refused(
+    tracking: Tracking, workspace: Workspace, export: Path, path: str, sentence: str
 ) -> None:
     publish(tracking, export)
     with pytest.raises(ConfigError, match=sentence):
         pinned(config_of(path))
 
 
-def test_a_version_whose_files_were_deleted(
-    tracking: Tracking, own_workspace: Workspace, export: Path
+def test_version_with_deleted_files_is_refused(
+    tracking: Tracking, workspace: Workspace, export: Path
 ) -> None:
     receipt = publish(tracking, export)
     location = tracking.client.get_logged_model(receipt["model_id"]).artifact_location
@@ -132,7 +132,9 @@ def test_a_version_whose_files_were_deleted(
         parent_directory(config_of("models:/bert-base/1"))
 
 
-def test_without_a_store_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_store_is_refused_and_not_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no MLflow store"):
         pinned(config_of("models:/bert-base@candidate"))
@@ -149,7 +151,7 @@ def test_without_a_store_nothing_is_made(tmp_path: Path, monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_what_needs_a_gpu_is_refused_without_one(
+def test_gpu_options_are_refused_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], sentence: str
 ) -> None:
     monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(2, 2**33)))
@@ -176,7 +178,7 @@ def test_what_needs_a_gpu_is_refused_without_one(
         ),
     ],
 )
-def test_missing_libraries(
+def test_missing_libraries_are_refused(
     monkeypatch: pytest.MonkeyPatch, missing: str, sections: dict[str, Any], sentence: str
 ) -> None:
     known = finetune_preflight.importlib.util.find_spec
@@ -189,9 +191,7 @@ def test_missing_libraries(
         finetune_preflight.check_here(config_of("model", **sections))
 
 
-def test_a_model_for_gpus_is_refused_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_model_is_refused_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(2, 2**33)))
     (tmp_path / "model").mkdir()
     shape = {"hidden_size": 1536, "num_hidden_layers": 24, "vocab_size": 128_100}
@@ -213,7 +213,7 @@ def test_a_model_for_gpus_is_refused_on_a_cpu(
     assert "876.2 M parameters on 1 CPU rank: 100000 steps" in allowed
 
 
-def test_numbers_are_counted_in_the_weights(tmp_path: Path) -> None:
+def test_parameter_count_comes_from_the_weights(tmp_path: Path) -> None:
     from safetensors import safe_open
 
     write_model(tmp_path, "bert")

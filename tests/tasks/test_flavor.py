@@ -1,4 +1,4 @@
-"""What MLflow loads of a BERT and of a T5."""
+"""MLflow models of BERT and T5 exports."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.convert._models import VOCAB_SIZE, our_model, tiny_spec
 
 
 def export(name: str, directory: Path) -> Path:
-    """A tiny export with a tokenizer of words, as the convert stage writes it."""
+    """Write a tiny export with a tokenizer of words, as the convert stage does."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def publish(
 
 
 @pytest.mark.parametrize("name", ["bert", "megatron-bert"])
-def test_a_bert_fills_masks(
+def test_bert_is_loaded_as_a_fill_mask_pipeline(
     tracking: Tracking,
     run_directory: Path,
     config: RunConfig,
@@ -76,7 +76,7 @@ def test_a_bert_fills_masks(
     assert mlflow.pyfunc.load_model(uri).predict("w10 [mask_token] w20")
 
 
-def test_a_t5_is_loaded_as_model_and_tokenizer(
+def test_t5_is_loaded_as_model_and_tokenizer(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, tmp_path: Path
 ) -> None:
     import mlflow
@@ -93,7 +93,7 @@ def test_a_t5_is_loaded_as_model_and_tokenizer(
         mlflow.pyfunc.load_model(uri)
 
 
-def test_a_t5_is_served_by_no_pipeline_because_transformers_has_none(tmp_path: Path) -> None:
+def test_t5_is_served_only_if_transformers_has_its_pipeline(tmp_path: Path) -> None:
     import transformers
 
     spec = tiny_spec("t5")
@@ -123,7 +123,7 @@ def test_a_t5_is_served_by_no_pipeline_because_transformers_has_none(tmp_path: P
         ),
     ],
 )
-def test_tasks_of_models_that_are_not_ours(
+def test_task_of_other_architectures_follows_from_their_class(
     tmp_path: Path, values: dict[str, Any], name: str, options: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -131,8 +131,8 @@ def test_tasks_of_models_that_are_not_ours(
     assert (task.name, task.options, task.served) == (name, options, name != "text2text-generation")
 
 
-def test_tasks_by_class(tmp_path: Path) -> None:
-    for name, wanted in (
+def test_task_follows_from_the_model_class(tmp_path: Path) -> None:
+    for name, expected in (
         ("llama", "text-generation"),
         ("bert-masked", "fill-mask"),
         ("t5", "text2text-generation"),
@@ -140,5 +140,5 @@ def test_tasks_by_class(tmp_path: Path) -> None:
         spec = tiny_spec(name)
         write_model(tmp_path / name, spec, dict(our_model(spec).named_parameters()))
         task = task_of(tmp_path / name)
-        assert task.name == wanted
+        assert task.name == expected
         assert task.options == ({"max_new_tokens": 16} if name == "llama" else {})

@@ -1,4 +1,4 @@
-"""Every (metric, step) reaches the store exactly once, whatever happens in between."""
+"""Delivery of events to MLflow: each metric and step exactly once."""
 
 import json
 import shutil
@@ -25,14 +25,14 @@ MakeForwarder = Callable[[], Forwarder]
 def make_forwarder(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> MakeForwarder:
-    """A forwarder as a new process would make it."""
+    """Return a function that builds a forwarder as a new process would."""
     return lambda: Forwarder(
         Tracking(tracking.workspace, "pretrain"), run_directory, config, facts, interval=0.0
     )
 
 
 def history(tracking: Tracking, run_id: str, key: str = "train/lm_loss") -> dict[int, float]:
-    """Values by step; fails when a step is there twice."""
+    """Return the values by step; fail if a step occurs twice."""
     metrics = tracking.client.get_metric_history(run_id, key)
     assert max(Counter(metric.step for metric in metrics).values(), default=0) <= 1, (
         f"{key} has a step twice"
@@ -41,7 +41,7 @@ def history(tracking: Tracking, run_id: str, key: str = "train/lm_loss") -> dict
 
 
 def check(tracking: Tracking, run_id: str, iterations: list[int]) -> None:
-    """Each of the three curves that a test writes, on both axes, has exactly these points."""
+    """Assert that the written curves, on both axes, have exactly these points."""
     for name in ("lm_loss", "lr", "grad_norm"):
         assert sorted(history(tracking, run_id, f"train/{name}")) == iterations
         steps = sorted(history(tracking, run_id, f"train/{name}_by_tokens"))
@@ -54,14 +54,14 @@ def watch_log_batch(
     before: Exception | None = None,
     after: Exception | None = None,
 ) -> list[int]:
-    """The iterations whose loss is sent from now on; the first batch fails before or after the
-    store took it.
+    """Return the iterations whose loss is sent from now on.
 
-    SQLite itself drops an exact repetition, so what was sent shows more than what the store holds.
+    The first batch fails before or after the store accepts it. SQLite drops an exact repetition, so
+    the sent values show more than the stored ones.
     """
     from mlflow import MlflowClient
 
-    real, pending = MlflowClient.log_batch, [before or after]
+    log_batch_of_mlflow, pending = MlflowClient.log_batch, [before or after]
     sent: list[int] = []
 
     def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **rest: Any) -> None:
@@ -69,7 +69,7 @@ def watch_log_batch(
         sent.extend(metric.step for metric in metrics if metric.key == "train/lm_loss")
         if error is not None and error is before:
             raise error
-        real(self, run_id, metrics=metrics, **rest)
+        log_batch_of_mlflow(self, run_id, metrics=metrics, **rest)
         if error is not None:
             raise error
 
@@ -77,7 +77,7 @@ def watch_log_batch(
     return sent
 
 
-def test_losses_of_a_binary_head_have_curves_of_their_own() -> None:
+def test_sentence_loss_has_separate_curves() -> None:
     event = {
         "kind": "evaluation",
         "time": 1.0,
@@ -96,7 +96,7 @@ def test_losses_of_a_binary_head_have_curves_of_their_own() -> None:
     }
 
 
-def test_a_fine_tuning_has_its_metrics_and_the_seconds_of_its_epochs() -> None:
+def test_fine_tuning_events_give_metrics_and_epoch_seconds() -> None:
     event = {
         "kind": "evaluation",
         "time": 1.0,
@@ -127,7 +127,7 @@ def test_a_fine_tuning_has_its_metrics_and_the_seconds_of_its_epochs() -> None:
     assert values == {"epoch/train_seconds": (4, 2.5), "epoch/evaluation_seconds": (4, 1.0)}
 
 
-def test_curves_by_iteration_and_by_tokens(
+def test_curves_are_by_iteration_and_by_tokens(
     tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
 ) -> None:
     for iteration in (10, 20, 30):
@@ -143,7 +143,7 @@ def test_curves_by_iteration_and_by_tokens(
     assert tracking.client.get_run(run_id).info.status == "FINISHED"
 
 
-def test_a_resumed_training_reports_iterations_again(
+def test_repeated_iterations_keep_the_first_value(
     tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
 ) -> None:
     for iteration in (10, 20, 30):
@@ -162,7 +162,7 @@ def test_a_resumed_training_reports_iterations_again(
     assert history(tracking, run_id) == {10: 1.0, 20: 1.0, 25: 2.0, 30: 1.0, 40: 2.0, 50: 3.0}
 
 
-def test_killed_between_batch_and_commit(
+def test_kill_between_batch_and_commit_sends_nothing_twice(
     tracking: Tracking,
     log: EventLog,
     make_forwarder: MakeForwarder,
@@ -189,7 +189,7 @@ def test_killed_between_batch_and_commit(
 
 
 @pytest.mark.parametrize(("moment", "expected"), [("before", [20, 20, 30]), ("after", [20, 30])])
-def test_an_outage_before_or_after_the_store_took_the_batch(
+def test_outage_before_or_after_a_batch_loses_and_repeats_nothing(
     tracking: Tracking,
     log: EventLog,
     make_forwarder: MakeForwarder,
@@ -214,7 +214,7 @@ def test_an_outage_before_or_after_the_store_took_the_batch(
     assert history(tracking, run_id)[20] == 5.0
 
 
-def test_flush_tries_again_and_then_says_so(
+def test_flush_retries_and_then_raises(
     log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.step(10)
@@ -236,7 +236,7 @@ def test_flush_tries_again_and_then_says_so(
     assert forwarder.flush()
 
 
-def test_a_store_that_hangs_neither_delays_polls_nor_flush_for_ever(
+def test_hanging_store_blocks_neither_polls_nor_flush(
     tracking: Tracking,
     log: EventLog,
     make_forwarder: MakeForwarder,
@@ -244,13 +244,13 @@ def test_a_store_that_hangs_neither_delays_polls_nor_flush_for_ever(
 ) -> None:
     log.step(10)
     forwarder = make_forwarder()
-    real = tasks._forward.ensure_run
+    log_batch_of_mlflow = tasks._forward.ensure_run
 
-    def hanging(*args: Any) -> str:
+    def hang(*args: Any) -> str:
         time.sleep(1.5)
-        return real(*args)
+        return log_batch_of_mlflow(*args)
 
-    monkeypatch.setattr(tasks._forward, "ensure_run", hanging)
+    monkeypatch.setattr(tasks._forward, "ensure_run", hang)
     started = time.monotonic()
     for _ in range(10):
         forwarder.poll()
@@ -278,7 +278,7 @@ def test_polls_deliver_in_the_background(
     check(tracking, run_id, [1, 2, 3, 4, 5])
 
 
-def test_a_lost_store_gets_everything_again(
+def test_deleted_run_gets_all_events_again(
     tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder, run_directory: Path
 ) -> None:
     log.step(10)
@@ -296,7 +296,7 @@ def test_a_lost_store_gets_everything_again(
     }
 
 
-def test_without_its_offset_a_run_is_compared_with_the_store(
+def test_lost_offset_is_restored_from_the_store(
     tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder, run_directory: Path
 ) -> None:
     for iteration in range(1, 401):
@@ -307,7 +307,7 @@ def test_without_its_offset_a_run_is_compared_with_the_store(
     check(tracking, run_id, list(range(1, 401)))
 
 
-def test_batches_hold_whole_events(log: EventLog) -> None:
+def test_batches_contain_complete_events(log: EventLog) -> None:
     for iteration in range(1, 401):
         log.step(iteration)
     seen: set[tuple[str, int]] = set()
@@ -320,7 +320,7 @@ def test_batches_hold_whole_events(log: EventLog) -> None:
     assert offset == log.path.stat().st_size
 
 
-def test_a_torn_line_waits_for_its_end(
+def test_incomplete_line_is_delivered_once_complete(
     tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder
 ) -> None:
     log.step(10)
@@ -333,7 +333,7 @@ def test_a_torn_line_waits_for_its_end(
     check(tracking, forwarder.flush(), [10, 20])
 
 
-def test_a_damaged_event_is_reported(log: EventLog, make_forwarder: MakeForwarder) -> None:
+def test_damaged_event_is_refused(log: EventLog, make_forwarder: MakeForwarder) -> None:
     log.path.write_text("not an event\n")
     forwarder = make_forwarder()
     forwarder.poll()
@@ -341,7 +341,7 @@ def test_a_damaged_event_is_reported(log: EventLog, make_forwarder: MakeForwarde
         forwarder.flush()
 
 
-def test_a_run_directory_that_was_deleted_gets_a_clean_run(
+def test_deleted_run_directory_starts_a_new_run(
     tracking: Tracking, log: EventLog, make_forwarder: MakeForwarder, run_directory: Path
 ) -> None:
     log.step(10, loss=1.0)
@@ -370,7 +370,7 @@ def test_profiles_become_artifacts_of_the_run(
     check(tracking, run_id, [10, 20])
 
 
-def test_a_damaged_profile_event_is_refused(log: EventLog) -> None:
+def test_damaged_profile_event_is_refused(log: EventLog) -> None:
     log.write("profile", 12, files="profile/rank_0.json.gz")
     with pytest.raises(DataFormatError, match="it lacks files"):
         next_batch(log.path, 0, set())

@@ -1,5 +1,4 @@
-"""What stands in the keys of maps and trainings: the options of samples of sentences for their
-families alone."""
+"""Keys of index maps, with the sentence options of BERT and T5."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from megacore.config import RunConfig, load_config
 from megacore.data.index_directory import read_description
 from megacore.data.index_options import SentenceOptions
 from megacore.data.sentence_maps import build_sentence_maps
-from tasks.index import index_key, index_options, mixture, wanted_samples
+from tasks.index import index_key, index_options, mixture, requested_samples
 from tests.data._sentences import write_lengths
 
 
@@ -30,7 +29,7 @@ def tokens(tmp_path: Path) -> Artifact:
     return Artifact(stage="tokenize", key="k", digest="d", path=str(tmp_path), counts={})
 
 
-def test_a_gpts_key_has_its_own_form(tmp_path: Path) -> None:
+def test_key_of_gpt_has_no_sentence_options(tmp_path: Path) -> None:
     run = config("gpt2-tiny", data__seq_length=8)
     assert set(index_key(run, tokens(tmp_path)).parameters) == {
         "split",
@@ -53,7 +52,7 @@ def test_a_gpts_key_has_its_own_form(tmp_path: Path) -> None:
         ("t5-tiny", "span_corruption", {"data.span_corruption.noise_density": 0.1}),
     ],
 )
-def test_how_samples_are_made_is_in_the_key(
+def test_key_contains_the_sentence_options(
     tmp_path: Path, name: str, section: str, change: dict[str, Any]
 ) -> None:
     run, other, artifact = config(name), config(name, **change), tokens(tmp_path)
@@ -65,12 +64,12 @@ def test_how_samples_are_made_is_in_the_key(
     assert index_key(run, artifact).key == index_key(few, artifact).key
 
 
-def test_the_stage_builds_what_the_flow_asks_for(tmp_path: Path) -> None:
+def test_stage_builds_the_requested_samples(tmp_path: Path) -> None:
     artifact, directory = tokens(tmp_path), tmp_path / "maps"
     directory.mkdir()
     run = config("bert-tiny", train__train_iters=2, train__eval_iters=1)
     counts = build_sentence_maps(
-        mixture(run, artifact), directory, index_options(run), wanted_samples(run)
+        mixture(run, artifact), directory, index_options(run), requested_samples(run)
     )
     description = read_description(directory)
     assert description.options.sentences == SentenceOptions("bert", 2, 0.1)

@@ -1,4 +1,4 @@
-"""Every field of a configuration changes the keys of exactly those stages that it declares."""
+"""Effect of each configuration field on the keys of the stages it declares."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,12 +38,12 @@ from tests.tasks._other_values import changed, other_values, places, section_cla
 
 Keys = dict[str, Any]
 CONTAINERS = {"DataConfig.source", "DataConfig.blend", "DataConfig.split_blends"}
-"""One of the three says where documents come from; it is changed through its fields."""
+"""Alternative sources of documents, changed through their fields."""
 
 
 @dataclass
 class Files:
-    """Files that values name, two of each kind that differ, and the artifacts of earlier stages."""
+    """Two different files of each kind that values name, and artifacts of earlier stages."""
 
     directory: Path
     tokens: list[Path] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Files:
             self.tokens.append(prefix.parent)
 
     def blend(self, members: int) -> Path:
-        """A directory with the token files of several sources."""
+        """Return a directory with the token files of several sources."""
         directory = self.directory / f"blend-{members}"
         directory.mkdir(exist_ok=True)
         write_members(directory, self.tokens[:members])
@@ -89,11 +89,11 @@ class Files:
         path.write_text(text, encoding="utf-8")
 
     def __call__(self, name: str) -> str:
-        """Path of a file."""
+        """Return the path of a file."""
         return str(self.directory / name)
 
     def artifact(self, stage: str, directory: Path | None = None, **counts: Any) -> Artifact:
-        """An artifact of an earlier stage, always the same one."""
+        """Return an artifact of an earlier stage, always the same one."""
         return Artifact(
             stage=stage,
             key=stage,
@@ -104,7 +104,7 @@ class Files:
 
 
 def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any]]:
-    """Return what computes the key of each stage: the functions that the tasks call."""
+    """Return a function for the key of each stage: those that the tasks call."""
     sources, artifact = config.data.sources, files.artifact
     tokens = artifact(
         "tokenize", files.tokens[0] if len(sources) == 1 else files.blend(len(sources))
@@ -135,7 +135,7 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
 
 
 def finetune_keys(config: FinetuneConfig, files: Files) -> dict[str, Callable[[], Any]]:
-    """Return the same for a fine-tuning, with two of the methods that the search compares."""
+    """Return the functions for a fine-tuning, with two methods of the batch size search."""
     pretrained, rows, samples = map(files.artifact, ("pretrained", "dataset", "examples"))
     tuned, exported = files.artifact("finetune", best="best/1"), files.artifact("finetune-export")
     return {
@@ -163,7 +163,7 @@ def computed(functions: Mapping[str, Callable[[], Any]]) -> Keys:
 
 
 def special_values(files: Files) -> dict[str, list[Any]]:
-    """Other values of fields for which those of their type do not do."""
+    """Return other values for fields whose type does not suffice to find one."""
     rows, words = files("b/rows.jsonl"), files("b/words.txt")
     return {
         "JsonlSource.files": [[rows]],
@@ -212,7 +212,7 @@ def special_values(files: Files) -> dict[str, list[Any]]:
 
 
 def kinds(files: Files) -> list[dict[str, Any]]:
-    """A section of each kind, for fields that hold one of several."""
+    """Return a section of each kind, for fields that hold one of several."""
     rows = [files("b/rows.jsonl")]
     return [
         {"kind": "jsonl", "files": rows},
@@ -229,7 +229,7 @@ def kinds(files: Files) -> list[dict[str, Any]]:
 
 @dataclass
 class Effect:
-    """What became of keys when a field changed."""
+    """Changes of keys when a field changed."""
 
     declared: set[str]
     differing: set[str] = field(default_factory=set)
@@ -243,9 +243,9 @@ def sweep(
     files: Files,
     effects: dict[str, Effect],
 ) -> None:
-    """Change each field of some sections (none named: all) by itself, and note whose keys change.
+    """Change each field of some sections (none named: all) and note which keys change.
 
-    None may change that the field does not declare.
+    Only keys that the field declares may change.
     """
     values = config.model_dump(mode="json")
     before, special = keys_of(values), special_values(files)
@@ -255,7 +255,7 @@ def sweep(
         present = values_at(values, place.path)
         path = place.path
         others = special.get(place.field) or other_values(place.annotation, present)
-        if get_args(place.annotation) == (present,):  # which of several sections this is
+        if get_args(place.annotation) == (present,):  # kind of one of several sections
             path, others = path[:-1], [other for other in kinds(files) if other["kind"] != present]
         assert place.declared is not None, (
             f"{place.field} is keyed(), and neither it nor its section names a stage: give key=..."
@@ -265,7 +265,7 @@ def sweep(
             try:
                 after = keys_of(changed(values, path, other))
             except (ValidationError, MegacoreError):
-                continue  # not a valid configuration, or not one whose inputs are here
+                continue  # not a valid configuration, or its inputs are missing
             differing = {stage for stage in before if before[stage] != after[stage]}
             assert differing <= effect.declared, (
                 f"{place.field} declares {sorted(effect.declared)}, and {present!r} -> {other!r} "
@@ -280,9 +280,9 @@ def sweep(
 def check(
     schema: type[Section], effects: Mapping[str, Effect], without: tuple[str, ...] = ()
 ) -> None:
-    """Refuse fields that were not changed, and those that declare a stage whose key stays.
+    """Assert that each field was changed and changes all keys it declares.
 
-    Those in `without` have a single valid value.
+    Fields in `without` have a single valid value.
     """
     fields = {
         f"{section.__name__}.{name}"
@@ -301,18 +301,21 @@ def check(
         for name, effect in effects.items()
         if effect.differing != effect.declared and name not in without
     }
-    assert not wrong, "\n".join(f"{name} {what}" for name, what in wrong.items())
+    assert not wrong, "\n".join(f"{name} {effect}" for name, effect in wrong.items())
 
 
 def values_at(values: Any, path: tuple[str | int, ...]) -> Any:
-    """The plain value at a path."""
+    """Return the plain value at a path."""
     for part in path:
         values = values[part]
     return values
 
 
 def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
-    """Configurations that together give each field an effect, and the sections to change there."""
+    """Yield configurations and the sections to change there.
+
+    Together they give each field an effect.
+    """
     rows, tree = (
         {"kind": "jsonl", "files": [files("a/rows.jsonl")]},
         {"kind": "source_tree", "path": files("a/tree")},
@@ -397,7 +400,7 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
 
 
 def finetune_bases(files: Files) -> Iterator[tuple[FinetuneConfig, str]]:
-    """As `pretrain_bases`, of fine-tunings."""
+    """Yield the same for fine-tunings."""
     local = {"path": files("a/pretrained")}
     classes = {"kind": "classification", "sentence1_column": "text"}
     pairs = {
@@ -429,7 +432,7 @@ def finetune_bases(files: Files) -> Iterator[tuple[FinetuneConfig, str]]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
-    """Files for all tests here, on a machine that is always the same one."""
+    """Provide files for all tests of this module, on a machine with fixed hardware."""
     directory = tmp_path_factory.mktemp("keys")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Hardware, "detect", classmethod(lambda cls: Hardware(4, 2**33)))
@@ -437,7 +440,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
         yield Files(directory)
 
 
-def test_fields_of_a_pretraining_change_the_keys_that_they_declare(files: Files) -> None:
+def test_pretraining_fields_change_exactly_the_keys_they_declare(files: Files) -> None:
     effects: dict[str, Effect] = {}
 
     def keys_of(values: dict[str, Any]) -> Keys:
@@ -449,7 +452,7 @@ def test_fields_of_a_pretraining_change_the_keys_that_they_declare(files: Files)
     check(RunConfig, effects)
 
 
-def test_fields_of_a_fine_tuning_change_the_keys_that_they_declare(files: Files) -> None:
+def test_fine_tuning_fields_change_exactly_the_keys_they_declare(files: Files) -> None:
     effects: dict[str, Effect] = {}
 
     def keys_of(values: dict[str, Any]) -> Keys:

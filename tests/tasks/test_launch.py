@@ -1,4 +1,4 @@
-"""What a task shows of its processes."""
+"""Log lines, summaries and progress that a task shows of its processes."""
 
 import logging
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_log_tail_emits_complete_lines_once(tmp_path: Path) -> None:
     assert lines == ["first", "second", "third é"]
 
 
-def test_log_tail_starts_at_the_end_of_what_was_there(tmp_path: Path) -> None:
+def test_log_tail_starts_at_the_end_of_the_existing_log(tmp_path: Path) -> None:
     path, lines = tmp_path / "log", []
     path.write_text("old\n")
     tail = LogTail(path, lines.append)
@@ -35,7 +35,7 @@ def test_log_tail_starts_at_the_end_of_what_was_there(tmp_path: Path) -> None:
     assert lines == ["new"]
 
 
-def test_row_as_text() -> None:
+def test_stage_row_is_formatted_as_text() -> None:
     counts = {
         "documents": 1786,
         "valid_ppl": 98.7654,
@@ -54,11 +54,10 @@ def test_row_as_text() -> None:
     }
 
 
-def test_event_without_a_loss_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp16 skips its first iterations while the loss scale comes down.
-
-    Such an interval has no loss.
-    """
+def test_progress_shows_an_event_without_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fp16 skips its first iterations while the loss scale falls."""
     shown: list[str] = []
     monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
     monkeypatch.setattr(
@@ -71,7 +70,7 @@ def test_event_without_a_loss_is_shown(tmp_path: Path, monkeypatch: pytest.Monke
     events.write_text('{"kind": "start", "iteration": 0}\n{"kind": "st')
     forwarder = SimpleNamespace(poll=lambda: None)
     with _launch.TrainingMonitor(tmp_path / "log", events, 20, forwarder) as monitor:
-        # The writer cuts the torn line before it goes on.
+        # The writer removes the incomplete line before it continues.
         step = (
             '{"kind": "step", "time": 1.0, "iteration": 10, "consumed_tokens": 320, "lm_loss": '
             "null}"
@@ -81,7 +80,7 @@ def test_event_without_a_loss_is_shown(tmp_path: Path, monkeypatch: pytest.Monke
     assert shown == ["iteration 10 of 20, lm loss -, unknown left"]
 
 
-def test_a_fine_tuning_says_its_length_in_its_events(
+def test_progress_of_a_fine_tuning_uses_the_length_in_its_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: dict[str, str] = {}

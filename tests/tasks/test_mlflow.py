@@ -1,4 +1,4 @@
-"""The one MLflow run of a run directory."""
+"""The single MLflow run of a run directory."""
 
 import json
 import subprocess
@@ -31,23 +31,23 @@ def all_runs(tracking: Tracking) -> list[str]:
 
 
 def noted_run_id(run_directory: Path) -> str | None:
-    """The run that the run directory notes."""
+    """Return the run id noted in the run directory."""
     run_id: str | None = json.loads((run_directory / RUN_FILE).read_text())["run_id"]
     return run_id
 
 
-def test_store_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_store_is_created_atomically(tmp_path: Path) -> None:
     path = tmp_path / "new" / "mlflow.db"
     uri = f"sqlite:///{path}"
     stale = tmp_path / "new" / "mlflow.db.tmp-1"
     stale.parent.mkdir()
     stale.write_text("half a store")
 
-    def killed(engine: object) -> None:
+    def raise_killed(engine: object) -> None:
         raise KilledError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlflow.store.db.utils._initialize_tables", killed)
+        patch.setattr("mlflow.store.db.utils._initialize_tables", raise_killed)
         with pytest.raises(KilledError):
             create_store(uri)
     assert not path.exists()
@@ -59,7 +59,7 @@ def test_store_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
     create_store("http://127.0.0.1:1")
 
 
-def test_one_run_with_config_versions_and_data(
+def test_run_has_config_versions_and_data_sets(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
     run_id = ensure_run(tracking, run_directory, config, facts)
@@ -97,20 +97,20 @@ def test_nothing_is_written_outside_the_workspace(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_killed_between_creating_the_run_and_noting_it(
+def test_kill_between_creating_and_noting_a_run_creates_no_second(
     tracking: Tracking,
     run_directory: Path,
     config: RunConfig,
     facts: RunFacts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def killed_at_the_second(path: Path, value: dict[str, str | None]) -> None:
+    def raise_killed_at_the_second_write(path: Path, value: dict[str, str | None]) -> None:
         if value["run_id"] is not None:
             raise KilledError
         write_json(path, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tasks._mlflow, "write_json", killed_at_the_second)
+        patch.setattr(tasks._mlflow, "write_json", raise_killed_at_the_second_write)
         with pytest.raises(KilledError):
             ensure_run(tracking, run_directory, config, facts)
     (created,) = all_runs(tracking)
@@ -119,25 +119,25 @@ def test_killed_between_creating_the_run_and_noting_it(
     assert all_runs(tracking) == [created]
 
 
-def test_killed_while_describing_the_run(
+def test_kill_while_describing_the_run_is_repaired(
     tracking: Tracking,
     run_directory: Path,
     config: RunConfig,
     facts: RunFacts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def killed(*_: object) -> None:
+    def raise_killed(*_: object) -> None:
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(tasks._mlflow, "_log_datasets", killed)
+        patch.setattr(tasks._mlflow, "_log_datasets", raise_killed)
         with pytest.raises(KilledError):
             ensure_run(tracking, run_directory, config, facts)
     run = tracking.client.get_run(ensure_run(tracking, run_directory, config, facts))
     assert len(run.inputs.dataset_inputs) == 1
 
 
-def test_a_run_that_the_store_lost_is_made_anew(
+def test_run_missing_in_the_store_is_created_again(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
     first = ensure_run(tracking, run_directory, config, facts)
@@ -148,7 +148,7 @@ def test_a_run_that_the_store_lost_is_made_anew(
     assert len({first, second, third}) == 3
 
 
-def test_a_deleted_run_directory_starts_another_run(
+def test_deleted_run_file_starts_another_run(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
     first = ensure_run(tracking, run_directory, config, facts)
@@ -156,7 +156,7 @@ def test_a_deleted_run_directory_starts_another_run(
     assert ensure_run(tracking, run_directory, config, facts) != first
 
 
-def test_extending_reopens_the_run_and_tags_what_changed(
+def test_extended_run_is_reopened_and_tagged_with_changes(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
     run_id = ensure_run(tracking, run_directory, config, facts)
@@ -173,16 +173,16 @@ def test_extending_reopens_the_run_and_tags_what_changed(
         assert run.data.tags["changed.train.train_iters"] == str(train_iters)
 
 
-def test_a_deleted_experiment_is_one_sentence(
+def test_deleted_experiment_is_refused(
     tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
     tracking.client.delete_experiment(tracking.experiment_id)
-    again = Tracking(tracking.workspace, "pretrain")
+    second_tracking = Tracking(tracking.workspace, "pretrain")
     with pytest.raises(TrackingError, match="experiment 'pretrain' was deleted in MLflow"):
-        ensure_run(again, run_directory, config, facts)
+        ensure_run(second_tracking, run_directory, config, facts)
 
 
-def test_the_environment_names_another_store(
+def test_store_from_the_environment_is_used_without_showing_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Tracking(Workspace(tmp_path), "x").uri == f"sqlite:///{tmp_path}/mlflow.db"
@@ -194,7 +194,7 @@ def test_the_environment_names_another_store(
     assert "secret" not in str(caught.value)
 
 
-def test_flatten_redacts_and_cuts() -> None:
+def test_flatten_redacts_and_truncates() -> None:
     flat = flatten(
         {"a": {"b": 1, "c": None}, "d": [1, 2], "e": {}, "f": "x" * 7000, "g": "s3://me:pw@host/p"}
     )
@@ -209,7 +209,7 @@ def test_flatten_redacts_and_cuts() -> None:
     assert redact("https://host/d?sv=1&api_key=abc&x=2") == "https://host/d?sv=1&***&x=2"
 
 
-def test_git_facts(tmp_path: Path) -> None:
+def test_git_facts_name_commit_and_dirty_state(tmp_path: Path) -> None:
     assert git_facts(tmp_path) == {}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run([*git, "init", "-q"], check=True)
@@ -223,7 +223,7 @@ def test_git_facts(tmp_path: Path) -> None:
     assert git_facts(tmp_path)["megacore.git_dirty"] == "true"
 
 
-def test_mlflow_is_imported_only_when_it_is_used() -> None:
+def test_mlflow_is_imported_lazily() -> None:
     code = (
         "import sys, tasks._mlflow, tasks._forward, tasks._registry, tasks._checkpoint_models, "
         "tasks._plots\n"

@@ -1,10 +1,13 @@
-"""What a killed flow leaves of the server that it brought along: nothing."""
+"""End of the local Prefect server when its flow is killed."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from tasks._orphans import MARK, servers
 
@@ -23,20 +26,20 @@ time.sleep(60)
 
 
 def processes_of(token: str) -> list[int]:
-    """Ids of the processes that carry a flow's mark."""
-    found = []
+    """Return the ids of the processes that carry a flow's mark."""
+    process_ids = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
             if f"{MARK}={token}".encode() in Path("/proc", name, "environ").read_bytes().split(
                 b"\0"
             ):
-                found.append(int(name))
+                process_ids.append(int(name))
         except OSError:
             continue
-    return found
+    return process_ids
 
 
-def test_a_killed_flow_takes_its_server_along_and_nothing_else() -> None:
+def test_killed_flow_ends_its_server_and_no_other_process() -> None:
     flow = subprocess.Popen([sys.executable, "-c", FLOW], cwd=ROOT, stdout=subprocess.PIPE)
     assert flow.stdout is not None
     assert flow.stdout.readline() == b"started\n"
@@ -73,3 +76,38 @@ def watches(pid: int) -> bool:
         return b"tasks._orphans" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+SERVED_FLOW = """
+import os, sys
+from prefect.server.api.server import SubprocessASGIServer
+from tasks._environment import answers
+from tasks._orphans import start_server
+start_server()
+url = SubprocessASGIServer().api_url
+print("started", flush=True)
+try:
+    sys.stdin.read()
+except KeyboardInterrupt:
+    print(answers(f"{url}/health"), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_temporary_server_answers_after_ctrl_c(tmp_path: Path) -> None:
+    flow = subprocess.Popen(
+        [sys.executable, "-c", SERVED_FLOW],
+        cwd=ROOT,
+        env={**os.environ, "PREFECT_HOME": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert flow.stdin is not None
+    assert flow.stdout is not None
+    assert flow.stdout.readline() == b"started\n"
+    os.killpg(flow.pid, signal.SIGINT)
+    output, _ = flow.communicate(timeout=60)
+    assert output == b"True\n"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(flow.pid, 0)

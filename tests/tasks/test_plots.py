@@ -1,4 +1,4 @@
-"""The pictures of a run."""
+"""Plots of a run."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tasks._plots import Curve, plot_run, read_curves, short_count
 from tests.tasks.events import EventLog
 
 
-def test_curves_take_the_first_report_of_an_iteration(log: EventLog) -> None:
+def test_curves_contain_the_first_report_of_an_iteration(log: EventLog) -> None:
     log.step(10, loss=4.0)
     log.step(20, loss=3.0)
     log.evaluation(20, loss=2.0)
@@ -24,7 +24,7 @@ def test_curves_take_the_first_report_of_an_iteration(log: EventLog) -> None:
 
 
 @pytest.mark.parametrize(("iterations", "evaluations"), [(0, 0), (1, 0), (3, 1), (500, 10)])
-def test_pictures_of_any_length(
+def test_curves_of_any_length_are_drawn(
     log: EventLog, tmp_path: Path, iterations: int, evaluations: int
 ) -> None:
     from matplotlib.image import imread
@@ -42,7 +42,7 @@ def test_pictures_of_any_length(
             assert orange.sum() > 20
 
 
-def test_smoothing_keeps_the_ends_and_the_level() -> None:
+def test_smoothing_preserves_ends_and_level() -> None:
     values = [5.0 - index / 1000 for index in range(1000)]
     curve = Curve(list(range(1000)), values)
     smooth = curve.smoothed()
@@ -51,7 +51,7 @@ def test_smoothing_keeps_the_ends_and_the_level() -> None:
     assert Curve([1], [2.0]).smoothed() == Curve([1], [2.0])
 
 
-def test_short_count() -> None:
+def test_short_count_uses_suffixes() -> None:
     assert [short_count(value) for value in (0, 999, 1500, 2.5e6, 3.2e10, 1e12)] == [
         "0",
         "999",
@@ -62,7 +62,7 @@ def test_short_count() -> None:
     ]
 
 
-def test_lengths_are_drawn(tmp_path: Path) -> None:
+def test_length_histogram_is_drawn(tmp_path: Path) -> None:
     import numpy as np
     from matplotlib.image import imread
 

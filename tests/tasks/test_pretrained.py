@@ -1,7 +1,4 @@
-"""Runs that begin with another checkpoint's weights.
-
-Whose runs they are, and what is refused before they start.
-"""
+"""Runs that start from another checkpoint's weights: their keys and refusals."""
 
 import shutil
 from pathlib import Path
@@ -23,14 +20,14 @@ INPUT = Artifact(stage="tokenize", key="ab" * 8, path="somewhere", digest="f" * 
 
 
 def checkpoint(path: Path, config: RunConfig, iteration: int = 0) -> Path:
-    """What a checkpoint says of itself, without weights."""
+    """Write the metadata of a checkpoint, without weights."""
     path.mkdir(parents=True)
     write_json(path / "state.json", {"model": ModelSpec.of(config, 500).model_dump(mode="json")})
     Marker(iteration, None, {}).write(path)
     return path
 
 
-def beginning_with(path: Path, **model: Any) -> RunConfig:
+def config_from(path: Path, **model: Any) -> RunConfig:
     config = make_config()
     return config.model_copy(
         update={
@@ -44,32 +41,30 @@ def key(config: RunConfig) -> str:
     return run_key(config, INPUT, INPUT).key
 
 
-def test_a_run_is_known_by_what_it_began_with_wherever_that_lies(tmp_path: Path) -> None:
+def test_key_depends_on_the_initial_checkpoint_and_not_its_path(tmp_path: Path) -> None:
     first = checkpoint(tmp_path / "iter_0000000", make_config())
     other = checkpoint(tmp_path / "other/iter_0000010", make_config(), iteration=10)
     moved = tmp_path / "moved/iter_0000000"
     shutil.copytree(first, moved)
-    keys = {key(make_config()), key(beginning_with(first)), key(beginning_with(other))}
+    keys = {key(make_config()), key(config_from(first)), key(config_from(other))}
     assert len(keys) == 3
-    assert key(beginning_with(moved)) == key(beginning_with(first))
+    assert key(config_from(moved)) == key(config_from(first))
 
 
 @pytest.mark.parametrize("refuse", [key, check_pretrained, check_machine])
-def test_a_missing_checkpoint_is_refused_before_anything_starts(
-    tmp_path: Path, refuse: Any
-) -> None:
+def test_incomplete_checkpoint_is_refused_before_the_start(tmp_path: Path, refuse: Any) -> None:
     (tmp_path / "iter_0000001").mkdir()
     with pytest.raises(
         ConfigError,
         match=r"pretrained_checkpoint is .*iter_0000001, which has no complete\.json: give",
     ):
-        refuse(beginning_with(tmp_path / "iter_0000001"))
+        refuse(config_from(tmp_path / "iter_0000001"))
 
 
-def test_another_architecture_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_another_architecture_is_refused_before_the_start(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "iter_0000000", make_config())
-    check_pretrained(beginning_with(path, hidden_dropout=0.3))
+    check_pretrained(config_from(path, hidden_dropout=0.3))
     with pytest.raises(
         CheckpointError, match=r"another model: model\.activation is gelu_tanh there and relu here"
     ):
-        check_machine(beginning_with(path, activation="relu"))
+        check_machine(config_from(path, activation="relu"))

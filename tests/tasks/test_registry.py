@@ -1,4 +1,4 @@
-"""Publication of an export: once per content, whatever was interrupted."""
+"""Publication of an export once per content, also after interruptions."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ PROMPT = "def f"
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny export as the convert stage writes it."""
+    """Provide a tiny export as the convert stage writes it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def publish(
     export: Path,
     tmp_path: Path,
 ) -> Callable[..., dict[str, str]]:
-    """Publish the export under its digest."""
+    """Return a function that publishes the export under a digest."""
     picture = tmp_path / "loss.png"
     picture.write_bytes(b"png")
 
@@ -82,7 +82,7 @@ def versions(tracking: Tracking, name: str = "gpt2-test.v1") -> list[Any]:
     return list(tracking.client.search_model_versions(f"name = '{name}'"))
 
 
-def test_the_candidate_is_an_mlflow_model(
+def test_candidate_is_a_loadable_mlflow_model(
     tracking: Tracking, publish: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
@@ -109,7 +109,7 @@ def test_the_candidate_is_an_mlflow_model(
         mlflow.set_tracking_uri(before)
 
 
-def test_every_file_of_a_tokenizer_is_published_with_it(
+def test_all_tokenizer_files_are_published(
     tracking: Tracking, publish: Callable[..., dict[str, str]], export: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(export, tmp_path / "copy"))
@@ -119,11 +119,11 @@ def test_every_file_of_a_tokenizer_is_published_with_it(
     location = tracking.client.get_logged_model(receipt["model_id"]).artifact_location.removeprefix(
         "file://"
     )
-    found = {path.name for path in Path(location, "components", "tokenizer").iterdir()}
-    assert found == {"tokenizer.json", "tokenizer_config.json", "vocab.txt", "spm.model"}
+    names = {path.name for path in Path(location, "components", "tokenizer").iterdir()}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "vocab.txt", "spm.model"}
 
 
-def test_publishing_again_gives_the_same_version(
+def test_repeated_publication_keeps_the_version(
     tracking: Tracking, publish: Callable[..., dict[str, str]]
 ) -> None:
     first = publish()
@@ -135,7 +135,7 @@ def test_publishing_again_gives_the_same_version(
 
 
 @pytest.mark.parametrize("step", ["_upload", "_ensure_version", "log_model_metrics"])
-def test_killed_between_the_steps(
+def test_kill_between_steps_leaves_one_version(
     tracking: Tracking,
     publish: Callable[..., dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -154,7 +154,7 @@ def test_killed_between_the_steps(
     assert published_exists(tracking, receipt)
 
 
-def test_killed_before_the_alias(
+def test_kill_before_the_alias_is_repaired(
     tracking: Tracking,
     publish: Callable[..., dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
@@ -171,7 +171,7 @@ def test_killed_before_the_alias(
     assert tracking.client.get_model_version_by_alias("gpt2-test.v1", "candidate").version == 1
 
 
-def test_a_receipt_is_believed_while_the_version_and_its_files_are_there(
+def test_receipt_is_valid_while_the_version_and_its_files_exist(
     tracking: Tracking, publish: Callable[..., dict[str, str]]
 ) -> None:
     receipt = publish()
@@ -187,14 +187,14 @@ def test_a_receipt_is_believed_while_the_version_and_its_files_are_there(
     assert publish()["version"] == "2"
 
 
-def test_a_store_that_is_gone_is_not_made_by_looking(tracking: Tracking) -> None:
+def test_lookup_does_not_create_a_missing_store(tracking: Tracking) -> None:
     store = Path(tracking.uri.removeprefix("sqlite:///"))
     store.unlink()
     assert not published_exists(tracking, {"uri": "models:/x/1"})
     assert not store.exists()
 
 
-def test_an_incomplete_export_is_refused(
+def test_incomplete_export_is_refused(
     publish: Callable[..., dict[str, str]], export: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"

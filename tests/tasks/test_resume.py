@@ -1,7 +1,4 @@
-"""Runs that go on from another run's checkpoint.
-
-Whose runs they are, what is shown, what is refused.
-"""
+"""Runs resumed from another run's checkpoint: their keys, messages and refusals."""
 
 import json
 import logging
@@ -17,7 +14,7 @@ from megacore.config import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.errors import ConfigError
 from tasks import _resume
-from tasks._resume import check_resumed, tell_of_other_runs
+from tasks._resume import check_resumed, warn_of_other_runs
 from tasks.train import run_key, train_key
 from tests.tasks.conftest import make_config
 
@@ -32,7 +29,7 @@ def changed(**sections: dict[str, Any]) -> RunConfig:
 
 
 def checkpoint(path: Path, config: RunConfig, iteration: int) -> Path:
-    """What a checkpoint says of itself, without weights."""
+    """Write the metadata of a checkpoint, without weights."""
     path.mkdir(parents=True)
     state = {
         "model": ModelSpec.of(config, 500).model_dump(mode="json"),
@@ -44,16 +41,16 @@ def checkpoint(path: Path, config: RunConfig, iteration: int) -> Path:
 
 
 @pytest.fixture
-def said(
+def log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> pytest.LogCaptureFixture:
-    """The log, which outside of a flow run is a plain one."""
-    monkeypatch.setattr(_resume, "get_run_logger", lambda: logging.getLogger("told"))
-    caplog.set_level(logging.INFO, "told")
+    """Provide the captured log, which replaces that of a flow run."""
+    monkeypatch.setattr(_resume, "get_run_logger", lambda: logging.getLogger("resume"))
+    caplog.set_level(logging.INFO, "resume")
     return caplog
 
 
-def test_a_run_is_known_by_what_it_goes_on_from_and_passes_over(tmp_path: Path) -> None:
+def test_keys_depend_on_the_resumed_checkpoint_and_skipped_samples(tmp_path: Path) -> None:
     first = checkpoint(tmp_path / "iter_0000001", make_config(), 1)
     other = checkpoint(tmp_path / "iter_0000002", make_config(), 2)
     plain, one, two = (
@@ -63,23 +60,23 @@ def test_a_run_is_known_by_what_it_goes_on_from_and_passes_over(tmp_path: Path) 
     allowed = changed(resume={"checkpoint": str(first), "override": ["optim.lr"]})
     assert run_key(allowed, INPUT, INPUT) == run_key(one, INPUT, INPUT)
     skipping = changed(train={"skip_samples": ["8-15"]})
-    assert run_key(skipping, INPUT, INPUT) == run_key(plain, INPUT, INPUT)  # the same run goes on
-    # to another end
+    # The same run is extended to another end.
+    assert run_key(skipping, INPUT, INPUT) == run_key(plain, INPUT, INPUT)
     assert train_key(skipping, INPUT, INPUT, INPUT) != train_key(plain, INPUT, INPUT, INPUT)
 
 
-def test_the_difference_is_shown_and_must_be_allowed(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+def test_difference_is_logged_and_must_be_allowed(
+    tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     path = str(checkpoint(tmp_path / "iter_0000001", make_config(), 1))
     with pytest.raises(ConfigError, match=r"optim.lr: .* -> 0.5.*override: \[optim.lr\]"):
         check_resumed(changed(resume={"checkpoint": path}, optim={"lr": 0.5}))
-    assert f"going on from {path}; changed since: optim.lr:" in said.text
+    assert f"resuming from {path}; changed since: optim.lr:" in log.text
     check_resumed(changed(resume={"checkpoint": path, "override": ["optim.lr"]}, optim={"lr": 0.5}))
 
 
-def test_what_is_no_checkpoint_of_a_training_is_refused(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+def test_checkpoint_without_training_is_refused(
+    tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(
         ConfigError, match=r"resume.checkpoint is .*nowhere, which has no complete\.json: give"
@@ -95,34 +92,32 @@ def test_what_is_no_checkpoint_of_a_training_is_refused(
         check_resumed(changed(resume={"checkpoint": str(path)}))
 
 
-def test_a_new_run_says_from_which_it_differs_and_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+def test_new_run_logs_the_differing_run_and_how_to_resume_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
     run = tmp_path / "runs" / "0123456789abcdef"
     path = checkpoint(run / "checkpoints/iter_0000004", make_config(), 4)
     write_json(run / "run.json", {"config": make_config().model_dump(mode="json")})
-    tell_of_other_runs(make_config())
-    tell_of_other_runs(changed(train={"train_iters": 50}, checkpoint={"save_interval": 3}))
-    assert said.text == ""  # this very run, extended
-    tell_of_other_runs(changed(optim={"lr": 0.5}))
-    assert (
-        "this is a new run: it differs from the last one of the same name (optim.lr:" in said.text
-    )
-    assert f"set resume.checkpoint to {path} and resume.override to [optim.lr]" in said.text
-    said.clear()
+    warn_of_other_runs(make_config())
+    warn_of_other_runs(changed(train={"train_iters": 50}, checkpoint={"save_interval": 3}))
+    assert log.text == ""  # the same run, extended
+    warn_of_other_runs(changed(optim={"lr": 0.5}))
+    assert "this is a new run: it differs from the last one of the same name (optim.lr:" in log.text
+    assert f"set resume.checkpoint to {path} and resume.override to [optim.lr]" in log.text
+    log.clear()
     wider = 2 * make_config().model.hidden_size
-    tell_of_other_runs(changed(model={"hidden_size": wider}))
-    assert "whose checkpoints are of another model" in said.text
-    assert "resume.checkpoint" not in said.text, "it would be refused"
-    said.clear()
-    tell_of_other_runs(changed(optim={"lr": 0.5}).model_copy(update={"name": "another"}))
-    tell_of_other_runs(changed(optim={"lr": 0.5}, resume={"checkpoint": str(path)}))
-    assert said.text == ""
+    warn_of_other_runs(changed(model={"hidden_size": wider}))
+    assert "whose checkpoints are of another model" in log.text
+    assert "resume.checkpoint" not in log.text, "it would be refused"
+    log.clear()
+    warn_of_other_runs(changed(optim={"lr": 0.5}).model_copy(update={"name": "another"}))
+    warn_of_other_runs(changed(optim={"lr": 0.5}, resume={"checkpoint": str(path)}))
+    assert log.text == ""
 
 
-def test_a_run_that_went_on_from_another_is_not_begun_anew_silently(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+def test_restart_of_a_resumed_run_logs_how_to_resume_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
     first = str(checkpoint(tmp_path / "iter_0000004", make_config(), 4))
@@ -131,5 +126,5 @@ def test_a_run_that_went_on_from_another_is_not_begun_anew_silently(
     write_json(
         run / "run.json", {"config": changed(resume={"checkpoint": first}).model_dump(mode="json")}
     )
-    tell_of_other_runs(make_config())
-    assert f"went on from {first}; to go on with it, set resume.checkpoint to that" in said.text
+    warn_of_other_runs(make_config())
+    assert f"resumed from {first}; to continue it, set resume.checkpoint to that" in log.text

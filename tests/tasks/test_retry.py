@@ -1,4 +1,4 @@
-"""A training is retried as long as it gets further, and else `launch.retries` times."""
+"""Retries of a training: unlimited with progress, else `launch.retries` times."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ from megacore.errors import (
 from tasks import _pipeline, _retry
 from tasks._attempt import exit_reason
 from tasks._logging import UNLIMITED_RETRIES, SentenceFilter
-from tasks._retry import FAILURES_FILE, counted_failures, training_may_pass
+from tasks._retry import FAILURES_FILE, counted_failures, pretraining_may_retry
 from tasks.download import download
 from tasks.evaluate import evaluate
 from tasks.train import train
@@ -33,8 +33,10 @@ from tests.tasks.events import EventLog
 
 
 class FakeRun:
-    """A training of 100 iterations whose attempts end as they are told: (saved iterations, what it
-    raises)."""
+    """A training of 100 iterations whose attempts end as the test requests.
+
+    Each outcome is the number of saved iterations and the raised error.
+    """
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, retries: int = 2) -> None:
         self.directory = directory
@@ -54,12 +56,12 @@ class FakeRun:
     def attempts(
         self, outcomes: list[tuple[int, MegacoreError]], task_run: str = "a"
     ) -> MegacoreError:
-        """Fail as Prefect runs a task, until the condition says no; all outcomes must be needed."""
+        """Fail as Prefect runs a task until the condition is false; all outcomes must be needed."""
         for left, (saved, error) in enumerate(outcomes, start=1):
             with pytest.raises(type(error)) as caught:
                 self.attempt(saved, error, task_run)
             state: Any = Failed(data=caught.value)
-            if not training_may_pass(train, SimpleNamespace(id=task_run), state):
+            if not pretraining_may_retry(train, SimpleNamespace(id=task_run), state):
                 assert left == len(outcomes), f"given up after {left} attempts"
                 return caught.value
         raise AssertionError("it would be tried once more")
@@ -79,38 +81,38 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 LOST = RankLostError("rank 1 was ended by SIGKILL")
 
 
-def test_without_progress_it_is_retried_a_few_times(run: FakeRun) -> None:
+def test_retries_without_progress_are_limited(run: FakeRun) -> None:
     error = run.attempts([(0, LOST)] * 3)
     assert str(error).startswith(
         "rank 1 was ended by SIGKILL; given up after 3 attempts without progress"
     )
     assert "launch.retries = 2" in str(error)
     assert [line.partition("; ")[2] for line in run.warnings] == [
-        "retry 1 of at most 2 in a row without progress goes on from the beginning",
-        "retry 2 of at most 2 in a row without progress goes on from the beginning",
+        "retry 1 of at most 2 in a row without progress starts from the beginning",
+        "retry 2 of at most 2 in a row without progress starts from the beginning",
     ]
     assert run.warnings[0].startswith("RankLostError: rank 1 was ended by SIGKILL; ")
 
 
-def test_a_run_that_loses_a_rank_every_day_for_a_month_goes_on(run: FakeRun) -> None:
+def test_retries_with_progress_are_unlimited(run: FakeRun) -> None:
     error = run.attempts([(10, LOST)] * 30 + [(0, RankStalledError("stuck"))] * 2)
     assert "given up after 3 attempts" in str(error)
-    assert str(error).endswith("the same command goes on from iteration 300")
+    assert str(error).endswith("the same command resumes from iteration 300")
     assert run.warnings[29].endswith(
-        "retry 1 of at most 2 in a row without progress goes on from iteration 300"
+        "retry 1 of at most 2 in a row without progress resumes from iteration 300"
     )
 
 
-def test_progress_in_between_starts_the_count_anew(run: FakeRun) -> None:
+def test_progress_resets_the_count(run: FakeRun) -> None:
     run.attempts([(0, LOST), (0, LOST), (5, LOST), (0, LOST), (0, LOST)])
 
 
-def test_another_flow_run_has_all_its_retries(run: FakeRun) -> None:
+def test_another_flow_run_starts_a_new_count(run: FakeRun) -> None:
     run.attempts([(0, LOST)] * 3, task_run="a")
     run.attempts([(0, LOST)] * 3, task_run="b")
 
 
-def test_zero_retries_are_none_even_with_progress(
+def test_zero_retries_disable_retrying_despite_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = FakeRun(tmp_path, monkeypatch, retries=0)
@@ -118,7 +120,7 @@ def test_zero_retries_are_none_even_with_progress(
     assert run.warnings == []
 
 
-def test_a_signal_is_retried(run: FakeRun) -> None:
+def test_preemption_is_retried(run: FakeRun) -> None:
     error = run.attempts([(0, PreemptedError("SIGTERM"))] * 3)
     assert isinstance(error, PreemptedError)
 
@@ -135,36 +137,34 @@ def test_a_signal_is_retried(run: FakeRun) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_would_fail_again_is_not_retried(run: FakeRun, error: MegacoreError) -> None:
+def test_permanent_errors_are_not_retried(run: FakeRun, error: MegacoreError) -> None:
     assert run.attempts([(10, error)]) is error
     assert not (run.directory / FAILURES_FILE).exists()
 
 
-def test_what_is_no_failure_of_the_training_is_not_retried(run: FakeRun) -> None:
+def test_errors_outside_of_the_training_are_not_retried(run: FakeRun) -> None:
     state: Any = Failed(data=ConnectionError())
-    assert not training_may_pass(train, SimpleNamespace(id="a"), state)
+    assert not pretraining_may_retry(train, SimpleNamespace(id="a"), state)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"task_run": "a"}'])
-def test_a_damaged_record_counts_from_the_start(run: FakeRun, content: str) -> None:
+def test_damaged_record_resets_the_count(run: FakeRun, content: str) -> None:
     (run.directory / FAILURES_FILE).write_text(content)
     run.attempts([(0, LOST)] * 3)
 
 
-def test_what_cannot_be_counted_is_not_retried(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: object) -> None:
+def test_uncountable_failure_is_not_retried(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_retry, "write_json", full)
+    monkeypatch.setattr(_retry, "write_json", fail)
     assert run.attempts([(0, LOST)]) is LOST
     assert "cannot be counted" in run.warnings[0]
 
 
-def test_prefect_does_not_limit_the_training_and_its_own_line_is_not_shown() -> None:
+def test_prefects_retry_limit_and_line_do_not_apply_to_training() -> None:
     assert train.retries == UNLIMITED_RETRIES
-    assert train.retry_condition_fn is training_may_pass
+    assert train.retry_condition_fn is pretraining_may_retry
     text = "Task run failed with %s: %r - Retry %s/%s will start %s"
     values = ("exception", LOST, 1, UNLIMITED_RETRIES, "immediately")
     record = logging.LogRecord("prefect.task_runs", logging.INFO, __file__, 1, text, values, None)
@@ -174,7 +174,7 @@ def test_prefect_does_not_limit_the_training_and_its_own_line_is_not_shown() -> 
 
 
 class FakeTask:
-    """Ends as it is told, and notes the options that it was given."""
+    """A task that fails with a given error and notes its options."""
 
     def __init__(self, error: MegacoreError, retries: int = 0) -> None:
         self.name, self.retries, self.error = "train", retries, error
@@ -189,22 +189,21 @@ class FakeTask:
 
 
 @pytest.fixture
-def reported(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = []
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Return the rows of the flow's table, as they are added."""
+    reported: list[dict[str, str]] = []
     monkeypatch.setattr(
-        _pipeline, "create_table_artifact", lambda table, **values: rows.extend(table)
+        _pipeline, "create_table_artifact", lambda table, **values: reported.extend(table)
     )
-    return rows
+    return reported
 
 
-def test_a_stop_on_request_is_a_state_of_its_own(
-    reported: list[dict[str, str]], run: FakeRun
-) -> None:
+def test_requested_stop_has_a_separate_state(rows: list[dict[str, str]], run: FakeRun) -> None:
     error = TrainingStoppedError("training stopped at iteration 40 of 100")
     task: Any = FakeTask(error, retries=UNLIMITED_RETRIES)
     with _pipeline.StageRunner(run.config) as pipeline:
         pipeline.stage(task)
-    assert [row["outcome"] for row in reported] == ["stopped"]
+    assert [row["outcome"] for row in rows] == ["stopped"]
     assert task.options["retries"] == UNLIMITED_RETRIES
     assert pipeline.ended is not None
     assert pipeline.ended.type.value == "CANCELLED"
@@ -213,16 +212,16 @@ def test_a_stop_on_request_is_a_state_of_its_own(
     assert "iteration 40" in str(pipeline.ended.message)
 
 
-def test_a_failure_stays_one(reported: list[dict[str, str]], run: FakeRun) -> None:
+def test_failure_remains_a_failure(rows: list[dict[str, str]], run: FakeRun) -> None:
     task: Any = FakeTask(LOST)
     with pytest.raises(RankLostError), _pipeline.StageRunner(run.config) as pipeline:
         pipeline.stage(task)
-    assert [row["outcome"] for row in reported] == ["failed"]
+    assert [row["outcome"] for row in rows] == ["failed"]
     assert task.options["retries"] == run.config.launch.retries
     assert pipeline.ended is None
 
 
-def test_the_command_that_goes_on_is_quoted_and_has_no_secret(
+def test_resume_command_is_quoted_and_has_no_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parameters = {
@@ -241,7 +240,7 @@ def test_the_command_that_goes_on_is_quoted_and_has_no_secret(
     )
 
 
-def test_why_an_attempt_ended(log: EventLog) -> None:
+def test_exit_reason_comes_from_events_and_error(log: EventLog) -> None:
     path = log.path
     assert exit_reason(path, 1, None) == "finished"
     events = [
@@ -257,11 +256,11 @@ def test_why_an_attempt_ended(log: EventLog) -> None:
     assert exit_reason(path, 3, KeyboardInterrupt()) == "KeyboardInterrupt", "they did not"
 
 
-def test_the_newest_complete_checkpoint_is_progress(tmp_path: Path) -> None:
+def test_only_complete_checkpoints_count_as_progress(tmp_path: Path) -> None:
     assert _retry.newest_iteration(tmp_path) == 0
     (tmp_path / "checkpoints" / "iter_0000010").mkdir(parents=True)
     assert _retry.newest_iteration(tmp_path) == 0, "it has no completion marker"
 
 
-def test_other_stages_keep_a_fixed_number() -> None:
+def test_other_stages_have_a_fixed_number_of_retries() -> None:
     assert download.retries == evaluate.retries == 0, "the flow sets launch.retries"

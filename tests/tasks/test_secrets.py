@@ -1,4 +1,4 @@
-"""A secret of the configuration is neither in MLflow nor in Prefect's artifacts."""
+"""Absence of the configuration's secrets in MLflow and in Prefect's artifacts."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def config_with_secrets() -> Any:
     return config.model_copy(update={"data": data, "deepspeed": deepspeed})
 
 
-def test_mlflow_gets_no_secret(
+def test_mlflow_contains_no_secret(
     tracking: Tracking,
     run_directory: Path,
     facts: RunFacts,
@@ -36,16 +36,16 @@ def test_mlflow_gets_no_secret(
     monkeypatch.setenv("HF_TOKEN", CANARY)
     tags = RunFacts(facts.key, facts.datasets, {"note": f"https://host/?token={CANARY}"})
     ensure_run(tracking, run_directory, config_with_secrets(), tags)
-    holders = [
+    files_with_secret = [
         path
         for path in tmp_path.rglob("*")
         if path.is_file() and CANARY.encode() in path.read_bytes()
     ]
-    assert holders == []
+    assert files_with_secret == []
     assert list(tmp_path.rglob("config.yaml")), "the configuration is there"
 
 
-def test_prefect_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefect_artifacts_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(
         _pipeline, "create_markdown_artifact", lambda text, **values: shown.append(text)
@@ -55,7 +55,7 @@ def test_prefect_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CANARY not in shown[0]
 
 
-def test_an_override_that_prefect_would_store_is_refused() -> None:
+def test_override_with_a_credential_is_refused() -> None:
     plain = {
         "train.train_iters": 50,
         "data.source": {"kind": "jsonl", "files": ["a.jsonl"], "key": "text"},

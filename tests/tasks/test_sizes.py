@@ -1,4 +1,4 @@
-"""How many samples a run reads, and which ranks a job gets."""
+"""Numbers of samples of a run and of ranks of a job."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from megacore.config import RunConfig
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
-from tasks.index import wanted_samples
+from tasks.index import requested_samples
 from tasks.train import job_of, make_job, training_counts
 from tests.data._files import write_tokens
 from tests.tasks.conftest import make_config
@@ -17,10 +17,10 @@ from tests.tasks.conftest import make_config
 RAMP = {"start": 1, "increment": 1, "samples": 10}
 
 
-def test_the_samples_of_a_run_are_those_of_its_batches(run_directory: Path) -> None:
+def test_number_of_samples_follows_from_the_batches(run_directory: Path) -> None:
     config, ramp = make_config(), make_config(rampup_batch_size=RAMP)
-    assert wanted_samples(config) == (200, 20, None)
-    assert wanted_samples(ramp) == (190, 20, None)
+    assert requested_samples(config) == (200, 20, None)
+    assert requested_samples(ramp) == (190, 20, None)
     assert training_counts(run_directory, config)["tokens"] == 200 * 16
     assert training_counts(run_directory, ramp)["tokens"] == 190 * 16
 
@@ -32,13 +32,13 @@ def artifact(tmp_path: Path, **counts: int) -> Artifact:
     )
 
 
-def test_training_is_refused_on_ranks_that_cannot_share_it(
+def test_vocabulary_that_ranks_cannot_divide_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         Hardware, "detect", classmethod(lambda cls: Hardware(cores=4, memory=2**33))
     )
-    config = divided()
+    config = tensor_parallel_config()
     inputs = (
         artifact(tmp_path),
         artifact(tmp_path, vocab_size=510, special_tokens={"eod": 0}),
@@ -56,16 +56,22 @@ def test_training_is_refused_on_ranks_that_cannot_share_it(
         make_job(config, tmp_path, *odd)
 
 
-def test_a_job_for_one_rank_never_looks_at_the_layout(tmp_path: Path) -> None:
+def test_job_of_one_rank_ignores_the_layout(tmp_path: Path) -> None:
     tokenizer = artifact(tmp_path, vocab_size=511, special_tokens={"eod": 0})
     job = job_of(
-        divided(), tmp_path, artifact(tmp_path), tokenizer, artifact(tmp_path), ranks=1, threads=3
+        tensor_parallel_config(),
+        tmp_path,
+        artifact(tmp_path),
+        tokenizer,
+        artifact(tmp_path),
+        ranks=1,
+        threads=3,
     )
     assert (job.ranks, job.threads_per_rank, job.vocab_size) == (1, 3, 511)
 
 
-def divided() -> RunConfig:
-    """Two ranks share each layer; the vocabulary is not padded."""
+def tensor_parallel_config() -> RunConfig:
+    """Return a configuration of two tensor-parallel ranks without vocabulary padding."""
     config = make_config()
     changes = {
         "parallel": config.parallel.model_copy(update={"tensor_model_parallel_size": 2}),

@@ -1,4 +1,4 @@
-"""What decides zero-shot scores, what is refused, and how they reach MLflow and the summary."""
+"""Keys, refusals and reports of zero-shot scores."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ SCORES = """{
 }"""
 
 
-def configured(**zero_shot: Any) -> RunConfig:
+def config_with(**zero_shot: Any) -> RunConfig:
     values = make_config().model_dump(mode="json")
     return parse_config(values | {"evaluate": {"zero_shot": zero_shot}}, origin="test")
 
@@ -37,7 +37,7 @@ def artifact(stage: str, **counts: Any) -> Artifact:
 
 
 def keys(config: RunConfig) -> tuple[str, str]:
-    """Of the scores and of the perplexities."""
+    """Return the keys of the scores and of the perplexities."""
     data = (artifact("tokenize"), artifact("tokenizer"), artifact("index"))
     evaluation = artifact("evaluate", best="iter_0000010")
     trained = artifact("train")
@@ -46,32 +46,32 @@ def keys(config: RunConfig) -> tuple[str, str]:
     ).key
 
 
-def test_the_content_of_a_text_decides_not_its_name(tmp_path: Path) -> None:
+def test_key_depends_on_the_content_of_a_text_and_not_its_name(tmp_path: Path) -> None:
     text = _texts.write_wikitext(tmp_path / "wiki")
     copy = Path(shutil.copy(text, tmp_path / "copy"))
-    first = keys(configured(wikitext=str(text)))
-    assert keys(configured(wikitext=str(copy))) == first
-    assert keys(configured(wikitext=str(text), overlapping_eval=8))[0] != first[0]
+    first = keys(config_with(wikitext=str(text)))
+    assert keys(config_with(wikitext=str(copy))) == first
+    assert keys(config_with(wikitext=str(text), overlapping_eval=8))[0] != first[0]
     copy.write_text("another text", encoding="utf-8")
-    assert keys(configured(wikitext=str(copy)))[0] != first[0]
-    assert keys(configured(lambada=str(text)))[0] != first[0]
+    assert keys(config_with(wikitext=str(copy)))[0] != first[0]
+    assert keys(config_with(lambada=str(text)))[0] != first[0]
 
 
-def test_perplexities_are_not_measured_again_for_another_text(tmp_path: Path) -> None:
+def test_perplexity_key_ignores_the_text(tmp_path: Path) -> None:
     text = _texts.write_wikitext(tmp_path / "wiki")
-    assert keys(configured(wikitext=str(text)))[1] == keys(configured())[1]
+    assert keys(config_with(wikitext=str(text)))[1] == keys(config_with())[1]
 
 
-def test_the_stage_is_planned_where_there_is_a_text(tmp_path: Path) -> None:
+def test_stage_is_planned_only_with_a_text(tmp_path: Path) -> None:
     names = [
-        planned.name for planned in planned_stages(configured(lambada=str(tmp_path / "lambada")))
+        planned.name for planned in planned_stages(config_with(lambada=str(tmp_path / "lambada")))
     ]
     assert names[names.index("evaluate") :] == ["evaluate", "zeroshot", "convert", "publish"]
-    assert "zeroshot" not in [planned.name for planned in planned_stages(configured())]
+    assert "zeroshot" not in [planned.name for planned in planned_stages(config_with())]
 
 
-def test_a_text_that_is_not_there_is_named(tmp_path: Path) -> None:
-    config = configured(wikitext=str(tmp_path / "nowhere"))
+def test_missing_text_is_refused(tmp_path: Path) -> None:
+    config = config_with(wikitext=str(tmp_path / "nowhere"))
     with pytest.raises(
         ConfigError,
         match=r"evaluate.zero_shot.wikitext is .*nowhere, which cannot be read: No such",
@@ -93,21 +93,21 @@ def test_a_text_that_is_not_there_is_named(tmp_path: Path) -> None:
         ({"wikitext": ""}, "evaluate.zero_shot.wikitext"),
     ],
 )
-def test_values_that_cannot_work_are_refused(values: dict[str, Any], message: str) -> None:
+def test_contradictory_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        configured(**values)
+        config_with(**values)
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_other_families_are_refused_by_name(family: str) -> None:
-    config = configured(lambada="a").model_copy(update={"family": family})
+def test_other_families_are_refused(family: str) -> None:
+    config = config_with(lambada="a").model_copy(update={"family": family})
     with pytest.raises(
         ValueError, match=f"zero_shot.lambada is a but family is {family}: only gpt predicts a text"
     ):
         _check_zero_shot(config.evaluate.zero_shot, config.family, config.data.seq_length)
 
 
-def test_scores_reach_the_run_and_its_checkpoint_once(
+def test_scores_are_logged_once_to_run_and_checkpoint(
     tracking: Tracking, log: EventLog, run_directory: Path, config: RunConfig, facts: RunFacts
 ) -> None:
     log.checkpoint(100, 3.0)
@@ -125,7 +125,7 @@ def test_scores_reach_the_run_and_its_checkpoint_once(
     }.items()
 
 
-def test_the_summary_is_a_table(tmp_path: Path) -> None:
+def test_summary_is_a_table(tmp_path: Path) -> None:
     (tmp_path / REPORT).write_text(SCORES, encoding="utf-8")
     scored = Artifact(
         stage="zeroshot",

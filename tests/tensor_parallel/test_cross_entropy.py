@@ -1,5 +1,7 @@
-"""The output layer with its cross entropy against torch's on 1, 2 and 4 ranks, with logits too
-large for exp."""
+"""The output layer with its cross entropy, compared with torch on 1, 2 and 4 ranks.
+
+The logits are too large for exp.
+"""
 
 from typing import Any
 
@@ -23,7 +25,7 @@ def _leaves() -> dict[str, Tensor]:
 
 
 def _reference(smoothing: float, z_loss: float) -> dict[str, Tensor]:
-    """Loss and gradients by torch's own operations."""
+    """Compute loss and gradients by torch's own operations."""
     leaves = _leaves()
     logits = F.linear(leaves["hidden"], leaves["weight"], leaves["bias"])
     loss = F.cross_entropy(
@@ -37,9 +39,11 @@ def _reference(smoothing: float, z_loss: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients(ranks: list[dict[str, Any]], name: str, sequence: bool) -> None:
+def test_losses_and_gradients_equal_torch_cross_entropy(
+    ranks: list[dict[str, Any]], name: str, sequence: bool
+) -> None:
     expected = _reference(*LOSSES[name])
-    parts = [found["cross_entropy"][name, sequence] for found in ranks]
+    parts = [rank["cross_entropy"][name, sequence] for rank in ranks]
     for kind in ("loss", "scored"):
         torch.testing.assert_close(joined(parts, kind, None), expected[kind])
     torch.testing.assert_close(joined(parts, "hidden", 1 if sequence else None), expected["hidden"])
@@ -67,16 +71,16 @@ def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
     F.cross_entropy(
         F.linear(exact_hidden, exact_weight).flatten(0, 1), ids(2, 4).flatten()
     ).backward()
-    for own, exact in ((hidden, exact_hidden), (weight, exact_weight)):
-        assert own.grad is not None
+    for computed, exact in ((hidden, exact_hidden), (weight, exact_weight)):
+        assert computed.grad is not None
         assert exact.grad is not None
-        assert own.grad.dtype == dtype
-        bar = 0.02 * float(exact.grad.abs().max())
-        torch.testing.assert_close(own.grad.float(), exact.grad, rtol=0.02, atol=bar)
+        assert computed.grad.dtype == dtype
+        tolerance = 0.02 * float(exact.grad.abs().max())
+        torch.testing.assert_close(computed.grad.float(), exact.grad, rtol=0.02, atol=tolerance)
 
 
 def test_small_probabilities_keep_their_gradients_in_fp16() -> None:
-    """A probability of 1e-7 has two bits in fp16; the weight's gradient has all of them."""
+    """Check a probability of 1e-7: it has two bits in fp16, the weight's gradient has all bits."""
     hidden = torch.eye(1, 4).half().requires_grad_()
     weight = torch.zeros(VOCAB, 4)
     weight[0, 0] = 16.1
@@ -93,19 +97,19 @@ def test_small_probabilities_keep_their_gradients_in_fp16() -> None:
     assert weight.grad is not None
     assert exact.grad is not None
     assert 0 < float(exact.grad[1, 0]) / 256 < 1.1e-7
-    # Not the label itself: its probability less 1 has lost digits in fp32 already.
+    # Without the label itself: its probability minus 1 has lost digits already in fp32.
     torch.testing.assert_close(weight.grad[1:].float(), exact.grad[1:], rtol=5e-3, atol=1e-7)
 
 
-def test_a_label_outside_the_vocabulary_is_seen() -> None:
+def test_a_label_outside_the_vocabulary_gives_a_nan_loss() -> None:
     leaves, labels = _leaves(), ids(2, 4)
     labels[0, 1], labels[1, 2] = VOCAB, -1
     with torch.no_grad():
-        found = linear_cross_entropy(leaves["hidden"], leaves["weight"], labels)
-    assert found.isnan().nonzero().tolist() == [[0, 1], [1, 2]]
+        losses = linear_cross_entropy(leaves["hidden"], leaves["weight"], labels)
+    assert losses.isnan().nonzero().tolist() == [[0, 1], [1, 2]]
 
 
-def test_main_gradients_take_the_weight_gradient() -> None:
+def test_the_weight_gradient_goes_into_the_main_gradient() -> None:
     leaves = _leaves()
     sink = leaves["weight"].grad_sink = Sink(leaves["weight"])  # type: ignore[attr-defined]
     sink.main_grad = torch.zeros_like(leaves["weight"])
@@ -117,7 +121,7 @@ def test_main_gradients_take_the_weight_gradient() -> None:
     torch.testing.assert_close(sink.main_grad, _reference(*LOSSES["plain"])["weight"])
 
 
-def test_a_second_backward_gives_the_same() -> None:
+def test_a_second_backward_pass_adds_the_same_gradient() -> None:
     leaves = _leaves()
     loss = linear_cross_entropy(
         leaves["hidden"], leaves["weight"], ids(2, 4), bias=leaves["bias"]

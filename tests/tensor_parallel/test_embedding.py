@@ -1,4 +1,4 @@
-"""The divided table against torch.nn.functional.embedding."""
+"""The sharded embedding table compared with torch.nn.functional.embedding."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from tests._tensor_ranks import VOCAB, ids, joined, random
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_every_row_is_found_and_gets_its_gradient(
+def test_lookup_and_gradient_equal_torch_embedding(
     ranks: list[dict[str, Any]], sequence: bool
 ) -> None:
     table = random("e", VOCAB, 6).requires_grad_()
     expected = F.embedding(ids(2, 8).repeat(1, 2), table)
     expected.backward(random("g", 2, 16, 6))
-    parts = [found["embedding"][sequence] for found in ranks]
+    parts = [rank["embedding"][sequence] for rank in ranks]
     assert torch.equal(joined(parts, "y", 1 if sequence else None), expected)
     torch.testing.assert_close(joined(parts, "weight", 0), table.grad)

@@ -1,5 +1,4 @@
-"""Column and row parallel layers against torch.nn.Linear for 1, 2 and 4 ranks: y, dx, dw, db in
-float64."""
+"""Column and row parallel layers compared with torch.nn.Linear on 1, 2 and 4 ranks, in float64."""
 
 from typing import Any
 
@@ -32,7 +31,7 @@ def _run(layer: nn.Module, in_features: int, out_features: int) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("layer_type", [ColumnParallelLinear, RowParallelLinear])
-def test_alone_it_is_the_serial_layer(
+def test_one_rank_equals_torch_linear(
     layer_type: type[ColumnParallelLinear | RowParallelLinear],
 ) -> None:
     layer = layer_type(6, 8).double()
@@ -45,8 +44,8 @@ def test_alone_it_is_the_serial_layer(
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_column_parallel(ranks: Ranks, sequence: bool) -> None:
-    parts = [found["column"][sequence] for found in ranks]
+def test_column_parallel_equals_torch_linear(ranks: Ranks, sequence: bool) -> None:
+    parts = [rank["column"][sequence] for rank in ranks]
     expected = _linear(6, 8)
     dims = {"y": -1, "weight": 0, "bias": 0, "x": 1 if sequence else None}
     for name, dim in dims.items():
@@ -54,8 +53,8 @@ def test_column_parallel(ranks: Ranks, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_row_parallel(ranks: Ranks, sequence: bool) -> None:
-    parts = [found["row"][sequence] for found in ranks]
+def test_row_parallel_equals_torch_linear(ranks: Ranks, sequence: bool) -> None:
+    parts = [rank["row"][sequence] for rank in ranks]
     expected = _linear(8, 6)
     dims = {"y": 1 if sequence else None, "weight": 1, "bias": None, "x": -1}
     for name, dim in dims.items():
@@ -63,8 +62,8 @@ def test_row_parallel(ranks: Ranks, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_several_layers_share_one_input(ranks: Ranks, sequence: bool) -> None:
-    parts = [found["several"][sequence] for found in ranks]
+def test_several_weights_on_one_input_equal_torch_linear(ranks: Ranks, sequence: bool) -> None:
+    parts = [rank["two_weights"][sequence] for rank in ranks]
     leaves = {
         "w": random("w", 8, 6),
         "b": random("b", 8),
@@ -81,7 +80,7 @@ def test_several_layers_share_one_input(ranks: Ranks, sequence: bool) -> None:
         torch.testing.assert_close(joined(parts, name, dim), leaf.grad)
 
 
-def test_only_the_gradients_that_are_wanted_are_computed() -> None:
+def test_a_frozen_weight_gets_no_gradient() -> None:
     layer, x = ColumnParallelLinear(6, 8).double(), random("x", 2, 3, 6)
     with torch.no_grad():
         layer.weight.copy_(random("w", 8, 6))

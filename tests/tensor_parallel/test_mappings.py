@@ -1,4 +1,4 @@
-"""The pairs: each mapping's output, and that its gradient is its conjugate."""
+"""Outputs of the mappings between regions, and their conjugate gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,44 +7,44 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.parallel.mesh import ALONE
+from megacore.parallel.mesh import SINGLE_RANK
 from megacore.tensor_parallel import mappings
 from tests._tensor_ranks import random
 
-PAIRS = [
+MAPPINGS = [
     mappings.reduce_from_tensor_parallel_region,
     mappings.gather_from_tensor_parallel_region,
     mappings.gather_within_tensor_parallel_region,
     mappings.reduce_scatter_to_sequence_parallel_region,
 ]
-Found = list[dict[str, Tensor]]
+Parts = list[dict[str, Tensor]]
 
 
-@pytest.mark.parametrize("mapping", PAIRS)
-def test_alone_nothing_is_copied(mapping: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_one_rank_gets_its_input_without_a_copy(mapping: Callable[..., Tensor]) -> None:
     x = random("x", 2, 3)
-    assert mapping(x, ALONE) is x
+    assert mapping(x, SINGLE_RANK) is x
 
 
-def _found(ranks: list[dict[str, Any]], mapping: Callable[..., Tensor]) -> Found:
-    return [found["pairs"][mapping.__name__] for found in ranks]
+def _parts(ranks: list[dict[str, Any]], mapping: Callable[..., Tensor]) -> Parts:
+    return [rank["mapping_results"][mapping.__name__] for rank in ranks]
 
 
 def _inputs(ranks: list[Any]) -> list[Tensor]:
     return [random("x", 2, 4, 8) + rank for rank in range(len(ranks))]
 
 
-def _grads(found: Found) -> list[Tensor]:
-    """What the outputs were given, where each rank had its own."""
-    return [random("g", *part["y"].shape) + rank for rank, part in enumerate(found)]
+def _grads(parts: Parts) -> list[Tensor]:
+    """Return the gradients of the outputs where each rank has a different one."""
+    return [random("g", *part["y"].shape) + rank for rank, part in enumerate(parts)]
 
 
 def _total(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-def test_reduce_sums_and_hands_gradients_on(ranks: list[dict[str, Any]]) -> None:
-    for part in _found(ranks, mappings.reduce_from_tensor_parallel_region):
+def test_reduce_sums_and_passes_gradients_through(ranks: list[dict[str, Any]]) -> None:
+    for part in _parts(ranks, mappings.reduce_from_tensor_parallel_region):
         torch.testing.assert_close(part["y"], _total(_inputs(ranks)))
         assert torch.equal(part["x"], random("g", 2, 4, 8))
 
@@ -53,21 +53,21 @@ def test_reduce_sums_and_hands_gradients_on(ranks: list[dict[str, Any]]) -> None
     "mapping",
     [mappings.gather_from_tensor_parallel_region, mappings.gather_within_tensor_parallel_region],
 )
-def test_gather_joins_and_its_gradient_takes_apart(
+def test_gather_concatenates_and_its_gradient_is_split(
     ranks: list[dict[str, Any]], mapping: Callable[..., Tensor]
 ) -> None:
-    found = _found(ranks, mapping)
+    parts = _parts(ranks, mapping)
     if mapping is mappings.gather_from_tensor_parallel_region:
-        whole = random("g", *found[0]["y"].shape)
+        total = random("g", *parts[0]["y"].shape)
     else:
-        whole = _total(_grads(found))
-    for rank, part in enumerate(found):
+        total = _total(_grads(parts))
+    for rank, part in enumerate(parts):
         assert torch.equal(part["y"], torch.cat(_inputs(ranks), -1))
-        torch.testing.assert_close(part["x"], whole.chunk(len(ranks), -1)[rank])
+        torch.testing.assert_close(part["x"], total.chunk(len(ranks), -1)[rank])
 
 
-def test_reduce_scatter_sums_and_its_gradient_joins(ranks: list[dict[str, Any]]) -> None:
-    found = _found(ranks, mappings.reduce_scatter_to_sequence_parallel_region)
-    for rank, part in enumerate(found):
+def test_reduce_scatter_sums_and_its_gradient_is_gathered(ranks: list[dict[str, Any]]) -> None:
+    parts = _parts(ranks, mappings.reduce_scatter_to_sequence_parallel_region)
+    for rank, part in enumerate(parts):
         torch.testing.assert_close(part["y"], _total(_inputs(ranks)).chunk(len(ranks), 1)[rank])
-        assert torch.equal(part["x"], torch.cat(_grads(found), 1))
+        assert torch.equal(part["x"], torch.cat(_grads(parts), 1))

@@ -1,9 +1,9 @@
-"""Parts and wholes."""
+"""Sharding of tensors and the list of sharded parameters of a model."""
 
 import torch
 from torch import nn
 
-from megacore.parallel.mesh import ALONE, ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
@@ -13,20 +13,20 @@ from megacore.tensor_parallel import (
 )
 
 
-def test_parts_join_to_the_whole_along_their_dimension() -> None:
-    whole = torch.arange(24).view(4, 6)
+def test_shards_concatenate_to_the_global_tensor() -> None:
+    tensor = torch.arange(24).view(4, 6)
     for dim in (0, 1):
-        parts = [Partition(dim, rank, 2).shard(whole) for rank in range(2)]
-        assert torch.equal(torch.cat(parts, dim), whole)
+        parts = [Partition(dim, rank, 2).shard(tensor) for rank in range(2)]
+        assert torch.equal(torch.cat(parts, dim), tensor)
         assert Partition(dim, 0, 2).global_shape(tuple(parts[0].shape)) == (4, 6)
 
 
-def test_a_model_says_how_each_parameter_is_divided() -> None:
+def test_partitions_list_every_sharded_parameter() -> None:
     def layers(tp: ParallelGroup) -> nn.Module:
         row = nn.Sequential(RowParallelLinear(4, 2, tp=tp))
         return nn.Sequential(ColumnParallelLinear(2, 4, tp=tp), nn.LayerNorm(4), row)
 
-    assert partitions(layers(ALONE)) == {}
+    assert partitions(layers(SINGLE_RANK)) == {}
     assert partitions(layers(ParallelGroup(None, 1, 2))) == {
         "0.weight": Partition(0, 1, 2),
         "0.bias": Partition(0, 1, 2),
@@ -34,7 +34,7 @@ def test_a_model_says_how_each_parameter_is_divided() -> None:
     }
 
 
-def test_a_model_says_which_gradients_are_parts() -> None:
+def test_partial_gradients_list_parameters_of_nested_modules() -> None:
     class Norm(nn.LayerNorm):
         def partial_gradients(self) -> frozenset[str]:
             return frozenset({"weight"})

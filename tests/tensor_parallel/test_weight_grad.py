@@ -1,5 +1,4 @@
-"""Gradients that go straight into the main gradient are those that autograd would have
-accumulated."""
+"""Gradients accumulated directly into main gradients, compared with autograd's."""
 
 from typing import Any
 
@@ -13,23 +12,27 @@ from tests._tensor_ranks import ids, random
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_main_gradients_of_a_model(ranks: list[dict[str, Any]], recompute: str) -> None:
-    for found in ranks:
-        sinks = found["sinks"][recompute]
+def test_main_gradients_of_a_model_equal_autograd(
+    ranks: list[dict[str, Any]], recompute: str
+) -> None:
+    for rank in ranks:
+        sinks = rank["sinks"][recompute]
         for name, expected in sinks["expected"].items():
-            taken = name.endswith("weight") and "layernorm" not in name and "position" not in name
-            assert sinks["contributions"][name] == 2 * taken * (
+            has_sink = (
+                name.endswith("weight") and "layernorm" not in name and "position" not in name
+            )
+            assert sinks["contributions"][name] == 2 * has_sink * (
                 2 if "word_embeddings" in name else 1
             ), name
-            assert (name in sinks["autograd"]) != taken, name
-            got = sinks["main"][name] if taken else sinks["autograd"][name]
+            assert (name in sinks["autograd"]) != has_sink, name
+            gradient = sinks["main"][name] if has_sink else sinks["autograd"][name]
             torch.testing.assert_close(
-                got, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item()
+                gradient, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item()
             )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_accumulates_in_fp32(dtype: torch.dtype) -> None:
+def test_half_precision_products_accumulate_in_fp32(dtype: torch.dtype) -> None:
     dy, x = random("g", 64, 8).to(dtype), random("x", 64, 6).to(dtype)
     sink = Sink(torch.empty(8, 6))
     for _ in range(300):

@@ -39,14 +39,14 @@ def train_tokenizer(directory: Path, corpus: Path, vocab_size: int = 280) -> Pat
 
 
 def documents(directory: Path, options: TokenizeOptions | None = None) -> list[list[list[int]]]:
-    """The sequences of each stored document."""
+    """Return the sequences of each stored document."""
     dataset = IndexedDataset(tokens_prefix(directory, options))
     bounds = dataset.document_indices.tolist()
     return [[dataset[i].tolist() for i in range(a, b)] for a, b in pairwise(bounds)]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """All files but documents.json, which names places."""
+    """Return the content of all files except documents.json, which contains paths."""
     return {
         path.name: path.read_bytes()
         for path in directory.iterdir()
@@ -55,7 +55,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def train_punkt(directory: Path, language: str = "english") -> Path:
-    """A Punkt model of a few sentences in the form of nltk's data."""
+    """Train a Punkt model on a few sentences and write it in the format of nltk's data."""
     from nltk.tabdata import TabEncoder
     from nltk.tokenize.punkt import PunktTrainer
 

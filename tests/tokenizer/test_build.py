@@ -1,3 +1,5 @@
+"""Tests of building tokenizers of every kind."""
+
 import json
 import re
 from pathlib import Path
@@ -42,7 +44,9 @@ def hf(name: Path | str, **values: str) -> HfTokenizer:
     return HfTokenizer.model_validate({"kind": "hf", "name": str(name), **values})
 
 
-def test_trained_bpe_has_the_asked_size_and_loses_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_trained_bpe_has_the_configured_size_and_decodes_losslessly(
+    corpus: Path, tmp_path: Path
+) -> None:
     counts = build_tokenizer(train(300), corpus, tmp_path / "out")
     special = SpecialTokens(eod=0).model_dump(mode="json")
     assert counts == {
@@ -64,7 +68,7 @@ def test_trained_bpe_has_the_asked_size_and_loses_nothing(corpus: Path, tmp_path
     }
 
 
-def test_special_tokens_come_after_the_end_and_before_the_bytes(
+def test_special_tokens_have_the_ids_between_end_of_text_and_bytes(
     corpus: Path, tmp_path: Path
 ) -> None:
     special = ("<fim_prefix>", "<fim_middle>")
@@ -92,7 +96,7 @@ def test_special_tokens_come_after_the_end_and_before_the_bytes(
         ),
     ],
 )
-def test_special_tokens_are_checked(
+def test_invalid_special_tokens_are_refused(
     corpus: Path, tmp_path: Path, special: tuple[str, ...], vocab_size: int, message: str
 ) -> None:
     choice = TrainBpeTokenizer(kind="train-bpe", vocab_size=vocab_size, special_tokens=special)
@@ -117,30 +121,34 @@ def test_training_is_deterministic(corpus: Path, tmp_path: Path) -> None:
     assert first == second
 
 
-def test_corpus_too_small_for_the_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_corpus_too_small_for_the_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(
         DataFormatError, match=r"yields a vocabulary of \d+ entries, not the 8192 .* lower it to"
     ):
         build_tokenizer(train(8192), corpus, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["trained", "given", "hf"])
-def test_transformers_loads_it_alike(corpus: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["trained", "gpt2", "hf"])
+def test_transformers_encodes_and_decodes_equally(corpus: Path, tmp_path: Path, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     build_tokenizer(train(300), corpus, tmp_path / "out")
     directory = tmp_path / "out"
     if kind != "trained":
         directory = tmp_path / "second"
         directory.mkdir()
-        choice = gpt2(tmp_path / "out") if kind == "given" else hf(tmp_path / "out")
+        choice = gpt2(tmp_path / "out") if kind == "gpt2" else hf(tmp_path / "out")
         assert build_tokenizer(choice, corpus, directory)["vocab_size"] == 300
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    assert theirs(TEXT)["input_ids"] == load_tokenizer(directory).encode(TEXT).tolist()
-    assert (theirs.eos_token, theirs.eos_token_id, len(theirs)) == ("<|endoftext|>", 0, 300)
-    assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    assert hf_tokenizer(TEXT)["input_ids"] == load_tokenizer(directory).encode(TEXT).tolist()
+    assert (hf_tokenizer.eos_token, hf_tokenizer.eos_token_id, len(hf_tokenizer)) == (
+        "<|endoftext|>",
+        0,
+        300,
+    )
+    assert hf_tokenizer.decode(hf_tokenizer(TEXT)["input_ids"]) == TEXT
 
 
-def test_gpt2_files_give_gpt2(shared_data: Path, tmp_path: Path) -> None:
+def test_gpt2_files_give_the_gpt2_tokenizer(shared_data: Path, tmp_path: Path) -> None:
     data = shared_data / "data"
     choice = Gpt2BpeTokenizer(
         kind="gpt2-bpe",
@@ -171,7 +179,7 @@ def test_gpt2_files_give_gpt2(shared_data: Path, tmp_path: Path) -> None:
         ("merges.txt", "a b\n" * 300, "has 300 merges, which with 256 bytes"),
     ],
 )
-def test_given_files_are_checked(
+def test_invalid_vocabulary_and_merge_files_are_refused(
     corpus: Path, tmp_path: Path, name: str, change: str | None, message: str
 ) -> None:
     build_tokenizer(train(300), corpus, tmp_path / "out")
@@ -184,7 +192,9 @@ def test_given_files_are_checked(
     assert list((tmp_path / "second").iterdir()) == []
 
 
-def test_fingerprint_is_of_the_content(corpus: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_content_and_not_on_the_path(
+    corpus: Path, tmp_path: Path
+) -> None:
     build_tokenizer(train(300), corpus, tmp_path / "out")
     before = [fingerprint(choice(tmp_path / "out")) for choice in (gpt2, hf)]
     moved = (tmp_path / "out").rename(tmp_path / "moved")
@@ -202,7 +212,7 @@ def test_fingerprint_is_of_the_content(corpus: Path, tmp_path: Path) -> None:
         fingerprint(hf(tmp_path / "none.json"))
 
 
-def test_foreign_tokenizer_is_taken_without_padding_and_special_tokens(
+def test_an_hf_tokenizer_is_used_without_padding_and_post_processing(
     corpus: Path, tmp_path: Path
 ) -> None:
     backend = tokenizers.Tokenizer(
@@ -233,7 +243,7 @@ def test_foreign_tokenizer_is_taken_without_padding_and_special_tokens(
         build_tokenizer(hf(tmp_path / "foreign.json"), corpus, tmp_path / "out")
 
 
-def test_wrong_tokenizer_file_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_file_or_repository_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(DataFormatError, match=r"x\.json is not a tokenizer\.json"):
         build_tokenizer(hf(tmp_path / "x.json"), corpus, tmp_path / "out")
@@ -241,7 +251,7 @@ def test_wrong_tokenizer_file_is_refused(corpus: Path, tmp_path: Path) -> None:
         build_tokenizer(hf("no such/re/pository"), corpus, tmp_path / "out")
 
 
-def test_unreachable_hub_is_a_download_error(
+def test_an_unreachable_hub_raises_a_download_error(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
@@ -258,6 +268,6 @@ def test_unreachable_hub_is_a_download_error(
         build_tokenizer(hf("owner/name"), corpus, tmp_path / "out")
 
 
-def test_damaged_directory_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"tokenizer_config\.json is missing or damaged"):
         load_tokenizer(tmp_path)

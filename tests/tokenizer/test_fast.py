@@ -1,3 +1,5 @@
+"""Tests of the fast encoder and its fallback to `tokenizers`."""
+
 import logging
 import sys
 import threading
@@ -18,15 +20,15 @@ from tests.tokenizer._corpora import TEXTS, train_tokenizer, write_corpus
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
     root = tmp_path_factory.mktemp("fast")
-    found = load_tokenizer(
+    loaded = load_tokenizer(
         train_tokenizer(root / "tokenizer", write_corpus(root / "corpus", TEXTS))
     )
-    assert isinstance(found, JsonTokenizer)
-    return found
+    assert isinstance(loaded, JsonTokenizer)
+    return loaded
 
 
-class Wrong:
-    """Encodes one text as another would be."""
+class WrongEncoder:
+    """An encoder that encodes one text wrongly."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self._tokenizer = tokenizer
@@ -38,38 +40,40 @@ class Wrong:
         )
 
 
-def test_both_agree_and_gigatoken_encodes(
+def test_gigatoken_is_chosen_if_both_encoders_agree(
     tokenizer: JsonTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = choose_encoder(tokenizer, TEXTS, 2)
     assert isinstance(encoder, GigatokenEncoder)
     assert caplog.records == []
-    expected, found = tokenizer.encode_flat(TEXTS), encoder.encode_flat(TEXTS)
-    assert np.array_equal(expected.ids, found.ids)
-    assert np.array_equal(expected.lengths, found.lengths)
+    expected, result = tokenizer.encode_flat(TEXTS), encoder.encode_flat(TEXTS)
+    assert np.array_equal(expected.ids, result.ids)
+    assert np.array_equal(expected.lengths, result.lengths)
     assert encoder.encode_flat([]).lengths.tolist() == []
     assert encoder.encode_flat(["", ""]).lengths.tolist() == [0, 0]
 
 
-def test_every_difference_is_found(tokenizer: JsonTokenizer) -> None:
+def test_first_difference_returns_the_first_wrongly_encoded_text(tokenizer: JsonTokenizer) -> None:
     texts = [text for text in TEXTS if text]
     for text in ("größe 💡", texts[-1]):
-        assert first_difference(tokenizer, Wrong(tokenizer, text), texts) == text
-    assert first_difference(tokenizer, Wrong(tokenizer, "not there"), texts) is None
+        assert first_difference(tokenizer, WrongEncoder(tokenizer, text), texts) == text
+    assert first_difference(tokenizer, WrongEncoder(tokenizer, "not there"), texts) is None
 
 
-def test_difference_switches_to_the_fallback_and_shows_the_document(
+def test_a_difference_selects_the_fallback_and_logs_the_document(
     tokenizer: JsonTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = "value " * 100
-    monkeypatch.setattr(fast, "GigatokenEncoder", lambda json, workers: Wrong(tokenizer, text))
+    monkeypatch.setattr(
+        fast, "GigatokenEncoder", lambda json, workers: WrongEncoder(tokenizer, text)
+    )
     assert choose_encoder(tokenizer, ["fine", text], 2) is tokenizer
     assert caplog.messages == [
         f"gigatoken encodes '{text[:80]}…' differently: `tokenizers` encodes instead, slower"
     ]
 
 
-def test_missing_gigatoken_is_a_warning(
+def test_missing_gigatoken_selects_the_fallback_with_a_warning(
     tokenizer: JsonTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
@@ -77,7 +81,9 @@ def test_missing_gigatoken_is_a_warning(
     assert caplog.messages[0].startswith("gigatoken cannot be used (ModuleNotFoundError: ")
 
 
-def test_refused_tokenizer_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unsupported_tokenizer_selects_the_fallback_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "</s>": 1}, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     foreign = JsonTokenizer(backend, "</s>")
@@ -85,7 +91,7 @@ def test_refused_tokenizer_is_a_warning(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_panic_of_the_bindings_is_a_warning(
+def test_a_panic_of_the_bindings_selects_the_fallback_with_a_warning(
     tokenizer: JsonTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     panic = type("PanicException", (BaseException,), {})
@@ -98,7 +104,7 @@ def test_panic_of_the_bindings_is_a_warning(
     assert "(PanicException: index out of range)" in caplog.text
 
 
-def test_interrupt_is_not_taken_for_a_refusal(
+def test_a_keyboard_interrupt_is_not_caught(
     tokenizer: JsonTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(json: str, workers: int) -> None:
@@ -109,20 +115,20 @@ def test_interrupt_is_not_taken_for_a_refusal(
         choose_encoder(tokenizer, TEXTS, 1)
 
 
-def test_sample_is_cut() -> None:
+def test_sample_is_truncated_to_its_limit() -> None:
     assert take_sample(["a" * 150_000, "b" * 150_000, "c"]) == ["a" * 150_000, "b" * 50_000]
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What this process is said to use."""
+    """Replace the measured memory of this process by an adjustable number."""
     used = {"bytes": 0}
     monkeypatch.setattr(fast, "anonymous_memory", lambda: used["bytes"])
     return used
 
 
-def made(encoder: GigatokenEncoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Generations of the tokenizers that are made from now on."""
+def record_generations(encoder: GigatokenEncoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that collects the generation of each tokenizer created from now on."""
     generations: list[int] = []
     make = encoder._make
 
@@ -134,11 +140,11 @@ def made(encoder: GigatokenEncoder, monkeypatch: pytest.MonkeyPatch) -> list[int
     return generations
 
 
-def test_tokenizers_are_made_anew_when_memory_grows(
+def test_tokenizers_are_rebuilt_when_memory_grows(
     tokenizer: JsonTokenizer, memory: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = GigatokenEncoder(str(tokenizer.backend.to_str()), 2)
-    generations = made(encoder, monkeypatch)
+    generations = record_generations(encoder, monkeypatch)
     expected = encoder.encode_flat(TEXTS).ids
     limit = 2 * fast._CACHE_BYTES
     for used, rebuilds in (
@@ -155,7 +161,7 @@ def test_tokenizers_are_made_anew_when_memory_grows(
     assert generations == [1, 2]
 
 
-def test_memory_that_others_took_does_not_make_each_batch_begin_anew(
+def test_memory_of_other_owners_causes_only_one_rebuild(
     tokenizer: JsonTokenizer, memory: dict[str, int]
 ) -> None:
     encoder = GigatokenEncoder(str(tokenizer.backend.to_str()), 2)
@@ -165,12 +171,12 @@ def test_memory_that_others_took_does_not_make_each_batch_begin_anew(
     assert encoder.rebuilds == 1
 
 
-def test_tokenizers_at_work_are_not_given_back(
+def test_a_tokenizer_of_an_old_generation_is_dropped_after_use(
     tokenizer: JsonTokenizer, memory: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was busy when the others were made anew is dropped when it is done."""
+    # `busy` is in use while the idle tokenizers are rebuilt.
     encoder = GigatokenEncoder(str(tokenizer.backend.to_str()), 2)
-    generations = made(encoder, monkeypatch)
+    generations = record_generations(encoder, monkeypatch)
     busy = encoder._take()
     memory["bytes"] = 3 * fast._CACHE_BYTES
     encoder.encode_flat(TEXTS)
@@ -182,13 +188,13 @@ def test_tokenizers_at_work_are_not_given_back(
     assert [instance.generation for instance in encoder._idle] == [1]
 
 
-def test_threads_encode_at_the_same_time(tokenizer: JsonTokenizer) -> None:
+def test_concurrent_threads_encode_correctly(tokenizer: JsonTokenizer) -> None:
     encoder = GigatokenEncoder(str(tokenizer.backend.to_str()), 4)
     expected = encoder.encode_flat(TEXTS).ids
-    found: list[bool] = []
+    results: list[bool] = []
     threads = [
         threading.Thread(
-            target=lambda: found.append(np.array_equal(encoder.encode_flat(TEXTS).ids, expected))
+            target=lambda: results.append(np.array_equal(encoder.encode_flat(TEXTS).ids, expected))
         )
         for _ in range(8)
     ]
@@ -196,10 +202,10 @@ def test_threads_encode_at_the_same_time(tokenizer: JsonTokenizer) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 8
+    assert results == [True] * 8
 
 
-def test_resident_memory_is_read(tmp_path: Path) -> None:
+def test_anonymous_memory_grows_with_an_allocation(tmp_path: Path) -> None:
     before = fast.anonymous_memory()
-    taken = np.ones(8 << 20)
-    assert fast.anonymous_memory() - before > taken.nbytes // 2
+    allocated = np.ones(8 << 20)
+    assert fast.anonymous_memory() - before > allocated.nbytes // 2

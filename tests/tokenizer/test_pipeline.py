@@ -1,3 +1,5 @@
+"""Tests of the thread setting during encoding."""
+
 import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -10,7 +12,7 @@ NAME = "TOKENIZERS_PARALLELISM"
 
 
 @pytest.mark.parametrize("before", [None, "true"])
-def test_of_several_that_encode_the_last_one_restores_the_setting(
+def test_the_last_of_several_encoders_restores_the_setting(
     before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(NAME, raising=False)
@@ -18,16 +20,16 @@ def test_of_several_that_encode_the_last_one_restores_the_setting(
         monkeypatch.setenv(NAME, before)
     barrier = Barrier(2)
 
-    def encode(first_to_leave: bool) -> str | None:
+    def encode(leaves_first: bool) -> str | None:
         with _one_thread_per_call:
             barrier.wait(10)
-            if first_to_leave:
+            if leaves_first:
                 return os.environ.get(NAME)
-            left.result(10)
+            first.result(10)
             return os.environ.get(NAME)
 
     with ThreadPoolExecutor(2) as pool:
-        left = pool.submit(encode, True)
-        stays = pool.submit(encode, False)
-        assert (left.result(10), stays.result(10)) == ("false", "false")
+        first = pool.submit(encode, True)
+        second = pool.submit(encode, False)
+        assert (first.result(10), second.result(10)) == ("false", "false")
     assert os.environ.get(NAME) == before

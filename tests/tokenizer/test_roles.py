@@ -1,5 +1,4 @@
-"""Sentinels at the end of any vocabulary, the roles of its tokens, and which tokens continue a
-word."""
+"""Tests of sentinels, the roles of special tokens, and tokens that continue a word."""
 
 import io
 import json
@@ -27,22 +26,24 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def sentence_piece(folder: Path, **options: object) -> str:
-    written = io.BytesIO()
+def train_sentencepiece(folder: Path, **options: object) -> str:
+    """Train a SentencePiece model and return its path."""
+    model = io.BytesIO()
     lines = (f"hello world number {number} größe\n" for number in range(50))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
-        model_writer=written,
+        model_writer=model,
         vocab_size=34,
         minloglevel=2,
         pad_id=3,
         **options,
     )
-    (folder / "m.model").write_bytes(written.getvalue())
+    (folder / "m.model").write_bytes(model.getvalue())
     return str(folder / "m.model")
 
 
 def word_level(folder: Path, tokens: list[str], special: list[str]) -> HfTokenizer:
+    """Write a word-level tokenizer and return its configuration with three sentinels."""
     vocab = {token: number for number, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=tokens[0]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -51,7 +52,7 @@ def word_level(folder: Path, tokens: list[str], special: list[str]) -> HfTokeniz
     return HfTokenizer(kind="hf", name=str(folder / "t.json"), eod_token="</s>", vocab_extra_ids=3)
 
 
-def test_a_trained_bpe_has_sentinels_beyond_its_size(tmp_path: Path, out: Path) -> None:
+def test_sentinels_are_added_to_a_trained_bpe(tmp_path: Path, out: Path) -> None:
     transformers = pytest.importorskip("transformers")
     (tmp_path / "corpus").mkdir()
     with CorpusWriter(tmp_path / "corpus") as writer:
@@ -68,42 +69,42 @@ def test_a_trained_bpe_has_sentinels_beyond_its_size(tmp_path: Path, out: Path) 
         [270, 271, 272],
         None,
     )
-    ours, theirs = load_tokenizer(out), transformers.AutoTokenizer.from_pretrained(out)
+    tokenizer, hf_tokenizer = load_tokenizer(out), transformers.AutoTokenizer.from_pretrained(out)
     text = "return <extra_id_1> + <extra_id_2>"
-    ids = ours.encode(text).tolist()
+    ids = tokenizer.encode(text).tolist()
     assert ids.count(271) == ids.count(272) == 1
-    assert ours.decode(ids) == text
-    assert theirs(text)["input_ids"] == ids
-    assert (len(theirs), theirs.pad_token) == (273, "<pad>")
-    assert set(EXTRA) <= set(theirs.all_special_tokens)
-    assert "extra" not in theirs.decode(ids, skip_special_tokens=True)
+    assert tokenizer.decode(ids) == text
+    assert hf_tokenizer(text)["input_ids"] == ids
+    assert (len(hf_tokenizer), hf_tokenizer.pad_token) == (273, "<pad>")
+    assert set(EXTRA) <= set(hf_tokenizer.all_special_tokens)
+    assert "extra" not in hf_tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_a_sentencepiece_model_gets_control_symbols(
+def test_sentinels_are_added_to_a_sentencepiece_model(
     tmp_path: Path, out: Path, model_type: str
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    file = sentence_piece(tmp_path, model_type=model_type)
+    file = train_sentencepiece(tmp_path, model_type=model_type)
     plain = open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", model_file=file), tmp_path)
     choice = SentencePieceTokenizer(kind="sentencepiece", model_file=file, vocab_extra_ids=200)
     counts = build_tokenizer(choice, [], out)
     assert counts["vocab_size"] == plain.vocab_size + 200 == 234
     assert counts["special_tokens"]["sentinels"] == list(range(34, 234))
     assert counts["special_tokens"]["pad"] == 3
-    ours = load_tokenizer(out)
-    assert ours.encode("hello world").tolist() == plain.encode("hello world").tolist()
-    assert ours.tokens()[36] == "<extra_id_2>"
-    assert {0, 1, 2, 3, 34, 233} <= ours.special_ids()
-    theirs = transformers.AutoTokenizer.from_pretrained(out)
-    assert theirs.convert_tokens_to_ids("<extra_id_199>") == 233
-    assert "<extra_id_7>" in theirs.all_special_tokens
-    assert len(theirs) == 234
+    tokenizer = load_tokenizer(out)
+    assert tokenizer.encode("hello world").tolist() == plain.encode("hello world").tolist()
+    assert tokenizer.tokens()[36] == "<extra_id_2>"
+    assert {0, 1, 2, 3, 34, 233} <= tokenizer.special_ids()
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert hf_tokenizer.convert_tokens_to_ids("<extra_id_199>") == 233
+    assert "<extra_id_7>" in hf_tokenizer.all_special_tokens
+    assert len(hf_tokenizer) == 234
     text = "hello <extra_id_1>"
-    assert 35 in theirs(text, add_special_tokens=False)["input_ids"]
+    assert 35 in hf_tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_sentinels_that_are_there_or_have_no_place_are_refused(tmp_path: Path, out: Path) -> None:
+def test_sentinels_that_exist_or_leave_a_gap_are_refused(tmp_path: Path, out: Path) -> None:
     choice = word_level(tmp_path, ["[UNK]", "a", "</s>", "<extra_id_0>"], ["</s>"])
     with pytest.raises(DataFormatError, match="the vocabulary has <extra_id_0> already: leave"):
         build_tokenizer(choice, [], out)
@@ -117,7 +118,7 @@ def test_sentinels_that_are_there_or_have_no_place_are_refused(tmp_path: Path, o
     assert list(out.iterdir()) == []
 
 
-def test_roles_are_written_for_transformers(tmp_path: Path, out: Path) -> None:
+def test_roles_of_special_tokens_are_written_for_transformers(tmp_path: Path, out: Path) -> None:
     tokens = ["<unk>", "<s>", "</s>", "<pad>", "<mask>", "a"]
     build_tokenizer(word_level(tmp_path, tokens, tokens[:5]), [], out)
     saved = json.loads((out / "tokenizer_config.json").read_text())
@@ -135,7 +136,7 @@ def test_roles_are_written_for_transformers(tmp_path: Path, out: Path) -> None:
     assert special_tokens(without).sentinels == (4, 5, 6)
 
 
-def test_words_of_a_word_piece_vocabulary() -> None:
+def test_wordpieces_with_the_prefix_continue_a_word() -> None:
     vocab = {token: number for number, token in enumerate(["[UNK]", "##ing", "walk", "#", "##"])}
     tokenizer = JsonTokenizer(
         tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]")), "[UNK]"
@@ -143,7 +144,7 @@ def test_words_of_a_word_piece_vocabulary() -> None:
     assert continues_word(tokenizer).tolist() == [False, True, False, False, True]
 
 
-def test_words_of_byte_level_bpe() -> None:
+def test_letters_and_digits_of_byte_level_bpe_continue_a_word() -> None:
     tokenizer = byte_tokenizer()
     continues = continues_word(tokenizer)
     assert continues.shape == (257,)
@@ -161,13 +162,13 @@ def test_words_of_byte_level_bpe() -> None:
     assert not continues[tokenizer.eod_id]
 
 
-def test_words_of_a_sentencepiece_model(tmp_path: Path) -> None:
+def test_sentencepieces_without_the_space_mark_continue_a_word(tmp_path: Path) -> None:
     choice = SentencePieceTokenizer(
-        kind="sentencepiece", model_file=sentence_piece(tmp_path), vocab_extra_ids=2
+        kind="sentencepiece", model_file=train_sentencepiece(tmp_path), vocab_extra_ids=2
     )
     tokenizer = open_tokenizer(choice, tmp_path)
-    found = dict(zip(tokenizer.tokens(), continues_word(tokenizer).tolist(), strict=True))
-    assert not found["▁"]
-    assert found["o"]
-    assert not found["<s>"]
-    assert not found["<extra_id_0>"]
+    continues = dict(zip(tokenizer.tokens(), continues_word(tokenizer).tolist(), strict=True))
+    assert not continues["▁"]
+    assert continues["o"]
+    assert not continues["<s>"]
+    assert not continues["<extra_id_0>"]

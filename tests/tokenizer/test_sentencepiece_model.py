@@ -1,3 +1,5 @@
+"""Tests of SentencePiece tokenizers."""
+
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,9 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_ids_are_the_librarys(tmp_path: Path, out: Path, model_type: str) -> None:
+def test_ids_equal_those_of_the_sentencepiece_library(
+    tmp_path: Path, out: Path, model_type: str
+) -> None:
     choice = train(tmp_path, model_type=model_type)
     special = SpecialTokens(eod=2, cls=1, sep=2, unk=0).model_dump(mode="json")
     counts = {"vocab_size": 32, "eod_id": 2, "eod_token": "</s>", "special_tokens": special}
@@ -51,19 +55,19 @@ def test_ids_are_the_librarys(tmp_path: Path, out: Path, model_type: str) -> Non
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_transformers_reads_it_alike(tmp_path: Path, out: Path, model_type: str) -> None:
+def test_transformers_encodes_equally(tmp_path: Path, out: Path, model_type: str) -> None:
     transformers = pytest.importorskip("transformers")
     build_tokenizer(train(tmp_path, model_type=model_type), [], out)
-    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     for text in ("hello world", "größe 💡 hello", "  spaces   \n here "):
         assert (
-            theirs(text, add_special_tokens=False)["input_ids"]
+            hf_tokenizer(text, add_special_tokens=False)["input_ids"]
             == load_tokenizer(out).encode(text).tolist()
         )
-    assert (theirs.eos_token, theirs.eos_token_id) == ("</s>", 2)
+    assert (hf_tokenizer.eos_token, hf_tokenizer.eos_token_id) == ("</s>", 2)
 
 
-def test_corpus_ends_its_documents_with_end_of_sentence(tmp_path: Path, out: Path) -> None:
+def test_documents_end_with_the_end_of_sentence_piece(tmp_path: Path, out: Path) -> None:
     build_tokenizer(train(tmp_path), [], out)
     tokenizer = load_tokenizer(out)
     corpus = write_corpus(tmp_path / "corpus", TEXTS)
@@ -73,7 +77,7 @@ def test_corpus_ends_its_documents_with_end_of_sentence(tmp_path: Path, out: Pat
     assert documents(tmp_path / "tokens") == expected
 
 
-def test_model_without_an_end_is_refused(tmp_path: Path, out: Path) -> None:
+def test_a_model_without_an_end_of_sentence_is_refused(tmp_path: Path, out: Path) -> None:
     with pytest.raises(
         DataFormatError, match=r"m\.model has no end of sentence among its 32 pieces"
     ):
@@ -81,7 +85,9 @@ def test_model_without_an_end_is_refused(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a model"])
-def test_other_files_are_refused(tmp_path: Path, out: Path, content: bytes | None) -> None:
+def test_missing_and_invalid_model_files_are_refused(
+    tmp_path: Path, out: Path, content: bytes | None
+) -> None:
     path = tmp_path / "x.model"
     if content is not None:
         path.write_bytes(content)
@@ -93,7 +99,7 @@ def test_other_files_are_refused(tmp_path: Path, out: Path, content: bytes | Non
     assert list(out.iterdir()) == []
 
 
-def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_content(tmp_path: Path) -> None:
     choice = train(tmp_path)
     moved = choice.model_copy(
         update={"model_file": str(Path(choice.model_file).rename(tmp_path / "other.model"))}

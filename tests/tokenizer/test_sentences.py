@@ -1,3 +1,5 @@
+"""Tests of splitting texts into sentences with rules and with Punkt."""
+
 import os
 import signal
 import threading
@@ -54,15 +56,15 @@ def punkt(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("Ends.  \n\n", ["Ends."]),
     ],
 )
-def test_rules(text: str, expected: list[str]) -> None:
+def test_rules_split_text_into_sentences(text: str, expected: list[str]) -> None:
     assert make_splitter(RULES)(text) == expected
 
 
 @given(text=st.text(st.sampled_from("aB1 .!?\n\"(')…"), max_size=80))
 def test_rules_keep_every_character(text: str) -> None:
-    kept = make_splitter(SplitterChoice("rules", keep_newlines=True))(text)
-    assert "".join(kept) == text
-    assert [sentence.strip() for sentence in kept if sentence.strip()] == make_splitter(RULES)(text)
+    pieces = make_splitter(SplitterChoice("rules", keep_newlines=True))(text)
+    assert "".join(pieces) == text
+    assert [piece.strip() for piece in pieces if piece.strip()] == make_splitter(RULES)(text)
 
 
 def test_long_words_and_gaps_take_linear_time(punkt: Path) -> None:
@@ -79,12 +81,12 @@ def test_long_words_and_gaps_take_linear_time(punkt: Path) -> None:
     assert time.monotonic() - started < 20
 
 
-def test_long_texts_are_cut_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sentences, "PIECE_CHARACTERS", 4)
     assert make_splitter(RULES)("abcdefghij") == ["abcd", "efgh", "ij"]
 
 
-def test_punkt_divides_by_its_model(punkt: Path) -> None:
+def test_punkt_splits_by_its_model_and_keeps_newlines_on_request(punkt: Path) -> None:
     split = make_splitter(SplitterChoice("punkt", data=str(punkt)))
     assert split("Mr. Smith left. He was late.\n\nWhy? ") == [
         "Mr. Smith left.",
@@ -101,8 +103,8 @@ def test_punkt_divides_by_its_model(punkt: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(st.sampled_from("aB1 .!?\n\"(',;)"), max_size=60))
-def test_words_that_begin_a_match_change_no_sentence(punkt: Path, text: str) -> None:
-    """The same as with the pattern that begins anywhere in a word, as Megatron-LM's does."""
+def test_faster_pattern_finds_the_same_sentences_as_nltks(punkt: Path, text: str) -> None:
+    # Megatron-LM's pattern may begin to match anywhere in a word.
     import re
 
     from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer
@@ -118,18 +120,19 @@ def test_words_that_begin_a_match_change_no_sentence(punkt: Path, text: str) -> 
     ) == slow.tokenize(text)
 
 
-def test_processes_give_what_one_gives(punkt: Path) -> None:
+def test_two_processes_split_equal_to_one(punkt: Path) -> None:
     texts = [STORY, "", "Alone", STORY * 3] * 3
     choice = SplitterChoice("punkt", data=str(punkt))
-    with SentenceSplitter(choice, 1) as one, SentenceSplitter(choice, 2) as two:
-        (first, counts), (second, others) = one.split(texts), two.split(texts)
-    assert first == second
-    assert counts.tolist() == others.tolist()
+    with SentenceSplitter(choice, 1) as serial, SentenceSplitter(choice, 2) as parallel:
+        sentences, counts = serial.split(texts)
+        parallel_sentences, parallel_counts = parallel.split(texts)
+    assert sentences == parallel_sentences
+    assert counts.tolist() == parallel_counts.tolist()
     assert counts.tolist()[1] == 0
-    assert sum(counts) == len(first)
+    assert sum(counts) == len(sentences)
 
 
-def test_killed_process_ends_the_work_at_once() -> None:
+def test_a_killed_worker_raises_at_once() -> None:
     def work(splitter: SentenceSplitter) -> None:
         while time.monotonic() - started < 20:
             splitter.split(["One. Two."])
@@ -142,11 +145,11 @@ def test_killed_process_ends_the_work_at_once() -> None:
         threading.Timer(
             0.3, lambda: [os.kill(process, signal.SIGKILL) for process in processes]
         ).start()
-        with pytest.raises(WorkerLostError, match="was killed, perhaps for want of memory"):
+        with pytest.raises(WorkerLostError, match="was killed, perhaps because memory ran out"):
             work(splitter)
 
 
-def test_error_of_the_work_does_not_wait_for_what_is_queued() -> None:
+def test_an_error_cancels_the_queued_work() -> None:
     started = time.monotonic()
     queued: list[Future[Any]] = []
 
@@ -163,14 +166,14 @@ def test_error_of_the_work_does_not_wait_for_what_is_queued() -> None:
 
 
 @pytest.mark.parametrize("name", ["collocations.tab", "ortho_context.tab"])
-def test_damaged_model_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_damaged_punkt_model_is_refused(tmp_path: Path, name: str) -> None:
     folder = train_punkt(tmp_path) / "tokenizers" / "punkt_tab" / "english"
     (folder / name).write_bytes(b"\xff\n")
     with pytest.raises(DataFormatError, match=r"the Punkt model in .* is damaged"):
         SentenceSplitter(SplitterChoice("punkt", data=str(tmp_path)), 1)
 
 
-def test_language_without_a_model_is_refused(punkt: Path, tmp_path: Path) -> None:
+def test_a_language_without_a_model_is_refused(punkt: Path, tmp_path: Path) -> None:
     with pytest.raises(
         DataFormatError, match=r"no Punkt model of 'klingon' \(it has: english\).* rules"
     ):
@@ -179,7 +182,9 @@ def test_language_without_a_model_is_refused(punkt: Path, tmp_path: Path) -> Non
         SentenceSplitter(SplitterChoice("punkt", data=str(tmp_path)), 1)
 
 
-def test_download_fills_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_stores_the_model_in_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nltk.downloader import Downloader
 
     def fetch(self: object, package: str, download_dir: str, **options: Any) -> bool:
@@ -196,8 +201,10 @@ def test_download_fills_the_directory(tmp_path: Path, monkeypatch: pytest.Monkey
         download_punkt(tmp_path / "again", "german")
 
 
-def test_offline_download_offers_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens at the address: the error is nltk's own."""
+def test_the_error_of_an_offline_download_suggests_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No server listens at this address, therefore nltk itself raises the error.
     from nltk.downloader import Downloader
 
     monkeypatch.setattr(Downloader, "DEFAULT_URL", "http://127.0.0.1:9/index.xml")

@@ -1,3 +1,5 @@
+"""Tests of tokenizing a corpus in shards and merging them."""
+
 import json
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return corpus, tokenizer
 
 
-def tokenized_in_shards(
+def tokenize_in_shards(
     corpus: Path, tokenizer: Path, folder: Path, size: int, options: TokenizeOptions
 ) -> Path:
     shards = []
@@ -43,7 +45,7 @@ def tokenized_in_shards(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(size=st.integers(1, 3000), seed=st.none() | st.integers(0, 99), sentences=st.booleans())
-def test_merged_shards_are_the_whole(
+def test_merged_shards_equal_the_unsharded_result(
     folders: tuple[Path, Path],
     tmp_path_factory: pytest.TempPathFactory,
     size: int,
@@ -54,16 +56,16 @@ def test_merged_shards_are_the_whole(
     options = TokenizeOptions(
         shuffle_seed=seed, split_sentences=sentences, sentence_splitter="rules", on_bad_line="skip"
     )
-    (folder / "whole").mkdir()
-    counts = tokenize_corpus(*folders, folder / "whole", options, workers=1)
-    merged = tokenized_in_shards(*folders, folder, max(size, 400), options)
+    (folder / "unsharded").mkdir()
+    counts = tokenize_corpus(*folders, folder / "unsharded", options, workers=1)
+    merged = tokenize_in_shards(*folders, folder, max(size, 400), options)
     assert {path.name: path.read_bytes() for path in merged.iterdir()} == {
-        path.name: path.read_bytes() for path in (folder / "whole").iterdir()
+        path.name: path.read_bytes() for path in (folder / "unsharded").iterdir()
     }
     assert counts["skipped_lines"] == 2
 
 
-def test_shard_without_tokens_is_no_error_but_a_whole_corpus_is(
+def test_a_shard_without_tokens_is_accepted_and_a_corpus_without_refused(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     corpus = write_corpus(tmp_path / "corpus", ["", ""])
@@ -77,7 +79,9 @@ def test_shard_without_tokens_is_no_error_but_a_whole_corpus_is(
         )
 
 
-def test_the_same_file_twice_has_two_records(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_repeated_file_has_one_record_per_occurrence(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     path = write_corpus(tmp_path / "corpus", ["a", "b"]) / "corpus.jsonl"
     (tmp_path / "shard").mkdir()
     tokenize_shard(
@@ -89,7 +93,7 @@ def test_the_same_file_twice_has_two_records(folders: tuple[Path, Path], tmp_pat
 
 def test_shards_in_the_wrong_order_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     options = TokenizeOptions(on_bad_line="skip")
-    tokenized_in_shards(*folders, tmp_path, 500, options)
+    tokenize_in_shards(*folders, tmp_path, 500, options)
     (tmp_path / "again").mkdir()
     with pytest.raises(
         DataFormatError, match=r"a shard begins inside of .*corpus\.jsonl, but the one before it"
@@ -100,9 +104,9 @@ def test_shards_in_the_wrong_order_are_refused(folders: tuple[Path, Path], tmp_p
     assert list((tmp_path / "again").iterdir()) == []
 
 
-def test_damaged_shard_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_damaged_shard_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     options = TokenizeOptions(on_bad_line="skip")
-    tokenized_in_shards(*folders, tmp_path, 500, options)
+    tokenize_in_shards(*folders, tmp_path, 500, options)
     with open(tmp_path / "shard-1" / "tokens_text_document.bin", "ab") as file:
         file.write(b"\0\0")
     (tmp_path / "again").mkdir()

@@ -1,3 +1,5 @@
+"""Tests of tokenizing a corpus into token files."""
+
 import dataclasses
 import json
 import os
@@ -43,7 +45,7 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("append_eod", [False, True])
 @pytest.mark.parametrize("seed", [None, 1234])
-def test_documents_are_encoded_in_their_order(
+def test_documents_are_encoded_in_corpus_or_shuffled_order(
     folders: tuple[Path, Path], tmp_path: Path, append_eod: bool, seed: int | None
 ) -> None:
     counts = tokenize_corpus(*folders, tmp_path, TokenizeOptions(append_eod, seed))
@@ -70,7 +72,7 @@ def test_documents_are_encoded_in_their_order(
     ]
 
 
-def test_files_do_not_depend_on_workers_and_blocks(
+def test_files_do_not_depend_on_workers_and_block_size(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
@@ -84,7 +86,7 @@ def test_files_do_not_depend_on_workers_and_blocks(
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_sentences_are_sequences(
+def test_split_sentences_are_stored_as_sequences(
     folders: tuple[Path, Path], tmp_path: Path, append_eod: bool
 ) -> None:
     texts = ["One ends. Two ends! Is it three?", "", " \n ", "Alone"]
@@ -103,7 +105,7 @@ def test_sentences_are_sequences(
     assert (tmp_path / "tokens_text_sentence.idx").exists()
 
 
-def test_punkt_in_processes_divides_as_in_this_one(
+def test_punkt_in_worker_processes_gives_identical_files(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     corpus = write_corpus(
@@ -117,16 +119,15 @@ def test_punkt_in_processes_divides_as_in_this_one(
     assert [len(document) for document in documents(tmp_path / "1", options)] == [2, 0, 2]
 
 
-def test_reading_ahead_is_bounded() -> None:
-    taken: list[int] = []
+def test_encode_blocks_reads_a_bounded_number_of_blocks_ahead() -> None:
+    read_blocks: list[int] = []
 
     def blocks() -> Iterator[int]:
         for number in range(40):
-            taken.append(number)
+            read_blocks.append(number)
             yield number
 
     def encode(block: int) -> int:
-
         assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
         return block
 
@@ -134,12 +135,14 @@ def test_reading_ahead_is_bounded() -> None:
         patch.delenv("TOKENIZERS_PARALLELISM", raising=False)
         stream = encode_blocks(blocks(), encode, 2)  # type: ignore[arg-type]
         assert next(stream) == 0  # type: ignore[comparison-overlap]
-        assert len(taken) == 4
+        assert len(read_blocks) == 4
         stream.close()  # type: ignore[attr-defined]
         assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
-def test_documents_json_leads_back_to_lines(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_documents_json_records_files_and_skipped_lines(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     workspace = tmp_path / "workspace"
     (workspace / "corpora").mkdir(parents=True)
     corpus = write_corpus(workspace / "corpora" / "c", ["one", "two"])
@@ -189,7 +192,7 @@ def test_skipped_lines_are_logged(
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_corpus_without_tokens_is_refused(
+def test_a_corpus_without_tokens_is_refused(
     folders: tuple[Path, Path], tmp_path: Path, out: Path, texts: list[str]
 ) -> None:
     corpus = write_corpus(tmp_path / "corpus", texts)
@@ -213,7 +216,7 @@ def test_corpus_without_tokens_is_refused(
     ],
 )
 @pytest.mark.parametrize("seed", [None, 1])
-def test_bad_line_leaves_no_file(
+def test_a_bad_line_is_refused_without_output_or_skipped(
     folders: tuple[Path, Path], tmp_path: Path, out: Path, line: str, message: str, seed: int | None
 ) -> None:
     corpus = write_corpus(tmp_path / "corpus", ["fine"] * 5)
@@ -228,14 +231,14 @@ def test_bad_line_leaves_no_file(
     assert (counts["documents"], counts["skipped_lines"]) == (6, 1)
 
 
-def test_full_disk_leaves_no_file(folders: tuple[Path, Path], out: Path) -> None:
+def test_a_full_disk_leaves_no_file(folders: tuple[Path, Path], out: Path) -> None:
     (out / f"tokens_text_document.bin.tmp-{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
         tokenize_corpus(*folders, out, TokenizeOptions())
     assert list(out.iterdir()) == []
 
 
-def test_id_beyond_the_vocabulary_is_refused(
+def test_an_id_outside_the_vocabulary_is_refused(
     folders: tuple[Path, Path], out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(folders[1])
@@ -248,7 +251,7 @@ def test_id_beyond_the_vocabulary_is_refused(
     assert list(out.iterdir()) == []
 
 
-def test_ready_made_tokens_are_linked(
+def test_existing_token_files_are_linked(
     folders: tuple[Path, Path], tmp_path: Path, out: Path
 ) -> None:
     prefix = write_tokens(tmp_path / "given", [9, 0, 30])
@@ -270,7 +273,7 @@ def test_ready_made_tokens_are_linked(
     ) == Path(prefix)
 
 
-def test_ready_made_tokens_of_another_vocabulary_are_refused(
+def test_existing_token_files_of_a_larger_vocabulary_are_refused(
     folders: tuple[Path, Path], tmp_path: Path, out: Path
 ) -> None:
     (tmp_path / "corpus").mkdir()
@@ -285,7 +288,7 @@ def test_ready_made_tokens_of_another_vocabulary_are_refused(
     assert list(out.iterdir()) == []
 
 
-def test_progress_counts_the_input(
+def test_progress_adds_up_to_the_size_of_the_input(
     folders: tuple[Path, Path], out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenize, "BLOCK_BYTES", 100)
@@ -295,7 +298,7 @@ def test_progress_counts_the_input(
     assert sum(sizes) == (folders[0] / "corpus.jsonl").stat().st_size
 
 
-def test_large_vocabulary_is_stored_as_i32(
+def test_a_large_vocabulary_is_stored_as_int32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: Path
 ) -> None:
     corpus = write_corpus(tmp_path / "corpus", ["abc"])
@@ -306,7 +309,7 @@ def test_large_vocabulary_is_stored_as_i32(
     assert IndexedDataset(tokens_prefix(out)).dtype == np.dtype("<i4")
 
 
-def test_corpus_writer_and_tokens_agree_on_unicode(
+def test_unicode_texts_are_unchanged_after_decoding(
     folders: tuple[Path, Path], tmp_path: Path, out: Path
 ) -> None:
     texts = ["\x00\u2028é", "👩‍👩‍👧‍👦", "\U0010ffff"]

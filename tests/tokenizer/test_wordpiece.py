@@ -1,3 +1,5 @@
+"""Tests of tokenizers with BERT's WordPiece vocabularies."""
+
 import json
 from pathlib import Path
 
@@ -40,7 +42,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_ids_are_those_of_the_lines(tmp_path: Path, out: Path) -> None:
+def test_ids_are_the_line_numbers_of_the_vocabulary(tmp_path: Path, out: Path) -> None:
     counts = build_tokenizer(write_vocab(tmp_path, VOCABULARY), [], out)
     special = SpecialTokens(eod=3, pad=0, cls=2, sep=3, mask=4, unk=1).model_dump(mode="json")
     assert counts == {
@@ -56,30 +58,30 @@ def test_ids_are_those_of_the_lines(tmp_path: Path, out: Path) -> None:
     assert tokenizer.token_id("[mask]") is None
 
 
-def test_cased_vocabulary_keeps_case_and_accents(tmp_path: Path, out: Path) -> None:
+def test_a_cased_vocabulary_keeps_case_and_accents(tmp_path: Path, out: Path) -> None:
     choice = write_vocab(tmp_path, VOCABULARY).model_copy(update={"lower_case": False})
     build_tokenizer(choice, [], out)
     assert load_tokenizer(out).encode("Hello E é").tolist() == [1, 10, 1]
 
 
 @pytest.mark.parametrize("lower_case", [True, False])
-def test_transformers_reads_it_and_its_bert_agrees(
+def test_transformers_and_its_bert_tokenizer_encode_equally(
     tmp_path: Path, out: Path, lower_case: bool
 ) -> None:
     transformers = pytest.importorskip("transformers")
     choice = write_vocab(tmp_path, VOCABULARY).model_copy(update={"lower_case": lower_case})
     build_tokenizer(choice, [], out)
-    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     facts = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower_case}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
     bert = transformers.BertTokenizer.from_pretrained(tmp_path)
     ids = load_tokenizer(out).encode(TEXT).tolist()
-    assert bert(TEXT)["input_ids"] == theirs(TEXT)["input_ids"] == [2, *ids, 3]
+    assert bert(TEXT)["input_ids"] == hf_tokenizer(TEXT)["input_ids"] == [2, *ids, 3]
     assert (
-        theirs.sep_token_id,
-        theirs.cls_token_id,
-        theirs.mask_token_id,
-        theirs.pad_token_id,
+        hf_tokenizer.sep_token_id,
+        hf_tokenizer.cls_token_id,
+        hf_tokenizer.mask_token_id,
+        hf_tokenizer.pad_token_id,
     ) == (3, 2, 4, 0)
 
 
@@ -93,7 +95,7 @@ def test_transformers_reads_it_and_its_bert_agrees(
         ([*VOCABULARY, "hello"], r"vocab\.txt:15 repeats the token 'hello' of line 6"),
     ],
 )
-def test_other_files_are_refused(
+def test_incomplete_and_repeated_vocabularies_are_refused(
     tmp_path: Path, out: Path, tokens: list[str], message: str
 ) -> None:
     with pytest.raises(DataFormatError, match=message):
@@ -101,7 +103,7 @@ def test_other_files_are_refused(
     assert list(out.iterdir()) == []
 
 
-def test_missing_file_is_named(tmp_path: Path, out: Path) -> None:
+def test_a_missing_file_is_refused_with_its_name(tmp_path: Path, out: Path) -> None:
     choice = BertWordPieceTokenizer(kind="bert-wordpiece", vocab_file=str(tmp_path / "none.txt"))
     with pytest.raises(DataFormatError, match=r"none\.txt cannot be read"):
         build_tokenizer(choice, [], out)
@@ -109,7 +111,7 @@ def test_missing_file_is_named(tmp_path: Path, out: Path) -> None:
         fingerprint(choice)
 
 
-def test_fingerprint_is_of_the_content_and_the_case(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_and_case(tmp_path: Path) -> None:
     choice = write_vocab(tmp_path, VOCABULARY)
     other = choice.model_copy(update={"lower_case": False})
     assert fingerprint(choice) != fingerprint(other)
@@ -118,7 +120,7 @@ def test_fingerprint_is_of_the_content_and_the_case(tmp_path: Path) -> None:
     assert fingerprint(choice) != before
 
 
-def test_real_vocabulary(shared_data: Path, out: Path) -> None:
+def test_google_berts_vocabulary_gives_its_known_ids(shared_data: Path, out: Path) -> None:
     choice = BertWordPieceTokenizer(
         kind="bert-wordpiece", vocab_file=str(shared_data / "data" / "bert-vocab.txt")
     )

@@ -1,4 +1,4 @@
-"""Small runs on made-up tokens: data, configuration, and one call that trains."""
+"""Small training runs on generated tokens: data, configuration, and a call that trains."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,10 @@ SAMPLES = 400
 
 
 def config(engine: str = "native", **sections: dict[str, Any]) -> RunConfig:
-    """A two-layer model; each keyword but the first replaces values of one section."""
+    """Return the configuration of a two-layer model.
+
+    Each keyword but the first replaces values of one section.
+    """
     values: dict[str, dict[str, Any]] = {
         "data": {
             "source": {"kind": "source_tree"},
@@ -64,8 +67,10 @@ def config(engine: str = "native", **sections: dict[str, Any]) -> RunConfig:
 
 
 def write_data(directory: Path, run: RunConfig) -> Path:
-    """Token files (tokens that follow a pattern, so that a model learns) and index maps; returns
-    the prefix."""
+    """Write token files and index maps; return the prefix.
+
+    The tokens follow a pattern, so that a model learns.
+    """
     prefix = directory / "tokens_text_document"
     random = np.random.RandomState(0)
     directory.mkdir(parents=True, exist_ok=True)
@@ -84,7 +89,7 @@ def write_data(directory: Path, run: RunConfig) -> Path:
 
 
 def job(run: RunConfig, data: Path, run_directory: Path, **changes: Any) -> TrainJob:
-    """The job file's content for `write_data(data, run)`."""
+    """Return the content of the job file for `write_data(data, run)`."""
     values: dict[str, Any] = {
         "config": run,
         "token_prefixes": [str(data / "tokens_text_document")],
@@ -101,7 +106,7 @@ def job(run: RunConfig, data: Path, run_directory: Path, **changes: Any) -> Trai
 
 
 def mesh(run: RunConfig | None = None) -> ProcessMesh:
-    """The layout of a run over the default group's ranks, if there is one."""
+    """Return the mesh of a run over the default group's ranks, or of a single process."""
     if not dist.is_initialized():
         return ProcessMesh.serial()
     parallel = (run or config()).parallel
@@ -114,13 +119,13 @@ def mesh(run: RunConfig | None = None) -> ProcessMesh:
 
 
 def trainer(
-    run: RunConfig, data: Path, run_directory: Path, own: ProcessMesh, recorder: Recorder
+    run: RunConfig, data: Path, run_directory: Path, process_mesh: ProcessMesh, recorder: Recorder
 ) -> Trainer:
-    """A trainer with its initial weights, on this process."""
+    """Return a trainer with initial weights on this process."""
     engine = build_engine(
         run,
         VOCAB_SIZE,
-        own,
+        process_mesh,
         special_tokens=TOKENS,
         device=torch.device("cpu"),
         precision=run.train.precision,
@@ -131,23 +136,23 @@ def trainer(
     ]
     spec = ModelSpec.of(run, VOCAB_SIZE, TOKENS)
     return Trainer(
-        run, engine, own, Datasets(*splits), recorder, run_directory, spec=spec, peak=1.0
+        run, engine, process_mesh, Datasets(*splits), recorder, run_directory, spec=spec, peak=1.0
     )
 
 
 def train(run: RunConfig, data: Path, run_directory: Path, attempt: int = 1) -> None:
-    """Train as one rank of the default group, or alone."""
-    own = mesh(run)
-    with Recorder(run_directory, attempt=attempt, rank=own.rank, tensorboard=False) as recorder:
-        trainer(run, data, run_directory, own, recorder).run()
+    """Train as one rank of the default group, or as a single process."""
+    ranks = mesh(run)
+    with Recorder(run_directory, attempt=attempt, rank=ranks.rank, tensorboard=False) as recorder:
+        trainer(run, data, run_directory, ranks, recorder).run()
 
 
 def events(run_directory: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """What a run reported."""
+    """Return the events a run reported, optionally only those of one kind."""
     lines = (run_directory / "events.jsonl").read_text(encoding="utf-8").splitlines()
     return [event for event in map(json.loads, lines) if kind in (None, event["kind"])]
 
 
 def losses(run_directory: Path) -> dict[int, float]:
-    """Training loss by iteration."""
+    """Return the training loss of each iteration."""
     return {event["iteration"]: event["lm_loss"] for event in events(run_directory, "step")}

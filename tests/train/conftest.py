@@ -1,4 +1,4 @@
-"""One thread: small tensors gain nothing from more, and cores that are busy elsewhere cost much."""
+"""Limit of one thread: small tensors gain nothing from more, and busy cores cost much."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Set and restore the number of threads."""
+    """Set the number of threads to one and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

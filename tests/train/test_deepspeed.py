@@ -1,5 +1,7 @@
-"""Whole runs on DeepSpeed's engines: resumed or disturbed bit for bit, and in another stage, layout
-or engine."""
+"""Training runs with DeepSpeed's engines.
+
+They are resumed, train_disturbed, and continued in another stage, layout or engine.
+"""
 
 import math
 from pathlib import Path
@@ -16,8 +18,9 @@ from tests.train import _runs
 from tests.train.test_loop import DROPOUT, assert_same_run
 
 Kind = tuple[str, dict[str, Any], dict[str, Any], str]
-"""Engine, sections deepspeed and parallel, precision."""
+"""Engine, section deepspeed, section parallel, and precision."""
 
+pytestmark = pytest.mark.slow
 DIVIDE_ALL = {"zero_stage": 3, "stage3_param_persistence_threshold": 0}
 KINDS: dict[str, Kind] = {
     "stage 0": ("deepspeed", {"zero_stage": 0}, {}, "fp32"),
@@ -56,11 +59,12 @@ DISTURBED = (
 NATIVE: Kind = ("native", {}, {}, "fp32")
 ON_TWO: tuple[Kind, ...] = (KINDS["stage 2"], KINDS["pp2 stage 1"], KINDS["stage 3"])
 ON_ONE: tuple[Kind, ...] = (KINDS["stage 3"], NATIVE, KINDS["stage 1"], KINDS["stage 0"])
-"""The kinds that one run is trained with, two iterations each: on two ranks, then on one."""
+"""Kinds with which one run is trained for two iterations each: on two ranks, then on one."""
 ITERATIONS = 2 * (len(ON_TWO) + len(ON_ONE))
 
 
 def until(train_iters: int, kind: Kind, ranks: int = 2, **model: float) -> RunConfig:
+    """Return the configuration of a run of `train_iters` iterations."""
     engine, deepspeed, parallel, precision = kind
     changes = {"train_iters": train_iters, "eval_interval": 100, "precision": precision}
     return _runs.config(
@@ -74,21 +78,20 @@ def until(train_iters: int, kind: Kind, ranks: int = 2, **model: float) -> RunCo
     )
 
 
-def disturbed(config: RunConfig, data: Path, directory: Path) -> None:
-    """Train; on rank 1 every norm of the model gives NaN when iteration 4 is computed for the first
-    time."""
+def train_disturbed(config: RunConfig, data: Path, directory: Path) -> None:
+    """Train, with NaN from every norm on rank 1 when iteration 4 is first computed."""
     mesh = _runs.mesh(config)
     with Recorder(directory, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
         trainer = _runs.trainer(config, data, directory, mesh, recorder)
         engine: Any = trainer._engine
         update, computed, bad = engine.update, iter(range(1, 100)), [False]
 
-        def spoiled(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        def poison(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             return output * math.nan if bad[0] else output
 
         for module in engine._stage.chunks[0].modules():
             if type(module).__name__.endswith("Norm"):
-                module.register_forward_hook(spoiled)
+                module.register_forward_hook(poison)
         forward_backward = engine.forward_backward
 
         def compute(*arguments: Any) -> None:
@@ -96,7 +99,7 @@ def disturbed(config: RunConfig, data: Path, directory: Path) -> None:
             forward_backward(*arguments)
 
         def end(*arguments: Any, **options: Any) -> Update:
-            # with stages it is here that DeepSpeed computes
+            # with pipeline stages DeepSpeed computes here
             outcome: Update = update(*arguments, **options)
             bad[0] = False
             return outcome
@@ -105,10 +108,10 @@ def disturbed(config: RunConfig, data: Path, directory: Path) -> None:
         trainer.run()
 
 
-def resumed_and_whole(data: Path, root: Path) -> None:
-    """Each kind with dropout: 3 iterations and 3 more beside 6 in one go.
+def train_whole_and_resumed(data: Path, root: Path) -> None:
+    """Train each kind with dropout for 6 iterations, unbroken and resumed after 3.
 
-    And one run that changes its kind.
+    Train one run that changes its kind.
     """
     for name, kind in KINDS.items():
         still_alive()
@@ -116,13 +119,13 @@ def resumed_and_whole(data: Path, root: Path) -> None:
         _runs.train(until(3, kind, **DROPOUT), data, root / name / "resumed")
         _runs.train(until(6, kind, **DROPOUT), data, root / name / "resumed", attempt=2)
         if name in DISTURBED:
-            disturbed(until(6, kind, **DROPOUT), data, root / name / "disturbed")
+            train_disturbed(until(6, kind, **DROPOUT), data, root / name / "disturbed")
     for number, kind in enumerate(ON_TWO, 1):
         still_alive()
         _runs.train(until(2 * number, kind), data, root / "changing", attempt=number)
 
 
-def changing_alone(data: Path, root: Path) -> None:
+def continue_on_one_rank(data: Path, root: Path) -> None:
     for number, kind in enumerate(ON_ONE, 1 + len(ON_TWO)):
         _runs.train(until(2 * number, kind, ranks=1), data, root / "changing", attempt=number)
 
@@ -137,26 +140,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("deepspeed")
-    run_distributed(2, resumed_and_whole, data, root, timeout=90)
+    run_distributed(2, train_whole_and_resumed, data, root, timeout=90)
     return root
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_resuming_is_bit_identical(name: str, runs: Path) -> None:
+def test_resumed_run_is_bit_identical(name: str, runs: Path) -> None:
     assert_same_run(runs / name / "whole", runs / name / "resumed", 6)
 
 
 @pytest.mark.parametrize("name", DISTURBED)
-def test_an_iteration_that_is_computed_again_leaves_no_trace(name: str, runs: Path) -> None:
+def test_recomputed_iteration_leaves_the_run_bit_identical(name: str, runs: Path) -> None:
     (bad,) = _runs.events(runs / name / "disturbed", "bad_batch")
     assert (bad["cause"], bad["iteration"], bad["reproduced"]) == ("loss_not_finite", 4, False)
     assert_same_run(runs / name / "whole", runs / name / "disturbed", 6)
 
 
-def test_a_run_may_change_stage_ranks_and_engine_whenever_it_resumes(
+def test_resumed_run_may_change_stage_ranks_and_engine(
     runs: Path, data: Path, tmp_path: Path
 ) -> None:
-    run_distributed(1, changing_alone, data, runs, timeout=90)
+    run_distributed(1, continue_on_one_rank, data, runs, timeout=90)
     starts = _runs.events(runs / "changing", "start")
     assert [event["resumed_from"] for event in starts] == [None, *range(2, ITERATIONS, 2)]
     assert [event["ranks"] for event in starts] == [2] * len(ON_TWO) + [1] * len(ON_ONE)

@@ -1,4 +1,4 @@
-"""Scoring a fixed set of samples."""
+"""Evaluation of a fixed set of samples."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,25 +17,25 @@ from tests.train import _runs
 
 
 @given(st.integers(1, 200), st.integers(1, 17), st.integers(1, 5))
-def test_every_sample_goes_to_exactly_one_rank(
+def test_each_sample_is_assigned_to_exactly_one_rank(
     samples: int, micro_batch_size: int, size: int
 ) -> None:
-    dealt = [
+    batches = [
         batch
         for rank in range(size)
         for batch in batches_of_rank(samples, micro_batch_size, rank, size)
     ]
-    assert sorted(sample for batch in dealt for sample in batch) == list(range(samples))
-    assert all(0 < len(batch) <= micro_batch_size for batch in dealt)
+    assert sorted(sample for batch in batches for sample in batch) == list(range(samples))
+    assert all(0 < len(batch) <= micro_batch_size for batch in batches)
 
 
 def losses(tokens: Tensor) -> Tensor:
-    """A loss that tells every target apart."""
+    """Return losses that differ for every target."""
     return tokens[:, 1:].float() + 0.01 * torch.arange(tokens.shape[1] - 1)
 
 
 class Model:
-    """What an engine would add up; the second loss is of each sample, its first token."""
+    """An engine's sums of losses; the second loss has one value per sample, its first token."""
 
     loss_names = ("lm_loss", "sop_loss")
 
@@ -71,7 +71,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_mean_is_over_all_targets_whatever_the_number_of_ranks(data: Path) -> None:
+def test_loss_is_the_mean_over_all_targets_on_any_number_of_ranks(data: Path) -> None:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
     expected = float(losses(torch.from_numpy(dataset.gather(range(13)))).double().mean())
     first = float(torch.from_numpy(dataset.gather(range(13)))[:, 0].double().mean())
@@ -84,24 +84,23 @@ def test_the_mean_is_over_all_targets_whatever_the_number_of_ranks(data: Path) -
         assert result.tokens == serial.tokens
 
 
-def test_a_stage_that_reads_no_tokens_reads_none(data: Path) -> None:
-    """It is told how many samples each micro batch has all the same."""
+def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -> None:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
-    told: list[list[int]] = []
+    micro_batch_sizes: list[list[int]] = []
 
-    class Between(Model):
+    class MiddleStage(Model):
         def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
             assert next(batches, None) is None
-            told.append(list(sizes))
+            micro_batch_sizes.append(list(sizes))
             return torch.ones(2, 2, dtype=torch.float64)
 
     mesh, device = ProcessMesh.serial(), torch.device("cpu")
     evaluate(
-        Between(reads_tokens=False),
+        MiddleStage(reads_tokens=False),
         dataset,
         samples=6,
         micro_batch_size=4,
         mesh=mesh,
         device=device,
     )
-    assert told == [[4, 2]]
+    assert micro_batch_sizes == [[4, 2]]

@@ -1,7 +1,4 @@
-"""Runs of BERT and T5 that go on in one layout after the other.
-
-Their checkpoints hold one copy of everything.
-"""
+"""Runs of BERT and T5 that are resumed in one layout after another."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 class Rows:
-    """The rows of the parity tests."""
+    """The samples of the parity tests."""
 
     seq_length = parity.SEQ_LENGTH
 
@@ -56,15 +53,17 @@ def train(
         optim={"lr_decay_iters": 20},
         family=family,
     )
-    own = parity.config(case)
-    mesh = parity.mesh_of(own) if parallel else ProcessMesh.serial()
-    engine = NativeEngine(Stage(own, parity.VOCAB, mesh, special_tokens=parity.TOKENS), own, "fp32")
+    config = parity.config(case)
+    mesh = parity.mesh_of(config) if parallel else ProcessMesh.serial()
+    engine = NativeEngine(
+        Stage(config, parity.VOCAB, mesh, special_tokens=parity.TOKENS), config, "fp32"
+    )
     data, spec = (
         Datasets(Rows(family), Rows(family)),
-        ModelSpec.of(own, parity.VOCAB, parity.TOKENS),
+        ModelSpec.of(config, parity.VOCAB, parity.TOKENS),
     )
     with Recorder(directory, attempt=attempt, rank=mesh.rank, tensorboard=False) as recorder:
-        Trainer(own, engine, mesh, data, recorder, directory, spec=spec).run()
+        Trainer(config, engine, mesh, data, recorder, directory, spec=spec).run()
 
 
 def change_layouts(root: Path) -> None:
@@ -82,13 +81,15 @@ def changing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_run_goes_on_in_other_layouts(family: Family, changing: Path, tmp_path: Path) -> None:
+def test_resumed_run_matches_a_serial_run_in_every_layout(
+    family: Family, changing: Path, tmp_path: Path
+) -> None:
     train(family, {}, 6, tmp_path)
     for kind in ("step", "evaluation"):
-        found = {event["iteration"]: event for event in _runs.events(changing / family, kind)}
+        events = {event["iteration"]: event for event in _runs.events(changing / family, kind)}
         for event in _runs.events(tmp_path, kind):
-            again = found[event["iteration"]]
+            changed = events[event["iteration"]]
             for name in {"lm_loss", "sop_loss", "grad_norm"} & event.keys():
-                assert again[name] == pytest.approx(event[name], rel=1e-4)
+                assert changed[name] == pytest.approx(event[name], rel=1e-4)
     last = "checkpoints/iter_0000006"
     assert tensor_shapes(changing / family / last) == tensor_shapes(tmp_path / last)

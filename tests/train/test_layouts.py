@@ -1,5 +1,4 @@
-"""Whole runs in other layouts: resumed in the same one bit for bit, in another one with the same
-course."""
+"""Training runs that are resumed in the same layout and in other layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from tests._dist import run_distributed, still_alive
 from tests.train import _runs
 from tests.train.test_loop import assert_same_run
 
+pytestmark = pytest.mark.slow
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -21,6 +21,7 @@ ITERATIONS = 6
 
 
 def until(train_iters: int, parallel: dict[str, Any], **model: float) -> RunConfig:
+    """Return the configuration of a run of `train_iters` iterations in a layout."""
     train = _runs.config().train.model_dump() | {"train_iters": train_iters, "eval_interval": 100}
     ranks = 2 if parallel else 1
     return _runs.config(
@@ -32,8 +33,8 @@ def until(train_iters: int, parallel: dict[str, Any], **model: float) -> RunConf
     )
 
 
-def resumed_and_whole(data: Path, root: Path) -> None:
-    """Each layout with dropout: 3 iterations and 3 more beside 6 in one go."""
+def train_whole_and_resumed(data: Path, root: Path) -> None:
+    """Train each layout with dropout for 6 iterations, unbroken and resumed after 3."""
     for name, layout in LAYOUTS.items():
         still_alive()
         _runs.train(until(6, layout, **DROPOUT), data, root / name / "whole")
@@ -41,7 +42,7 @@ def resumed_and_whole(data: Path, root: Path) -> None:
         _runs.train(until(6, layout, **DROPOUT), data, root / name / "resumed", attempt=2)
     still_alive()
     for number, name in enumerate(("tp2", "pp2", "dp2"), 1):
-        # The same run goes on in one layout after the other, two iterations in each.
+        # One run continues in one layout after the other, two iterations in each.
         _runs.train(until(2 * number, LAYOUTS[name]), data, root / "changing", attempt=number)
         still_alive()
 
@@ -56,17 +57,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
-    run_distributed(2, resumed_and_whole, data, root)
+    run_distributed(2, train_whole_and_resumed, data, root)
     return root
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_resuming_in_the_same_layout_is_bit_identical(name: str, runs: Path) -> None:
+def test_resumed_run_in_the_same_layout_is_bit_identical(name: str, runs: Path) -> None:
     assert_same_run(runs / name / "whole", runs / name / "resumed", ITERATIONS)
 
 
 @pytest.mark.parametrize("name", ["pp2", "dp2"])
-def test_dropout_does_not_depend_on_stages_and_replicas(
+def test_dropout_is_the_same_in_every_pipeline_and_data_layout(
     name: str, runs: Path, data: Path, tmp_path: Path
 ) -> None:
     _runs.train(until(ITERATIONS, {}, **DROPOUT), data, tmp_path)
@@ -75,9 +76,7 @@ def test_dropout_does_not_depend_on_stages_and_replicas(
     assert [parallel[i] for i in serial] == pytest.approx(list(serial.values()), rel=1e-5)
 
 
-def test_a_run_may_change_its_layout_whenever_it_resumes(
-    runs: Path, data: Path, tmp_path: Path
-) -> None:
+def test_resumed_run_may_change_its_layout(runs: Path, data: Path, tmp_path: Path) -> None:
     starts = _runs.events(runs / "changing", "start")
     assert [event["resumed_from"] for event in starts] == [None, 2, 4]
     assert len({event["parameters"] for event in starts}) == 1
@@ -93,7 +92,7 @@ def test_a_run_may_change_its_layout_whenever_it_resumes(
     assert validation[0] == pytest.approx(validation[1], rel=1e-5)
 
 
-def test_what_two_ranks_wrote_one_rank_goes_on_with(runs: Path, data: Path, tmp_path: Path) -> None:
+def test_one_rank_resumes_checkpoints_of_two_ranks(runs: Path, data: Path, tmp_path: Path) -> None:
     import shutil
 
     for name in LAYOUTS:

@@ -1,4 +1,4 @@
-"""Whole runs: resume, extension, layouts, what is evaluated and saved when."""
+"""Complete training runs: resuming, extension, layouts, evaluation and checkpoints."""
 
 import json
 import os
@@ -21,7 +21,10 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def until(train_iters: int, **changes: object) -> RunConfig:
-    """Dropout on, a log interval that a checkpoint at iteration 3 cuts in two."""
+    """Return a configuration with dropout.
+
+    The checkpoint at iteration 3 divides a log interval.
+    """
     train = (
         _runs.config().train.model_dump()
         | {"train_iters": train_iters, "log_interval": 4}
@@ -31,8 +34,10 @@ def until(train_iters: int, **changes: object) -> RunConfig:
 
 
 def assert_same_run(first: Path, second: Path, iteration: int) -> None:
-    """Weights, optimizer, state and what was reported after the third iteration are equal bit for
-    bit."""
+    """Assert that two runs are equal bit for bit.
+
+    Compares weights, optimizer, state and the events after the third iteration.
+    """
     paths = [directory / f"checkpoints/iter_{iteration:07d}" for directory in (first, second)]
     one, other = (read_tensors(path) for path in paths)
     assert one.keys() == other.keys()
@@ -66,37 +71,39 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def resumed_and_whole(data: Path, root: Path) -> None:
-    """3 iterations, then a new process state and 3 more, beside 6 in one go."""
+def train_whole_and_resumed(data: Path, root: Path) -> None:
+    """Train 6 iterations without a break, and 3 more after a resumed checkpoint of 3."""
     _runs.train(until(6), data, root / "whole")
     _runs.train(until(3), data, root / "resumed")
     _runs.train(until(6), data, root / "resumed", attempt=2)
 
 
-def test_resuming_is_bit_identical_to_never_having_stopped(data: Path, tmp_path: Path) -> None:
-    resumed_and_whole(data, tmp_path)
+def test_resumed_run_is_bit_identical_to_an_unbroken_one(data: Path, tmp_path: Path) -> None:
+    train_whole_and_resumed(data, tmp_path)
     assert_same_run(tmp_path / "whole", tmp_path / "resumed", 6)
     starts = [event["resumed_from"] for event in _runs.events(tmp_path / "resumed", "start")]
     assert starts == [None, 3]
 
 
-def two_ranks(data: Path, root: Path) -> None:
-    resumed_and_whole(data, root)
+def train_two_ranks(data: Path, root: Path) -> None:
+    train_whole_and_resumed(data, root)
     _runs.train(_runs.config(), data, root / "dp2")
 
 
 @pytest.fixture(scope="module")
 def distributed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("dp2")
-    run_distributed(2, two_ranks, data, root)
+    run_distributed(2, train_two_ranks, data, root)
     return root
 
 
-def test_resuming_two_ranks_is_bit_identical(distributed: Path) -> None:
+def test_resumed_run_of_two_ranks_is_bit_identical(distributed: Path) -> None:
     assert_same_run(distributed / "whole", distributed / "resumed", 6)
 
 
-def test_two_ranks_have_the_losses_of_one(distributed: Path, data: Path, tmp_path: Path) -> None:
+def test_two_ranks_reproduce_the_losses_of_one(
+    distributed: Path, data: Path, tmp_path: Path
+) -> None:
     _runs.train(_runs.config(), data, tmp_path)
     serial, parallel = _runs.losses(tmp_path), _runs.losses(distributed / "dp2")
     assert list(serial) == [1, 2, 3, 4, 5, 6]
@@ -116,7 +123,7 @@ def test_accumulated_micro_batches_equal_one_large_batch(data: Path, tmp_path: P
     assert list(small.values()) == pytest.approx(list(large.values()), rel=1e-5)
 
 
-def test_a_ramp_up_grows_the_batch_and_resumes_within_it(data: Path, tmp_path: Path) -> None:
+def test_ramp_up_grows_the_batch_and_can_be_resumed(data: Path, tmp_path: Path) -> None:
     def run(train_iters: int, directory: str, attempt: int = 1) -> None:
         rampup = {"start": 2, "increment": 2, "samples": 18}
         train = _runs.config().train.model_dump() | {
@@ -134,7 +141,7 @@ def test_a_ramp_up_grows_the_batch_and_resumes_within_it(data: Path, tmp_path: P
     assert_same_run(tmp_path / "whole", tmp_path / "resumed", 8)
 
 
-def test_the_model_learns(data: Path, tmp_path: Path) -> None:
+def test_loss_falls(data: Path, tmp_path: Path) -> None:
     train = _runs.config().train.model_dump() | {"train_iters": 20, "eval_interval": 100}
     _runs.train(_runs.config(train=train, checkpoint={"save_interval": 20}), data, tmp_path)
     losses = _runs.losses(tmp_path)
@@ -156,7 +163,7 @@ def test_each_iteration_is_evaluated_and_saved_once(data: Path, tmp_path: Path) 
     assert saved == [(3, True), (6, False), (8, False)]
 
 
-def test_a_finished_run_ends_at_once(data: Path, tmp_path: Path) -> None:
+def test_finished_run_exits_without_training(data: Path, tmp_path: Path) -> None:
     _runs.train(_runs.config(), data, tmp_path)
     _runs.train(_runs.config(), data, tmp_path, attempt=2)
     second = [event for event in _runs.events(tmp_path) if event["attempt"] == 2]
@@ -165,40 +172,38 @@ def test_a_finished_run_ends_at_once(data: Path, tmp_path: Path) -> None:
     assert second[1]["iteration"] == 6
 
 
-def test_retention_deletes_and_reports(data: Path, tmp_path: Path) -> None:
+def test_retention_deletes_checkpoints_and_reports_them(data: Path, tmp_path: Path) -> None:
     checkpoint = {"save_interval": 1, "keep_last": 2, "keep_every": 2, "keep_best": False}
     _runs.train(_runs.config(checkpoint=checkpoint), data, tmp_path)
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
-    assert kept == ["iter_0000002", "iter_0000004", "iter_0000005", "iter_0000006"]
+    checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert checkpoints == ["iter_0000002", "iter_0000004", "iter_0000005", "iter_0000006"]
     assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint_deleted")] == [1, 3]
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(data: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_skipped_with_a_warning(data: Path, tmp_path: Path) -> None:
     _runs.train(_runs.config(), data, tmp_path)
     before = _runs.losses(tmp_path)
     damaged = tmp_path / "checkpoints/iter_0000006/state.json"
     damaged.write_bytes(b"{}")
     _runs.train(_runs.config(), data, tmp_path, attempt=2)
     assert str(damaged) in _runs.events(tmp_path, "warning")[0]["message"]
-    again = {
+    repeated = {
         e["iteration"]: e["lm_loss"] for e in _runs.events(tmp_path, "step") if e["attempt"] == 2
     }
-    assert again == {iteration: before[iteration] for iteration in (4, 5, 6)}
+    assert repeated == {iteration: before[iteration] for iteration in (4, 5, 6)}
 
 
-def test_a_damaged_checkpoint_that_was_never_reported_is_passed_over_too(
-    data: Path, tmp_path: Path
-) -> None:
-    """Its size and time are right, and the attempt that wrote it died before its event."""
+def test_damaged_checkpoint_without_an_event_is_skipped(data: Path, tmp_path: Path) -> None:
+    """Its size and time are right; the attempt that wrote it died before reporting it."""
     _runs.train(_runs.config(), data, tmp_path)
     events = tmp_path / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
-    kept = [
+    remaining = [
         line
         for line in lines
         if json.loads(line)["kind"] != "checkpoint" or json.loads(line)["iteration"] != 6
     ]
-    events.write_text("".join(kept))
+    events.write_text("".join(remaining))
     damaged = tmp_path / "checkpoints/iter_0000006/state.json"
     written = damaged.stat()
     damaged.write_bytes(b"}" + damaged.read_bytes()[1:])
@@ -208,7 +213,7 @@ def test_a_damaged_checkpoint_that_was_never_reported_is_passed_over_too(
     assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint")] == [3, 6]
 
 
-def test_every_step_event_says_what_was_consumed(data: Path, tmp_path: Path) -> None:
+def test_step_events_report_consumed_samples_and_throughput(data: Path, tmp_path: Path) -> None:
     _runs.train(_runs.config(), data, tmp_path)
     last = _runs.events(tmp_path, "step")[-1]
     assert (last["consumed_samples"], last["consumed_tokens"]) == (48, 48 * _runs.SEQ_LENGTH)
@@ -217,35 +222,35 @@ def test_every_step_event_says_what_was_consumed(data: Path, tmp_path: Path) -> 
     assert last["skipped_iterations"] == last["nan_iterations"] == 0
 
 
-def test_too_few_samples_are_refused_before_the_first_step(data: Path, tmp_path: Path) -> None:
+def test_dataset_with_too_few_samples_is_refused(data: Path, tmp_path: Path) -> None:
     train = _runs.config().train.model_dump() | {"train_iters": 10_000}
     with pytest.raises(DataFormatError, match=r"10000 x train.global_batch_size 8 = 80000"):
         _runs.train(_runs.config(train=train), data, tmp_path)
 
 
-def _poison(trainer: Trainer) -> None:
+def _write_nan_weight(trainer: Trainer) -> None:
     weight = trainer._engine.tensors()["model.encoder.final_layernorm.weight"]
     assert isinstance(weight, torch.Tensor)
     weight[0] = float("nan")
 
 
-def poisoned(data: Path, root: Path) -> str:
-    """A run whose embedding holds one NaN, in a row that only some samples use."""
+def train_with_nan_weight(data: Path, root: Path) -> str:
+    """Train with a NaN in the last rank's final norm; return the error's message."""
     mesh = _runs.mesh()
     with Recorder(root, attempt=1, rank=mesh.rank, tensorboard=False) as recorder:
         trainer: Trainer = _runs.trainer(_runs.config(), data, root, mesh, recorder)
         if mesh.rank == mesh.world_size - 1:
-            _poison(trainer)
+            _write_nan_weight(trainer)
         with pytest.raises(TrainingError) as caught:
             trainer.run()
     assert not list(root.glob("checkpoints/iter_*"))
     return str(caught.value)
 
 
-def test_a_nan_loss_stops_every_rank_and_names_rank_iteration_and_samples(
+def test_nan_loss_error_names_rank_iteration_and_samples_on_every_rank(
     data: Path, tmp_path: Path
 ) -> None:
-    messages = run_distributed(2, poisoned, data, tmp_path)
+    messages = run_distributed(2, train_with_nan_weight, data, tmp_path)
     assert messages[0] == messages[1]
     assert (
         "the loss is nan on rank 1 at iteration 1 (samples 2, 3; 2 micro batches in all)"
@@ -254,7 +259,7 @@ def test_a_nan_loss_stops_every_rank_and_names_rank_iteration_and_samples(
     assert messages[0].endswith("no checkpoint was saved before")
 
 
-def test_running_out_of_memory_names_the_settings(
+def test_out_of_memory_error_names_the_settings_that_help(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = ProcessMesh.serial()

@@ -1,4 +1,4 @@
-"""Losses that are not finite or jump: who, when, which samples."""
+"""Checks of losses for NaN, infinity and spikes."""
 
 import math
 
@@ -13,7 +13,7 @@ from megacore.train.state import TrainState
 from tests.train import _runs
 
 MESH = ProcessMesh(layout=RankLayout(data=2, pipeline=2, tensor=2))
-"""Ranks 4, 5 (first replica) and 6, 7 (second) are the last stage."""
+"""Mesh whose last stage has ranks 4, 5 (first replica) and 6, 7 (second replica)."""
 
 
 def check(warnings: list[str] | None = None, **train: object) -> LossCheck:
@@ -27,7 +27,7 @@ def update(
     return Update(losses, {"lm_loss": sum(losses) / len(losses)}, grad_norm, applied, fatal)
 
 
-def test_a_loss_belongs_to_the_last_stage_of_its_replica_and_to_consecutive_samples() -> None:
+def test_origin_is_the_replicas_last_stage_and_consecutive_samples() -> None:
     state = TrainState(iteration=5, consumed_samples=40)
     origins = [check().origin(index, state) for index in range(4)]
     assert origins == [
@@ -38,25 +38,25 @@ def test_a_loss_belongs_to_the_last_stage_of_its_replica_and_to_consecutive_samp
     ]
 
 
-def test_an_applied_iteration_counts_and_moves_the_average() -> None:
-    state, own = TrainState(), check()
-    own.take_note(update((4.0, 2.0), 1.0, True), state)
+def test_applied_iteration_updates_the_recent_loss() -> None:
+    state, loss_check = TrainState(), check()
+    loss_check.count_iteration(update((4.0, 2.0), 1.0, True), state)
     assert (state.applied_iterations, state.interval.losses, state.recent_loss) == (
         1,
         {"lm_loss": [3.0]},
         3.0,
     )
-    own.take_note(update((1.0, 1.0), 1.0, True), state)
+    loss_check.count_iteration(update((1.0, 1.0), 1.0, True), state)
     assert state.recent_loss == pytest.approx(0.98 * 3.0 + 0.02 * 1.0)
 
 
-def test_a_spike_is_a_warning_that_names_rank_iteration_and_samples() -> None:
+def test_spike_warning_names_rank_iteration_and_samples() -> None:
     warnings: list[str] = []
-    own, state = check(warnings, loss_spike_factor=3.0), TrainState(9, 72, 9, 2.0)
-    own.take_note(update((2.0, 5.9, 2.0, 2.0), 1.0, True), state)
+    loss_check, state = check(warnings, loss_spike_factor=3.0), TrainState(9, 72, 9, 2.0)
+    loss_check.count_iteration(update((2.0, 5.9, 2.0, 2.0), 1.0, True), state)
     assert warnings == []
     state.recent_loss = 2.0
-    own.take_note(update((2.0, 6.1, 2.0, 7.0), 1.0, True), state)
+    loss_check.count_iteration(update((2.0, 6.1, 2.0, 7.0), 1.0, True), state)
     assert len(warnings) == 1
     assert (
         "the loss jumped to 7 on rank 6 at iteration 10 (samples 78, 79), 3.5 times the recent "
@@ -65,46 +65,46 @@ def test_a_spike_is_a_warning_that_names_rank_iteration_and_samples() -> None:
     assert state.applied_iterations == 11
 
 
-def test_a_spike_can_stop_the_run_or_be_ignored() -> None:
+def test_spike_can_stop_the_run_or_be_ignored() -> None:
     spike = update((7.0, 2.0), 1.0, True)
     with pytest.raises(
         TrainingError,
         match=r"jumped to 7 on rank 4 at iteration 1 .samples 0, 1.*set train.loss_spike_",
     ):
-        check(loss_spike_action="stop").take_note(spike, TrainState(recent_loss=2.0))
+        check(loss_spike_action="stop").count_iteration(spike, TrainState(recent_loss=2.0))
     warnings: list[str] = []
-    check(warnings, loss_spike_factor=None).take_note(spike, TrainState(recent_loss=2.0))
-    check(warnings).take_note(spike, TrainState())  # nothing to compare the first loss with
+    check(warnings, loss_spike_factor=None).count_iteration(spike, TrainState(recent_loss=2.0))
+    check(warnings).count_iteration(spike, TrainState())  # nothing to compare the first loss with
     assert warnings == []
 
 
-def test_a_skipped_iteration_is_counted_and_moves_nothing() -> None:
-    state, own = TrainState(recent_loss=2.0), check()
-    own.take_note(update((2.0, math.inf), math.inf, False), state)
-    own.take_note(update((2.0, 2.0), math.inf, False), state)
+def test_skipped_iteration_is_counted_and_leaves_the_recent_loss() -> None:
+    state, loss_check = TrainState(recent_loss=2.0), check()
+    loss_check.count_iteration(update((2.0, math.inf), math.inf, False), state)
+    loss_check.count_iteration(update((2.0, 2.0), math.inf, False), state)
     assert (state.applied_iterations, state.recent_loss, state.interval.losses) == (0, 2.0, {})
     assert (state.interval.skipped_iterations, state.interval.nan_iterations) == (2, 1)
 
 
-def test_a_gradient_that_is_not_finite_is_told_from_a_loss() -> None:
+def test_error_distinguishes_bad_gradients_from_bad_losses() -> None:
     with pytest.raises(
         TrainingError,
         match=r"the loss is nan on rank 6 at iteration 1 .samples 2, 3; 2 micro batches",
     ):
-        check().take_note(
+        check().count_iteration(
             update((2.0, math.nan, 2.0, math.inf), math.nan, False, fatal=True), TrainState()
         )
     with pytest.raises(
         TrainingError,
         match=r"norm is inf at iteration 1 .samples 0 to 7. on all 8 ranks though every",
     ):
-        check().take_note(update((2.0,) * 4, math.inf, False, fatal=True), TrainState())
+        check().count_iteration(update((2.0,) * 4, math.inf, False, fatal=True), TrainState())
 
 
-def test_fp16_says_that_the_loss_scale_is_used_up() -> None:
-    own = check(precision="fp16")
+def test_fp16_error_reports_the_exhausted_loss_scale() -> None:
+    loss_check = check(precision="fp16")
     with pytest.raises(
         TrainingError,
         match="10 iterations in a row overflowed with the loss scale at its minimum 1",
     ):
-        own.take_note(update((2.0,) * 4, math.inf, False, fatal=True), TrainState())
+        loss_check.count_iteration(update((2.0,) * 4, math.inf, False, fatal=True), TrainState())

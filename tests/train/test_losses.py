@@ -1,7 +1,4 @@
-"""A run with several losses.
-
-What is reported of each, on the way and after it stopped in between.
-"""
+"""Reports of a run with several losses, in one attempt and after a resume."""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +24,9 @@ TOKENS = SpecialTokens(pad=0, cls=1, sep=2, mask=3)
 
 
 class Pairs:
-    """Rows of BERT that depend on their index alone.
+    """BERT samples that depend only on their index.
 
-    Every fourth token is predicted, the end may be padding.
+    Every fourth token is predicted, and the end may be padding.
     """
 
     seq_length, width = LENGTH, 3 * LENGTH + 1
@@ -82,7 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["step", "evaluation"])
-def test_each_loss_is_reported_by_its_name(whole: Path, kind: str) -> None:
+def test_each_loss_is_reported_under_its_name(whole: Path, kind: str) -> None:
     for event in _runs.events(whole, kind):
         assert event["lm_loss"] == pytest.approx(np.log(VOCAB), rel=0.2)
         assert event["sop_loss"] == pytest.approx(np.log(2), rel=0.3)
@@ -90,13 +87,13 @@ def test_each_loss_is_reported_by_its_name(whole: Path, kind: str) -> None:
         assert event.get("ppl", np.exp(event["lm_loss"])) == pytest.approx(np.exp(event["lm_loss"]))
 
 
-def test_the_binary_task_names_its_loss(tmp_path: Path) -> None:
+def test_sentence_task_determines_the_name_of_its_loss(tmp_path: Path) -> None:
     train(config(1, masked_lm={"sentence_task": "nsp"}), tmp_path)
     assert {"lm_loss", "nsp_loss"} <= _runs.events(tmp_path, "step")[-1].keys()
     assert "sop_loss" not in _runs.events(tmp_path, "evaluation")[-1]
 
 
-def test_the_means_of_an_interval_survive_a_stop_within_it(whole: Path, tmp_path: Path) -> None:
+def test_interval_means_survive_a_stop_within_the_interval(whole: Path, tmp_path: Path) -> None:
     train(config(3), tmp_path)
     assert set(
         read_state(tmp_path / "checkpoints/iter_0000003")["train"]["interval"]["losses"]
@@ -105,7 +102,7 @@ def test_the_means_of_an_interval_survive_a_stop_within_it(whole: Path, tmp_path
         "sop_loss",
     }
     train(config(6), tmp_path, attempt=2)
-    expected, found = (
+    expected, resumed = (
         [
             (event["iteration"], event["lm_loss"], event["sop_loss"])
             for event in _runs.events(path, "step")
@@ -113,11 +110,11 @@ def test_the_means_of_an_interval_survive_a_stop_within_it(whole: Path, tmp_path
         ]
         for path in (whole, tmp_path)
     )
-    assert found == expected
+    assert resumed == expected
     assert len(expected) == 2
 
 
-def test_what_is_minimised_is_the_sum() -> None:
+def test_minimised_loss_is_the_sum_of_all_losses() -> None:
     run = config(1)
     engine = NativeEngine(
         Stage(run, VOCAB, ProcessMesh.serial(), special_tokens=TOKENS), run, "fp32"

@@ -1,4 +1,4 @@
-"""Running out of memory is said as what was predicted, what was in use, and what to change."""
+"""Out-of-memory errors: predicted memory, memory in use, and settings that help."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests._tiny import tiny_config
 from tests.train import _runs
 
 
-def test_training_says_what_was_predicted_what_was_in_use_and_what_helps() -> None:
+def test_training_error_states_prediction_usage_and_advice() -> None:
     attempt = memory_errors(tiny_config(), 0, TrainState(iteration=6), vocab_size=512)
     with pytest.raises(MemoryExhaustedError) as caught, attempt:
         raise RuntimeError(
@@ -40,7 +40,7 @@ def test_training_says_what_was_predicted_what_was_in_use_and_what_helps() -> No
     assert 1 <= message.count(" (predicted ") <= 3
 
 
-def test_the_settings_are_those_of_the_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_comes_from_the_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "savings", lambda config, place, rank: [])
     attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
     with (
@@ -50,8 +50,8 @@ def test_the_settings_are_those_of_the_preflight(monkeypatch: pytest.MonkeyPatch
         raise MemoryError
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without GPU")
-def test_without_a_gpu_there_is_nowhere_to_offload_to() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+def test_advice_without_a_gpu_omits_offloading() -> None:
     config = load_config(
         "gpt2-tiny", {"engine": "deepspeed", "deepspeed.zero_stage": 3, "launch.nproc_per_node": 1}
     )
@@ -65,7 +65,7 @@ def test_without_a_gpu_there_is_nowhere_to_offload_to() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_its_memory_is_counted() -> None:
+def test_usage_on_a_gpu_is_its_memory() -> None:
     with (
         pytest.raises(MemoryExhaustedError) as caught,
         memory_errors(tiny_config(), 0, TrainState(), vocab_size=512),
@@ -79,19 +79,19 @@ def test_on_a_gpu_its_memory_is_counted() -> None:
     )
 
 
-def test_memory_that_really_runs_out_on_a_cpu_is_recognised() -> None:
+def test_failed_cpu_allocation_is_recognised() -> None:
     attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
     with pytest.raises(MemoryExhaustedError, match="tried to allocate"), attempt:
         torch.empty(2**60, dtype=torch.uint8)
 
 
-def test_other_errors_pass_unchanged() -> None:
+def test_other_errors_are_unchanged() -> None:
     attempt = memory_errors(tiny_config(), 0, TrainState(), vocab_size=512)
     with pytest.raises(RuntimeError, match="shape mismatch"), attempt:
         raise RuntimeError("shape mismatch")
 
 
-def test_scoring_names_its_batch() -> None:
+def test_scoring_error_names_its_micro_batch_size() -> None:
     message = (
         r"rank 1 ran out of memory while it evaluated .*in use .*; lower "
         r"evaluate\.micro_batch_size \(now 16"
@@ -103,22 +103,22 @@ def test_scoring_names_its_batch() -> None:
         raise MemoryError
 
 
-@pytest.mark.parametrize("spoke", [True, False])
-def test_a_rank_that_the_kernel_killed_gets_the_advice_it_could_not_give(
-    spoke: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rank_reported", [True, False])
+def test_stage_adds_advice_for_a_rank_killed_by_the_kernel(
+    rank_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = _runs.job(_runs.config(), tmp_path, tmp_path)
-    said = "rank 0 was ended by SIGKILL: the kernel ran out of memory"
+    error = "rank 0 was ended by SIGKILL: the kernel ran out of memory"
 
     def killed(*arguments: object, **options: object) -> None:
-        if spoke:
-            write_reason(Path(job.exit_directory), 0, MemoryExhaustedError(said))
-        raise MemoryExhaustedError(said)
+        if rank_reported:
+            write_reason(Path(job.exit_directory), 0, MemoryExhaustedError(error))
+        raise MemoryExhaustedError(error)
 
     monkeypatch.setattr(stages, "supervise", killed)
     with pytest.raises(MemoryExhaustedError) as caught:
         stages.train(job)
     message = str(caught.value)
-    assert message.startswith(said)
-    assert ("; predicted for the rank that needs most: " in message) is not spoke
-    assert ("of main memory on this machine)" in message) is not spoke
+    assert message.startswith(error)
+    assert ("; predicted for the rank that needs most: " in message) is not rank_reported
+    assert ("of host memory on this machine)" in message) is not rank_reported

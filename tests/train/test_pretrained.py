@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of another checkpoint."""
+"""Runs that start from the weights of another checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights alone, of another seed and without an optimizer, as conversion writes them."""
+    """Provide a checkpoint with only weights, of another seed, as conversion writes it."""
     other = _runs.config().model_copy(update={"seed": 77})
     model = build_model(other, _runs.VOCAB_SIZE, ProcessMesh.serial())
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
@@ -54,7 +54,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def train_everywhere(data: Path, imported: Path, root: Path) -> None:
+def train_in_all_layouts(data: Path, imported: Path, root: Path) -> None:
     for name, parallel in LAYOUTS.items():
         for precision in ("fp32", "bf16"):
             still_alive()
@@ -74,18 +74,18 @@ def serial(data: Path, imported: Path, tmp_path_factory: pytest.TempPathFactory)
     return directory
 
 
-def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(
+def test_run_starts_with_the_weights_and_a_fresh_optimizer(
     data: Path, imported: Path, serial: Path
 ) -> None:
-    still = config(imported, train_iters=1)
-    still = still.model_copy(
-        update={"optim": still.optim.model_copy(update={"lr": 0.0, "min_lr": 0.0})}
+    unchanged = config(imported, train_iters=1)
+    unchanged = unchanged.model_copy(
+        update={"optim": unchanged.optim.model_copy(update={"lr": 0.0, "min_lr": 0.0})}
     )
-    _runs.train(still, data, serial / "still")
-    tensors = read_tensors(serial / "still/checkpoints/iter_0000001")
+    _runs.train(unchanged, data, serial / "unchanged")
+    tensors = read_tensors(serial / "unchanged/checkpoints/iter_0000001")
     for name, weight in read_tensors(imported).items():
         assert torch.equal(tensors[name], weight), name
-    state = read_state(serial / "still/checkpoints/iter_0000001")
+    state = read_state(serial / "unchanged/checkpoints/iter_0000001")
     assert (state["engine"]["optimizer_steps"], state["train"]["consumed_samples"]) == (1, 8)
     fresh = serial / "fresh"
     _runs.train(config(None), data, fresh)
@@ -94,10 +94,10 @@ def test_a_run_begins_with_the_weights_and_a_fresh_optimizer(
     assert (start["iteration"], start["resumed_from"]) == (0, None)
 
 
-def test_every_layout_and_precision_begins_alike(
+def test_layouts_and_precisions_start_with_the_same_losses(
     data: Path, imported: Path, serial: Path, tmp_path: Path
 ) -> None:
-    run_distributed(2, train_everywhere, data, imported, tmp_path)
+    run_distributed(2, train_in_all_layouts, data, imported, tmp_path)
     for name in LAYOUTS:
         assert _runs.losses(tmp_path / name / "fp32") == pytest.approx(
             _runs.losses(serial), rel=1e-5
@@ -107,9 +107,7 @@ def test_every_layout_and_precision_begins_alike(
         )
 
 
-def test_a_resumed_run_goes_on_with_its_own_weights(
-    data: Path, imported: Path, tmp_path: Path
-) -> None:
+def test_resumed_run_keeps_its_own_weights(data: Path, imported: Path, tmp_path: Path) -> None:
     _runs.train(config(imported, train_iters=3), data, tmp_path / "resumed")
     _runs.train(config(imported, train_iters=6), data, tmp_path / "resumed", attempt=2)
     _runs.train(config(imported, train_iters=6), data, tmp_path / "whole")
@@ -119,7 +117,7 @@ def test_a_resumed_run_goes_on_with_its_own_weights(
     )
 
 
-def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(
+def test_checkpoint_of_another_model_or_incomplete_is_refused(
     data: Path, imported: Path, tmp_path: Path
 ) -> None:
     other = _runs.config(

@@ -1,7 +1,4 @@
-"""A step that goes wrong is computed once more, which tells data from hardware.
-
-And batches that are passed over.
-"""
+"""Recomputed iterations, which distinguish bad data from bad hardware, and skipped batches."""
 
 import math
 import os
@@ -41,18 +38,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run in which nothing goes wrong."""
+    """Provide the run in which nothing fails."""
     directory = tmp_path_factory.mktemp("whole")
     _runs.train(run(), data, directory)
     return directory
 
 
 Fault = Callable[[Any, Callable[[], None]], None]
-"""Gets the engine and what computes the gradients, and does the latter with something going
-wrong."""
+"""Function that gets the engine and the computation of the gradients, and disturbs the latter."""
 
 
-def faulty(
+def train_with_fault(
     config: RunConfig,
     data: Path,
     directory: Path,
@@ -61,7 +57,7 @@ def faulty(
     calls: tuple[int, ...],
     attempt: int = 1,
 ) -> None:
-    """Train; the computations with these numbers, counted from 1, meet the fault."""
+    """Train, with the fault in the computations with these numbers, counted from 1."""
     mesh = _runs.mesh(config)
     with Recorder(directory, attempt=attempt, rank=mesh.rank, tensorboard=False) as recorder:
         trainer = _runs.trainer(config, data, directory, mesh, recorder)
@@ -79,39 +75,43 @@ def faulty(
 
 
 def nan_loss(engine: Any, compute: Callable[[], None]) -> None:
-    """A weight reads as NaN for the time of one computation."""
+    """Replace a weight by NaN during one computation."""
     weight = next(iter(engine._stage.named_parameters.values())).data
-    kept = weight.clone()
+    original = weight.clone()
     weight.fill_(math.nan)
     compute()
-    weight.copy_(kept)
+    weight.copy_(original)
 
 
 def nan_gradient(engine: Any, compute: Callable[[], None]) -> None:
-    """One gradient is lost after a forward pass that was right."""
+    """Set one gradient to NaN after a correct forward pass."""
     compute()
     engine._syncs[0].buckets[0].buffer[0] = math.nan
 
 
-def jumped(engine: Any, compute: Callable[[], None]) -> None:
-    """One loss is a hundred times what it should be."""
+def loss_spike(engine: Any, compute: Callable[[], None]) -> None:
+    """Multiply one loss by a hundred."""
     compute()
     engine._losses[0].mul_(100.0)
 
 
-def unharmed(engine: Any, compute: Callable[[], None]) -> None:
+def no_fault(engine: Any, compute: Callable[[], None]) -> None:
     compute()
 
 
 @pytest.mark.parametrize(
     ("fault", "cause"),
-    [(nan_loss, "loss_not_finite"), (nan_gradient, "gradient_not_finite"), (jumped, "loss_spike")],
+    [
+        (nan_loss, "loss_not_finite"),
+        (nan_gradient, "gradient_not_finite"),
+        (loss_spike, "loss_spike"),
+    ],
     ids=["loss", "gradient", "spike"],
 )
-def test_what_does_not_happen_again_is_the_hardware_and_leaves_no_trace(
+def test_fault_that_is_not_reproduced_blames_hardware_and_changes_nothing(
     data: Path, whole: Path, tmp_path: Path, fault: Fault, cause: str
 ) -> None:
-    faulty(run(), data, tmp_path, fault, calls=(ITERATION,))
+    train_with_fault(run(), data, tmp_path, fault, calls=(ITERATION,))
     (bad,) = _runs.events(tmp_path, "bad_batch")
     assert (bad["cause"], bad["iteration"], bad["reproduced"]) == (cause, ITERATION, False)
     assert bad["global_batch"] == [24, 31]
@@ -121,13 +121,13 @@ def test_what_does_not_happen_again_is_the_hardware_and_leaves_no_trace(
     assert_same_run(whole, tmp_path, 6)
 
 
-def test_what_happens_again_is_the_datas_fault_and_its_batch_can_be_passed_over(
+def test_reproduced_fault_blames_data_and_its_batch_can_be_skipped(
     data: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
         LossError, match=r"it came out bad again, so data or numerics.*iter_0000003"
     ) as caught:
-        faulty(run(), data, tmp_path, nan_loss, calls=(ITERATION, ITERATION + 1))
+        train_with_fault(run(), data, tmp_path, nan_loss, calls=(ITERATION, ITERATION + 1))
     advised = 'train.skip_samples: ["24-31"]'
     assert advised in str(caught.value)
     (bad,) = _runs.events(tmp_path, "bad_batch")
@@ -139,10 +139,10 @@ def test_what_happens_again_is_the_datas_fault_and_its_batch_can_be_passed_over(
     assert [steps[i]["consumed_samples"] for i in (3, 4, 5, 6)] == [24, 32, 40, 48]
     state = read_state(tmp_path / "checkpoints/iter_0000006")["train"]
     assert (state["applied_iterations"], state["passed_over"]) == (5, [[24, 31]])
-    assert "passes over samples 24 to 31" in _runs.events(tmp_path, "warning")[-1]["message"]
+    assert "skips samples 24 to 31" in _runs.events(tmp_path, "warning")[-1]["message"]
 
 
-def test_a_save_that_failed_meanwhile_does_not_hide_the_loss(
+def test_failed_save_does_not_hide_the_loss_error(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -152,19 +152,16 @@ def test_a_save_that_failed_meanwhile_does_not_hide_the_loss(
     with pytest.raises(
         LossError, match=r"no checkpoint was saved before; the save .* failed \(the disk is full\)"
     ):
-        faulty(run(), data, tmp_path, nan_loss, calls=(ITERATION, ITERATION + 1))
+        train_with_fault(run(), data, tmp_path, nan_loss, calls=(ITERATION, ITERATION + 1))
 
 
-def test_the_batches_after_one_that_is_passed_over_are_what_they_were(
-    data: Path, tmp_path: Path
-) -> None:
-    """Skipping the first batch is training on the others alone: no later sample moves."""
+def test_skipped_batch_does_not_move_later_samples(data: Path, tmp_path: Path) -> None:
     _runs.train(run(train_iters=3, skip_samples=[1]), data, tmp_path / "skipped")
     losses = _runs.losses(tmp_path / "skipped")
     _runs.train(run(train_iters=3), data, tmp_path / "whole")
     assert losses[1] is None
-    # The second batch meets the initial weights instead of those after one step: near, and not the
-    # same.
+    # The second batch meets the initial weights instead of those after one step, so its loss is
+    # near but not equal.
     assert losses[2] == pytest.approx(_runs.losses(tmp_path / "whole")[2], rel=0.05)
     with pytest.raises(
         ConfigError,
@@ -174,10 +171,10 @@ def test_the_batches_after_one_that_is_passed_over_are_what_they_were(
     _runs.train(run(skip_samples=[1]), data, tmp_path / "skipped", attempt=2)
 
 
-def test_a_spike_of_the_data_is_applied_with_a_warning_or_stops_before_it_is(
+def test_reproduced_spike_is_applied_with_a_warning_or_stops_the_run(
     data: Path, tmp_path: Path
 ) -> None:
-    faulty(run(), data, tmp_path / "warn", jumped, calls=(ITERATION, ITERATION + 1))
+    train_with_fault(run(), data, tmp_path / "warn", loss_spike, calls=(ITERATION, ITERATION + 1))
     (warning,) = _runs.events(tmp_path / "warn", "warning")
     assert "the loss jumped to" in warning["message"]
     assert (
@@ -188,22 +185,24 @@ def test_a_spike_of_the_data_is_applied_with_a_warning_or_stops_before_it_is(
         LossError,
         match=r"the loss jumped to .* at iteration 4 .*or set train.loss_spike_action to w",
     ):
-        faulty(spiky, data, tmp_path / "stop", jumped, calls=(ITERATION, ITERATION + 1))
+        train_with_fault(
+            spiky, data, tmp_path / "stop", loss_spike, calls=(ITERATION, ITERATION + 1)
+        )
     assert [path.name for path in (tmp_path / "stop/checkpoints").glob("iter_*")] == [
         "iter_0000003"
     ]
 
 
-def only_rank_1(data: Path, root: Path) -> None:
-    """The fault is on one rank; both find the same and go on."""
-    fault = nan_loss if os.environ["RANK"] == "1" else unharmed
-    faulty(run(), data, root / "fault", fault, calls=(ITERATION,))
+def fail_on_rank_1(data: Path, root: Path) -> None:
+    """Train with the fault only on rank 1, without it, and with skipped samples."""
+    fault = nan_loss if os.environ["RANK"] == "1" else no_fault
+    train_with_fault(run(), data, root / "fault", fault, calls=(ITERATION,))
     _runs.train(run(), data, root / "whole")
     _runs.train(run(skip_samples=["8-11"]), data, root / "skipped")
 
 
-def test_two_ranks_agree_on_what_went_wrong(data: Path, tmp_path: Path) -> None:
-    run_distributed(2, only_rank_1, data, tmp_path)
+def test_ranks_agree_on_the_fault_of_one(data: Path, tmp_path: Path) -> None:
+    run_distributed(2, fail_on_rank_1, data, tmp_path)
     (bad,) = _runs.events(tmp_path / "fault", "bad_batch")
     assert (bad["rank"], bad["samples"], bad["reproduced"]) == (1, [26, 27], False)
     assert_same_run(tmp_path / "whole", tmp_path / "fault", 6)

@@ -1,7 +1,4 @@
-"""A kill between a checkpoint and its event.
-
-The resumed run reports what is there and what is gone.
-"""
+"""Resumed runs after a kill between a checkpoint and its event."""
 
 import os
 import shutil
@@ -20,7 +17,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_unreported_checkpoints_are_reported_and_lost_ones_too(data: Path, tmp_path: Path) -> None:
+def test_resumed_run_reports_unreported_and_lost_checkpoints(data: Path, tmp_path: Path) -> None:
     train = _runs.config().train.model_dump()
     _runs.train(_runs.config(train=train | {"train_iters": 4}), data, tmp_path)
     events = tmp_path / "events.jsonl"
@@ -42,8 +39,8 @@ def test_unreported_checkpoints_are_reported_and_lost_ones_too(data: Path, tmp_p
     assert not list((tmp_path / "checkpoints").glob("*.tmp-*"))
 
 
-def test_retention_that_a_kill_came_before_is_made_up_for(data: Path, tmp_path: Path) -> None:
-    """A run that goes on, if only to its end, applies the rules to what is there."""
+def test_resumed_run_applies_retention_to_existing_checkpoints(data: Path, tmp_path: Path) -> None:
+    """A finished run that is started again does so too."""
     train = _runs.config().train.model_dump()
     _runs.train(
         _runs.config(train=train, checkpoint={"save_interval": 2, "keep_last": 9}), data, tmp_path
@@ -54,7 +51,7 @@ def test_retention_that_a_kill_came_before_is_made_up_for(data: Path, tmp_path: 
     assert [event["iteration"] for event in _runs.events(tmp_path, "checkpoint_deleted")] == [2, 4]
 
 
-def test_a_checkpoint_that_is_gone_on_from_stays_though_a_damaged_one_is_newer(
+def test_retention_keeps_the_resumed_checkpoint_when_a_newer_one_is_damaged(
     data: Path, tmp_path: Path
 ) -> None:
     train = _runs.config().train.model_dump()
@@ -67,7 +64,7 @@ def test_a_checkpoint_that_is_gone_on_from_stays_though_a_damaged_one_is_newer(
     content[-200] ^= 1
     stamp = shard.stat()
     shard.write_bytes(content)
-    os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as a disk changes it
+    os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as if the disk had changed it
     stopped = train | {"exit_interval": 5}
     with pytest.raises(TrainingStoppedError):
         _runs.train(

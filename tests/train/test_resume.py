@@ -1,4 +1,4 @@
-"""Going on with another configuration, and from another run's checkpoint."""
+"""Resuming with another configuration and from another run's checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def half(data: Path, tmp_path: Path) -> Path:
-    """Three iterations."""
+    """Provide a run stopped after three iterations."""
     _runs.train(run(3), data, tmp_path / "half")
     return tmp_path / "half"
 
@@ -43,7 +43,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change what a checkpoint holds beside tensors, as if it had been written so."""
+    """Change the state of a checkpoint, as if it had been written so."""
     state = checkpoint / STATE_NAME
     values = json.loads(state.read_text())
     change(values)
@@ -52,9 +52,7 @@ def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> 
     replace(marker, files=marker.files | {STATE_NAME: FileRecord.of(state)}).write(checkpoint)
 
 
-def test_a_keyed_change_is_refused_until_it_is_allowed_and_nothing_is_lost(
-    data: Path, half: Path
-) -> None:
+def test_keyed_change_is_refused_until_overridden(data: Path, half: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"iter_0000003 was written with .*optim.lr: 0.01 -> 0.02.*override: \[optim.lr",
@@ -69,7 +67,7 @@ def test_a_keyed_change_is_refused_until_it_is_allowed_and_nothing_is_lost(
     assert steps[4] > 1.5 * steps[3]
 
 
-def test_what_may_change_needs_no_permission_and_is_shown(data: Path, half: Path) -> None:
+def test_unkeyed_changes_are_allowed_and_reported(data: Path, half: Path) -> None:
     _runs.train(run(6, parallel={"grad_reduce_bucket_mb": 1.0}), data, half, attempt=2)
     assert _runs.events(half, "start")[-1]["changes"] == [
         "parallel.grad_reduce_bucket_mb: 25.0 -> 1.0",
@@ -77,7 +75,7 @@ def test_what_may_change_needs_no_permission_and_is_shown(data: Path, half: Path
     ]
 
 
-def test_another_run_goes_on_from_a_checkpoint_as_if_it_were_its_own(
+def test_run_resumed_from_another_runs_checkpoint_is_bit_identical(
     data: Path, half: Path, tmp_path: Path
 ) -> None:
     checkpoint = str(half / "checkpoints/iter_0000003")
@@ -85,12 +83,12 @@ def test_another_run_goes_on_from_a_checkpoint_as_if_it_were_its_own(
     _runs.train(run(6, resume={"checkpoint": checkpoint}), data, tmp_path / "other")
     assert_same_run(tmp_path / "whole", tmp_path / "other", 6)
     assert [event["iteration"] for event in _runs.events(tmp_path / "other", "step")] == [4, 5, 6]
-    # Once it has checkpoints of its own, it goes on from these.
+    # Once it has its own checkpoints, it resumes from these.
     _runs.train(run(7, resume={"checkpoint": checkpoint}), data, tmp_path / "other", attempt=2)
     assert _runs.events(tmp_path / "other", "start")[-1]["resumed_from"] == 6
 
 
-def test_another_run_is_refused_as_well_when_a_keyed_value_differs(
+def test_another_runs_checkpoint_with_keyed_changes_is_refused(
     data: Path, half: Path, tmp_path: Path
 ) -> None:
     changed = {"checkpoint": str(half / "checkpoints/iter_0000003")}
@@ -98,17 +96,19 @@ def test_another_run_is_refused_as_well_when_a_keyed_value_differs(
         _runs.train(run(resume=changed).model_copy(update={"seed": 7}), data, tmp_path / "other")
 
 
-def test_weights_alone_cannot_be_gone_on_from(data: Path, half: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_training_state_is_refused(
+    data: Path, half: Path, tmp_path: Path
+) -> None:
     checkpoint = half / "checkpoints/iter_0000003"
     rewrite_state(checkpoint, lambda values: values.pop("train"))
     with pytest.raises(
         CheckpointError,
-        match=r"holds weights without the state of a training: begin with them by train",
+        match=r"holds weights without the state of a training: begin with them through train",
     ):
         _runs.train(run(resume={"checkpoint": str(checkpoint)}), data, tmp_path / "other")
 
 
-def test_what_auto_came_to_on_another_machine_is_a_change(data: Path, half: Path) -> None:
+def test_different_automatic_precision_counts_as_a_change(data: Path, half: Path) -> None:
     rewrite_state(half / "checkpoints/iter_0000003", lambda values: values.update(precision="bf16"))
     with pytest.raises(
         ConfigError, match=r"train.precision: bf16 -> fp32.*override: \[train.precision\]"

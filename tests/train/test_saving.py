@@ -1,4 +1,4 @@
-"""Saves beside the training: what it waits for, and what becomes of it when one fails."""
+"""Checkpoints saved in the background: waiting for the previous one, and failures."""
 
 import errno
 import os
@@ -23,16 +23,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_stall_of_a_save_has_the_wait_for_the_one_before(
+def test_stall_includes_the_wait_for_the_previous_save(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = background.write_checkpoint
 
-    def slowly(*arguments: Any, **options: Any) -> Any:
+    def write_slowly(*arguments: Any, **options: Any) -> Any:
         time.sleep(1.0)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(background, "write_checkpoint", slowly)
+    monkeypatch.setattr(background, "write_checkpoint", write_slowly)
     train = _runs.config().train.model_dump() | {"train_iters": 2, "eval_interval": 100}
     _runs.train(_runs.config(train=train, checkpoint={"save_interval": 1}), data, tmp_path)
     first, second = (
@@ -43,8 +43,7 @@ def test_the_stall_of_a_save_has_the_wait_for_the_one_before(
 
 
 def full_on_one_rank(data: Path, root: Path) -> tuple[str, int]:
-    """From the second save on rank 1 finds its disk full; what the rank raised, and in which
-    iteration."""
+    """Fill rank 1's disk from the second save on; return the rank's error and iteration."""
     write, saves = CheckpointWriter.write_data, iter(range(1, 100))
 
     def limited(*arguments: Any) -> Any:
@@ -63,7 +62,7 @@ def full_on_one_rank(data: Path, root: Path) -> tuple[str, int]:
     return str(caught.value), trainer.state.iteration
 
 
-def test_a_save_that_fails_on_one_rank_ends_all_of_them_after_the_same_iteration(
+def test_failed_save_on_one_rank_ends_all_ranks_after_the_same_iteration(
     data: Path, tmp_path: Path
 ) -> None:
     (first, one), (second, other) = run_distributed(2, full_on_one_rank, data, tmp_path)

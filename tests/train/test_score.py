@@ -1,4 +1,4 @@
-"""Perplexities of a run on a blend whose documents are learnt by themselves."""
+"""Scores of a run on a blend whose documents are separated by masks."""
 
 import math
 from pathlib import Path
@@ -34,7 +34,7 @@ WEIGHTS = (0.7, 0.3)
 
 
 def write(directory: Path, run: RunConfig) -> list[str]:
-    """Two pairs of token files, each document ending with its token, blended for training."""
+    """Write two pairs of token files with terminated documents and the blended index maps."""
     random = np.random.RandomState(4)
     prefixes = [str(directory / name) for name in ("a", "b")]
     for prefix, documents in zip(prefixes, (60, 30), strict=True):
@@ -56,7 +56,7 @@ def write(directory: Path, run: RunConfig) -> list[str]:
 
 @pytest.fixture(params=list(DATA))
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
-    """A run of a few iterations, and the job that scores it."""
+    """Provide a run of a few iterations and the job that scores it."""
     run = _runs.config(data=DATA[request.param])
     prefixes = write(tmp_path, run)
     mesh = ProcessMesh.serial()
@@ -78,15 +78,17 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
 
 
 def documents_of(job: EvaluateJob, name: str) -> list[list[int]]:
-    """Every piece of a document in every sample of one epoch of a split, with the label after its
-    last token."""
+    """Return each piece of a document in one epoch of a split.
+
+    A piece includes the label after its last token.
+    """
     options = IndexOptions(
         split=SPLIT,
         seq_length=job.config.data.seq_length,
         seed=job.config.seed,
         packing=job.config.data.packing,
     )
-    found = []
+    pieces = []
     for prefix in job.token_prefixes:
         directory = Path(job.run_directory, "one", Path(prefix).name)
         directory.mkdir(parents=True, exist_ok=True)
@@ -96,19 +98,19 @@ def documents_of(job: EvaluateJob, name: str) -> list[list[int]]:
             tokens = [token for token in sample if token >= 0]
             while tokens:
                 end = tokens.index(_runs.EOD_ID) + 1 if _runs.EOD_ID in tokens else len(tokens)
-                found.append(tokens[:end])
+                pieces.append(tokens[:end])
                 tokens = tokens[end:]
-    return found
+    return pieces
 
 
 def losses(model: GPTModel, document: list[int]) -> Tensor:
-    """Of each label of a document that is read by itself."""
+    """Return the loss of each label of a document read separately."""
     ids = torch.tensor([document])
     with torch.no_grad():
         return model.loss(ids[:, :-1], ids[:, 1:]).flatten().double()
 
 
-def test_scores_are_of_documents_by_themselves(job: EvaluateJob) -> None:
+def test_scores_equal_those_of_separate_documents(job: EvaluateJob) -> None:
     from megacore.checkpoint.load import read_tensors
 
     scorer = CheckpointScorer(job, ProcessMesh.serial(), torch.device("cpu"))
@@ -123,7 +125,7 @@ def test_scores_are_of_documents_by_themselves(job: EvaluateJob) -> None:
         assert scores[f"{name}_ppl"] == pytest.approx(math.exp(expected), rel=1e-6)
 
 
-def test_token_frequencies_are_those_of_the_train_split_on_the_same_labels(
+def test_unigram_perplexity_uses_frequencies_of_the_train_split(
     job: EvaluateJob,
 ) -> None:
     counts = np.ones(_runs.VOCAB_SIZE)

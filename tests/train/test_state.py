@@ -1,4 +1,4 @@
-"""The loop's state as JSON."""
+"""JSON form of the training state."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from megacore.errors import CheckpointError
 from megacore.train.state import LogInterval, TrainState
 
 
-def test_a_state_survives_json() -> None:
+def test_state_survives_json() -> None:
     state = TrainState(
         7,
         56,
@@ -20,7 +20,7 @@ def test_a_state_survives_json() -> None:
     assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
-def test_a_state_of_another_version_or_form_is_refused() -> None:
+def test_state_of_another_version_or_form_is_refused() -> None:
     values = TrainState().to_json()
     with pytest.raises(CheckpointError, match="version 99"):
         TrainState.from_json(values | {"version": 99})
@@ -28,7 +28,7 @@ def test_a_state_of_another_version_or_form_is_refused() -> None:
         TrainState.from_json(values | {"surprise": 1})
 
 
-def test_the_mean_is_over_applied_iterations() -> None:
+def test_interval_mean_is_over_applied_iterations() -> None:
     interval = LogInterval()
     assert math.isnan(interval.mean("lm_loss"))
     for step in ({"lm_loss": 1.0, "sop_loss": 0.5}, {"lm_loss": 2.0, "sop_loss": 0.75}):

@@ -1,4 +1,4 @@
-"""Small texts of both kinds."""
+"""Small texts for WikiText and LAMBADA."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ WORDS = (
 
 
 def write_wikitext(path: Path, words: int = 900) -> Path:
-    """Random words, divided by spaces, in lines."""
+    """Write random words, separated by spaces, in lines."""
     random = np.random.RandomState(2)
     lines = [" ".join(random.choice(WORDS, 30)) for _ in range(words // 30)]
     path.write_text(" \n = Title = \n \n " + " \n ".join(lines) + " \n ", encoding="utf-8")
@@ -31,7 +31,7 @@ def write_wikitext(path: Path, words: int = 900) -> Path:
 
 
 def write_lambada(path: Path, passages: int = 30) -> Path:
-    """Random passages, the longest of them beyond a tiny model's positions."""
+    """Write random passages, the longest of which exceeds a tiny model's positions."""
     random = np.random.RandomState(3)
     lengths = [2, *random.randint(3, 30, passages - 2), 90]
     lines = [json.dumps({"text": " ".join(random.choice(WORDS[:7], length))}) for length in lengths]

@@ -1,4 +1,4 @@
-"""The rules of GPT-2's evaluation, by example."""
+"""Detokenization and word counts of GPT-2's evaluation, by example."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from megacore.zeroshot.texts import count_words, detokenize_wikitext
 
 
 @pytest.mark.parametrize(
-    ("divided", "joined"),
+    ("separated", "joined"),
     [
         ("a guest @-@ starring role", "a guest-starring role"),
         ("12 @,@ 345 @.@ 6 metres", "12,345.6 metres"),
@@ -30,17 +30,19 @@ from megacore.zeroshot.texts import count_words, detokenize_wikitext
         ("größe , naïve", "größe, naïve"),
     ],
 )
-def test_what_was_divided_is_joined(divided: str, joined: str) -> None:
-    assert detokenize_wikitext(divided) == joined
+def test_separated_punctuation_is_joined(separated: str, joined: str) -> None:
+    assert detokenize_wikitext(separated) == joined
 
 
-def test_words_are_what_spaces_divide_and_ends_of_lines() -> None:
+def test_ends_of_lines_count_as_words() -> None:
     assert count_words(" \n = Robert <unk> = \n \n He had . \n ") == 9
     assert count_words("one") == 1
 
 
-def test_the_real_split_has_the_words_of_the_literature(shared_data: Path) -> None:
-    """245,569 of the test split of WikiText-2 (Merity et al. 2016, table 1), where the ends of the
-    file count too."""
+def test_the_test_split_of_wikitext_2_has_the_words_of_the_literature(shared_data: Path) -> None:
+    """Check the 245,569 words of Merity et al. 2016, table 1.
+
+    They count the ends of the file too.
+    """
     text = (shared_data / "data/wikitext2-test.txt").read_text(encoding="utf-8")
     assert count_words(text) == 245_569 - 3

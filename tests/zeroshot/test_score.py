@@ -1,4 +1,4 @@
-"""The same numbers as transformers gives for the same weights, one sequence at a time."""
+"""Zero-shot scores, compared with transformers on the same weights, one sequence at a time."""
 
 import math
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ VOCAB = 300
 
 
 @dataclass(frozen=True)
-class Bench:
-    """One model twice, and the texts."""
+class Setup:
+    """One model in transformers and in megacore, and the texts."""
 
     theirs: Any
     ours: GPTModel
@@ -45,7 +45,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     root: Path = tmp_path_factory.mktemp("score")
@@ -68,7 +68,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     source = find_model(root / "saved")
-    yield Bench(
+    yield Setup(
         theirs,
         load_model(source, ProcessMesh.serial(), device=torch.device("cpu"), dtype=torch.float32),
         tokenizer,
@@ -79,7 +79,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def token_losses(theirs: Any, ids: list[int]) -> torch.Tensor:
-    """Of every token but the first, by transformers."""
+    """Return the loss of every token but the first, by transformers."""
     tokens = torch.tensor([ids])
     with torch.inference_mode():
         logits = theirs(tokens[:, :-1]).logits[0].double()
@@ -87,60 +87,60 @@ def token_losses(theirs: Any, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stride", [None, 64, 20, 1])
-def test_perplexities_are_those_of_transformers(bench: Bench, stride: int | None) -> None:
-    ids, length = bench.wikitext.tokens.tolist(), _tiny.POSITIONS
+def test_perplexities_equal_transformers(setup: Setup, stride: int | None) -> None:
+    ids, length = setup.wikitext.tokens.tolist(), _tiny.POSITIONS
     if stride == 1:
         ids = ids[:300]
-    text = WikiText(bench.wikitext.tokens[: len(ids)], bench.wikitext.words)
+    text = WikiText(setup.wikitext.tokens[: len(ids)], setup.wikitext.words)
     losses: list[torch.Tensor] = []
     counted = 0
     for start in range(0, len(ids), stride or length):
         window = ids[start : start + length + 1]
         losses.append(
-            token_losses(bench.theirs, window)[counted - start :]
+            token_losses(setup.theirs, window)[counted - start :]
             if start
-            else token_losses(bench.theirs, window)
+            else token_losses(setup.theirs, window)
         )
         counted = start + len(window) - 1
         if counted == len(ids) - 1:
             break
     nats = torch.cat(losses)
     assert len(nats) == len(ids) - 1
-    score = bench.scorer().wikitext(text, length, stride)
+    score = setup.scorer().wikitext(text, length, stride)
     assert score.tokens == len(nats)
     assert score.loss == pytest.approx(float(nats.mean()), rel=1e-6)
     assert score.token_ppl == pytest.approx(math.exp(float(nats.mean())), rel=1e-6)
     assert score.word_ppl == pytest.approx(math.exp(float(nats.sum()) / (text.words - 1)), rel=1e-5)
-    assert bench.scorer(3).wikitext(text, length, stride).loss == pytest.approx(
+    assert setup.scorer(3).wikitext(text, length, stride).loss == pytest.approx(
         score.loss, rel=1e-7
     )
 
 
-def test_more_context_is_scored_with_shorter_strides(bench: Bench) -> None:
-    score = bench.scorer().wikitext(bench.wikitext, 32, 8)
+def test_a_shorter_stride_scores_more_windows(setup: Setup) -> None:
+    score = setup.scorer().wikitext(setup.wikitext, 32, 8)
     assert (score.seq_length, score.overlapping_eval) == (32, 8)
     assert score.windows == math.ceil((score.tokens - 32) / 8) + 1
-    assert score.loss != bench.scorer().wikitext(bench.wikitext, 32).loss
+    assert score.loss != setup.scorer().wikitext(setup.wikitext, 32).loss
 
 
-def last_words(bench: Bench) -> list[tuple[float, bool]]:
-    """Nats of each passage's last word, and whether it would be written greedily."""
-    found = []
-    for passage in bench.passages:
+def last_words(setup: Setup) -> list[tuple[float, bool]]:
+    """Return the nats of each passage's last word, and True if greedy decoding would write it."""
+    words = []
+    for passage in setup.passages:
         ids = [*passage.context.tolist(), *passage.target.tolist()][-_tiny.POSITIONS - 1 :]
-        losses = token_losses(bench.theirs, ids)[-len(passage.target) :]
+        losses = token_losses(setup.theirs, ids)[-len(passage.target) :]
         with torch.inference_mode():
-            best = bench.theirs(torch.tensor([ids[:-1]])).logits[0].argmax(-1)
-        found.append(
+            best = setup.theirs(torch.tensor([ids[:-1]])).logits[0].argmax(-1)
+        words.append(
             (float(losses.sum()), best[-len(passage.target) :].tolist() == passage.target.tolist())
         )
-    return found
+    return words
 
 
 @pytest.mark.parametrize("batch_size", [1, 7])
-def test_last_words_are_those_of_transformers(bench: Bench, batch_size: int) -> None:
-    expected = last_words(bench)
-    score = bench.scorer(batch_size).lambada(bench.passages, _tiny.POSITIONS)
+def test_last_word_scores_equal_transformers(setup: Setup, batch_size: int) -> None:
+    expected = last_words(setup)
+    score = setup.scorer(batch_size).lambada(setup.passages, _tiny.POSITIONS)
     assert score.passages == len(expected) == 30
     assert score.correct == sum(correct for _, correct in expected)
     assert score.accuracy == score.correct / 30
@@ -150,41 +150,38 @@ def test_last_words_are_those_of_transformers(bench: Bench, batch_size: int) -> 
     assert score.shortened == 1
 
 
-def test_a_word_counts_when_all_its_tokens_are_the_most_probable(bench: Bench) -> None:
-    """Targets that the model itself has written are all correct.
-
-    One wrong token makes one wrong.
-    """
+def test_a_word_counts_if_all_its_tokens_are_the_most_probable(setup: Setup) -> None:
+    """Check targets that the model has generated: all are correct until one token is changed."""
     from megacore.generate.generate import generate
     from megacore.jobs.model import GenerateOptions
 
-    prompts = [passage.context.tolist()[:40] for passage in bench.passages]
-    written = generate(bench.ours, prompts, GenerateOptions(max_new_tokens=3), vocab_size=VOCAB)
-    arrays = [torch.tensor(one.tokens).numpy() for one in written]
+    prompts = [passage.context.tolist()[:40] for passage in setup.passages]
+    written = generate(setup.ours, prompts, GenerateOptions(max_new_tokens=3), vocab_size=VOCAB)
+    arrays = [torch.tensor(continuation.tokens).numpy() for continuation in written]
     passages = [
-        Passage(torch.tensor(prompt).numpy(), own)
-        for prompt, own in zip(prompts, arrays, strict=True)
+        Passage(torch.tensor(prompt).numpy(), target)
+        for prompt, target in zip(prompts, arrays, strict=True)
     ]
-    assert bench.scorer().lambada(passages, _tiny.POSITIONS).accuracy == 1
-    for place in range(3):
+    assert setup.scorer().lambada(passages, _tiny.POSITIONS).accuracy == 1
+    for position in range(3):
         wrong = arrays[4].copy()
-        wrong[place] = (wrong[place] + 1) % VOCAB
+        wrong[position] = (wrong[position] + 1) % VOCAB
         changed = [*passages[:4], Passage(passages[4].context, wrong), *passages[5:]]
-        assert bench.scorer().lambada(changed, _tiny.POSITIONS).correct == len(passages) - 1
+        assert setup.scorer().lambada(changed, _tiny.POSITIONS).correct == len(passages) - 1
 
 
-def test_the_padding_of_the_vocabulary_has_no_probability(bench: Bench) -> None:
-    before = bench.scorer().wikitext(bench.wikitext, _tiny.POSITIONS)
-    assert bench.ours.output_layer is not None
-    weight = bench.ours.output_layer.weight
+def test_the_padding_of_the_vocabulary_has_no_probability(setup: Setup) -> None:
+    before = setup.scorer().wikitext(setup.wikitext, _tiny.POSITIONS)
+    assert setup.ours.output_layer is not None
+    weight = setup.ours.output_layer.weight
     assert weight.shape[0] > VOCAB
     with torch.no_grad():
         weight[VOCAB:] += 1
-    assert bench.scorer().wikitext(bench.wikitext, _tiny.POSITIONS) == before
+    assert setup.scorer().wikitext(setup.wikitext, _tiny.POSITIONS) == before
 
 
-def test_windows_beyond_the_positions_are_refused(bench: Bench) -> None:
+def test_windows_beyond_the_positions_are_refused(setup: Setup) -> None:
     with pytest.raises(ConfigError, match="seq_length is 65 and the model has 64 positions"):
-        bench.scorer().wikitext(bench.wikitext, 65)
+        setup.scorer().wikitext(setup.wikitext, 65)
     with pytest.raises(ConfigError, match="seq_length is 65 and the model has 64 positions"):
-        bench.scorer().lambada(bench.passages, 65)
+        setup.scorer().lambada(setup.passages, 65)

@@ -1,4 +1,4 @@
-"""What is read of WikiText and LAMBADA, and what is refused."""
+"""Reading of WikiText and LAMBADA, and refusals."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_wikitext_is_one_text_whose_words_are_counted_as_they_came(
+def test_wikitext_is_one_detokenized_text_with_its_original_word_count(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     text = read_wikitext(
@@ -31,12 +31,15 @@ def test_wikitext_is_one_text_whose_words_are_counted_as_they_came(
     assert text.words == 12
 
 
-def test_lambada_is_divided_before_its_last_word(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_lambada_is_split_before_its_last_word(tokenizer: Tokenizer, tmp_path: Path) -> None:
     texts = ["the value of the value", "not  the\nsum", "über größe sum"]
     lines = "\n".join(json.dumps({"text": text, "other": 1}) for text in texts)
     passages = read_lambada(write(tmp_path / "lambada", lines + "\n\n"), tokenizer)
-    found = [(tokenizer.decode(one.context), tokenizer.decode(one.target)) for one in passages]
-    assert found == [("the value of the", " value"), ("not  the", " sum"), ("über größe", " sum")]
+    pairs = [
+        (tokenizer.decode(passage.context), tokenizer.decode(passage.target))
+        for passage in passages
+    ]
+    assert pairs == [("the value of the", " value"), ("not  the", " sum"), ("über größe", " sum")]
     assert passages[0].target.tolist() == tokenizer.encode(" value").tolist()
 
 
@@ -55,16 +58,14 @@ def test_lambada_is_divided_before_its_last_word(tokenizer: Tokenizer, tmp_path:
         (b'{"text": "\xff"}', r"is not UTF-8 \(invalid start byte at byte 10\)"),
     ],
 )
-def test_malformed_passages_are_named(
+def test_malformed_passages_are_refused_with_their_line(
     content: str | bytes, message: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     with pytest.raises(DataFormatError, match=message):
         read_lambada(write(tmp_path / "lambada", content), tokenizer)
 
 
-def test_texts_that_are_missing_or_too_short_are_named(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_missing_and_too_short_texts_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match="nowhere cannot be read: No such file or directory"):
         read_wikitext(tmp_path / "nowhere", tokenizer)
     with pytest.raises(DataFormatError, match="wiki has 1 tokens: a perplexity needs at least 2"):

@@ -1,4 +1,4 @@
-"""Every token is predicted once, with as much before it as a window has."""
+"""Windows of a text: every token is predicted once, with as much context as a window has."""
 
 import pytest
 
@@ -20,14 +20,14 @@ def test_every_token_but_the_first_is_predicted_once(tokens: int, stride: int | 
     assert predicted == list(range(1, tokens))
 
 
-def test_windows_that_do_not_overlap_count_whole() -> None:
+def test_windows_score_only_tokens_of_no_earlier_window() -> None:
     assert windows(20, 8) == [Window(0, 8, 8), Window(8, 16, 8), Window(16, 19, 3)]
     assert windows(8, 8, 2) == [Window(0, 7, 7)]
     assert windows(12, 8, 2) == [Window(0, 8, 8), Window(2, 10, 2), Window(4, 11, 1)]
 
 
 @pytest.mark.parametrize("stride", [0, -1, 9])
-def test_strides_that_leave_tokens_out_are_refused(stride: int) -> None:
+def test_strides_that_skip_tokens_are_refused(stride: int) -> None:
     with pytest.raises(
         ConfigError, match=f"overlapping_eval is {stride}, but windows of 8 tokens begin 1 to 8"
     ):

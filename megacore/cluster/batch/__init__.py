@@ -1,1 +1,1 @@
-"""Schedulers: a batch job is submitted to Slurm or Kubernetes, and followed to its end."""
+"""Batch jobs of Slurm and Kubernetes: submitted and followed to their end."""

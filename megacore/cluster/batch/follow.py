@@ -1,12 +1,12 @@
-"""`python -m megacore.cluster.batch.follow --spec FILE`.
+"""The follower: submits a batch job and follows it to its end, under the guard.
 
-Submits a batch job and follows it to its end, under the guard.
+    python -m megacore.cluster.batch.follow --spec FILE
 
-Its output is the job's, with a line for each change of the job's state. It exits with 0, or with
-the job's code and, where the scheduler ended the job, with that as the launcher's reason. Asked to
-end (SIGTERM), it cancels the job and waits for its end. Killed without a word, it leaves a job that
-ends itself (FOLLOWER_LIMIT) or that the next attempt finds and cancels; a job is never submitted a
-second time while the first is there.
+The follower prints the job's output and a line for each change of the job's state. It exits with
+the code of the job. If the scheduler ended the job, the follower also writes this as the launcher's
+reason. On SIGTERM it cancels the job and waits for its end. If the follower itself is killed, the
+job ends itself after FOLLOWER_LIMIT, or the next attempt finds and cancels it. A job is never
+submitted again while an earlier one exists.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from megacore.launch.launcher_state import write_launcher_state
 
 _TICK = 0.25
 _QUICK, _SLOW = 1.0, 5.0
-"""Seconds between two questions to the scheduler: shortly after a change, and later."""
+"""Seconds between two queries of the scheduler: soon after a change, and later."""
 _SILENCE = 60.0
-"""Seconds between two lines about a scheduler that does not answer."""
+"""Seconds between two messages about a scheduler that does not answer."""
 _STOPPED = 128 + signal.SIGTERM
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Submit a batch job and follow it to its end; what to exit with."""
+    """Submit a batch job, follow it to its end, and return its exit code."""
     parser = argparse.ArgumentParser(prog="megacore.cluster.batch.follow", description=main.__doc__)
     parser.add_argument("--spec", type=Path, required=True, help="the batch job, as JSON")
     options = parser.parse_args(arguments)
@@ -50,15 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def scheduler_of(spec: BatchSpec) -> Scheduler:
-    """The one that the specification names."""
+    """Return the batch job for the scheduler of the specification."""
     return SlurmJob(spec) if spec.launch.kind == "slurm" else KubernetesJob(spec)
 
 
 class Follower:
-    """Follows one batch job."""
+    """Follower of one batch job."""
 
     def __init__(self, spec: BatchSpec, scheduler: Scheduler) -> None:
-        """Take the signals; nothing is submitted yet."""
+        """Install the signal handlers; nothing is submitted yet."""
         self._spec, self._scheduler = spec, scheduler
         self._stop = self._save = False
         self._said = ""
@@ -73,40 +73,40 @@ class Follower:
             self._stop = True
 
     def follow(self) -> int:
-        """Submit the job and follow it; what to exit with.
+        """Submit the job, follow it to its end, and return the exit code.
 
         Raises:
             MegacoreError: the job cannot be submitted, or an earlier one does not end.
         """
         folder, exit_directory = self._spec.folder, Path(self._spec.exit_directory)
-        if left := Submission.read(folder):
+        if earlier := Submission.read(folder):
             _say(
                 self._spec,
-                f"an earlier attempt submitted {left.job or left.token}: it is cancelled if it is "
-                "there",
+                f"an earlier attempt submitted {earlier.job or earlier.token}: it is cancelled if "
+                "it still exists",
             )
-            self._scheduler.remove(left)
-            left.forget(folder)
+            self._scheduler.remove(earlier)
+            earlier.forget(folder)
         _forget_ranks(exit_directory, every=True)
         if self._stop:
             return _STOPPED
         submission = Submission.new()
-        submission.write(folder)  # before it is submitted: it can be found by its name
+        submission.write(folder)  # before the submission: the job can be found by its name
         beat = FollowerBeat(folder, submission.token)
         beat.beat()
         write_launcher_state(exit_directory, "queued", "submitted")
         try:
             submission = self._scheduler.submit(submission)
         except MegacoreError:
-            # It may hold secrets. A job that was taken all the same, after the time to answer, ends
-            # without it.
+            # The file may contain secrets. If the scheduler accepted the job after the timeout, the
+            # job ends without the file.
             self._spec.path.unlink(missing_ok=True)
             raise
         submission.write(folder)
         _say(self._spec, f"submitted as {submission.job}")
         try:
             end = self._until_its_end(beat)
-        except MegacoreError:  # a full disk, for instance: nobody follows the job from here on
+        except MegacoreError:  # for example a full disk; the job has no follower from here on
             self._scheduler.cancel(at_once=False)
             raise
         ended = end is not None or self._cancel(beat)
@@ -115,12 +115,12 @@ class Follower:
         self._scheduler.close()
         if ended:
             submission.forget(folder)
-            # it may hold secrets, and nobody reads it any more
+            # The file may contain secrets and is no longer needed.
             self._spec.path.unlink(missing_ok=True)
         return _STOPPED if end is None else self._exit(end)
 
     def _until_its_end(self, beat: FollowerBeat) -> End | None:
-        """How the job ended; None where this process is to end."""
+        """Follow the job and return its end; None if this process must stop first."""
         while not self._stop:
             beat.save = self._save
             beat.beat()
@@ -132,7 +132,7 @@ class Follower:
         return None
 
     def _look(self) -> Look | None:
-        """Ask the scheduler if it is time, and tell what changed."""
+        """Query the scheduler if that is due, report changes, and return the job's state."""
         now = time.monotonic()
         if now - self._asked < min(_SLOW, max(_QUICK, (now - self._changed) / 10)):
             return None
@@ -144,8 +144,8 @@ class Follower:
                 why = self._scheduler.silence
                 _say(
                     self._spec,
-                    f"no answer for {_SILENCE:g} s ({why}); the job goes on, and so do the "
-                    "questions",
+                    f"no answer for {_SILENCE:g} s ({why}); the job continues, and so do the "
+                    "queries",
                 )
             return None
         self._answered = self._asked
@@ -157,7 +157,7 @@ class Follower:
         return look
 
     def _cancel(self, beat: FollowerBeat) -> bool:
-        """End the job within the time that the guard leaves; whether it has ended."""
+        """End the job within the stop grace of the guard; return True if it has ended."""
         _say(self._spec, "this run ends, and so does the job")
         self._scheduler.cancel(at_once=False)
         deadline = time.monotonic() + self._spec.launch.stop_grace + STOP_MARGIN - 1.0
@@ -169,11 +169,11 @@ class Follower:
             if look is not None and look.end is not None:
                 _say(self._spec, look.detail)
                 return True
-            left = deadline - time.monotonic()
-            if left < STOP_MARGIN / 2 and not killed:
+            remaining = deadline - time.monotonic()
+            if remaining < STOP_MARGIN / 2 and not killed:
                 killed = True
                 self._scheduler.cancel(at_once=True)
-            if left < 0:
+            if remaining < 0:
                 _say(self._spec, "the job has not ended yet; the scheduler ends it")
                 return False
             time.sleep(_TICK)
@@ -190,9 +190,12 @@ class Follower:
 
 
 def _forget_ranks(exit_directory: Path, *, every: bool) -> None:
-    """Remove what ranks have left behind.
+    """Remove files of ranks: all files of an earlier job, or the reasons of stopped ranks.
 
-    Those of an earlier job, or those that only did what they were asked to.
+    Args:
+        exit_directory: directory of the files.
+        every: True to remove all files, False to remove the reasons of ranks that stopped on
+            request.
     """
     if every:
         for pattern in ("rank_*.json*", "rank_*.beat*", "rank_*.stack"):

@@ -1,4 +1,4 @@
-"""A batch job of Kubernetes: a JobSet, applied and watched through kubectl."""
+"""Batch jobs of Kubernetes: JobSets that kubectl applies and watches."""
 
 import json
 import re
@@ -20,9 +20,9 @@ from megacore.errors import (
 )
 
 REMOVE_LIMIT = 180.0
-"""Seconds in which an earlier JobSet must be gone after it was deleted."""
+"""Seconds for an earlier JobSet to be gone after it was deleted."""
 PORT = 29500
-"""At which the ranks meet: a pod has all ports for itself."""
+"""Port of the ranks' rendezvous; it is always free, because a pod has all ports for itself."""
 GROUP = "node"
 """Name of the JobSet's only group of pods."""
 
@@ -37,7 +37,7 @@ _LOST_WITH_NODE = {
     "DeletionByPodGC",
 }
 _LOG_LIMIT = 10.0
-"""Seconds in which the last of the pods' output must have come."""
+"""Seconds to wait for the last of the pods' output."""
 _RESUMES = "a retry applies it again and resumes from the last complete checkpoint"
 
 
@@ -45,7 +45,11 @@ class KubernetesJob:
     """The JobSet of a specification."""
 
     def __init__(self, spec: BatchSpec) -> None:
-        """Nothing is applied yet. Raises ConfigError where pods would not see the job file."""
+        """Keep `spec`; nothing is applied yet.
+
+        Raises:
+            ConfigError: the job file is outside of the workspace that pods see.
+        """
         self.silence = ""
         self._spec = spec
         self._name = ""
@@ -60,11 +64,11 @@ class KubernetesJob:
 
     @property
     def manifest(self) -> Path:
-        """Where the filled template goes."""
+        """Path of the manifest, the filled template."""
         return self._spec.folder / "jobset.yaml"
 
     def name(self, token: str) -> str:
-        """The JobSet's name, from which those of its pods are made."""
+        """Return the JobSet's name, which is the beginning of its pods' names."""
         run = (
             re.sub(r"[^a-z0-9]+", "-", Path(self._spec.job_file).parent.name.lower())
             .strip("-")[:20]
@@ -73,40 +77,40 @@ class KubernetesJob:
         return f"megacore-{run}-{token}" if run else f"megacore-{token}"
 
     def text(self, token: str) -> str:
-        """The manifest. Raises ConfigError."""
-        spec, own, name = self._spec, self._spec.launch.kubernetes, self.name(token)
+        """Return the manifest. Raises ConfigError."""
+        spec, options, name = self._spec, self._spec.launch.kubernetes, self.name(token)
         values = {
             "name": name,
-            "namespace": own.namespace,
+            "namespace": options.namespace,
             "group": GROUP,
             "nodes": spec.nodes[1],
             "ranks_per_node": spec.ranks_per_node,
-            "image": own.image,
-            "service_account": own.service_account,
-            "queue": own.queue,
-            "node_selector": own.node_selector,
+            "image": options.image,
+            "service_account": options.service_account,
+            "queue": options.queue,
+            "node_selector": options.node_selector,
             "cpus": spec.cpus_per_node,
-            "memory": own.memory,
+            "memory": options.memory,
             "gpus": spec.gpus_per_node,
-            "gpu_resource": own.gpu_resource,
-            "shared_memory": own.shared_memory,
-            "workspace_claim": own.workspace_claim,
+            "gpu_resource": options.gpu_resource,
+            "shared_memory": options.shared_memory,
+            "workspace_claim": options.workspace_claim,
             "workspace": spec.workspace,
             "port": PORT,
             "grace": spec.grace,
             "node_command": [
-                *(own.python, "-m", "megacore.cluster.batch.node", "kubernetes"),
+                *(options.python, "-m", "megacore.cluster.batch.node", "kubernetes"),
                 *(f"--spec={spec.path}", f"--token={token}", f"--jobset={name}"),
             ],
         }
-        return render(own.template, "jobset.yaml.j2", "launch.kubernetes.template", values)
+        return render(options.template, "jobset.yaml.j2", "launch.kubernetes.template", values)
 
     def command(self) -> list[str]:
-        """What applies the manifest."""
+        """Return the command that applies the manifest."""
         return [*self._kubectl("apply"), f"--filename={self.manifest}"]
 
     def submit(self, submission: Submission) -> Submission:
-        """Write the manifest and apply it."""
+        """Write the manifest, apply it, and return the submission with the JobSet's name."""
         self._name = self.name(submission.token)
         with workspace_errors(self.manifest):
             replace_file(self.manifest, self.text(submission.token).encode(), durable=False)
@@ -118,9 +122,9 @@ class KubernetesJob:
             )
         return Submission(submission.token, self._name)
 
-    def remove(self, left: Submission) -> None:
-        """Delete a JobSet that an earlier follower left, and wait until its pods are gone."""
-        name = self.name(left.token)
+    def remove(self, earlier: Submission) -> None:
+        """Delete the JobSet of an earlier follower, and wait until its pods are gone."""
+        name = self.name(earlier.token)
         done = run(
             [*self._delete(name), "--wait=true", f"--timeout={REMOVE_LIMIT:g}s"],
             timeout=REMOVE_LIMIT + TIMEOUT,
@@ -132,15 +136,15 @@ class KubernetesJob:
             )
 
     def look(self) -> Look | None:
-        """Where the JobSet stands."""
-        found = self._get(_KIND, self._name)
-        if found is None:
+        """Return the current state of the JobSet; None if kubectl does not answer."""
+        jobset = self._get(_KIND, self._name)
+        if jobset is None:
             return None
-        if not found:
+        if not jobset:
             self._gone = True
             error = LaunchError(
                 f"JobSet {self._name} was deleted, not by this run: start the same command again "
-                "to go on from the last complete checkpoint"
+                "to resume from the last complete checkpoint"
             )
             return Look("running", "deleted", End(1, error, on_request=True))
         listed = self._get("pods", f"--selector={_LABEL}={self._name}")
@@ -150,19 +154,19 @@ class KubernetesJob:
             listed.get("items", []), key=lambda pod: str(pod["metadata"]["name"])
         )
         self._follow_logs(pods)
-        conditions = {item["type"]: item for item in found.get("status", {}).get("conditions", [])}
+        conditions = {item["type"]: item for item in jobset.get("status", {}).get("conditions", [])}
         if _holds(conditions, "Completed"):
             return Look("running", "Completed", End(0))
         if _holds(conditions, "Failed"):
             return Look(
                 "running", f"Failed ({conditions['Failed'].get('reason', '')})", self._failure(pods)
             )
-        if found.get("spec", {}).get("suspend") or _holds(conditions, "Suspended"):
+        if jobset.get("spec", {}).get("suspend") or _holds(conditions, "Suspended"):
             return Look("queued", "Suspended: it waits to be admitted")
         return self._pods(pods)
 
     def _pods(self, pods: list[dict[str, Any]]) -> Look:
-        """Where a JobSet stands whose pods are to be started."""
+        """Return the state of a JobSet that has neither ended nor is suspended, from its pods."""
         running = [pod for pod in pods if pod["status"].get("phase") != "Pending"]
         if len(running) >= self._spec.nodes[1]:
             nodes = ",".join(str(pod["spec"].get("nodeName", "?")) for pod in running)
@@ -181,7 +185,11 @@ class KubernetesJob:
         return Look("queued", detail)
 
     def _failure(self, pods: list[dict[str, Any]]) -> End:
-        """Why a JobSet failed, by the pod that ended first."""
+        """Return the end of a failed JobSet.
+
+        The reason is the first one that Kubernetes gives for a pod; without one, the exit code is
+        that of the pod that ended first.
+        """
         failed = sorted((end for pod in pods if (end := _ended(pod))), key=lambda end: end[0])
         for _, pod, code, reason in failed:
             if error := self._error(pod, reason):
@@ -189,7 +197,7 @@ class KubernetesJob:
         return End(failed[0][2] or 1) if failed else End(1)
 
     def _error(self, pod: dict[str, Any], reason: str) -> MegacoreError | None:
-        """What Kubernetes did to a pod; None where its own process ended it."""
+        """Return the error for a pod that Kubernetes ended; None if the pod's own process did."""
         where = f"pod {pod['metadata']['name']} on {pod['spec'].get('nodeName', 'no node')}"
         disrupted = next(
             (c for c in pod["status"].get("conditions", []) if c["type"] == "DisruptionTarget"),
@@ -210,7 +218,7 @@ class KubernetesJob:
         return None
 
     def _follow_logs(self, pods: list[dict[str, Any]]) -> None:
-        """Let kubectl bring each pod's output to this process's, again where it broke off."""
+        """Let kubectl copy the output of each pod to this process's; restart it if it broke off."""
         for pod in pods:
             name, phase = str(pod["metadata"]["name"]), pod["status"].get("phase")
             process = self._logs.get(name)
@@ -225,12 +233,13 @@ class KubernetesJob:
             )
 
     def copy_output(self) -> None:
-        """Nothing to do: kubectl writes to this process's output."""
+        """Do nothing: kubectl writes directly to the output of this process."""
 
     def cancel(self, *, at_once: bool) -> None:
         """Delete the JobSet.
 
-        Its pods get SIGTERM, and SIGKILL after their grace; `at_once` shortens that.
+        Its pods get SIGTERM and, after their grace period, SIGKILL. With `at_once` the grace period
+        is one second.
         """
         run([*self._delete(self._name), "--wait=false"])
         if at_once:
@@ -238,7 +247,7 @@ class KubernetesJob:
             run([*self._kubectl("delete"), "pods", selector, "--grace-period=1", "--wait=false"])
 
     def close(self) -> None:
-        """Bring the last of the output and delete the JobSet."""
+        """Wait for the last of the output and delete the JobSet."""
         deadline = time.monotonic() + (0.0 if self._gone else _LOG_LIMIT)
         for process in self._logs.values():
             try:
@@ -250,19 +259,16 @@ class KubernetesJob:
             run([*self._delete(self._name), "--wait=false"])
 
     def _get(self, kind: str, which: str) -> dict[str, Any] | None:
-        """Objects as kubectl says them.
-
-        Empty where there is no such object, None where it does not answer.
-        """
+        """Return objects from kubectl; empty if there is none, None if kubectl does not answer."""
         done = run([*self._kubectl("get"), kind, which, "--output=json"])
         if done.returncode != 0:
             self.silence = one_line(done)
             return {} if "NotFound" in done.stderr else None
         try:
-            said: dict[str, Any] = json.loads(done.stdout)
+            objects: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
             return None
-        return said
+        return objects
 
     def _delete(self, name: str) -> list[str]:
         return [*self._kubectl("delete"), _KIND, name, "--ignore-not-found", "--cascade=foreground"]
@@ -272,7 +278,7 @@ class KubernetesJob:
 
 
 def waits_for(pod: dict[str, Any]) -> str:
-    """What a pending pod waits for, in Kubernetes' words; empty for another pod."""
+    """Return the reason why a pod is pending, in Kubernetes' words; empty for another pod."""
     if pod["status"].get("phase") != "Pending":
         return ""
     for container in pod["status"].get("containerStatuses", []):
@@ -284,14 +290,20 @@ def waits_for(pod: dict[str, Any]) -> str:
     return "Pending"
 
 
-def _joined(said: dict[str, Any]) -> str:
+def _joined(condition: dict[str, Any]) -> str:
     return ": ".join(
-        filter(None, [str(said.get("reason", "")), " ".join(str(said.get("message", "")).split())])
+        filter(
+            None,
+            [str(condition.get("reason", "")), " ".join(str(condition.get("message", "")).split())],
+        )
     )
 
 
 def _ended(pod: dict[str, Any]) -> tuple[str, dict[str, Any], int, str] | None:
-    """When a failed pod ended, the pod, its exit code and the reason; None for another pod."""
+    """Return the end time of a failed pod, the pod, its exit code and the reason.
+
+    The result is None for another pod.
+    """
     if pod["status"].get("phase") != "Failed":
         return None
     for container in pod["status"].get("containerStatuses", []):

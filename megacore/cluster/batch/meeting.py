@@ -1,10 +1,9 @@
-"""How the machines of a batch job find each other before any rank starts.
+"""Rendezvous of a batch job's nodes before any rank starts, through files on the shared workspace.
 
-They use small files on the shared workspace.
-
-Each writes a greeting, again and again with a higher number: what an earlier start of the same job
-has left behind stands still. The first machine waits until it has seen a greeting of every other
-change, which also proves that all see the workspace, then says where the ranks meet.
+Each node writes a greeting again and again, with an increasing number. A greeting left by an
+earlier start of the same job does not change. The first node waits until the greetings of all other
+nodes have changed, which also proves that all of them see the workspace. Then it writes the address
+at which the ranks meet.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from megacore.cluster.hosts.plan import endpoint
 from megacore.errors import HostLostError, LaunchError
 
 LIMIT = 180.0
-"""Seconds in which every machine must have begun: a scheduler starts them together, a container may
+"""Seconds for every node to start. A scheduler starts them together, but a container may have to
 load its image."""
 
 _INTERVAL = 0.2
@@ -33,34 +32,34 @@ _PACKAGES = ("megacore", "torch", "deepspeed")
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the machines agreed on."""
+    """Address of the ranks' rendezvous, on which all nodes agree."""
 
     address: str
-    """Of the first machine."""
+    """Address of the first node."""
     port: int
     peer: str
-    """Address of another machine, for the way to it; of the first one, for all others."""
+    """Address of another node, to find the network interface; the first node's on all others."""
 
 
 def meeting_place(
     rdzv_endpoint: str | None, address: str, port: int | None = None
 ) -> tuple[str, int]:
-    """Address and port at which the ranks meet, on the job's first machine.
+    """Return address and port of the ranks' rendezvous, on the job's first node.
 
     Args:
-        rdzv_endpoint: of the configuration, which goes before the others.
-        address: under which the other machines reach this one.
-        port: None: one that is free here now.
+        rdzv_endpoint: endpoint of the configuration, which takes precedence.
+        address: address of this node for the other nodes.
+        port: port on this node; None means one that is currently free.
 
     Raises:
         ConfigError: the endpoint cannot be used.
     """
-    host, wanted = endpoint(rdzv_endpoint)
-    return host or address, wanted or port or free_port()
+    host, requested_port = endpoint(rdzv_endpoint)
+    return host or address, requested_port or port or free_port()
 
 
 class CalledOffError(Exception):
-    """The scheduler asked to stop before all machines were there."""
+    """Request of the scheduler to stop before all nodes have met."""
 
 
 def meet(
@@ -72,20 +71,20 @@ def meet(
     called_off: Callable[[], bool] = lambda: False,
     limit: float = LIMIT,
 ) -> Meeting:
-    """Wait for all machines; the first one's address and port, the same on each.
+    """Wait for all nodes and return the first node's address and port.
 
     Args:
-        folder: where the greetings go, at the same place on all machines.
-        rank: this machine's number.
-        names: of all machines, by number.
-        mine: where the ranks would meet here: the first machine's counts.
-        called_off: whether to give up.
-        limit: seconds.
+        folder: directory of the greetings, the same on all nodes.
+        rank: number of this node.
+        names: names of all nodes, by number.
+        mine: rendezvous on this node; only the one of the first node is used.
+        called_off: returns True to give up.
+        limit: time limit in seconds.
 
     Raises:
-        CalledOffError: as it says.
-        HostLostError: a machine did not greet within the limit; names it.
-        LaunchError: a machine has other versions of the packages; names it.
+        CalledOffError: `called_off` returned True.
+        HostLostError: a node did not greet within the limit; the message names it.
+        LaunchError: a node has other versions of the packages; the message names it.
         WorkspaceError: the folder cannot be written.
     """
     with workspace_errors(folder):
@@ -101,14 +100,14 @@ def meet(
                 _listen(folder, len(names), seen, alive)
                 if len(alive) == len(names) - 1:
                     _compare(names, versions, alive)
-                    nonces = {str(other): said["nonce"] for other, said in alive.items()}
-                    said = {"address": mine.address, "port": mine.port, "nonces": nonces}
-                    _write(folder / "meeting.json", said)
+                    nonces = {str(other): answer["nonce"] for other, answer in alive.items()}
+                    meeting = {"address": mine.address, "port": mine.port, "nonces": nonces}
+                    _write(folder / "meeting.json", meeting)
                     return Meeting(mine.address, mine.port, str(alive[1]["address"]))
-            elif (found := _read(folder / "meeting.json")) and found.get("nonces", {}).get(
+            elif (reply := _read(folder / "meeting.json")) and reply.get("nonces", {}).get(
                 str(rank)
             ) == nonce:
-                return Meeting(str(found["address"]), int(found["port"]), str(found["address"]))
+                return Meeting(str(reply["address"]), int(reply["port"]), str(reply["address"]))
             if time.monotonic() - started > limit:
                 absent = [names[other] for other in range(1, len(names)) if other not in alive]
                 raise HostLostError(
@@ -124,36 +123,36 @@ def meet(
 def _listen(
     folder: Path, nodes: int, seen: dict[int, tuple[Any, Any]], alive: dict[int, dict[str, Any]]
 ) -> None:
-    """Note the greetings of the other machines that have changed since they were first seen."""
+    """Add the greetings of other nodes to `alive` that have changed since they were first seen."""
     for other in range(1, nodes):
-        said = _read(_greeting_path(folder, other))
-        if said is None:
+        greeting = _read(_greeting_path(folder, other))
+        if greeting is None:
             continue
-        what = (said.get("nonce"), said.get("count"))
-        if seen.setdefault(other, what) != what:
-            alive[other] = said
+        state = (greeting.get("nonce"), greeting.get("count"))
+        if seen.setdefault(other, state) != state:
+            alive[other] = greeting
 
 
 def _compare(
-    names: list[str], own: dict[str, str | None], alive: dict[int, dict[str, Any]]
+    names: list[str], versions: dict[str, str | None], alive: dict[int, dict[str, Any]]
 ) -> None:
-    for other, said in sorted(alive.items()):
-        for package, version in own.items():
-            there = said["versions"].get(package)
-            if there != version:
+    for other, greeting in sorted(alive.items()):
+        for package, version in versions.items():
+            node_version = greeting["versions"].get(package)
+            if node_version != version:
                 raise LaunchError(
-                    f"{names[other]} has {package} {there} and {names[0]} has {version}: install "
-                    "the same on both"
+                    f"{names[other]} has {package} {node_version} and {names[0]} has {version}: "
+                    "install the same on both"
                 )
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"Python": platform.python_version()}
+    versions: dict[str, str | None] = {"Python": platform.python_version()}
     for package in _PACKAGES:
-        found[package] = None
+        versions[package] = None
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def _greeting_path(folder: Path, rank: int) -> Path:
@@ -166,7 +165,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        said = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError):
         return None
-    return said if isinstance(said, dict) else None
+    return content if isinstance(content, dict) else None

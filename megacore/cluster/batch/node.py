@@ -1,12 +1,12 @@
-"""The entry point of each machine of a batch job.
-
-It finds this machine's number, meets the others, starts its ranks under the guard, and ends with
-them: when they have done their work or one of them failed, when the scheduler asks for it
-(SIGTERM), or when nobody follows the job any more. SIGUSR1, from the scheduler or through the
-follower, is passed on to them.
+"""Entry point of each node of a batch job.
 
     python -m megacore.cluster.batch.node slurm --spec FILE --token TOKEN
     python -m megacore.cluster.batch.node kubernetes --spec FILE --token TOKEN --jobset NAME
+
+It finds the number of this node, meets the other nodes, and starts the node's ranks under the
+guard. It ends with the ranks: when they have finished or one of them failed, when the scheduler
+requests it (SIGTERM), or when the job has no follower any more. It passes SIGUSR1, from the
+scheduler or from the follower, on to the ranks.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from megacore.plan.layouts import layout_of
 
 _POLL = 0.5
 _NAME_SECONDS = 45.0
-"""In which a cluster's DNS must know a new name: it remembers for up to 30 s that it did not."""
+"""Seconds for a cluster's DNS to know a new name; it caches a failed lookup for up to 30 s."""
 _SCONTROL_SECONDS = 60.0
 _STOPPED = 128 + signal.SIGTERM
 _LEFT_BEHIND = ("rank_*.json*", "rank_*.beat*", "rank_*.stack", f"{LAUNCHER_REASON}*")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run this machine's part of the batch job; what to exit with."""
+    """Run this node's part of the batch job and return the exit code."""
     parser = argparse.ArgumentParser(prog="megacore.cluster.batch.node", description=main.__doc__)
     schedulers = parser.add_subparsers(dest="scheduler", required=True)
     common = argparse.ArgumentParser(add_help=False)
@@ -69,21 +69,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class JobNode:
-    """This machine among those of the batch job."""
+    """This node of the batch job."""
 
     rank: int
-    """Number of this machine."""
+    """Number of this node."""
     names: list[str]
-    """Of all machines, by number."""
+    """Names of all nodes, by number."""
     cpus: int
-    """Cores that the ranks of this machine may use."""
+    """Number of CPU cores for the ranks of this node."""
     address: str
-    """Where the ranks would meet on this machine."""
+    """Address of this node for a rendezvous of the ranks."""
     port: int
 
     @property
     def name(self) -> str:
-        """This machine's name."""
+        """Name of this node."""
         return self.names[self.rank]
 
 
@@ -94,7 +94,7 @@ def slurm_node(spec: BatchSpec, environment: Mapping[str, str]) -> JobNode:
         tasks, listed = int(environment["SLURM_NTASKS"]), environment["SLURM_JOB_NODELIST"]
     except (KeyError, ValueError) as error:
         raise LaunchError(
-            f"this process is to be started by srun, and {error} is not as srun sets it"
+            f"this process must be started by srun, and {error} is not as srun sets it"
         ) from error
     names = _hostnames(listed)
     if len(names) != nodes or tasks != nodes:
@@ -104,7 +104,7 @@ def slurm_node(spec: BatchSpec, environment: Mapping[str, str]) -> JobNode:
         )
     cores = len(os.sched_getaffinity(0))
     cpus = min(cores, int(environment.get("SLURM_CPUS_ON_NODE", cores)))
-    # srun runs on the first machine, and says under which address the others reach it.
+    # srun runs on the first node and sets its address for the other nodes.
     first = environment.get("SLURM_LAUNCH_NODE_IPADDR") or names[0]
     if rank == 0:
         return JobNode(rank, names, cpus, *meeting_place(spec.launch.rdzv_endpoint, first))
@@ -112,9 +112,9 @@ def slurm_node(spec: BatchSpec, environment: Mapping[str, str]) -> JobNode:
 
 
 def _own_address(name: str, first: str) -> str:
-    """This machine's address on the way to the first one.
+    """Return this node's address on the route to the first node.
 
-    No name of a machine need be known to others.
+    So nodes need not know each other's names.
     """
     try:
         return local_address(first)
@@ -125,7 +125,7 @@ def _own_address(name: str, first: str) -> str:
 
 
 def _hostnames(listed: str) -> list[str]:
-    """The machines of a list as `node[1-3]`, one by one."""
+    """Return the names in a node list such as `node[1-3]`."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "hostnames", listed],
@@ -153,20 +153,20 @@ def kubernetes_node(spec: BatchSpec, jobset: str, environment: Mapping[str, str]
     address, port = (
         meeting_place(spec.launch.rdzv_endpoint, names[0], PORT) if rank == 0 else (names[rank], 0)
     )
-    # A pod sees all cores of its node; what it asked for is what it should use.
+    # A pod sees all cores of its node, but should use only the requested ones.
     cpus = min(len(os.sched_getaffinity(0)), spec.cpus_per_node)
     return JobNode(rank, names, cpus, address, port)
 
 
 def run_node(spec: BatchSpec, token: str, node: JobNode) -> int:
-    """Run this machine's ranks to their end; what to exit with.
+    """Run this node's ranks to their end and return the exit code.
 
-    What cannot be done before they start is written as the launcher's reason.
+    An error before their start is written as the launcher's reason.
 
     Args:
-        spec: the batch job.
-        token: of the submission, which its follower shows.
-        node: this machine among the others.
+        spec: specification of the batch job.
+        token: token of the submission, which is in its follower's beat.
+        node: this node.
     """
     with _Signals() as signals:
         try:
@@ -193,7 +193,7 @@ def run_node(spec: BatchSpec, token: str, node: JobNode) -> int:
 
 
 class _Signals:
-    """What the scheduler has asked for."""
+    """Requests of the scheduler through signals: to stop, or to save."""
 
     def __init__(self) -> None:
         self.stop = self.save = False
@@ -216,9 +216,9 @@ class _Signals:
 
 
 def _clear(exit_directory: Path) -> None:
-    """Forget the ranks of an earlier start of this job, which the scheduler preempted.
+    """Remove the files of an earlier start of this job, which the scheduler preempted.
 
-    No rank has begun yet.
+    No rank of this start has begun yet.
     """
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)
@@ -228,28 +228,28 @@ def _clear(exit_directory: Path) -> None:
 
 
 def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
-    """The same machine among the first machines by whose ranks the model and its batch divide.
+    """Return `node` with only the nodes that take part in `names`, usually all of them.
 
-    Mostly those are all of them.
+    They are the longest prefix of the nodes whose ranks can share the model and its batch.
     """
-    least, most = spec.nodes
-    if not least <= len(node.names) <= most:
+    minimum, maximum = spec.nodes
+    if not minimum <= len(node.names) <= maximum:
         raise LaunchError(
             f"the scheduler gave {len(node.names)} machines and launch.nnodes is "
             f"{spec.launch.nnodes or 1}: remove what else asks for machines "
             "(launch.slurm.arguments, the template)"
         )
     values = _job_values(spec)
-    if "config" not in values or least == most:
+    if "config" not in values or minimum == maximum:
         return node
     config = RunConfig.model_validate(values["config"])
-    for nodes in range(len(node.names), least - 1, -1):
+    for nodes in range(len(node.names), minimum - 1, -1):
         with contextlib.suppress(ParallelLayoutError):
             layout_of(config, nodes * spec.ranks_per_node, values.get("vocab_size"))
             return replace(node, names=node.names[:nodes])
     raise ParallelLayoutError(
-        f"the scheduler gave {len(node.names)} machines, and by the ranks of none of {least} to "
-        f"{len(node.names)} the model and its batch divide: correct launch.nnodes or "
+        f"the scheduler gave {len(node.names)} machines, and the model and its batch divide by the "
+        f"ranks of no number from {minimum} to {len(node.names)}: correct launch.nnodes or "
         "train.global_batch_size"
     )
 
@@ -260,23 +260,30 @@ def _job_values(spec: BatchSpec) -> dict[str, Any]:
 
 
 def _meet(spec: BatchSpec, node: JobNode, signals: _Signals) -> Meeting | None:
-    """Where the ranks of several machines meet; None of one alone."""
+    """Meet the other nodes and return the rendezvous; None for a single node."""
     if len(node.names) == 1:
         return None
-    mine = Meeting(node.address, node.port, "")
-    return meet(spec.folder / "nodes", node.rank, node.names, mine, called_off=lambda: signals.stop)
+    own_meeting = Meeting(node.address, node.port, "")
+    return meet(
+        spec.folder / "nodes", node.rank, node.names, own_meeting, called_off=lambda: signals.stop
+    )
 
 
 def _job_of(
     spec: BatchSpec, node: JobNode, meeting: Meeting | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command of this machine's ranks and their environment."""
+    """Return the command of this node's ranks and their environment."""
     threads = spec.launch.threads_per_rank or max(1, node.cpus // spec.ranks_per_node)
     job_file = _own_job_file(spec, node, threads)
-    one = meeting is None
-    environment = {**spec.environment, **rank_commands.rank_environment(threads, one_machine=one)}
+    single = meeting is None
+    environment = {
+        **spec.environment,
+        **rank_commands.rank_environment(threads, one_machine=single),
+    }
     if meeting is None:
-        return rank_commands.torchrun_alone(spec.module, job_file, spec.ranks_per_node), environment
+        return rank_commands.local_torchrun_command(
+            spec.module, job_file, spec.ranks_per_node
+        ), environment
     hosts = dict.fromkeys(node.names, spec.ranks_per_node)
     command = torchrun_command(
         hosts, node.rank, spec.module, job_file, master=meeting.address, port=meeting.port
@@ -285,57 +292,57 @@ def _job_of(
 
 
 def _own_job_file(spec: BatchSpec, node: JobNode, threads: int) -> Path:
-    """The job for as many machines as there are and for this one's cores, in a file of its own."""
-    own = spec.folder / f"job_{node.rank:05d}.json"
+    """Write the job for the actual number of nodes and this node's cores; return the path."""
+    path = spec.folder / f"job_{node.rank:05d}.json"
     values = {
         **_job_values(spec),
         "ranks": len(node.names) * spec.ranks_per_node,
         "threads_per_rank": threads,
     }
-    write_json(own, values)
-    return own
+    write_json(path, values)
+    return path
 
 
 def _interfaces(spec: BatchSpec, node: JobNode, meeting: Meeting) -> dict[str, str]:
-    """The variables that name this machine's way to the others, unless the user set them."""
-    name, wanted = spec.launch.interface, ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    """Return the variables with this node's network interface, unless the user set them."""
+    name, variables = spec.launch.interface, ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     unset = [
         variable
-        for variable in wanted
+        for variable in variables
         if not (spec.environment.get(variable) or os.environ.get(variable))
     ]
     if unset and name == "auto":
-        found = _way_to(meeting.peer)
-        if found is None:
+        detected = _way_to(meeting.peer)
+        if detected is None:
             raise LaunchError(
                 f"{node.name} finds no interface that leads to {meeting.peer}: set launch.interface"
             )
-        name = found
+        name = detected
     elif unset and (problem := interface_problem(name)):
         raise LaunchError(f"{node.name}: {problem}: correct launch.interface")
     return dict.fromkeys(unset, name)
 
 
 def _way_to(peer: str) -> str | None:
-    """The interface that leads there.
+    """Return the interface of the route to `peer`; None if there is none.
 
-    The name of a pod that has just begun may be unknown for a moment.
+    It waits for a while, because the name of a new pod may be unknown at first.
     """
     deadline = time.monotonic() + _NAME_SECONDS
-    while (found := interface_to(peer)) is None and time.monotonic() < deadline:
+    while (interface := interface_to(peer)) is None and time.monotonic() < deadline:
         time.sleep(_POLL)
-    return found
+    return interface
 
 
 @contextlib.contextmanager
 def _guarded(
     command: list[str], environment: dict[str, str], grace: float
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """The guard with the ranks; after the block nothing of them is left."""
+    """Run the guard with the ranks inside the block; end all of their processes after it."""
     guard = subprocess.Popen(
         [sys.executable, "-m", "megacore.launch.guard", f"--grace={grace}", "--", *command],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # what the scheduler signals is this process
+        start_new_session=True,  # the scheduler's signals go only to this process
         env={**os.environ, **environment},
     )
     assert guard.stdin is not None
@@ -357,7 +364,7 @@ def _wait(
     spec: BatchSpec,
     node: JobNode,
 ) -> int:
-    told = False
+    notified = False
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = guard.wait(timeout=_POLL)
@@ -367,19 +374,19 @@ def _wait(
             return _STOPPED
         lost = watch.lost()
         if watch.over:
-            _say(f"{node.name}: the job has ended for its follower, and so it does here")
+            _say(f"{node.name}: the job has ended for its follower, so it ends here too")
             return _STOPPED
         if lost:
             error = RankLostError(
-                f"nobody followed the batch job for {spec.follower_limit:g} s, so that its "
-                "machines ended it: start the same command again, it goes on from the last "
-                "complete checkpoint"
+                f"nobody followed the batch job for {spec.follower_limit:g} s, so its machines "
+                "ended it: start the same command again, it resumes from the last complete "
+                "checkpoint"
             )
             _say(f"{node.name}: {error}")
             write_launcher_reason(spec.exit_directory, error)
             return error.exit_code
-        if (signals.save or watch.save) and not told and catches(guard.pid, signal.SIGUSR1):
-            told = True
+        if (signals.save or watch.save) and not notified and catches(guard.pid, signal.SIGUSR1):
+            notified = True
             guard.send_signal(signal.SIGUSR1)
 
 

@@ -1,4 +1,4 @@
-"""What a follower asks of a scheduler; how its commands are run and its templates filled."""
+"""Interface between the follower and a scheduler, with the scheduler's commands and templates."""
 
 import json
 import secrets
@@ -17,70 +17,70 @@ from megacore.errors import ConfigError, LaunchError, MegacoreError
 from megacore.launch.launcher_state import State
 
 TIMEOUT = 60.0
-"""Seconds in which a command must answer; the scheduler may be busy."""
+"""Seconds for a command to answer; the scheduler may be busy."""
 TIMED_OUT = 124
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass(frozen=True)
 class End:
-    """How a batch job ended."""
+    """End of a batch job."""
 
     code: int
-    """Its exit code."""
+    """Exit code of the job."""
     error: MegacoreError | None = None
-    """Why the scheduler ended it; None where its own processes say why."""
+    """Reason why the scheduler ended the job; None if the job's processes give the reason."""
     on_request: bool = False
-    """Whether somebody had it ended: that its ranks saved and stopped is no reason to start it
-    again."""
+    """True if a user ended the job: it must not start again, even if its ranks saved and stopped.
+    """
 
 
 @dataclass(frozen=True)
 class Look:
-    """Where a batch job stands."""
+    """State of a batch job at one moment."""
 
     state: State
     detail: str
-    """The scheduler's own words."""
+    """State in the scheduler's own words."""
     end: End | None = None
-    """Not None once it has ended."""
+    """End of the job; None before its end."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Which batch job was submitted, noted before that happens.
+    """Record of a batch job's submission, written before the submission itself.
 
-    A job that nobody follows any more can be found.
+    With it a job without a follower can be found.
     """
 
     token: str
-    """Random, part of the job's name."""
+    """Random part of the job's name."""
     job: str | None
-    """The scheduler's id; None while it is not known."""
+    """Id of the job at the scheduler; None before it is known."""
 
     @classmethod
     def new(cls) -> "Submission":
-        """One that nobody else has made."""
+        """Return a submission with a new random token."""
         return cls(secrets.token_hex(4), None)
 
     @classmethod
     def read(cls, folder: Path) -> "Submission | None":
-        """The one noted in `folder`; None where there is none."""
+        """Read the submission in `folder`; return None if there is none."""
         return read_record(cls.path(folder), cls)
 
     @staticmethod
     def path(folder: Path) -> Path:
-        """Where it is noted."""
+        """Return the path of the record in `folder`."""
         return folder / "submission.json"
 
     def write(self, folder: Path) -> None:
-        """Note it. Raises WorkspaceError."""
+        """Write the record. Raises WorkspaceError."""
         with workspace_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_json(self.path(folder), asdict(self))
 
     def forget(self, folder: Path) -> None:
-        """Remove the note: the job has ended."""
+        """Remove the record after the end of the job."""
         self.path(folder).unlink(missing_ok=True)
 
 
@@ -88,28 +88,28 @@ class Scheduler(Protocol):
     """A batch job of one scheduler."""
 
     silence: str
-    """What its program said when the scheduler did not answer the last time."""
+    """Output of the scheduler's program when it did not answer the last time."""
 
-    def remove(self, left: Submission) -> None:
+    def remove(self, earlier: Submission) -> None:
         """End a job that an earlier follower submitted, and wait for its end.
 
         Raises LaunchError.
         """
 
     def submit(self, submission: Submission) -> Submission:
-        """Submit the job; with its id. Raises LaunchError."""
+        """Submit the job and return the submission with the job's id. Raises LaunchError."""
 
     def look(self) -> Look | None:
-        """Where the job stands; None where the scheduler does not answer."""
+        """Return the current state of the job; None if the scheduler does not answer."""
 
     def copy_output(self) -> None:
-        """Bring what the job has said since the last time to this process's output."""
+        """Copy the job's output since the last call to the output of this process."""
 
     def cancel(self, *, at_once: bool) -> None:
-        """Have the job ended: asked to at first, killed with `at_once`."""
+        """Cancel the job with SIGTERM or, with `at_once`, kill it."""
 
     def close(self) -> None:
-        """Bring the last of its output, and leave nothing behind."""
+        """Copy the last of the job's output and clean up."""
 
 
 def run(
@@ -119,13 +119,13 @@ def run(
     directory: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end; one that does not answer in time has code TIMED_OUT.
+    """Run a command to its end; after `timeout` seconds it is killed and has the code TIMED_OUT.
 
-    It does not end with SIGTERM, which the guard sends to all processes of this run when the job is
-    to be cancelled: this is how that is done.
+    The command ignores SIGTERM. The guard sends that to all processes when the job must be
+    cancelled, and commands like this one are needed to cancel it.
 
     Raises:
-        LaunchError: it is not installed.
+        LaunchError: the command is not installed.
     """
     try:
         return subprocess.run(
@@ -151,7 +151,7 @@ def run(
 
 
 def one_line(done: "subprocess.CompletedProcess[str]") -> str:
-    """What a command that failed said."""
+    """Return the output of a failed command as one line."""
     return " ".join((done.stderr or done.stdout).split()) or f"code {done.returncode}"
 
 
@@ -161,25 +161,24 @@ def _ignore_stop() -> None:
 
 
 def render(template: str | None, default: str, setting: str, values: Mapping[str, Any]) -> str:
-    """The text of a template with its placeholders filled.
+    """Fill the placeholders of a template and return its text.
 
-    Besides Jinja's own filters there are `word`, which quotes a value for a shell or an #SBATCH
-    line, `words`, which does so with each of a list, and `json`, in which form YAML takes any
-    value.
+    In addition to Jinja's filters there are `word`, which quotes a value for a shell or an #SBATCH
+    line, `words`, which quotes each value of a list, and `json`, which formats any value for YAML.
 
     Args:
-        template: a file of the user's; None takes `default` of this package.
+        template: path of the user's template; None means `default` of this package.
         default: name of a file in megacore/cluster/batch/templates.
-        setting: what names the user's file.
-        values: what placeholders stand for.
+        setting: name of the option with the user's template, for error messages.
+        values: values of the placeholders.
 
     Raises:
-        ConfigError: the file cannot be read or filled, or a value cannot stand in it.
-        LaunchError: the package's own template is not installed.
+        ConfigError: the template cannot be read or filled, or a value is not printable.
+        LaunchError: the package's template is not installed.
     """
     path = TEMPLATES / default if template is None else Path(template)
-    # No autoescape: the result is no HTML. A sandbox is not needed: the user's template is a script
-    # of the user's.
+    # The result is not HTML, so there is no autoescape. The template is the user's script, so it
+    # needs no sandbox.
     environment = Environment(
         undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, autoescape=False
     )
@@ -205,7 +204,7 @@ def _word(value: object) -> str:
     text = str(value)
     if not text.isprintable():
         raise ConfigError(
-            f"{text!r} cannot stand in a batch script: leave out what is not printable"
+            f"{text!r} cannot be written into a batch script: remove what is not printable"
         )
     return shlex.quote(text)
 

@@ -1,4 +1,4 @@
-"""A batch job of Slurm: sbatch, scontrol, scancel, and sacct where the cluster keeps accounts."""
+"""Batch jobs of Slurm, through sbatch, scontrol, scancel and, if there is accounting, sacct."""
 
 import fnmatch
 import os
@@ -22,7 +22,7 @@ from megacore.errors import (
 from megacore.launch.guard import JOB_VARIABLE
 
 REMOVE_LIMIT = 180.0
-"""Seconds in which an earlier job must be gone after it was cancelled."""
+"""Seconds for an earlier job to be gone after it was cancelled."""
 
 _EXPORTED = (
     *(
@@ -50,7 +50,7 @@ _EXPORTED = (
     ),
     *("BASH_FUNC_*", "SLURM_CONF", "SBATCH_*"),
 )
-"""What the batch script finds of this process's environment; the ranks' own variables are in the
+"""Variables of this process that the batch script gets; the ranks' variables are in the
 specification."""
 _HIDING = {
     *(
@@ -63,8 +63,7 @@ _HIDING = {
     ),
     "SBATCH_ERROR",
 }
-"""Variables that sbatch puts before the script's own lines, and with which the job would not be
-found."""
+"""Variables of sbatch that override lines of the script, so that the job could not be found."""
 _ENDED = {
     *(
         "COMPLETED",
@@ -81,15 +80,15 @@ _ENDED = {
 _ON_MACHINES = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PAUSE = 1.0
-"""Seconds between two looks at a job that is to end."""
+"""Seconds between two checks of a job that is being cancelled."""
 _RESUMES = "a retry submits it again and resumes from the last complete checkpoint"
 
 
 class SlurmJob:
-    """The batch job of a specification."""
+    """Slurm's batch job of a specification."""
 
     def __init__(self, spec: BatchSpec) -> None:
-        """Nothing is submitted yet."""
+        """Keep `spec`; nothing is submitted yet."""
         self.silence = ""
         self._spec = spec
         self._job = ""
@@ -98,20 +97,20 @@ class SlurmJob:
 
     @property
     def script(self) -> Path:
-        """Where the filled template goes."""
+        """Path of the batch script, the filled template."""
         return self._spec.folder / "job.sbatch"
 
     def name(self, token: str) -> str:
-        """The job's name, under which it is found where its id was not noted."""
+        """Return the job's name, by which it is found if its id is not recorded."""
         return f"{Path(self._spec.job_file).parent.name}-{token}"
 
     def text(self, token: str) -> str:
-        """The batch script. Raises ConfigError."""
+        """Return the batch script. Raises ConfigError."""
         spec, slurm = self._spec, self._spec.launch.slurm
-        least, most = spec.nodes
+        minimum, maximum = spec.nodes
         values = {
             "name": self.name(token),
-            "nodes": str(least) if least == most else f"{least}-{most}",
+            "nodes": str(minimum) if minimum == maximum else f"{minimum}-{maximum}",
             "ranks_per_node": spec.ranks_per_node,
             "cpus_per_node": spec.cpus_per_node,
             "gpus_per_node": spec.gpus_per_node,
@@ -136,29 +135,29 @@ class SlurmJob:
         return render(slurm.template, "train.sbatch.j2", "launch.slurm.template", values)
 
     def command(self) -> list[str]:
-        """What submits the script."""
+        """Return the command that submits the script."""
         return ["sbatch", "--parsable", *self._spec.launch.slurm.arguments, str(self.script)]
 
     def submit(self, submission: Submission) -> Submission:
-        """Write the script and submit it."""
+        """Write the script, submit it, and return the submission with the job's id."""
         with workspace_errors(self.script):
             replace_file(self.script, self.text(submission.token).encode(), durable=False)
         done = run(self.command(), directory=self._spec.directory, env=exported(os.environ))
-        found = re.search(r"^(\d+)(?:;\S*)?$", done.stdout, re.M)
-        if done.returncode != 0 or found is None:
+        match = re.search(r"^(\d+)(?:;\S*)?$", done.stdout, re.M)
+        if done.returncode != 0 or match is None:
             raise LaunchError(
                 f"sbatch refused {self.script}: {one_line(done)}: correct launch.slurm, "
                 "launch.nnodes or launch.nproc_per_node"
             )
-        self._job = found[1]
+        self._job = match[1]
         self._output = self._spec.folder / f"slurm-{self._job}.out"
         return Submission(submission.token, self._job)
 
-    def remove(self, left: Submission) -> None:
-        """Cancel a job left by an earlier follower, and wait until its processes have ended."""
-        name = self.name(left.token)
+    def remove(self, earlier: Submission) -> None:
+        """Cancel the job of an earlier follower, and wait until its processes have ended."""
+        name = self.name(earlier.token)
         started = time.monotonic()
-        while jobs := self._there(left):
+        while jobs := self._there(earlier):
             run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
             if time.monotonic() - started > REMOVE_LIMIT:
                 raise LaunchError(
@@ -168,46 +167,44 @@ class SlurmJob:
                 )
             time.sleep(_PAUSE)
 
-    def _there(self, left: Submission) -> set[str]:
-        """The jobs of a submission that have not ended, as far as Slurm says.
+    def _there(self, earlier: Submission) -> set[str]:
+        """Return the ids of a submission's jobs that have not ended; its name if Slurm is silent.
 
-        By its name where that does not answer.
-
-        Only an answer is taken for an end: a job must not be there twice since the controller was
-        busy.
+        A job counts as ended only if Slurm says so. Otherwise a busy controller could lead to a
+        second copy of a job.
         """
-        name = self.name(left.token)
+        name = self.name(earlier.token)
         listed = run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%A"])
         if listed.returncode != 0:
             return {name}
-        jobs = {*listed.stdout.split(), *([left.job] if left.job else [])}
-        said = {job: details(job) for job in jobs}
+        jobs = {*listed.stdout.split(), *([earlier.job] if earlier.job else [])}
+        records = {job: details(job) for job in jobs}
         return {
             job
-            for job, found in said.items()
-            if found is None or (found and found.get("JobState") not in _ENDED)
+            for job, record in records.items()
+            if record is None or (record and record.get("JobState") not in _ENDED)
         }
 
     def look(self) -> Look | None:
-        """Where the job stands."""
+        """Return the current state of the job; None if Slurm does not answer."""
         done = run([*_SHOW, self._job])
-        found = _told(done)
-        if found is None:
+        record = _told(done)
+        if record is None:
             self.silence = one_line(done)
             return None
-        found = found or accounted(self._job)
-        state, reason, nodes = (found.get(key, "") for key in ("JobState", "Reason", "NodeList"))
+        record = record or accounted(self._job)
+        state, reason, nodes = (record.get(key, "") for key in ("JobState", "Reason", "NodeList"))
         if not state:
             error = RankLostError(f"Slurm does not know job {self._job} any more; {_RESUMES}")
             return Look("running", "gone", End(1, error))
-        restarts = int(found.get("Restarts", "0"))
+        restarts = int(record.get("Restarts", "0"))
         again = f", start {restarts + 1}" if restarts else ""
         if state in _ENDED:
-            return Look("running", state, self._end(state, found))
+            return Look("running", state, self._end(state, record))
         if state in _ON_MACHINES:
             return Look("running" if state == "RUNNING" else "queued", f"{state} on {nodes}{again}")
         if reason == "launch_failed_requeued_held":
-            # Slurm would hold it until somebody releases it.
+            # Slurm would hold the job until somebody releases it.
             self.cancel(at_once=False)
             error = RankLostError(
                 f"Slurm could not start job {self._job} and holds it ({reason}); {_RESUMES}"
@@ -216,22 +213,22 @@ class SlurmJob:
         why = f" ({reason})" if reason not in ("", "None") else ""
         return Look("queued", f"{state}{why}{again}")
 
-    def _end(self, state: str, found: Mapping[str, str]) -> End:
-        code, _, number = found.get("ExitCode", "1:0").partition(":")
+    def _end(self, state: str, record: Mapping[str, str]) -> End:
+        code, _, number = record.get("ExitCode", "1:0").partition(":")
         exit_code = int(code) or (128 + int(number) if int(number or 0) else 0)
         if state == "COMPLETED":
             return End(exit_code)
         if state == "FAILED":
             return End(exit_code or 1)
         return End(
-            exit_code or 1, self._error(state, found), on_request=state in {"CANCELLED", "REVOKED"}
+            exit_code or 1, self._error(state, record), on_request=state in {"CANCELLED", "REVOKED"}
         )
 
-    def _error(self, state: str, found: Mapping[str, str]) -> MegacoreError:
-        job, nodes = f"job {self._job}", found.get("NodeList", "")
+    def _error(self, state: str, record: Mapping[str, str]) -> MegacoreError:
+        job, nodes = f"job {self._job}", record.get("NodeList", "")
         if state == "TIMEOUT":
             return RankLostError(
-                f"{job} reached its time limit ({found.get('TimeLimit', 'of the partition')}) and "
+                f"{job} reached its time limit ({record.get('TimeLimit', 'of the partition')}) and "
                 f"Slurm ended it; {_RESUMES}; launch.slurm.time_limit sets a longer one, "
                 "launch.slurm.signal_before the seconds in which ranks save before it"
             )
@@ -246,19 +243,20 @@ class SlurmJob:
         if state == "OUT_OF_MEMORY":
             return MemoryExhaustedError(
                 f"Slurm ended {job} on {nodes} since it needed more memory than it was given: ask "
-                "for more, as with launch.slurm.arguments: [--mem=0] for all of each machine"
+                "for more, for example with launch.slurm.arguments: [--mem=0] for all of each "
+                "machine"
             )
         if state == "DEADLINE":
             return LaunchError(
                 f"{job} could not end before its deadline: remove --deadline, or start it earlier"
             )
         return LaunchError(
-            f"{job} was cancelled{found.get('By', '')}, not by this run: start the same command "
-            "again to go on from the last complete checkpoint"
+            f"{job} was cancelled{record.get('By', '')}, not by this run: start the same command "
+            "again to resume from the last complete checkpoint"
         )
 
     def copy_output(self) -> None:
-        """Append what the job has written to this process's output."""
+        """Append the job's new output to the output of this process."""
         if self._output is None:
             return
         while piece := self._next_output(self._output):
@@ -267,38 +265,38 @@ class SlurmJob:
         sys.stdout.buffer.flush()
 
     def _next_output(self, path: Path) -> bytes:
-        """What follows in the job's output.
+        """Return the next piece of the job's output.
 
-        Nothing where it is not there yet, or a file share stumbles.
+        It is empty if the file does not exist yet or the file share fails for a moment.
         """
         try:
-            with open(path, "rb") as file:  # opened again each time: another machine writes it
+            with open(path, "rb") as file:  # reopened each time, because another host writes it
                 file.seek(self._read)
                 return file.read(1 << 20)
         except OSError:
             return b""
 
     def cancel(self, *, at_once: bool) -> None:
-        """Cancel the job: Slurm sends SIGTERM, and after its KillWait SIGKILL.
+        """Cancel the job: Slurm sends SIGTERM and, after KillWait, SIGKILL.
 
-        `at_once` does not wait for that.
+        With `at_once` it sends SIGKILL immediately.
         """
         run(["scancel", *(["--signal=KILL"] if at_once else []), self._job])
 
     def close(self) -> None:
-        """Bring what came last; a shared file system may show it late."""
-        before = -1
+        """Copy the last of the output, which a shared file system may show late."""
+        size_before = -1
         for _ in range(5):
-            if before == self._read and self._read:
+            if size_before == self._read and self._read:
                 return
-            before = self._read
+            size_before = self._read
             self.copy_output()
-            if before != self._read or not self._read:
+            if size_before != self._read or not self._read:
                 time.sleep(0.2)
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment the batch script gets: where things are, and no credential."""
+    """Return the variables that the batch script gets: paths and settings, no credentials."""
     return {
         name: value
         for name, value in environment.items()
@@ -309,10 +307,7 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def details(job: str) -> dict[str, str] | None:
-    """What Slurm says of a job.
-
-    Empty where it does not know it any more, None where it does not answer.
-    """
+    """Return Slurm's record of a job; empty if the job is unknown, None if Slurm is silent."""
     return _told(run([*_SHOW, job]))
 
 
@@ -323,9 +318,9 @@ def _told(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
 
 
 def accounted(job: str) -> dict[str, str]:
-    """What Slurm's accounting says of a job that has ended; empty where there is none."""
-    # Nothing else: a sacct that does not know a field refuses all, and Restarts came after Slurm
-    # 22.05.
+    """Return the accounting record of a job that has ended; empty if there is none."""
+    # Only these fields: sacct refuses the whole command for an unknown field, and Restarts is newer
+    # than Slurm 22.05.
     names = ("State", "ExitCode", "NodeList", "Timelimit")
     done = run(
         [
@@ -345,14 +340,14 @@ def accounted(job: str) -> dict[str, str]:
     if len(fields) != len(names):
         return {}
     state, _, by = fields[0].partition(" ")
-    found = dict(
+    record = dict(
         zip(("JobState", "ExitCode", "NodeList", "TimeLimit"), (state, *fields[1:]), strict=True)
     )
-    return {**found, "By": f" {by}" if by else ""}
+    return {**record, "By": f" {by}" if by else ""}
 
 
 def down_nodes(nodes: str) -> str:
-    """Those of a job's machines that Slurm holds for down."""
+    """Return the names of a job's nodes that are down according to Slurm."""
     done = run(
         ["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--states=down,fail", "--format=%N"]
     )

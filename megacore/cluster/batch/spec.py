@@ -1,9 +1,9 @@
-"""What a batch job is, and its follower's sign of life.
+"""Specification of a batch job, and the beat of its follower.
 
-Whoever starts the job writes its specification; its follower and each machine's node process read
-it. The sign of life is a small file on the shared workspace that each machine looks at: it counts
-up, and the machines compare what they read with their own clocks, since those of several machines
-differ.
+The process that starts the job writes the specification. The job's follower and the node process of
+each node read it. The beat is a small file on the shared workspace with a counter that the
+follower increases. Each node measures with its own clock how long the counter stands still, because
+the clocks of several hosts differ.
 """
 
 import contextlib
@@ -20,78 +20,80 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError
 
 FOLDER = "batch"
-"""Beside the job file: what belongs to the batch job."""
+"""Name of the batch job's directory, next to the job file."""
 STOP_MARGIN = 10.0
-"""Seconds beyond the ranks' own grace in which a batch job should have ended after it was
-cancelled."""
+"""Seconds for a cancelled batch job to end, in addition to the stop grace of its ranks."""
 FOLLOWER_LIMIT = 300.0
-"""Seconds without a sign of its follower after which a batch job ends itself."""
+"""Seconds without a beat of its follower after which a batch job ends itself."""
 INTERVAL = 2.0
-"""Seconds between two signs."""
+"""Seconds between two beats."""
 _BEAT_NAME = "follower.json"
 
 
 class BatchSpec(Section):
-    """A batch job, the same for all of its machines."""
+    """Specification of a batch job, the same for all of its nodes."""
 
     module: str
     """Entry point of each rank."""
     job_file: str
-    """What the ranks do, a RankJob as JSON."""
+    """Path of the job's JSON file, a RankJob."""
     exit_directory: str
-    """Where each rank writes why it ended."""
+    """Directory of the ranks' exit reasons."""
     launch: LaunchConfig
     environment: dict[str, str]
-    """Variables of the ranks: those that are forwarded, those of launch.env_file, and those of the
-    job."""
+    """Variables of the ranks: forwarded variables, those of launch.env_file, and the job's."""
     directory: str
-    """Where the processes run."""
+    """Working directory of the processes."""
     python: str
-    """The interpreter, at this path on Slurm's machines too."""
+    """Path of the Python interpreter, the same on Slurm's nodes."""
     workspace: str
-    """Directory that every machine sees, with the job file in it."""
+    """Directory that all nodes share, with the job file in it."""
     follower_limit: float
-    """Seconds without a sign of the follower after which the job ends itself."""
+    """Seconds without a beat of the follower after which the job ends itself."""
 
     @property
     def folder(self) -> Path:
-        """Where this file, the script and the job's output lie."""
+        """Directory of this specification, the script and the job's output."""
         return Path(self.job_file).parent / FOLDER
 
     @property
     def path(self) -> Path:
-        """Where this specification is written."""
+        """Path of this specification's file."""
         return self.folder / "spec.json"
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """Least and largest number of machines."""
+        """Minimum and maximum number of nodes."""
         return self.launch.node_range or (1, 1)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of each machine."""
+        """Number of ranks of each node."""
         return ranks_per_node(self.launch)
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs that are asked of each machine."""
-        asked = self.launch.slurm.gpus_per_node if self.launch.kind == "slurm" else "auto"
-        return (0 if self.launch.allow_cpu else self.ranks_per_node) if asked == "auto" else asked
+        """Number of GPUs to request for each node."""
+        requested = self.launch.slurm.gpus_per_node if self.launch.kind == "slurm" else "auto"
+        return (
+            (0 if self.launch.allow_cpu else self.ranks_per_node)
+            if requested == "auto"
+            else requested
+        )
 
     @property
     def cpus_per_node(self) -> int:
-        """CPU cores that are asked of each machine."""
-        own = self.launch.kubernetes.cpus if self.launch.kind == "kubernetes" else None
-        return own or self.ranks_per_node * (self.launch.threads_per_rank or 1)
+        """Number of CPU cores to request for each node."""
+        requested = self.launch.kubernetes.cpus if self.launch.kind == "kubernetes" else None
+        return requested or self.ranks_per_node * (self.launch.threads_per_rank or 1)
 
     @property
     def grace(self) -> int:
-        """Whole seconds in which the processes of a machine have ended after they were asked to."""
+        """Whole seconds for the processes of a node to end after SIGTERM."""
         return math.ceil(self.launch.stop_grace) + 10
 
     def write(self) -> None:
-        """Write it, readable by this user alone: variables may be secrets.
+        """Write the specification, readable only by this user: variables may be secrets.
 
         Raises WorkspaceError.
         """
@@ -102,7 +104,7 @@ class BatchSpec(Section):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read it back. Raises ConfigError."""
+        """Read a specification. Raises ConfigError."""
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -113,9 +115,10 @@ class BatchSpec(Section):
 
 
 def ranks_per_node(launch: LaunchConfig) -> int:
-    """Ranks of each machine that a scheduler gives.
+    """Return the number of ranks of each node of a scheduler.
 
-    Raises ConfigError where nothing says how many.
+    Raises:
+        ConfigError: `launch.nproc_per_node` is auto.
     """
     if launch.nproc_per_node == "auto":
         raise ConfigError(
@@ -126,60 +129,60 @@ def ranks_per_node(launch: LaunchConfig) -> int:
 
 
 class FollowerBeat:
-    """The follower's side."""
+    """Writer of the beat, in the follower."""
 
     def __init__(
         self, folder: Path, token: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin to count in `folder`.
+        """Prepare to write the beat to `folder`.
 
-        `token` names the submission, which another follower does not know.
+        `token` identifies the submission; another follower does not know it.
         """
         self.save = False
-        """Whether the ranks are to save and end, as SIGUSR1 asks."""
+        """True to ask the ranks to save and end, like SIGUSR1."""
         self.over = False
-        """Whether the job has ended, as the scheduler says: a machine that it has lost may still
-        run its part."""
+        """True if the job has ended according to the scheduler; a lost node may still run its part.
+        """
         self._path, self._token, self._clock = folder / _BEAT_NAME, token, clock
         self._count, self._told = 0, (False, False)
         self._at: float | None = None
 
     def beat(self) -> None:
-        """Write the sign if it is time, or if there is something new to say.
+        """Write the beat if it is due or if `save` or `over` has changed.
 
-        A full disk is met again later.
+        An error, such as a full disk, is ignored; the next beat tries again.
         """
         now = self._clock()
-        told = (self.save, self.over)
-        if self._at is not None and now - self._at < INTERVAL and self._told == told:
+        requests = (self.save, self.over)
+        if self._at is not None and now - self._at < INTERVAL and self._told == requests:
             return
-        self._at, self._told = now, told
+        self._at, self._told = now, requests
         self._count += 1
-        said = {"token": self._token, "count": self._count, "save": self.save, "over": self.over}
+        content = {"token": self._token, "count": self._count, "save": self.save, "over": self.over}
         with contextlib.suppress(OSError):
-            replace_file(self._path, json.dumps(said).encode(), durable=False)
+            replace_file(self._path, json.dumps(content).encode(), durable=False)
 
 
 class FollowerWatch:
-    """A machine's side."""
+    """Reader of the beat, on a node."""
 
     def __init__(
         self, folder: Path, token: str, limit: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Watch the sign of submission `token` in `folder`; `limit` is in seconds."""
+        """Watch the beat of submission `token` in `folder`; `limit` is in seconds."""
         self.save = False
-        """Whether the follower asks the ranks to save and end."""
+        """True if the follower asks the ranks to save and end."""
         self.over = False
-        """Whether the follower says that the job has ended."""
+        """True if the job has ended according to the follower."""
         self._path, self._token, self._limit, self._clock = folder / _BEAT_NAME, token, limit, clock
         self._count, self._since = -1, clock()
 
     def lost(self) -> bool:
-        """Look at the sign: whether it stood still for longer than the limit."""
+        """Read the beat and return True if it has not changed for longer than the limit."""
         now = self._clock()
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = read_json(self._path)
-            if said["token"] == self._token and said["count"] != self._count:
-                self._count, self._since = said["count"], now
-                self.save, self.over = self.save or bool(said["save"]), bool(said["over"])
+            content = read_json(self._path)
+            if content["token"] == self._token and content["count"] != self._count:
+                self._count, self._since = content["count"], now
+                self.save, self.over = self.save or bool(content["save"]), bool(content["over"])
         return now - self._since > self._limit

@@ -1,7 +1,4 @@
-"""Starting ranks through a scheduler.
-
-What is checked beforehand, the follower's command, and what a dry run shows.
-"""
+"""Start of ranks through a scheduler: checks, the follower's command, and the dry run."""
 
 import fnmatch
 import os
@@ -43,13 +40,13 @@ _NOT_TO_FOLLOW = (
     ),
     *("-J", "--job-name", "-M", "--clusters", "--open-mode"),
 )
-"""Options of sbatch with which the job, or its output, would not be found."""
+"""Options of sbatch that are refused: with them the job or its output could not be found."""
 _PLACEHOLDER = "00000000"
-"""Stands for the random part of a job's name in what a dry run shows."""
+"""Placeholder in a dry run for the random part of a job's name."""
 
 
 def check_batch(launch: LaunchConfig) -> None:
-    """Raise, before anything runs, what a batch job could not be started for.
+    """Check the configuration and the programs of a batch job, before anything runs.
 
     Raises:
         ConfigError: a value is missing or cannot be used.
@@ -60,10 +57,10 @@ def check_batch(launch: LaunchConfig) -> None:
         _check_argument(word)
     if launch.kind == "kubernetes":
         _check_kubernetes(launch)
-    own = launch.slurm if launch.kind == "slurm" else launch.kubernetes
-    if own.template is not None and not Path(own.template).is_file():
+    options = launch.slurm if launch.kind == "slurm" else launch.kubernetes
+    if options.template is not None and not Path(options.template).is_file():
         raise ConfigError(
-            f"launch.{launch.kind}.template is {own.template!r}, and there is no such file: "
+            f"launch.{launch.kind}.template is {options.template!r}, and there is no such file: "
             "correct it, or set it to null"
         )
     for program in _PROGRAMS[launch.kind]:
@@ -75,14 +72,15 @@ def check_batch(launch: LaunchConfig) -> None:
 
 
 def _check_argument(word: str) -> None:
-    """A word that is no option would be taken for the script.
+    """Raise ConfigError unless `word` is an option of sbatch that is not refused.
 
-    sbatch takes the beginning of a long option for it.
+    sbatch would take another word as the script. It also accepts the beginning of a long option as
+    an abbreviation.
     """
     if not word.startswith("-"):
         raise ConfigError(
             f"launch.slurm.arguments has {word!r}, which is no option: write each option with its "
-            "value as one word, as --constraint=h100"
+            "value as one word, such as --constraint=h100"
         )
     name = word.partition("=")[0] if word.startswith("--") else word[:2]
     if any(
@@ -96,13 +94,13 @@ def _check_argument(word: str) -> None:
 
 
 def _check_kubernetes(launch: LaunchConfig) -> None:
-    own = launch.kubernetes
-    if own.image is None:
+    options = launch.kubernetes
+    if options.image is None:
         raise ConfigError(
             "launch.kind is kubernetes without launch.kubernetes.image: name the image that pods "
             "run"
         )
-    if own.workspace_claim is None:
+    if options.workspace_claim is None:
         raise ConfigError(
             "launch.kind is kubernetes without launch.kubernetes.workspace_claim: name the "
             "PersistentVolumeClaim with the workspace"
@@ -121,19 +119,19 @@ def start_batch(
     job_file: Path,
     env: Mapping[str, str] | None = None,
 ) -> "Start":
-    """The command that submits the ranks to the scheduler of `launch` and follows them.
+    """Build the command that submits the ranks to the scheduler of `launch` and follows them.
 
     Args:
-        launch: the scheduler and what it is asked for.
+        launch: the scheduler and the requested resources.
         module: entry point of each rank.
-        job: what they do.
-        job_file: where that is written, seen by all machines at this path.
-        env: variables for each rank, beside the usual ones.
+        job: the job of the ranks.
+        job_file: path of the job's JSON file, the same on all nodes.
+        env: additional variables for each rank.
 
     Raises:
-        ConfigError: a value is missing or cannot be used, launch.env_file among them.
-        ParallelLayoutError: the model does not fit a number of machines that the scheduler may
-            give.
+        ConfigError: a value is missing or cannot be used, including launch.env_file.
+        ParallelLayoutError: the model cannot be divided among the ranks of a number of nodes that
+            the scheduler may grant.
         LaunchError: the scheduler's programs are not installed.
         WorkspaceError: the specification cannot be written.
     """
@@ -151,12 +149,15 @@ def start_batch(
 def show_batch(
     launch: LaunchConfig, module: str, job: RankJob, job_file: Path
 ) -> tuple[list[str], str]:
-    """For a dry run.
+    """Return the command and the script or manifest of a batch job, for a dry run.
 
-    The command that would submit the job, and the script or manifest that it would submit.
+    Nothing is written.
 
-    Nothing is written. Raises ConfigError, LaunchError or ParallelLayoutError as `start_batch`
-    does.
+    Raises:
+        ConfigError: a value is missing or cannot be used.
+        ParallelLayoutError: the model cannot be divided among the ranks of a number of nodes that
+            the scheduler may grant.
+        LaunchError: the scheduler's programs are not installed.
     """
     check_batch(launch)
     spec = _specification(launch, module, job, job_file, {})
@@ -191,24 +192,24 @@ def _is_forwarded(name: str, launch: LaunchConfig) -> bool:
 
 
 def _workspace() -> Path:
-    """Where stages take it from."""
+    """Return the workspace directory that the stages use."""
     return Path(os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
 
 
 def _check_layouts(spec: BatchSpec, job: RankJob) -> None:
-    """A job that waited must not end since its ranks do not divide.
+    """Raise ParallelLayoutError unless the minimum number of nodes can share the model.
 
-    Of a range the least number of machines must do.
+    Otherwise a job could wait in the queue and then fail at its start.
     """
     if not isinstance(job, Job):
         return
-    least, most = spec.nodes
+    minimum, maximum = spec.nodes
     try:
-        layout_of(job.config, least * spec.ranks_per_node, job.vocab_size)
+        layout_of(job.config, minimum * spec.ranks_per_node, job.vocab_size)
     except ParallelLayoutError as error:
-        if least == most:
+        if minimum == maximum:
             raise
         raise ParallelLayoutError(
-            f"launch.nnodes is {spec.launch.nnodes}, and {spec.launch.kind} may give {least} "
+            f"launch.nnodes is {spec.launch.nnodes}, and {spec.launch.kind} may give {minimum} "
             f"machines: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Several machines: an agent on each, and a head that starts and ends them together.
+"""Jobs on several hosts: an agent on each host, and a head that starts and ends all of them.
 
-Agents are reached through ssh.
+The head reaches the agents through ssh.
 """

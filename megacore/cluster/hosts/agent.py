@@ -1,22 +1,26 @@
-"""One machine's end of a job that several take part in.
-
-It starts the ranks here, and ends them with the connection.
+"""The agent: the process on each host of a job that starts, watches and ends the host's ranks.
 
     python -m megacore.cluster.hosts.agent
     python -m megacore.cluster.hosts.agent --end MARK
 
-ssh starts it on each machine, and the head of the job talks with it through stdin and stdout
-(`channel`). It says what this machine is (hello), starts the ranks' command under a guard (start),
-passes on their output (log), looks at their heartbeats (trouble, states), copies their small files
-to a head that has another workspace (file), and says how the command ended (end). Both sides beat
-every second. When the connection ends, or the head is silent for `launch.host_timeout`, the ranks
-get SIGTERM and, HEADLESS_GRACE later, SIGKILL. An agent that is itself killed takes the guard's
-stdin along, and so the ranks.
+ssh starts the agent on each host. The head of the job and the agent exchange messages over the
+agent's stdin and stdout (`channel`). The agent
 
-With --end it kills what carries a job's mark: the head asks for that, through another connection,
-where it lost one.
+* describes this host (hello),
+* starts the ranks' command under a guard (start),
+* passes on the output of the ranks (log),
+* watches their heartbeats (trouble, states),
+* copies their small files to a head with another workspace (file),
+* reports the exit code of the command (end).
 
-It starts in tens of milliseconds: no torch is imported.
+Both sides send a beat every second. When the connection ends, or the head is silent for
+`launch.host_timeout`, the ranks get SIGTERM and, HEADLESS_GRACE seconds later, SIGKILL. If the
+agent itself is killed, the guard's stdin closes and the guard ends the ranks.
+
+With --end the agent kills the processes with a job's mark. The head requests this through a new
+connection after it lost the old one.
+
+The agent imports no torch, so it starts in tens of milliseconds.
 """
 
 import argparse
@@ -43,9 +47,9 @@ from megacore.launch.watch import KillCounter, RankWatch, memory_text
 HEADLESS_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for ranks whose head is gone."""
 PACKAGES = ("megacore", "torch")
-"""What must have one version on all machines."""
+"""Packages that must have the same version on all hosts."""
 RANK_FILE = re.compile(r"rank_(\d+)\.(?:json|beat|stack)", re.ASCII)
-"""What the head takes from an agent, by the rank: why it ended, its heartbeat, its stacks."""
+"""Names of the files that the head accepts from an agent: a rank's reason, heartbeat and stacks."""
 
 _POLL = 0.2
 _LINE = 65536
@@ -53,7 +57,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def main(arguments: list[str]) -> int:
-    """Serve a head until the ranks of this machine are gone, or end those of a mark."""
+    """Serve a head until the ranks of this host are gone, or end the processes with a mark."""
     parser = argparse.ArgumentParser(
         prog="megacore.cluster.hosts.agent", description="Ranks of a job on this machine."
     )
@@ -64,15 +68,15 @@ def main(arguments: list[str]) -> int:
     if options.end is not None:
         return 1 if end_all(lambda: marked(options.end), 0.0, reap=lambda: None) else 0
     outgoing = os.dup(1)
-    os.dup2(2, 1)  # what anybody prints here is no message
+    os.dup2(2, 1)  # printed text must not mix with the messages
     return Agent(Channel(0, outgoing)).serve()
 
 
 class Agent:
-    """Serves one head."""
+    """The agent of one head."""
 
     def __init__(self, head: Channel) -> None:
-        """Nothing is started until the head says so."""
+        """Prepare to serve `head`; no rank starts before its start message."""
         self._head = head
         self._heard = self._beaten = time.monotonic()
         self._host_timeout = 30.0
@@ -84,19 +88,23 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._asked_to_stop)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the head tells of it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the head sends a message for it
 
     def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
 
     def serve(self) -> int:
-        """Until the ranks are gone, or the head is before there were any."""
+        """Serve until the ranks are gone, or until the head is gone before they start.
+
+        Returns:
+            The exit code, always 0.
+        """
         while True:
             self._wait()
-            for said in self._head.receive():
+            for message in self._head.receive():
                 self._heard = time.monotonic()
-                if not isinstance(said, str):
-                    self._obey(said)
+                if not isinstance(message, str):
+                    self._obey(message)
             self._look_after_the_head()
             if self._ranks is None:
                 if self._stopping or self._headless:
@@ -125,11 +133,11 @@ class Agent:
             self._kill_at = min(self._kill_at or now + HEADLESS_GRACE, now + HEADLESS_GRACE)
 
     def _look_after_the_ranks(self, ranks: "HostRanks") -> bool:
-        """Whether they are gone, and the head knows it or never will."""
+        """Serve the ranks; return True if they are gone and the head was informed, or is gone."""
         now = time.monotonic()
         ended = ranks.ended
-        if (ended or self._head.waiting < FULL) and (text := ranks.read(last=ended)):
-            self._head.send("log", lines=text)
+        if (ended or self._head.waiting < FULL) and (lines := ranks.read(last=ended)):
+            self._head.send("log", lines=lines)
         if ended:
             self._copy_files(ranks)
             self._head.send(
@@ -150,7 +158,7 @@ class Agent:
         return False
 
     def _say_it_all(self) -> bool:
-        """Wait until the head has taken what it was sent, for as long as it waits for a word."""
+        """Wait, for at most the host timeout, until the head has received all messages."""
         deadline = time.monotonic() + self._host_timeout
         while self._head.waiting and not self._headless and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -161,17 +169,17 @@ class Agent:
         for name, data in ranks.changed_files():
             self._head.send("file", name=name, data=base64.b64encode(data).decode("ascii"))
 
-    def _obey(self, said: Message) -> None:
-        kind = said["kind"]
+    def _obey(self, message: Message) -> None:
+        kind = message["kind"]
         if kind == "prepare":
-            self._host_timeout = float(said["host_timeout"])
-            self._head.send("hello", **self._hello(said))
+            self._host_timeout = float(message["host_timeout"])
+            self._head.send("hello", **self._hello(message))
         elif kind == "start":
-            self._start(said)
+            self._start(message)
         elif kind == "stop":
             self._stopping = True
-            if said["grace"] is not None:
-                self._kill_at = time.monotonic() + float(said["grace"])
+            if message["grace"] is not None:
+                self._kill_at = time.monotonic() + float(message["grace"])
         elif kind == "notice" and self._ranks is not None:
             self._ranks.notify()
         elif kind == "states" and self._ranks is not None:
@@ -179,48 +187,50 @@ class Agent:
             self._copy_files(self._ranks)
             self._head.send("states", ranks=states)
 
-    def _hello(self, said: Message) -> Message:
-        """What this machine is; `problem` is why it cannot take part."""
-        problem, named = None, said["interface"]
-        if named != "auto":
-            self._interface, problem = named, interface_problem(named)
-        elif said["peer"] is not None:
-            self._interface = interface_to(said["peer"])
+    def _hello(self, message: Message) -> Message:
+        """Return the hello message; `problem` is the reason why this host cannot take part."""
+        problem, requested = None, message["interface"]
+        if requested != "auto":
+            self._interface, problem = requested, interface_problem(requested)
+        elif message["peer"] is not None:
+            self._interface = interface_to(message["peer"])
         return {
             "host": socket.gethostname(),
             "versions": versions(),
             "interface": self._interface,
-            "port": free_port() if said["port"] else None,
+            "port": free_port() if message["port"] else None,
             "problem": problem,
         }
 
-    def _start(self, said: Message) -> None:
-        environment = {**os.environ, **said["environment"]}
+    def _start(self, message: Message) -> None:
+        environment = {**os.environ, **message["environment"]}
         if self._interface is not None:
             for name in _INTERFACES:
                 environment.setdefault(name, self._interface)
         try:
-            self._ranks = HostRanks(said, environment)
+            self._ranks = HostRanks(message, environment)
         except OSError as error:
             self._head.send(
-                "failed", reason=f"{said['command'][0]}: {error.strerror}: {error.filename}"
+                "failed", reason=f"{message['command'][0]}: {error.strerror}: {error.filename}"
             )
             self._stopping = self._say_it_all()
 
 
 class HostRanks:
-    """The ranks of this machine, under a guard."""
+    """The ranks of this host, under a guard."""
 
-    def __init__(self, said: Message, environment: dict[str, str]) -> None:
-        """Start them. Raises OSError."""
-        first, count = said["ranks"]
+    def __init__(self, message: Message, environment: dict[str, str]) -> None:
+        """Start the ranks with the fields of a start message. Raises OSError."""
+        first, count = message["ranks"]
         self._numbers = range(first, first + count)
-        self._directory = Path(said["exit_directory"])
-        self._copies: dict[str, bytes] | None = {} if said["copy_files"] else None
+        self._directory = Path(message["exit_directory"])
+        self._copies: dict[str, bytes] | None = {} if message["copy_files"] else None
         if self._copies is not None:
             self._clear()
         self.kills = KillCounter()
-        self.watch = RankWatch(self._directory, stall_limit=said["stall_limit"], only=self._numbers)
+        self.watch = RankWatch(
+            self._directory, stall_limit=message["stall_limit"], only=self._numbers
+        )
         self._looked = time.monotonic()
         self._text = b""
         self._guard = subprocess.Popen(
@@ -228,9 +238,9 @@ class HostRanks:
                 sys.executable,
                 "-m",
                 "megacore.launch.guard",
-                f"--grace={said['grace']:g}",
+                f"--grace={message['grace']:g}",
                 "--",
-                *said["command"],
+                *message["command"],
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -243,23 +253,26 @@ class HostRanks:
 
     @property
     def output(self) -> int | None:
-        """What they write; None once nothing comes any more."""
+        """File descriptor of the ranks' output; None after its end."""
         assert self._guard.stdout is not None
         return None if self._guard.stdout.closed else self._guard.stdout.fileno()
 
     @property
     def ended(self) -> bool:
-        """Whether all are gone."""
+        """True if all ranks are gone."""
         return self._guard.poll() is not None
 
     @property
     def code(self) -> int:
-        """What the guard, once it has ended, exited with: 128 + n for signal n."""
+        """Exit code of the guard after its end: 128 + n for signal n."""
         code = self._guard.returncode
         return 128 - code if code < 0 else code
 
     def read(self, *, last: bool) -> list[str]:
-        """The lines that they have written since the last call, `last` with one that has no end."""
+        """Return the lines of output since the last call.
+
+        With `last` this includes an incomplete last line.
+        """
         assert self._guard.stdout is not None
         while self.output is not None:
             try:
@@ -276,13 +289,13 @@ class HostRanks:
         return [line.decode("utf-8", errors="replace") for line in lines if line]
 
     def stop(self) -> None:
-        """Let the guard end them."""
+        """Let the guard end the ranks."""
         assert self._guard.stdin is not None
         if not self._guard.stdin.closed:
             self._guard.stdin.close()
 
     def kill(self) -> None:
-        """SIGKILL to all, the guard last: until then it takes in whoever loses its parent."""
+        """Send SIGKILL to all processes, the guard last, because it adopts orphans until then."""
         guard = self._guard.pid
         for pid in sorted(descendants(os.getpid()), key=lambda pid: pid == guard):
             with contextlib.suppress(ProcessLookupError):
@@ -290,28 +303,28 @@ class HostRanks:
                     os.kill(pid, signal.SIGKILL)
 
     def notify(self) -> None:
-        """SIGUSR1, which the guard passes on."""
+        """Send SIGUSR1 to the guard, which passes it on."""
         if catches(self._guard.pid, signal.SIGUSR1):
             os.kill(self._guard.pid, signal.SIGUSR1)
 
     def watch_due(self, now: float) -> bool:
-        """Whether it is time for another look at them."""
+        """Return True if the next check of the ranks is due."""
         due = now - self._looked >= BEAT_INTERVAL
         self._looked = now if due else self._looked
         return due
 
     def states(self) -> list[Message]:
-        """What each does, with its stacks."""
-        found = rank_states(self._directory, None, stacks=True, only=self._numbers)
+        """Return the state of each rank, with its stacks."""
+        states = rank_states(self._directory, None, stacks=True, only=self._numbers)
         return [
             {"rank": state.rank, "state": state.state, "idle": state.idle, "stack": state.stack}
-            for state in found
+            for state in states
         ]
 
     def changed_files(self) -> list[tuple[str, bytes]]:
-        """The small files of these ranks that changed since the last call.
+        """Return name and content of the ranks' small files that changed since the last call.
 
-        None where the head sees them itself.
+        The list is empty if the head can read the files itself.
         """
         if self._copies is None:
             return []
@@ -327,7 +340,7 @@ class HostRanks:
         return changed
 
     def _clear(self) -> None:
-        """What ranks of an earlier attempt left would be taken for these ones'."""
+        """Remove the files of an earlier attempt's ranks, which must not count for these ranks."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("rank_*"):
             if RANK_FILE.fullmatch(path.name):
@@ -335,14 +348,14 @@ class HostRanks:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and PACKAGES on this machine, "none" for one that is not installed."""
-    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    """Return the versions of Python and PACKAGES on this host; "none" if not installed."""
+    installed = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+            installed[name] = "none"
+    return installed
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""Messages between the head of a job and its agents.
+"""Messages between the head of a job and its agents: lines of JSON over non-blocking pipes.
 
-JSON, a line each, over pipes that never block their owner.
-
-A line that is no message is text, as a login shell may write before the agent begins. Only the
-standard library is imported.
+A line that is not a message is text, for example from a login shell before the agent starts.
+Imports only the standard library.
 """
 
 import contextlib
@@ -15,15 +13,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 BEAT = "beat"
-"""Kind of the message that says nothing but that its sender lives."""
+"""Kind of the message that only shows that its sender is alive."""
 BEAT_INTERVAL = 1.0
-"""Seconds between two of them."""
+"""Seconds between two of these messages."""
 FULL = 2**20
-"""Bytes that wait to be sent from which on nothing should be added that can wait."""
+"""Size of the send queue in bytes above which messages that can wait should wait."""
 
 LONGEST = 2**25
-"""Bytes of a line that is still awaited; what is longer is no message, and is passed on in
-pieces."""
+"""Largest size of a message in bytes; a longer line is no message and is passed on in pieces."""
 
 _MARK = b"\x1e"
 _PIECE = 65536
@@ -36,29 +33,29 @@ class Channel:
     """One side of a connection."""
 
     def __init__(self, incoming: int, outgoing: int) -> None:
-        """Take two descriptors, which stop blocking."""
+        """Take two file descriptors and make them non-blocking."""
         self.incoming, self.outgoing = incoming, outgoing
         self.open = True
-        """Whether the other side can still say something."""
+        """True if the other side can still send."""
         self.broken = False
-        """Whether it takes nothing any more."""
+        """True if the other side no longer receives."""
         self._read, self._waiting = b"", bytearray()
         os.set_blocking(incoming, False)
         os.set_blocking(outgoing, False)
 
     @property
     def waiting(self) -> int:
-        """Bytes that wait to be sent."""
+        """Size of the send queue in bytes."""
         return 0 if self.broken else len(self._waiting)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Queue a message and send what the pipe takes now."""
+        """Queue a message and send as much as the pipe accepts now."""
         if not self.broken:
             self._waiting += _MARK + json.dumps({"kind": kind, **values}).encode("ascii") + b"\n"
             self.flush()
 
     def flush(self) -> None:
-        """Send what the pipe takes now."""
+        """Send as much of the queue as the pipe accepts now."""
         while self._waiting and not self.broken:
             try:
                 del self._waiting[: os.write(self.outgoing, self._waiting[:_PIECE])]
@@ -68,7 +65,7 @@ class Channel:
                 self.broken = True
 
     def receive(self) -> Iterator[Message | str]:
-        """What has come: messages, and lines of text."""
+        """Yield the received messages and lines of text."""
         for _ in range(_PIECES):
             if not self.open:
                 break
@@ -93,13 +90,13 @@ def _parsed(line: bytes) -> Message | str:
             if isinstance(message, dict) and isinstance(message.get("kind"), str):
                 return message
         except (ValueError, RecursionError):
-            # the connection broke within it, or it is none of ours
+            # The connection broke within the line, or the line is not from megacore.
             pass
     return line.decode("utf-8", errors="replace").rstrip("\r")
 
 
 def wait(readable: Iterable[int], writable: Iterable[int], seconds: float) -> None:
-    """Until one of these descriptors is ready, or the time is over."""
+    """Wait until one of the descriptors is ready, for at most `seconds` seconds."""
     poll = select.poll()
     writes = set(writable)
     for descriptor in {*readable} | writes:
@@ -111,13 +108,13 @@ class WakeUp:
     """A descriptor that becomes readable with every signal that has a handler."""
 
     def __init__(self) -> None:
-        """Only in the main thread, once."""
+        """Register the descriptor; only once, and in the main thread."""
         self.descriptor, writer = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def clear(self) -> None:
-        """Make it wait for the next one."""
+        """Clear the descriptor, so that it waits for the next signal."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)

@@ -1,6 +1,6 @@
-"""The connections of a job's head to its machines: an agent on each, through ssh, or here without.
+"""Connections of a job's head to its hosts: an agent on each, through ssh except on the head's.
 
-A job's `HostSet` knows how they are reached, where they meet, and what each is told.
+A job's `HostSet` starts the agents, chooses the rendezvous, and builds the messages to them.
 """
 
 import contextlib
@@ -23,104 +23,106 @@ from megacore.launch.rank_table import StateReport
 
 AGENT = "megacore.cluster.hosts.agent"
 _NEEDED = ("PYTHONPATH",)
-"""What an agent needs to find this package, before it is told anything."""
+"""Variables that an agent needs to import this package, before any message arrives."""
 _SAID = 300
-"""Characters of what ssh said that go into a sentence."""
+"""Number of characters of stderr that an error message quotes."""
 
 
 @dataclass
 class Connection:
-    """One machine of the job."""
+    """The head's connection to the agent of one host of the job."""
 
     name: str
-    """As in the hostfile."""
+    """Name of the host in the hostfile."""
     number: int
-    """Its place there."""
+    """Index of the host in the hostfile."""
     first: int
-    """Its first rank."""
+    """First rank of the host."""
     ranks: int
-    """How many it has."""
+    """Number of ranks of the host."""
     process: "subprocess.Popen[bytes]"
-    """ssh, or the agent itself."""
+    """Process of ssh, or of the agent itself on the head's host."""
     channel: Channel
     mark: str
-    """What its processes carry."""
+    """Mark of the host's processes."""
     heard: float = field(default_factory=time.monotonic)
-    """When it last said something."""
+    """Monotonic time of the last message, in seconds."""
     hello: Message | None = None
-    """What it is, once it has said so."""
+    """The agent's hello message; None before it arrives."""
     started: bool = False
-    """Whether it was told to start its ranks."""
+    """True if the agent was told to start its ranks."""
     code: int | None = None
-    """What its ranks ended with, once they are gone."""
+    """Exit code of the host's ranks; None before they have ended."""
     lost: bool = False
-    """Whether it is not talked to any more."""
+    """True if the host is lost and gets no more messages."""
     states: list[tuple[int, StateReport]] | None = None
-    """Where its ranks stand, once it has said so."""
+    """States of the host's ranks; None before the agent reports them."""
     said: str = ""
-    """What ssh, or the agent, wrote to stderr last."""
+    """Last output of ssh or the agent on stderr."""
 
     @property
     def here(self) -> bool:
-        """Whether it is the head's own machine."""
+        """True if this is the head's host."""
         return is_this_machine(self.name)
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is expected of it."""
+        """True if no more messages are expected from the host."""
         return self.lost or self.code is not None
 
     def may_write(self, name: str) -> bool:
-        """Whether a file is one of its own ranks'."""
+        """Return True if `name` is a file of one of the host's ranks."""
         match = RANK_FILE.fullmatch(name)
         return match is not None and self.first <= int(match[1]) < self.first + self.ranks
 
     def read_errors(self) -> list[str]:
-        """Lines of stderr since the last call."""
+        """Return the lines of stderr since the last call."""
         assert self.process.stderr is not None
-        text = b""
+        data = b""
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self.process.stderr.fileno(), 65536):
-                text += part
+                data += part
         lines = [
-            line for line in text.decode("utf-8", errors="replace").splitlines() if line.strip()
+            line for line in data.decode("utf-8", errors="replace").splitlines() if line.strip()
         ]
         self.said = " ".join([self.said, *lines])[-_SAID:].strip()
         return lines
 
     def why_it_ended(self) -> str:
-        """Of a connection whose other side is gone."""
+        """Return the reason why the connection ended, for an error message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=1.0)
         self.read_errors()
-        code, said = self.process.poll(), f": {self.said}" if self.said else ""
+        code, quoted = self.process.poll(), f": {self.said}" if self.said else ""
         if not self.here and code == SSH_FAILED:
             return (
-                f"the connection to it ended{said}" if self.hello else f"ssh cannot reach it{said}"
+                f"the connection to it ended{quoted}"
+                if self.hello
+                else f"ssh cannot reach it{quoted}"
             )
         if code is not None and code < 0:
             return (
                 f"its {'agent' if self.here else 'ssh'} was ended by "
-                f"{signal.Signals(-code).name}{said}"
+                f"{signal.Signals(-code).name}{quoted}"
             )
         if code == 0:
-            return f"its agent ended, as it does when it hears nothing from this machine{said}"
-        return f"its agent ended with code {code}{said}"
+            return f"its agent ended, as it does when it hears nothing from this machine{quoted}"
+        return f"its agent ended with code {code}{quoted}"
 
     def close(self) -> None:
-        """Close it, which ends the ranks there, if the machine can still hear of it."""
+        """Close the connection, which ends the host's ranks if the host is still reachable."""
         assert self.process.stdin is not None
-        self.channel.broken = True  # its descriptor may soon be another file's
+        self.channel.broken = True  # the descriptor's number may soon belong to another file
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self.process.kill()
 
 
 class HostSet:
-    """The machines of a plan: how they are reached, where they meet, and what each is told."""
+    """Hosts of a plan: their connections, their rendezvous, and the messages to them."""
 
     def __init__(self, plan: Plan, environment: Mapping[str, str]) -> None:
-        """Reach nobody yet; `environment` is this process's."""
+        """Keep `plan` and this process's `environment`; no host is contacted yet."""
         self._plan, self._environment = plan, environment
         self._ssh = plan_ssh(plan)
         self._mark = environment.get(JOB_VARIABLE) or secrets.token_hex(16)
@@ -128,7 +130,7 @@ class HostSet:
         self._master = self._meeting = ""
 
     def connect(self) -> list[Connection]:
-        """Start an agent on every machine and ask it what it is. Raises LaunchError."""
+        """Start an agent on every host and ask for its hello. Raises LaunchError."""
         self._master, second = meeting_addresses(
             plan_ssh(self._plan), self._plan.hosts, self._plan.rdzv_endpoint
         )
@@ -149,19 +151,20 @@ class HostSet:
     def start_messages(
         self, hosts: list[Connection], variables: Mapping[str, str]
     ) -> list[Message]:
-        """What each machine is told to start.
+        """Return the start message of each host.
 
-        Raises LaunchError for one that is not like this one.
+        Raises:
+            LaunchError: a host has other versions of packages than the head, or has a problem.
         """
-        own = versions()
+        head_versions = versions()
         for host in hosts:
             assert host.hello is not None
-            theirs: dict[str, str] = host.hello["versions"]
-            for name in own:
-                if theirs.get(name) != own[name]:
+            host_versions: dict[str, str] = host.hello["versions"]
+            for name in head_versions:
+                if host_versions.get(name) != head_versions[name]:
                     raise LaunchError(
-                        f"host {host.name} has {name} {theirs.get(name)} and this machine "
-                        f"{own[name]}: install the same environment on all machines"
+                        f"host {host.name} has {name} {host_versions.get(name)} and this machine "
+                        f"{head_versions[name]}: install the same environment on all machines"
                     )
             if host.hello["problem"]:
                 raise LaunchError(
@@ -186,23 +189,23 @@ class HostSet:
         }
 
     def summary(self, hosts: list[Connection]) -> str:
-        """Which machines take part, and where they meet, in one line."""
+        """Return one line with the hosts, their ranks and the address of the rendezvous."""
         parts = []
         for host in hosts:
             last = host.first + host.ranks - 1
             ranks = f"rank {host.first}" if host.ranks == 1 else f"ranks {host.first}-{last}"
-            way = (
+            interface = (
                 f" through {host.hello['interface']}"
                 if host.hello and host.hello["interface"]
                 else ""
             )
-            parts.append(f"{host.name} ({ranks}{way})")
+            parts.append(f"{host.name} ({ranks}{interface})")
         return f"hosts: {', '.join(parts)}; they meet at {self._meeting}"
 
-    def end_what_is_left(self, host: Connection, seconds: float) -> None:
-        """Begin to kill, through a new connection, what carries the job's mark on a lost machine.
+    def kill_remaining(self, host: Connection, seconds: float) -> None:
+        """Start to kill the job's processes on a lost host, through a new connection.
 
-        `seconds` are its.
+        The connection may take `seconds` seconds. The processes are found by the job's mark.
         """
         with contextlib.suppress(OSError):
             command = self._ssh.command(host.name, python(AGENT, "--end", host.mark))
@@ -210,8 +213,8 @@ class HostSet:
                 (start_quietly(command, stdin=subprocess.DEVNULL), time.monotonic() + seconds)
             )
 
-    def wait_for_the_rest(self) -> None:
-        """Until that is done, or its seconds are over."""
+    def wait_for_kills(self) -> None:
+        """Wait until `kill_remaining` is done on all hosts, or its time is over."""
         for process, deadline in self._left:
             try:
                 process.communicate(timeout=max(0.0, deadline - time.monotonic()))
@@ -225,42 +228,43 @@ def connect(
     """Start an agent on every host.
 
     Args:
-        ssh: how they are reached.
-        hosts: ranks of each.
-        mark: the job's.
-        environment: this process's variables.
+        ssh: settings of ssh.
+        hosts: number of ranks of each host.
+        mark: mark of the job.
+        environment: variables of this process.
 
     Raises:
         OSError: ssh cannot be started.
     """
-    found, first = [], 0
+    connections, first = [], 0
     for number, (name, ranks) in enumerate(hosts.items()):
-        own = host_mark(mark, None if is_this_machine(name) else number)
+        own_mark = host_mark(mark, None if is_this_machine(name) else number)
         process = start_quietly(ssh.command(name, agent_words(mark, name, number, environment)))
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         os.set_blocking(process.stderr.fileno(), False)
         channel = Channel(process.stdout.fileno(), process.stdin.fileno())
-        found.append(Connection(name, number, first, ranks, process, channel, own))
+        connections.append(Connection(name, number, first, ranks, process, channel, own_mark))
         first += ranks
-    return found
+    return connections
 
 
 def agent_words(mark: str, host: str, number: int, environment: Mapping[str, str]) -> list[str]:
-    """What starts the agent on a host, with the mark of its processes.
+    """Return the command that starts the agent on a host.
 
-    It has the variables it needs from `environment`.
+    The command sets the mark of the host's processes and passes on the variables of `environment`
+    that the agent needs.
     """
-    own = host_mark(mark, None if is_this_machine(host) else number)
+    own_mark = host_mark(mark, None if is_this_machine(host) else number)
     variables = {name: value for name, value in environment.items() if name in _NEEDED} | {
-        JOB_VARIABLE: own
+        JOB_VARIABLE: own_mark
     }
     return ["env", *(f"{name}={value}" for name, value in variables.items()), *python(AGENT)]
 
 
 def start_quietly(command: list[str], stdin: int = subprocess.PIPE) -> "subprocess.Popen[bytes]":
-    """Start what reaches a machine, deaf to the signals that end a job. Raises OSError."""
+    """Start a command that ignores the signals that end a job. Raises OSError."""
     return subprocess.Popen(
         command,
         stdin=stdin,
@@ -271,9 +275,10 @@ def start_quietly(command: list[str], stdin: int = subprocess.PIPE) -> "subproce
 
 
 def _ignore_signals() -> None:
-    """The guard's SIGTERM is for the head, which tells the agents.
+    """Ignore the signals that end a job.
 
-    ssh keeps ignored what it began with ignored.
+    The guard's SIGTERM is for the head, which then tells the agents. ssh keeps the signals ignored
+    that were ignored at its start.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,4 @@
-"""Which machines an attempt runs on.
-
-All of the hostfile, or of an elastic run those that answer.
-"""
+"""Choice of an attempt's hosts: all of the hostfile or, in an elastic run, those that answer."""
 
 import logging
 
@@ -13,7 +10,7 @@ from megacore.errors import HostLostError, LaunchError, ParallelLayoutError
 from megacore.plan.layouts import layout_of
 
 ANSWER_LIMIT = 15.0
-"""Seconds in which a machine must have answered to be taken."""
+"""Seconds for a host to answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -21,45 +18,48 @@ _log = logging.getLogger(__name__)
 def choose_hosts(
     config: RunConfig, vocab_size: int | None = None, *, attempt: int = 1
 ) -> dict[str, int]:
-    """Hosts of the next attempt and each one's ranks, in the hostfile's order; or {}.
+    """Choose the hosts of the next attempt.
 
-    It is {} without a hostfile.
-
-    Of an elastic run these are the first ones that answer, at most the largest number of
-    `launch.nnodes`, and fewer of them, down to its least, where the model and its batch do not
-    divide by the ranks of more. The batch and the order of the samples stay.
+    An elastic run takes the first hosts that answer, at most the maximum of `launch.nnodes`. It
+    takes fewer, down to the minimum, if the model and its batch are not divisible by the ranks of
+    more hosts. The batch size and the order of the samples do not change.
 
     Args:
-        config: the run.
-        vocab_size: of the tokenizer, None where it is not known.
-        attempt: 1, or a later one, before which the machines were there.
+        config: configuration of the run.
+        vocab_size: vocabulary size of the tokenizer; None if unknown.
+        attempt: number of the attempt; if it is above 1, the hosts were reachable before.
+
+    Returns:
+        Number of ranks of each host, in the order of the hostfile; empty without a hostfile.
 
     Raises:
-        ParallelLayoutError: no number of machines that may be taken divides the model and its
-            batch.
-        LaunchError: fewer answer than must; names those that do not. HostLostError of a later
-            attempt.
+        ParallelLayoutError: the model and its batch are not divisible by the ranks of any permitted
+            number of hosts.
+        LaunchError: fewer hosts than the minimum answer; the message names the others.
+        HostLostError: the same in a later attempt.
     """
     launch = config.launch
     if launch.hostfile is None or not launch.elastic:
         return hosts_of(launch)
-    least, most = launch.node_range or (1, 1)
+    minimum, maximum = launch.node_range or (1, 1)
     listed = {host: len(slots) for host, slots in slots_of(launch, limited=False).items()}
     check_ssh(listed)
     silent = _silent(ssh_of(launch), [*listed])
     answering = [host for host in listed if host not in silent]
     missing = "; ".join(f"{host}: {why}" for host, why in silent.items())
-    if len(answering) < least:
-        text = (
+    if len(answering) < minimum:
+        message = (
             f"launch.nnodes is {launch.nnodes} and {len(answering)} of {len(listed)} hosts can "
             f"take part ({missing})"
         )
         raise (
-            HostLostError(text)
+            HostLostError(message)
             if attempt > 1
-            else LaunchError(f"{text}: correct launch.hostfile or ssh")
+            else LaunchError(f"{message}: correct launch.hostfile or ssh")
         )
-    chosen = _dividing(config, {host: listed[host] for host in answering[:most]}, least, vocab_size)
+    chosen = _dividing(
+        config, {host: listed[host] for host in answering[:maximum]}, minimum, vocab_size
+    )
     left_out = [host for host in answering if host not in chosen]
     _log.log(
         logging.WARNING if silent else logging.INFO,
@@ -74,25 +74,25 @@ def choose_hosts(
 
 
 def _silent(ssh: Ssh, hosts: list[str]) -> dict[str, str]:
-    """Why a host cannot take part, of those that cannot."""
+    """Return the hosts that do not answer, each with the reason."""
     others = [host for host in hosts if not is_this_machine(host)]
     results = run_on_hosts(ssh, others, ["true"], timeout=ANSWER_LIMIT)
     return {result.host: result.problem for result in results if result.problem is not None}
 
 
 def _dividing(
-    config: RunConfig, hosts: dict[str, int], least: int, vocab_size: int | None
+    config: RunConfig, hosts: dict[str, int], minimum: int, vocab_size: int | None
 ) -> dict[str, int]:
-    """The most of `hosts`, from the first on, whose ranks the model and its batch divide by."""
+    """Return the longest prefix of `hosts` whose ranks can share the model and its batch."""
     refused: ParallelLayoutError | None = None
-    for number in range(len(hosts), least - 1, -1):
-        taken = dict(list(hosts.items())[:number])
+    for number in range(len(hosts), minimum - 1, -1):
+        chosen = dict(list(hosts.items())[:number])
         try:
-            layout_of(config, sum(taken.values()), vocab_size)
+            layout_of(config, sum(chosen.values()), vocab_size)
         except ParallelLayoutError as error:
             refused = refused or error
         else:
-            return taken
+            return chosen
     raise refused or ParallelLayoutError(
         f"launch.nnodes is {config.launch.nnodes}: no machine is left"
     )

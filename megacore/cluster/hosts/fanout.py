@@ -1,16 +1,17 @@
-"""The head of a job over several machines.
-
-It starts an agent on each through ssh, and ends them all together.
+"""The head of a job on several hosts: starts an agent on each through ssh, and ends all of them.
 
     python -m megacore.cluster.hosts.fanout --plan FILE
 
-It runs under the job's guard. First every agent must say hello; only then ranks start. From then on
-the job ends everywhere when one machine is lost (silent for `launch.host_timeout`, or its
-connection ended), when the ranks of one failed and the others did not end by themselves within
-FAIL_LIMIT, when an agent sees a rank that stands still or is gone, and on SIGTERM. What the ranks
-write goes to stdout as `host: text`.
+The head runs under the job's guard. The ranks start after every agent has sent its hello. From then
+on the job ends on all hosts when
 
-It starts in tens of milliseconds: no torch is imported.
+* a host is lost: it is silent for `launch.host_timeout`, or its connection has ended,
+* the ranks of one host failed and the others did not end within FAIL_LIMIT,
+* an agent reports a rank that is stalled or gone,
+* the head receives SIGTERM.
+
+The output of the ranks goes to stdout as `host: text`. The head imports no torch, so it starts in
+tens of milliseconds.
 """
 
 import argparse
@@ -34,33 +35,35 @@ from megacore.launch.rank_table import LauncherReport, StateReport, write_report
 from megacore.launch.watch import STANDSTILL, Trouble
 
 HELLO_LIMIT = 45.0
-"""Seconds in which all agents must have said hello."""
+"""Seconds for all agents to send their hello."""
 FAIL_LIMIT = 10.0
-"""Seconds in which ranks must have noticed that those of another machine failed."""
+"""Seconds for the ranks to notice that the ranks of another host have failed, and end."""
 TROUBLE_SPREADS = 1.5
-"""Seconds in which the agents of all machines notice that ranks stand still, one of which the
-others wait for."""
+"""Seconds for the agents of all hosts to notice their stalled ranks; the ranks stall because they
+wait for one of them."""
 STATES_LIMIT = 6.0
-"""Seconds in which the agents must have said where their ranks stand."""
+"""Seconds for the agents to report the states of their ranks."""
 SILENCE = 3.0
-"""Seconds without a word after which a machine may be the one by which the ranks of others fail."""
+"""Seconds without a message after which a host may be the cause of other hosts' failures."""
 END_LIMIT = 10.0
-"""Seconds in which what is left on a machine whose connection ended must have been ended."""
+"""Seconds to end the processes that are left on a host whose connection ended."""
 SILENT_END_LIMIT = 5.0
-"""The same for one that fell silent: it hardly hears another connection, and the job's end waits
-for it."""
+"""Seconds to end the processes on a host that fell silent.
+
+It is shorter, because such a host hardly accepts another connection and the job's end waits for it.
+"""
 RESUMES = "a retry resumes from the last complete checkpoint"
 
 _POLL = 0.2
 _NAMED = 4
 _HELPS = (
-    "correct launch.hostfile or ssh, and let the repository and its environment lie at the same "
-    "paths on all machines"
+    "correct launch.hostfile or ssh, and put the repository and its environment at the same paths "
+    "on all machines"
 )
 
 
 def main(arguments: list[str]) -> int:
-    """Run a job over several machines; returns what to exit with."""
+    """Run a job on several hosts and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="megacore.cluster.hosts.fanout", description="Ranks of a job on several machines."
     )
@@ -79,10 +82,10 @@ def main(arguments: list[str]) -> int:
 
 
 class Head:
-    """Runs one plan."""
+    """The head of one plan's job."""
 
     def __init__(self, plan: Plan, environment: dict[str, str]) -> None:
-        """Reach nobody yet; `environment` is this process's."""
+        """Keep `plan` and this process's `environment`; no host is contacted yet."""
         self._plan, self._environment = plan, environment
         self._directory = Path(plan.exit_directory)
         self._set = HostSet(plan, environment)
@@ -105,9 +108,13 @@ class Head:
         self._notified = True
 
     def run(self) -> int:
-        """To the end of all ranks. Raises MegacoreError for what cannot be started."""
+        """Run the job to the end of all ranks and return the exit code.
+
+        Raises:
+            MegacoreError: the job cannot be started.
+        """
         variables = self._plan.variables(self._environment)
-        variables.pop(JOB_VARIABLE, None)  # each machine has a mark of its own
+        variables.pop(JOB_VARIABLE, None)  # each host has a separate mark
         self._hosts = self._set.connect()
         self._until(lambda: all(host.hello or host.done for host in self._hosts), HELLO_LIMIT)
         if self._ends_by is None:
@@ -117,16 +124,20 @@ class Head:
                 host.channel.send("start", **message)
                 host.started = True
         self._until(lambda: all(host.done for host in self._hosts), None)
-        self._set.wait_for_the_rest()
+        self._set.wait_for_kills()
         return 128 + signal.SIGTERM if self._terminated and self._code == 0 else self._code
 
     def close(self) -> None:
-        """Close whatever connection is left."""
+        """Close all connections."""
         for host in self._hosts:
             host.close()
 
     def _until(self, done: Callable[[], bool], limit: float | None) -> None:
-        """Serve the connections until `done`, or the job is ending and its time is over."""
+        """Serve the connections until `done` returns True or the time of the job's end is over.
+
+        Raises:
+            LaunchError: a host did not say hello within `limit` seconds.
+        """
         deadline = None if limit is None else time.monotonic() + limit
         while not done():
             self._step()
@@ -145,9 +156,9 @@ class Head:
         now = time.monotonic()
         pause, self._stepped = now - self._stepped, now
         for host in listening:
-            # it was this process that stood still
+            # After a long pause this process itself was suspended, not the host silent.
             host.heard += pause if pause > STANDSTILL else 0.0
-            if not host.lost:  # by what another one has just said
+            if not host.lost:  # another host's message may have ended the job
                 self._listen(host)
         self._look(now)
 
@@ -155,62 +166,66 @@ class Head:
         host.channel.flush()
         for line in host.read_errors():
             _say(f"{host.name}: {line}")
-        for said in host.channel.receive():
+        for message in host.channel.receive():
             host.heard = time.monotonic()
-            if isinstance(said, str):
-                _say(f"{host.name}: {said}")
+            if isinstance(message, str):
+                _say(f"{host.name}: {message}")
             elif not host.lost:
-                self._understand(host, said)
+                self._understand(host, message)
         if not host.channel.open and not host.done:
             self._lose(host, host.why_it_ended())
 
-    def _understand(self, host: Connection, said: Message) -> None:
+    def _understand(self, host: Connection, message: Message) -> None:
         try:
-            self._take(host, said)
+            self._take(host, message)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # it runs other code, or is not in order
-            what = f"{type(error).__name__}: {error} in its {said['kind']!r}"
-            self._lose(host, f"its agent says what this machine does not understand ({what:.200})")
+            # The host runs other code or is faulty.
+            problem = f"{type(error).__name__}: {error} in its {message['kind']!r}"
+            self._lose(
+                host,
+                f"its agent sent a message that this machine does not understand ({problem:.200})",
+            )
 
-    def _take(self, host: Connection, said: Message) -> None:
-        kind = said["kind"]
+    def _take(self, host: Connection, message: Message) -> None:
+        kind = message["kind"]
         if kind not in ("hello", BEAT) and not host.started:
-            raise ValueError("it was told to start nothing yet")
+            raise ValueError("it was not told to start anything yet")
         if kind == "log":
-            _say(*(f"{host.name}: {line}" for line in said["lines"]))
+            _say(*(f"{host.name}: {line}" for line in message["lines"]))
         elif kind == "hello":
-            host.hello = {name: said[name] for name in ("versions", "interface", "port", "problem")}
+            host.hello = {
+                name: message[name] for name in ("versions", "interface", "port", "problem")
+            }
         elif (
             kind == "file"
             and self._plan.copy_files
             and not host.here
-            and host.may_write(said["name"])
+            and host.may_write(message["name"])
         ):
-            _copy(self._directory / said["name"], base64.b64decode(said["data"]))
+            _copy(self._directory / message["name"], base64.b64decode(message["data"]))
         elif kind == "end":
-            self._ended(host, int(said["code"]), said["memory"])
+            self._ended(host, int(message["code"]), message["memory"])
         elif kind == "failed":
             host.code = LaunchError.exit_code
-            self._end(LaunchError(f"the ranks of {host.name} cannot be started: {said['reason']}"))
+            self._end(
+                LaunchError(f"the ranks of {host.name} cannot be started: {message['reason']}")
+            )
         elif kind == "trouble":
-            self._take_trouble(Trouble(tuple(said["stalled"]), tuple(said["lost"])))
+            self._take_trouble(Trouble(tuple(message["stalled"]), tuple(message["lost"])))
         elif kind == "states":
             host.states = [
-                (int(state.pop("rank")), StateReport(**state)) for state in said["ranks"]
+                (int(state.pop("rank")), StateReport(**state)) for state in message["ranks"]
             ]
 
     def _take_trouble(self, trouble: Trouble) -> None:
-        """Ask all machines where their ranks stand.
-
-        Those that see trouble, too, say so before long.
-        """
+        """Ask all hosts for the states of their ranks; add trouble that they report later."""
         if self._trouble is None:
             self._trouble = trouble, time.monotonic()
             for host in self._running():
                 host.channel.send("states")
         else:
-            known, since = self._trouble
-            stalled, lost = {*known.stalled, *trouble.stalled}, {*known.lost, *trouble.lost}
+            earlier, since = self._trouble
+            stalled, lost = {*earlier.stalled, *trouble.stalled}, {*earlier.lost, *trouble.lost}
             self._trouble = Trouble(tuple(sorted(stalled)), tuple(sorted(lost))), since
 
     def _ended(self, host: Connection, code: int, memory: str | None) -> None:
@@ -220,14 +235,16 @@ class Head:
         self._code = self._code or code
         self._failed_at = self._failed_at or time.monotonic()
         if memory is not None:
-            out = (
-                f"a rank on {host.name} ran out of main memory: the kernel's out-of-memory killer "
+            summary = (
+                f"a rank on {host.name} ran out of host memory: the kernel's out-of-memory killer "
                 "ended it"
             )
-            _write_reason(self._directory, MemoryExhaustedError(f"{out}, with {memory} to be had"))
+            _write_reason(
+                self._directory, MemoryExhaustedError(f"{summary}, with {memory} available")
+            )
 
     def _look(self, now: float) -> None:
-        """What has to happen because time went by, or a signal came."""
+        """Do what elapsed time or a signal requires."""
         if now - self._beaten >= BEAT_INTERVAL:
             self._beaten = now
             for host in self._running(all_of_them=True):
@@ -249,33 +266,38 @@ class Head:
             self._end_unless_one_is_silent(now)
         if self._trouble is not None and self._ends_by is None:
             trouble, since = self._trouble
-            told = now - since > TROUBLE_SPREADS and all(
+            all_reported = now - since > TROUBLE_SPREADS and all(
                 host.states is not None for host in self._running()
             )
-            if told or now - since > STATES_LIMIT:
+            if all_reported or now - since > STATES_LIMIT:
                 self._report(trouble)
 
     def _why_silent(self, host: Connection, now: float) -> str:
-        """With the others that fell silent with it: it may be this machine that is cut off."""
+        """Return the reason for the loss of a silent host, for an error message.
+
+        The reason names other silent hosts: this host itself may be cut off.
+        """
         limit = self._plan.host_timeout
         since = max(SILENCE, limit - 2 * BEAT_INTERVAL)
         others = [
-            each.name for each in self._running() if each is not host and now - each.heard > since
+            other.name
+            for other in self._running()
+            if other is not host and now - other.heard > since
         ]
-        named = [
+        names = [
             *others[:_NAMED],
             *([f"{len(others) - _NAMED} more"] if len(others) > _NAMED else []),
         ]
-        nor = f", nor from {', '.join(named)}," if named else ""
+        nor = f", nor from {', '.join(names)}," if names else ""
         return f"nothing was heard from it{nor} for launch.host_timeout = {limit:g} s"
 
     def _end_unless_one_is_silent(self, now: float) -> None:
-        """A machine that fell silent is waited for: it explains others' failures, or returns."""
+        """End the job unless a host is silent, which may explain the failures or return."""
         if all(now - host.heard <= SILENCE for host in self._running()):
             self._end(None)
 
     def _running(self, *, all_of_them: bool = False) -> list[Connection]:
-        """Machines whose ranks run; `all_of_them`: whose connection does."""
+        """Return the hosts whose ranks run; with `all_of_them`, all hosts with a connection."""
         return [host for host in self._hosts if not host.done and (host.started or all_of_them)]
 
     def _report(self, trouble: Trouble) -> None:
@@ -290,22 +312,25 @@ class Head:
         host.lost = True
         host.close()
         if host.started:
-            self._set.end_what_is_left(host, end_limit)
+            self._set.kill_remaining(host, end_limit)
         if self._ends_by is not None:
-            return  # it was asked to end, and did so in its own way
+            return  # the job is ending anyway
         error = f"lost host {host.name}: {why}; {RESUMES}" if host.started else ""
         self._end(HostLostError(error) if error else self._unreachable(host, why))
 
     def _unreachable(self, host: Connection, why: str) -> LaunchError:
-        """A machine that was there before may come back."""
-        text = f"host {host.name} cannot take part: {why}"
-        return HostLostError(text) if self._plan.retried else LaunchError(f"{text}: {_HELPS}")
+        """Return the error for a host that cannot take part.
+
+        In a later attempt it is a HostLostError, because the host was reachable and may return.
+        """
+        message = f"host {host.name} cannot take part: {why}"
+        return HostLostError(message) if self._plan.retried else LaunchError(f"{message}: {_HELPS}")
 
     def _end(self, error: MegacoreError | None, *, grace: float | None = None) -> None:
-        """End the ranks of all machines: after SIGTERM and `grace` seconds, or at once."""
+        """End the ranks of all hosts: with SIGTERM and `grace` seconds, or at once if None."""
         if error is not None:
             _write_reason(self._directory, error)
-            # else it stands above the table of ranks
+            # If ranks have started, the error is printed above the table of ranks.
             if not any(host.started for host in self._hosts):
                 _say(str(error))
         self._code = self._code or (
@@ -321,7 +346,7 @@ class Head:
 
 
 def _write_reason(directory: Path | str, error: MegacoreError) -> None:
-    """A reason that cannot be written must not keep the ranks from being ended."""
+    """Write the launcher's reason; if that fails, only print it, so that the ranks are ended."""
     try:
         write_launcher_reason(directory, error)
     except MegacoreError as unwritable:
@@ -329,14 +354,14 @@ def _write_reason(directory: Path | str, error: MegacoreError) -> None:
 
 
 def _say(*lines: str) -> None:
-    """Into the log, in whole lines."""
+    """Print whole lines to the log."""
     data = "".join(f"{line}\n" for line in lines).encode()
     while data:
         data = data[os.write(1, data) :]
 
 
 def _copy(path: Path, data: bytes) -> None:
-    """Write the copy of a host's file, or say why that is not possible."""
+    """Write the copy of a host's file, or print why that is not possible."""
     try:
         replace_file(path, data, durable=False)
     except OSError as error:

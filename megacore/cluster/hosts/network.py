@@ -1,8 +1,6 @@
-"""How this machine is reached: the address and the interface that lead to another, and a free port.
+"""Network address and interface of this host on the route to another host, and a free port.
 
-No name is needed.
-
-Only the standard library is imported.
+This host needs no name. Imports only the standard library.
 """
 
 import fcntl
@@ -15,16 +13,17 @@ _IFREQ = struct.Struct("16s24x")
 
 
 def free_port() -> int:
-    """A port that is free on this machine now."""
+    """Return a port that is currently free on this host."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def local_address(peer: str) -> str:
-    """This machine's address on the way to `peer`; nothing is sent.
+    """Return this host's address on the route to `peer`; nothing is sent.
 
-    Raises OSError where no way leads there.
+    Raises:
+        OSError: there is no route to `peer`.
     """
     family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -33,44 +32,48 @@ def local_address(peer: str) -> str:
 
 
 def interface_to(peer: str) -> str | None:
-    """The interface of the route to `peer`; None where none is found."""
+    """Return the interface of the route to `peer`; None if none is found."""
     try:
-        own = local_address(peer)
+        address = local_address(peer)
     except OSError:
         return None
     for _, name in socket.if_nameindex():
-        if own in _addresses(name):
+        if address in _addresses(name):
             return name
-    return None if ":" in own else _routed(peer)
+    return None if ":" in address else _routed(peer)
 
 
 def interface_problem(names: str) -> str | None:
-    """Why `names`, as GLOO_SOCKET_IFNAME takes them, are no interfaces of this machine.
+    """Return an error message if `names` are not all interfaces of this host, else None.
 
-    None where they are.
+    Args:
+        names: comma-separated names of interfaces, in the format of GLOO_SOCKET_IFNAME.
     """
-    there = [name for _, name in socket.if_nameindex()]
-    absent = [name for name in names.split(",") if name not in there]
-    return f"it has no interface {absent[0]!r} (it has {', '.join(there)})" if absent else None
+    present = [name for _, name in socket.if_nameindex()]
+    absent = [name for name in names.split(",") if name not in present]
+    return f"it has no interface {absent[0]!r} (it has {', '.join(present)})" if absent else None
 
 
 def _addresses(name: str) -> list[str]:
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, _IFREQ.pack(name.encode()[:15]))
-            found.append(socket.inet_ntoa(answer[20:24]))
-        except OSError:  # it has none of this kind
+            addresses.append(socket.inet_ntoa(answer[20:24]))
+        except OSError:  # the interface has no IPv4 address
             pass
     for line in _lines("/proc/net/if_inet6"):
         fields = line.split()
         if fields[-1] == name:
-            found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
-    return found
+            addresses.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
+    return addresses
 
 
 def _routed(peer: str) -> str | None:
-    """By the routing table: an interface may have more addresses than its first."""
+    """Return the interface of the route to `peer` from the routing table.
+
+    This finds interfaces with several addresses, of which `_addresses` returns only the first.
+    """
     try:
         target = struct.unpack("<I", socket.inet_aton(socket.gethostbyname(peer)))[0]
     except OSError:

@@ -1,7 +1,7 @@
-"""What the head of a job over several machines has to know, in a file beside the job.
+"""Plan of a job on several hosts: a file next to the job file that the head reads.
 
-It holds no value of a variable. The command for each machine's ranks is made of it; each rank finds
-its own GPUs and reads the job there. Imports no torch.
+The plan contains no values of variables. It determines the command that starts the ranks of each
+host; each rank finds its GPUs and reads the job itself. Imports no torch.
 """
 
 import base64
@@ -21,32 +21,34 @@ from megacore.errors import ConfigError, LaunchError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_ENV_FILE = ".deepspeed_env"
-"""Where DeepSpeed's launcher looks for variables, too: in the working directory, else in the home
-directory."""
+"""Name of the default file of variables, in the working directory or else in the home directory.
+
+DeepSpeed's launcher reads the same file.
+"""
 _JOIN_LIMIT = 300
-"""Seconds in which the launchers of all machines must have met: some load torch from a slow file
-system."""
+"""Seconds for the rendezvous of all hosts' launchers; some load torch from a slow file system."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's ranks on several machines."""
+    """Start of a job's ranks on several hosts."""
 
     kind: str
     """torchrun or deepspeed."""
     module: str
     """Entry point of each rank."""
     job_file: str
-    """What they do."""
+    """Path of the job's JSON file."""
     hosts: dict[str, int]
-    """Ranks of each machine, in the order of the ranks."""
+    """Number of ranks of each host, in the order of the ranks."""
     devices: dict[str, list[int]]
-    """GPUs of the ranks, of the machines where they were chosen."""
+    """GPUs of the ranks of each host whose GPUs were selected."""
     ssh_config: str | None
     forward_env: list[str]
-    """Variables that the other machines get as they are here, by name or with * at the end."""
+    """Variables whose values here are passed to the other hosts: names, or prefixes that end in *.
+    """
     own_env: list[str]
-    """Names of those that are set here for the ranks."""
+    """Names of the variables that megacore sets for the ranks."""
     env_file: str | None
     interface: str
     rdzv_endpoint: str | None
@@ -55,27 +57,27 @@ class Plan:
     stall_limit: float | None
     exit_directory: str
     copy_files: bool
-    """Whether the other machines have another workspace than this one."""
+    """True if the other hosts have separate workspaces."""
     retried: bool
-    """Whether this is no first attempt, so that a machine that does not answer was there before."""
+    """True if this is not the first attempt: a host that does not answer was reachable before."""
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, atomically. Raises WorkspaceError."""
+        """Write the plan as JSON, atomically. Raises WorkspaceError."""
         write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read it back. Raises OSError, ValueError or TypeError."""
+        """Read a plan. Raises OSError, ValueError or TypeError."""
         values: dict[str, Any] = read_json(path)
         return cls(**values)
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """The ranks' variables, out of those of this process and the file. Raises ConfigError."""
+        """Return the ranks' variables, from `environment` and the file. Raises ConfigError."""
         passed = {name: value for name, value in environment.items() if self._passes(name)}
         return {**passed, **({} if self.env_file is None else read_env_file(Path(self.env_file)))}
 
     def command(self, number: int, master: str, port: int | str) -> list[str]:
-        """What starts the ranks of the machine with this number."""
+        """Return the command that starts the ranks of host `number`."""
         job_file = Path(self.job_file)
         if self.kind == "torchrun":
             return torchrun_command(
@@ -85,7 +87,7 @@ class Plan:
         return deepspeed_command(devices, number, self.module, job_file, master=master, port=port)
 
     def gpus(self, host: str) -> dict[str, str]:
-        """The variable that shows the ranks of a machine its GPUs, where they were chosen."""
+        """Return the variable with the GPUs of a host's ranks; empty if none were selected."""
         return (
             {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host]))}
             if host in self.devices
@@ -102,18 +104,18 @@ class Plan:
 
 
 def plan_ssh(plan: Plan) -> Ssh:
-    """How the plan's machines are reached.
+    """Return the ssh settings of a plan.
 
-    Both sides of these connections see for themselves whether they live.
+    ssh sends no keep-alive messages, because the head and the agents watch each other.
     """
     return Ssh(Path(plan.ssh_config) if plan.ssh_config else None, keep_alive=False)
 
 
 def meeting_addresses(ssh: Ssh, hosts: Iterable[str], rdzv_endpoint: str | None) -> tuple[str, str]:
-    """The first machine's address as others reach it, and the second's as the first does.
+    """Return the first host's address for the other hosts, and the second's for the first.
 
-    That of this machine is its own on the way to the other; nothing is sent to find it out. A
-    machine by itself is reached through its loopback interface. Raises LaunchError.
+    The address of this host is its local address on the route to the other; nothing is sent. A
+    single host has the loopback address. Raises LaunchError.
     """
     names = [*hosts]
     if len(names) == 1:
@@ -136,7 +138,7 @@ def _address(ssh: Ssh, host: str, other: str) -> str:
 
 
 def endpoint(setting: str | None) -> tuple[str | None, int | None]:
-    """Host and port of `launch.rdzv_endpoint`, None for what it does not say.
+    """Return host and port of `launch.rdzv_endpoint`, with None for what it leaves out.
 
     Raises ConfigError.
     """
@@ -159,11 +161,10 @@ def torchrun_command(
     master: str,
     port: int | str,
 ) -> list[str]:
-    """Torchrun on the machine with this number.
+    """Return torchrun's command for host `number`, with a static rendezvous.
 
-    All ranks are known beforehand: its rendezvous has nothing to find out.
-
-    Its dynamic one unpickles what whoever reaches the port wrote.
+    The static rendezvous suffices because all ranks are known beforehand. The dynamic one unpickles
+    data that anybody who reaches the port can write.
     """
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -193,9 +194,9 @@ def deepspeed_command(
     master: str,
     port: int | str,
 ) -> list[str]:
-    """DeepSpeed's launcher on the machine with this number.
+    """Return the command of DeepSpeed's launcher for host `number`.
 
-    `devices` are the GPUs of each machine's ranks.
+    `devices` contains the GPUs of each host's ranks.
     """
     world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
     return [
@@ -212,9 +213,9 @@ def deepspeed_command(
 
 
 def visible_devices(ranks: int) -> list[int | str]:
-    """The GPUs of this machine's ranks.
+    """Return the GPUs of this host's ranks, from CUDA_VISIBLE_DEVICES.
 
-    DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES without looking at it.
+    DeepSpeed's launcher sets that variable without regard to its value.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -224,23 +225,24 @@ def visible_devices(ranks: int) -> list[int | str]:
 
 
 def env_file_of(setting: str | None) -> str | None:
-    """The file that `launch.env_file` names, else the default one where there is one."""
+    """Return the path of `launch.env_file`, else of the default file; None without either."""
     if setting is not None:
         return str(Path(setting).absolute())
-    found = [
+    defaults = [
         path
         for path in (Path.cwd() / DEFAULT_ENV_FILE, Path.home() / DEFAULT_ENV_FILE)
         if path.is_file()
     ]
-    return str(found[0]) if found else None
+    return str(defaults[0]) if defaults else None
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Variables of a file with lines NAME=VALUE.
+    """Read variables from a file with lines NAME=VALUE.
 
-    Empty lines and those that begin with # are left out.
+    Empty lines and lines that begin with # are ignored.
 
-    Raises ConfigError, which never holds a value.
+    Raises:
+        ConfigError: the file cannot be read; the message contains no value.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -249,7 +251,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         raise ConfigError(
             f"launch.env_file {path} cannot be read: {reason}: correct launch.env_file"
         ) from error
-    found = {}
+    variables = {}
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             name, equals, value = line.strip().partition("=")
@@ -258,8 +260,8 @@ def read_env_file(path: Path) -> dict[str, str]:
                     f"launch.env_file {path}, line {number} is not of the form NAME=VALUE: correct "
                     "it"
                 )
-            found[name] = value
-    return found
+            variables[name] = value
+    return variables
 
 
 def _matches(name: str, pattern: str) -> bool:

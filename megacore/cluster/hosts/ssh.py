@@ -1,6 +1,6 @@
-"""Reaching other machines through the user's own ssh.
+"""Commands on other hosts through the user's ssh.
 
-Its configuration says port, user and identity.
+The ssh configuration sets port, user and identity.
 """
 
 import shlex
@@ -16,114 +16,114 @@ from megacore.config.hostfile import is_this_machine
 from megacore.errors import LaunchError
 
 CONNECT_TIMEOUT = 10
-"""Seconds in which a machine must take a connection."""
+"""Seconds for a host to accept a connection."""
 _ALIVE_INTERVAL = 5
-"""Seconds between two questions whether a machine that says nothing is still there; after four
-without an answer ssh gives up."""
+"""Seconds between two keep-alive messages to a silent host; ssh gives up after four of them without
+an answer."""
 SSH_FAILED = 255
-"""What ssh exits with when it is ssh that failed."""
+"""Exit code of ssh when ssh itself fails."""
 _ALONE = ("ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes")
-"""A connection of its own: one that is shared hangs with the others when a machine is lost, and
+"""Options for a separate connection: a shared one hangs with the others when a host is lost, and
 outlives the job."""
 _POLL = 0.5
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """How commands reach a host."""
+    """Settings of ssh."""
 
     config: Path | None = None
-    """File that ssh reads instead of the user's own."""
+    """File that ssh reads instead of the user's configuration."""
     keep_alive: bool = True
-    """Whether ssh itself gives up on a machine that falls silent; not where both sides of a
-    connection see to that."""
+    """True if ssh itself gives up on a silent host; False if both sides of the connection check
+    this themselves."""
 
     def options(self) -> list[str]:
-        """Words of ssh before the host.
+        """Return the options of ssh before the host.
 
-        It never asks anything, and gives up on a machine that does not answer.
+        With them ssh never prompts, and gives up on a host that does not answer.
         """
-        own = ["-F", str(self.config)] if self.config is not None else []
+        config_options = ["-F", str(self.config)] if self.config is not None else []
         alive = (
             f"ServerAliveInterval={_ALIVE_INTERVAL if self.keep_alive else 0}",
             "ServerAliveCountMax=4",
         )
         settings = ("BatchMode=yes", f"ConnectTimeout={CONNECT_TIMEOUT}", *alive, *_ALONE)
-        return [*own, *(word for setting in settings for word in ("-o", setting)), "-T"]
+        return [*config_options, *(word for setting in settings for word in ("-o", setting)), "-T"]
 
     def command(
         self, host: str, words: Sequence[str], *, directory: Path | None = None
     ) -> list[str]:
-        """What runs `words` on `host`, in `directory` (None: the current one).
+        """Return the command that runs `words` on `host` in `directory`.
 
-        On this machine it does without ssh.
+        The command for this host does not use ssh. A directory of None means the current one.
         """
-        place = str((directory or Path.cwd()).absolute())
+        path = str((directory or Path.cwd()).absolute())
         if is_this_machine(host):
-            return ["env", "-C", place, *words]
+            return ["env", "-C", path, *words]
         return [
             "ssh",
             *self.options(),
             host,
             "--",
-            f"cd {shlex.quote(place)} && exec {shlex.join(words)}",
+            f"cd {shlex.quote(path)} && exec {shlex.join(words)}",
         ]
 
     def address(self, host: str) -> str:
-        """The name or address under which ssh reaches `host`. Raises LaunchError."""
-        found = subprocess.run(
+        """Return the name or address that ssh uses for `host`. Raises LaunchError."""
+        result = subprocess.run(
             ["ssh", *self.options(), "-G", host], capture_output=True, text=True, check=False
         )
         names = [
-            line.split()[1] for line in found.stdout.splitlines() if line.startswith("hostname ")
+            line.split()[1] for line in result.stdout.splitlines() if line.startswith("hostname ")
         ]
-        if found.returncode != 0 or not names:
+        if result.returncode != 0 or not names:
             raise LaunchError(
-                f"ssh does not understand the host {host}: {found.stderr.strip() or 'no hostname'}"
+                f"ssh does not understand the host {host}: {result.stderr.strip() or 'no hostname'}"
             )
         return names[0]
 
 
 @dataclass(frozen=True)
 class HostResult:
-    """What a command did on one host."""
+    """Result of a command on one host."""
 
     host: str
     code: int
-    """Its exit code."""
+    """Exit code of the command."""
     output: bytes
-    """What it wrote to stdout."""
+    """Output of the command on stdout."""
     errors: str
-    """What it, or ssh, wrote to stderr."""
+    """Output of the command, or of ssh, on stderr."""
     timed_out: bool = False
 
     @property
     def problem(self) -> str | None:
-        """Why the command did not succeed, in one clause; None where it did."""
-        said = " ".join(self.errors.split())[-300:]
+        """Reason why the command failed (one clause); None if it succeeded."""
+        errors = " ".join(self.errors.split())[-300:]
         if self.timed_out:
             return "it did not answer in time"
         if self.code == 0:
             return None
         if self.code == SSH_FAILED:
-            return f"ssh cannot reach it: {said or 'no reason given'}"
-        return f"the command ended with code {self.code}: {said or 'nothing was said'}"
+            return f"ssh cannot reach it: {errors or 'no reason given'}"
+        return f"the command ended with code {self.code}: {errors or 'no message'}"
 
 
 def check_ssh(hosts: Iterable[str]) -> None:
-    """Raise LaunchError where ssh is not installed and another machine is to be reached."""
+    """Raise LaunchError if `hosts` contains another host and ssh is not installed."""
     others = [host for host in hosts if not is_this_machine(host)]
     if others and shutil.which("ssh") is None:
         raise LaunchError(
             f"{', '.join(others)} are reached through ssh, which is not installed here: install it "
-            "(apt-get install openssh-client), or let launch.hostfile name this machine alone"
+            "(apt-get install openssh-client), or let launch.hostfile name only this machine"
         )
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """`python -m module …` with this process's interpreter.
+    """Return the command `python -m module …` with this process's interpreter.
 
-    It lies at the same path on every machine.
+    The interpreter has the same path on every host.
     """
     return [sys.executable, "-m", module, *arguments]
 
@@ -137,29 +137,33 @@ def run_on_hosts(
     timeout: float,
     directory: Path | None = None,
 ) -> list[HostResult]:
-    """Run a command on every host at once; one result per host, in their order.
+    """Run a command on all hosts in parallel.
 
-    A result says whatever became of it.
-
-    What is raised meanwhile in this thread ends the connections first.
+    A command that fails or times out has a result, too. An exception in this thread ends the
+    connections first.
 
     Args:
-        ssh: how they are reached.
-        hosts: names as in the hostfile.
-        words: the command, or that of each host.
-        stdin: what it reads, or what that of each host does; values that are secret go here, not
-            into `words`.
-        timeout: seconds for each.
-        directory: where it runs (None: the current directory).
+        ssh: settings of ssh.
+        hosts: names of the hosts in the hostfile.
+        words: the command, or one command per host.
+        stdin: input of the command, or one input per host; secret values belong here, not in
+            `words`.
+        timeout: time limit of each command in seconds.
+        directory: working directory of the command; None means the current directory.
+
+    Returns:
+        One result per host, in their order.
     """
     calls = _Calls(timeout)
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         futures = []
         for host in hosts:
-            own = words[host] if isinstance(words, Mapping) else words
-            given = stdin[host] if isinstance(stdin, Mapping) else stdin
+            host_words = words[host] if isinstance(words, Mapping) else words
+            host_stdin = stdin[host] if isinstance(stdin, Mapping) else stdin
             futures.append(
-                pool.submit(calls.run, host, ssh.command(host, own, directory=directory), given)
+                pool.submit(
+                    calls.run, host, ssh.command(host, host_words, directory=directory), host_stdin
+                )
             )
         try:
             while wait(futures, timeout=_POLL).not_done:
@@ -171,7 +175,7 @@ def run_on_hosts(
 
 
 class _Calls:
-    """Commands under way, each in a thread, that another thread can end."""
+    """Running commands, each in a thread, that another thread can end."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -192,8 +196,8 @@ class _Calls:
                 output, errors = process.communicate(stdin, timeout=self._timeout)
             except subprocess.TimeoutExpired as error:
                 process.kill()
-                said = (error.stderr or b"").decode(errors="replace")
-                return HostResult(host, -1, error.stdout or b"", said, timed_out=True)
+                stderr = (error.stderr or b"").decode(errors="replace")
+                return HostResult(host, -1, error.stdout or b"", stderr, timed_out=True)
             finally:
                 self._running.discard(process)
         return HostResult(host, process.returncode, output, errors.decode(errors="replace"))

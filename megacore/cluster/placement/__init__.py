@@ -1,1 +1,1 @@
-"""What a job reads on each machine: proven to be there, or copied, before its ranks start."""
+"""Placement of a job's input files: checked or copied on each host before the ranks start."""

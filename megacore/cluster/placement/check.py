@@ -1,20 +1,20 @@
-"""`python -m megacore.cluster.placement.check`.
+"""Program that checks and receives a job's files on another host.
 
-What another machine finds of a job's files, and does for them.
+    python -m megacore.cluster.placement.check
 
-One JSON object on stdin, one on stdout. `action` is one of
+It reads one JSON object on stdin and writes one on stdout. `action` is one of
 
-* `look` (shared files): which of `items` are not here as they are there, and the proof of each of
-  `proofs`, a directory: the token that was written there is read here, and one is written here to
-  be read there;
-* `begin` (files of its own): what of `items` is missing or damaged, a directory for each of those
-  with what is right of it (hard links), and whether there is room; first, checkpoints that are not
-  the run's are put out of the way;
-* `finish`: what was brought into those directories is compared, synced and renamed into place;
-* `clean`: the directories and tokens of a preparation that failed are removed.
+* `look` (shared files): report which of `items` are missing or have another size, and prove that
+  each directory of `proofs` is shared: read the token of the starting host there, and write an
+  answer that the starting host reads;
+* `begin` (separate files): move checkpoints that are not the run's out of the way, report which of
+  `items` are missing or damaged, create a directory for each of these with its good files (hard
+  links), and check the free space;
+* `finish`: compare the files copied to these directories, sync them and rename them into place;
+* `clean`: remove the directories and tokens of a preparation that failed.
 
-Nothing that is copied is ever seen by half: a crash leaves `*.tmp-copy-*`, which the next `begin`
-removes.
+The starting host is the one that starts the job. Partly copied files never appear under their final
+names. A crash leaves `*.tmp-copy-*`, which the next `begin` removes.
 """
 
 import contextlib
@@ -34,15 +34,18 @@ from megacore.checkpoint.format import STALE_SUFFIX, TRACKER_NAME, iteration_of
 from megacore.cluster.placement.files import COPY_MARK, Item
 
 SET_ASIDE = "set-aside"
-"""In the run directory: complete checkpoints of this machine that are not those of the machine that
-starts the run."""
+"""Name of the run's subdirectory for complete checkpoints that this host wrote itself.
+
+They are not those of the starting host.
+"""
 _COPY = f"{STALE_SUFFIX}copy-"
 _STALE_SECONDS = 3600.0
-"""A copy that grew within this time may still be under way, for another job."""
+"""Seconds without a change after which a copy is stale; before that another job may still write it.
+"""
 
 
 def look(items: Iterable[Item], proofs: Iterable[dict[str, str]]) -> dict[str, Any]:
-    """Shared files that are not here, and the directories the token was read and written in."""
+    """Return the shared files that are missing here, and the result of each proof."""
     missing = [
         f"{item.role}: {problem}" for item in items if (problem := _missing(item)) is not None
     ]
@@ -50,7 +53,10 @@ def look(items: Iterable[Item], proofs: Iterable[dict[str, str]]) -> dict[str, A
 
 
 def _missing(item: Item) -> str | None:
-    """The first file that is not here with its size; no content is read of what others see too."""
+    """Describe the first file that is missing here or has another size.
+
+    No content is read, because the other hosts see the same files.
+    """
     if not item.directory.is_dir():
         return f"{item.directory} is not there"
     for name, entry in item.entries.items():
@@ -65,43 +71,50 @@ def _missing(item: Item) -> str | None:
 
 
 def _prove(directory: str, name: str, answer: str) -> str | None:
-    """Why the directory is not shared, or None.
+    """Return why `directory` is not shared; None if it is.
 
-    `answer` is the file that is written for the others to see.
+    Args:
+        directory: directory to check.
+        name: name and content of the starting host's token.
+        answer: name of the file to write for the starting host.
     """
-    place = Path(directory)
-    if not place.is_dir():
-        return f"{place} is not there"
-    token = place / name
+    path = Path(directory)
+    if not path.is_dir():
+        return f"{path} is not there"
+    token = path / name
     if not token.exists():
         return (
-            f"{place} is another directory than on the machine that starts the run: {name}, "
+            f"{path} is another directory than on the machine that starts the run: {name}, "
             "written there, is not"
         )
     try:
-        said = token.read_text(encoding="ascii", errors="replace")
+        content = token.read_text(encoding="ascii", errors="replace")
     except OSError as error:
         return f"{token} cannot be read: {error.strerror}"
-    if said != name:
-        return f"{token} has another content than was written on the machine that starts the run"
+    if content != name:
+        return f"{token} has other content than was written on the machine that starts the run"
     try:
-        (place / answer).write_text(name, encoding="ascii")
+        (path / answer).write_text(name, encoding="ascii")
     except OSError as error:
-        return f"{place} cannot be written: {error.strerror}"
+        return f"{path} cannot be written: {error.strerror}"
     return None
 
 
 def begin(items: list[Item], token: str, run: dict[str, str]) -> dict[str, Any]:
-    """Find out what is to be copied, and make room for it; see the module.
+    """Find the files to copy and prepare directories for them; see the module's docstring.
 
     Args:
-        items: what the job reads.
-        token: names the directories of this copy.
-        run: `proof`, a file that only the machine has that starts the job, `exit`, where ranks say
-            why they ended, and of a training `root` of its checkpoints (else "") and `keep`, the
-            name of the one that it goes on from.
+        items: files that the job reads.
+        token: part of the names of this copy's directories.
+        run: paths of the run. `proof` is a file that exists only on the starting host, `exit` the
+            directory of the ranks' exit reasons. For a training, `root` is the directory of its
+            checkpoints (else "") and `keep` the name of the checkpoint to resume from.
+
+    Returns:
+        `items`, with the files to copy and the directory of each item, and `rsync`, True if rsync
+        is installed; or only `problem`.
     """
-    if not Path(run["proof"]).exists():  # else these are the very files of that machine
+    if not Path(run["proof"]).exists():  # otherwise these are the starting host's own files
         shutil.rmtree(run["exit"], ignore_errors=True)
         if run["root"]:
             _clear(Path(run["root"]), run["keep"])
@@ -116,16 +129,16 @@ def begin(items: list[Item], token: str, run: dict[str, str]) -> dict[str, Any]:
         }
         answers.append({"wrong": wrong, "temporary": str(_temporary(item, token))})
         if wrong:
-            place = _nearest(item.directory)
+            existing = _nearest(item.directory)
             size = sum(item.entries[name].size for name in wrong)
-            needed.setdefault(place.stat().st_dev, [place, 0])[1] += size
-    for place, size in needed.values():
-        free = shutil.disk_usage(place).free
+            needed.setdefault(existing.stat().st_dev, [existing, 0])[1] += size
+    for existing, size in needed.values():
+        free = shutil.disk_usage(existing).free
         if free < size:
             have, want = f"{free / 2**30:.2f} GiB", f"{size / 2**30:.2f} GiB"
             return {
                 "problem": (
-                    f"{place} has {have} free and {want} are to be copied there: free some space"
+                    f"{existing} has {have} free and {want} must be copied there: free some space"
                 )
             }
     for item, answer in zip(items, answers, strict=True):
@@ -135,7 +148,7 @@ def begin(items: list[Item], token: str, run: dict[str, str]) -> dict[str, Any]:
 
 
 def _problem(item: Item, name: str) -> str | None:
-    """Why a file has to be copied, in one clause."""
+    """Return the reason for copying a file (one clause); None if it is up to date."""
     path, entry = item.directory / name, item.entries[name]
     try:
         status = path.stat()
@@ -146,19 +159,19 @@ def _problem(item: Item, name: str) -> str | None:
     if not item.full and status.st_mtime_ns == entry.mtime_ns:
         return None
     if entry.sha256 is None:
-        return f"{path} is of another time"
-    return None if file_digest(path) == entry.sha256 else f"{path} has another content"
+        return f"{path} has another modification time"
+    return None if file_digest(path) == entry.sha256 else f"{path} has other content"
 
 
 def _temporary(item: Item, token: str) -> Path:
-    """Where the files of an item are put before they are renamed."""
+    """Return the directory of an item's files before they are renamed into place."""
     if item.whole:
         return item.directory.with_name(f"{item.directory.name}{_COPY}{token}")
     return item.directory / f"files{_COPY}{token}"
 
 
 def _open(item: Item, temporary: Path, wrong: Iterable[str]) -> None:
-    """Make the directory, with links to those files of a whole that are right."""
+    """Create the directory; for a whole directory, add hard links to the good files."""
     temporary.mkdir(parents=True, exist_ok=True)
     for name in item.entries:
         (temporary / name).parent.mkdir(parents=True, exist_ok=True)
@@ -173,23 +186,28 @@ def _nearest(path: Path) -> Path:
 
 
 def _remove_stale_copies(directory: Path) -> None:
-    """Remove what copies left that were broken off."""
-    beside = directory.parent.glob(f"{directory.name}{_COPY}*") if directory.parent.is_dir() else ()
-    for path in [*beside, *directory.glob(f"files{_COPY}*")]:
-        with contextlib.suppress(FileNotFoundError):  # another job has just ended its copying
+    """Remove the directories of interrupted copies."""
+    siblings = (
+        directory.parent.glob(f"{directory.name}{_COPY}*") if directory.parent.is_dir() else ()
+    )
+    for path in [*siblings, *directory.glob(f"files{_COPY}*")]:
+        with contextlib.suppress(FileNotFoundError):  # another job has just finished its copy
             changed = max(part.lstat().st_ctime for part in [path, *path.rglob("*")])
             if time.time() - changed > _STALE_SECONDS:
                 shutil.rmtree(path)
 
 
 def _clear(root: Path, keep: str) -> None:
-    """Leave no checkpoint on this machine that could be taken for the run's."""
+    """Leave only the copy of checkpoint `keep`, so that no other is resumed from.
+
+    Other copies are removed, and checkpoints that this host wrote itself are moved.
+    """
     (root / TRACKER_NAME).unlink(missing_ok=True)
     for path in sorted(root.glob("iter_*")):
         if _COPY in path.name:
             continue
         if iteration_of(path) is None:
-            shutil.rmtree(path)  # what a crash left of a save
+            shutil.rmtree(path)  # an incomplete save
         elif path.name != keep and (path / COPY_MARK).exists():
             remove_tree(path)
         elif not (path / COPY_MARK).exists():
@@ -197,9 +215,9 @@ def _clear(root: Path, keep: str) -> None:
 
 
 def _set_aside(path: Path, folder: Path) -> None:
-    """Move a checkpoint that this machine wrote for itself, as when it started the run.
+    """Move a checkpoint that this host wrote itself, for example when it started the run.
 
-    Nothing else may have it.
+    It is not deleted, because there may be no other copy.
     """
     folder.mkdir(exist_ok=True)
     target, number = folder / path.name, 1
@@ -210,9 +228,9 @@ def _set_aside(path: Path, folder: Path) -> None:
 
 
 def finish(items: list[Item], token: str, copied: list[list[str]]) -> dict[str, Any]:
-    """Compare what was copied, by size and hash, and let it appear.
+    """Compare the copied files by size and digest, and rename them into place.
 
-    `copied` names the files of each item.
+    `copied` contains the names of each item's copied files.
     """
     for item, names in zip(items, copied, strict=True):
         temporary = _temporary(item, token)
@@ -237,19 +255,18 @@ def _copied_problem(item: Item, temporary: Path, names: list[str]) -> str | None
     for name in names:
         path, entry = temporary / name, item.entries[name]
         if not path.is_file() or path.stat().st_size != entry.size:
-            return f"{item.directory / name} was not copied as a whole"
+            return f"{item.directory / name} was not copied completely"
         if file_digest(path) != entry.sha256:
             return (
-                f"{item.directory / name} has another content than it should have after it was "
-                "copied"
+                f"{item.directory / name} has other content than it should have after it was copied"
             )
     return None
 
 
 def _appear(item: Item, temporary: Path) -> None:
-    """Rename a whole directory into place, unless another job has brought the same meanwhile.
+    """Rename a whole directory into place, unless another job has already done so.
 
-    That job may be reading it.
+    That job may be reading the same directory.
     """
     target = item.directory
     if target.exists():
@@ -262,7 +279,7 @@ def _appear(item: Item, temporary: Path) -> None:
 
 
 def clean(items: list[Item], token: str, files: Iterable[str]) -> dict[str, Any]:
-    """Remove the copies under way and the tokens."""
+    """Remove unfinished copies and the tokens."""
     for item in items:
         shutil.rmtree(_temporary(item, token), ignore_errors=True)
     for file in files:
@@ -271,9 +288,9 @@ def clean(items: list[Item], token: str, files: Iterable[str]) -> dict[str, Any]
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """What the process on another machine says to a question.
+    """Perform the action of `question` and return its result.
 
-    `problem` where its files cannot be written.
+    The result is `problem` if files cannot be read or written.
     """
     actions: dict[str, Callable[..., dict[str, Any]]] = {
         "look": look,
@@ -292,7 +309,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the question on stdin."""
+    """Read a question from stdin and write the answer to stdout."""
     sys.stdout.write(json.dumps(answer(json.load(sys.stdin))) + "\n")
 
 

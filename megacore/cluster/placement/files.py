@@ -1,6 +1,6 @@
-"""Files that have to be on every machine, and their copies there.
+"""Files that every host needs, and their copies to other hosts.
 
-They are copied by rsync over the user's own ssh, under a guard that ends it with this process.
+rsync copies them over the user's ssh, under a guard that ends rsync with this process.
 """
 
 import shutil
@@ -17,49 +17,51 @@ from megacore.cluster.hosts.ssh import Ssh
 from megacore.errors import HostLostError, LaunchError
 
 COPY_MARK = "copied"
-"""A file in a checkpoint that was copied to this machine, and may be deleted when the run goes on
-from another."""
+"""Name of the file that marks a checkpoint as copied to this host.
+
+A marked checkpoint may be deleted when the run resumes from another one.
+"""
 _SILENCE = 60
 """Seconds without a byte after which rsync gives up."""
 _LOST = frozenset({10, 12, 30, 35, 255})
-"""rsync's exit codes of a connection that failed, broke or went silent, and ssh's."""
+"""Exit codes of rsync for a failed, broken or silent connection, and the one of ssh."""
 _POLL = 0.5
 _GRACE = 1.0
 
 
 @dataclass
 class Entry:
-    """One file as it is on this machine."""
+    """State of one file on this host."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     mtime_ns: int
-    """Modification time: a file with this size and time is taken to be the same, unless `full` is
-    asked for."""
+    """Modification time in nanoseconds; a file with this size and time counts as equal, unless
+    `full` is set."""
     sha256: str | None
-    """Hex digest of the content; None where nothing has recorded it."""
+    """Hex digest of the content; None if it is not recorded."""
 
 
 @dataclass
 class Item:
-    """Files that belong together in one directory."""
+    """Files of one directory that belong together."""
 
     role: str
-    """What they are, in words."""
+    """Description of the files, for messages."""
     directory: Path
-    """Where they lie, at the same path on every machine."""
+    """Directory of the files, at the same path on every host."""
     whole: bool
-    """Whether the directory holds nothing else and appears, whole, under its name; else each file
-    for itself."""
+    """True if the directory contains no other files and is renamed into place as a whole; False if
+    each file is renamed separately."""
     entries: dict[str, Entry]
-    """By path relative to `directory`, in the order in which they are put there."""
+    """Files by path relative to `directory`, in the order of their renaming."""
     full: bool = False
-    """Whether every hash is compared, else sizes and times."""
+    """True to compare all digests, False to compare sizes and times."""
     checkpoint: bool = False
-    """Whether it is one."""
+    """True if the directory is a checkpoint."""
 
     def to_json(self) -> dict[str, Any]:
-        """For another machine."""
+        """Return the item as JSON values, for another host."""
         entries = {
             name: [entry.size, entry.mtime_ns, entry.sha256] for name, entry in self.entries.items()
         }
@@ -67,29 +69,29 @@ class Item:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """What `to_json` returned."""
+        """Build an item from the values of `to_json`."""
         entries = {name: Entry(*entry) for name, entry in values["entries"].items()}
         return cls(**{**values, "directory": Path(values["directory"]), "entries": entries})
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Files of one directory here for one directory there."""
+    """Copy of files from a directory on this host to a directory on another host."""
 
     host: str
     source: Path
     names: tuple[str, ...]
-    """Relative to `source`, and below `target` likewise."""
+    """Paths of the files relative to `source` and to `target`."""
     target: Path
     size: int
-    """Bytes of all."""
+    """Total size of the files in bytes."""
 
 
 class Copier:
-    """Copies to several machines at a time; ends what it started when it is left by an error."""
+    """Copier of files to several hosts in parallel; an error ends all its rsync processes."""
 
     def __init__(self, ssh: Ssh) -> None:
-        """Nothing is copied yet."""
+        """Keep the settings of ssh; nothing is copied yet."""
         self._ssh = ssh
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
@@ -97,19 +99,24 @@ class Copier:
     def copy(
         self, transfers: dict[str, list[Transfer]], *, poll: Callable[[], None] = lambda: None
     ) -> None:
-        """Make the transfers of each host in turn, those of different hosts at the same time.
+        """Make the transfers, one after the other for each host, and for all hosts in parallel.
 
-        `poll` is called meanwhile from this thread. Raises LaunchError, or HostLostError where the
-        connection broke.
+        Args:
+            transfers: transfers of each host.
+            poll: callback in this thread, twice a second.
+
+        Raises:
+            LaunchError: a file cannot be copied.
+            HostLostError: a connection broke.
         """
         with ThreadPoolExecutor(max(1, len(transfers))) as pool:
-            pending = {pool.submit(self._to_host, each) for each in transfers.values()}
+            pending = {pool.submit(self._to_host, batch) for batch in transfers.values()}
             try:
                 while pending:
                     done, pending = wait(pending, timeout=_POLL, return_when=FIRST_COMPLETED)
                     poll()
-                    for each in done:
-                        each.result()
+                    for future in done:
+                        future.result()
             except BaseException:
                 self._stop()
                 raise
@@ -131,16 +138,16 @@ class Copier:
             if self._stopped:
                 process.terminate()
             assert process.stdout is not None
-            # to its end; stdin stays open, by whose end the guard knows of ours
-            said = process.stdout.read()
+            # Read to the end. stdin stays open: the guard ends rsync when it is closed.
+            output = process.stdout.read()
         self._running.discard(process)
         if process.returncode == 0 or self._stopped:
             return
         kind = HostLostError if process.returncode in _LOST else LaunchError
-        last = " ".join(said.decode(errors="replace").split())[-300:]
+        last = " ".join(output.decode(errors="replace").split())[-300:]
         raise kind(
             f"host {transfer.host}: {transfer.source} cannot be copied to {transfer.target} by "
-            f"rsync (code {process.returncode}): {last or 'nothing was said'}"
+            f"rsync (code {process.returncode}): {last or 'no message'}"
         )
 
     def _stop(self) -> None:
@@ -150,7 +157,7 @@ class Copier:
 
 
 def check_rsync(host: str, *, there: bool) -> None:
-    """Raise LaunchError unless rsync is installed on this machine and on the other."""
+    """Raise LaunchError unless rsync is installed on this host and, by `there`, on `host`."""
     for name, missing in (
         ("this machine", shutil.which("rsync") is None),
         (f"host {host}", not there),
@@ -163,7 +170,7 @@ def check_rsync(host: str, *, there: bool) -> None:
 
 
 def rsync_command(ssh: Ssh, transfer: Transfer, listing: Path) -> list[str]:
-    """The words that copy the listed files, with their times, over ssh as elsewhere."""
+    """Return the rsync command that copies the listed files, with their times, over ssh."""
     return [
         "rsync",
         "--times",
@@ -180,8 +187,8 @@ def rsync_command(ssh: Ssh, transfer: Transfer, listing: Path) -> list[str]:
 
 
 def _rsh_word(word: str) -> str:
-    """A word of rsync's own command line for ssh, which it splits at spaces outside quotes.
+    """Quote a word of the ssh command in rsync's --rsh.
 
-    A quote is doubled.
+    rsync splits that command at spaces outside of quotes; quotes inside of quotes are doubled.
     """
     return '"' + word.replace('"', '""') + '"' if set(word) & set(" \"'") else word

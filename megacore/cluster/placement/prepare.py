@@ -1,8 +1,8 @@
-"""Before a start on several machines: each has, or sees, the files that the ranks there will read.
+"""Preparation of the hosts of a job: every host must have the files that its ranks read.
 
-`shared`: one path that all see, proven by tokens written on this machine and read on each, and the
-other way round. `node_local`: every machine has files of its own, compared by their manifests and
-copied from here where they differ.
+`shared`: all hosts see the same path. Tokens prove this: each host reads a token that this host
+wrote, and the other way round. `node_local`: every host has separate files. They are compared by
+their manifests and copied from this host if they differ.
 """
 
 import json
@@ -40,13 +40,13 @@ from megacore.jobs.run import Job, TrainJob
 __all__ = ["loaded_checkpoints", "prepare_finetune_hosts", "prepare_hosts", "prepare_model_hosts"]
 
 _SHORT = 60.0
-"""Seconds in which a machine looks at sizes."""
+"""Seconds for a host to check the sizes of files."""
 _LONG = 12 * 3600.0
-"""Seconds in which it hashes what there is; a machine that is gone is noticed by ssh."""
+"""Seconds for a host to compute digests; ssh notices a host that is gone."""
 _CLEAN_UP = 15.0
-"""Seconds in which it removes what was broken off; else the next start does."""
+"""Seconds for a host to remove unfinished copies; otherwise the next start removes them."""
 _SETTLES = 5.0
-"""Seconds until a file share shows this machine what another wrote."""
+"""Seconds until a file share shows the files of another host on this host."""
 _TOKEN = ".placement-"
 _TOKEN_LIVES = 3600.0
 
@@ -56,21 +56,21 @@ _log = logging.getLogger(__name__)
 def prepare_hosts(
     job: Job, hosts: Mapping[str, int], ssh: Ssh, *, checkpoints: Sequence[Path]
 ) -> None:
-    """Prove or bring about that every host has what the job's ranks read there.
+    """Check that every host has the files that the job's ranks read there, or copy them.
 
-    Call it before any process starts.
+    Call this before any rank starts.
 
     Args:
-        job: what the ranks will do; its file is written already.
-        hosts: that take part, in their order.
-        ssh: how they are reached.
-        checkpoints: that the ranks load (`loaded_checkpoints`).
+        job: job of the ranks; its file is already written.
+        hosts: hosts of the job, in order.
+        ssh: settings of ssh.
+        checkpoints: checkpoints that the ranks load (`loaded_checkpoints`).
 
     Raises:
-        LaunchError: a host lacks something and it cannot be copied there, or does not share a
-            directory; names host, path, what is wrong and what to do.
-        HostLostError: a host does not answer any more.
-        WorkspaceError: a token cannot be written on this machine.
+        LaunchError: a host lacks a file that cannot be copied there, or does not share a directory.
+            The message contains the host, the path, the problem and advice.
+        HostLostError: a host no longer answers.
+        WorkspaceError: a token cannot be written on this host.
     """
     if all(map(is_this_machine, hosts)):
         return
@@ -86,7 +86,7 @@ def prepare_hosts(
 def prepare_model_hosts(
     job: ModelJob, hosts: Mapping[str, int], ssh: Ssh, launch: LaunchConfig
 ) -> None:
-    """As `prepare_hosts`, for a job with a finished model."""
+    """Check or copy the files of a job on a finished model; see `prepare_hosts`."""
     if all(map(is_this_machine, hosts)):
         return
     exit_directory = Path(job.exit_directory).absolute()
@@ -95,7 +95,10 @@ def prepare_model_hosts(
 
 
 def prepare_finetune_hosts(job: FinetuneJob, hosts: Mapping[str, int], ssh: Ssh) -> None:
-    """As `prepare_hosts`, for a fine-tuning: its directories are always shared."""
+    """Check or copy the files of a fine-tuning; see `prepare_hosts`.
+
+    Its directories are always shared.
+    """
     if all(map(is_this_machine, hosts)):
         return
     run_directory, exit_directory = (
@@ -115,18 +118,18 @@ def prepare_finetune_hosts(job: FinetuneJob, hosts: Mapping[str, int], ssh: Ssh)
 
 @dataclass(frozen=True)
 class _Files:
-    """What ranks read and write."""
+    """Files and directories of the ranks."""
 
     items: list[Item]
-    """What they read."""
+    """Files that the ranks read."""
     exit_directory: Path
-    """Where they say why they ended."""
+    """Directory of the ranks' exit reasons."""
     run_directory: Path
-    """Where the first one writes."""
+    """Directory that the first rank writes to."""
     root: Path | None
-    """Of a training's checkpoints."""
+    """Directory of a training's checkpoints; None for other jobs."""
     keep: str
-    """The one of them that it goes on from, or ""."""
+    """Name of the checkpoint in `root` to resume from, or ""."""
 
 
 def _prepare(
@@ -147,37 +150,42 @@ def _prepare(
 
 
 def _prove_shared(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) -> None:
-    """See `prepare_hosts`."""
-    # they lie where the token does
+    """Prove that the hosts share the files and directories; see `prepare_hosts`."""
+    # The job files need no check: they are in a directory that the token proves.
     items = [item for item in files.items if item.role != JOB_FILES_ROLE]
-    places = sorted({files.run_directory, files.exit_directory.parent})
-    with _tokens(places) as token:
+    directories = sorted({files.run_directory, files.exit_directory.parent})
+    with _tokens(directories) as token:
         answers = {host: f"{token}-{number}" for number, host in enumerate(hosts)}
-        asked = {
+        questions = {
             host: _question(
-                "look", items, proofs=[_proof(place, token, answer) for place in places]
+                "look",
+                items,
+                proofs=[_proof(directory, token, answer) for directory in directories],
             )
             for host, answer in answers.items()
         }
         try:
-            for host, said in _ask(ssh, asked, _SHORT, known=known).items():
-                if said["missing"]:
-                    raise LaunchError(_not_shared(host, *said["missing"]))
-                for place, problem in zip(places, said["proofs"], strict=True):
-                    _check_proof(host, problem, place / answers[host], token)
+            for host, result in _ask(ssh, questions, _SHORT, known=known).items():
+                if result["missing"]:
+                    raise LaunchError(_not_shared(host, *result["missing"]))
+                for directory, problem in zip(directories, result["proofs"], strict=True):
+                    _check_proof(host, problem, directory / answers[host], token)
         finally:
             _remove_answers(
                 ssh,
-                {host: [place / answer for place in places] for host, answer in answers.items()},
+                {
+                    host: [directory / answer for directory in directories]
+                    for host, answer in answers.items()
+                },
             )
 
 
-def _proof(place: Path, token: str, answer: str) -> dict[str, str]:
-    return {"directory": str(place), "name": token, "answer": answer}
+def _proof(directory: Path, token: str, answer: str) -> dict[str, str]:
+    return {"directory": str(directory), "name": token, "answer": answer}
 
 
 def _check_proof(host: str, problem: str | None, answer: Path, token: str) -> None:
-    """Raise LaunchError unless the host has seen our token and we see its answer."""
+    """Raise LaunchError unless the host sees the token and its answer appears on this host."""
     if problem is not None:
         raise LaunchError(_not_shared(host, problem))
     deadline = time.monotonic() + _SETTLES
@@ -199,23 +207,27 @@ def _not_shared(host: str, problem: str, *more: str) -> str:
 
 
 def _remove_answers(ssh: Ssh, answers: Mapping[str, Sequence[Path]]) -> None:
-    """Remove what the hosts wrote; over ssh where it is not seen here."""
-    unseen = {}
+    """Remove the hosts' answers, over ssh if they are not visible here."""
+    invisible = {}
     for host, files in answers.items():
-        seen = [file for file in files if file.exists()]
-        for file in seen:
+        visible = [file for file in files if file.exists()]
+        for file in visible:
             with suppress(OSError):
                 file.unlink()
-        if len(seen) < len(files):
-            unseen[host] = _question("clean", (), token="", files=[str(file) for file in files])
-    run_on_hosts(ssh, list(unseen), python(_CHECK), stdin=unseen, timeout=_CLEAN_UP)
+        if len(visible) < len(files):
+            invisible[host] = _question("clean", (), token="", files=[str(file) for file in files])
+    run_on_hosts(ssh, list(invisible), python(_CHECK), stdin=invisible, timeout=_CLEAN_UP)
 
 
 @contextmanager
-def _tokens(places: Sequence[Path]) -> Iterator[str]:
-    """A file of one name in every place, for as long as the block runs."""
+def _tokens(directories: Sequence[Path]) -> Iterator[str]:
+    """Create a token of the same name in every directory for the duration of the block.
+
+    Yields:
+        The name of the token, which is also its content.
+    """
     token = f"{_TOKEN}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    files = [place / token for place in places]
+    files = [directory / token for directory in directories]
     try:
         for file in files:
             with workspace_errors(file):
@@ -228,16 +240,16 @@ def _tokens(places: Sequence[Path]) -> Iterator[str]:
             file.unlink(missing_ok=True)
 
 
-def _remove_old_tokens(place: Path) -> None:
-    """Those of preparations that were killed."""
-    for path in place.glob(f"{_TOKEN}*"):
+def _remove_old_tokens(directory: Path) -> None:
+    """Remove the tokens of preparations that were killed."""
+    for path in directory.glob(f"{_TOKEN}*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _TOKEN_LIVES:
                 path.unlink()
 
 
 def _bring(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) -> None:
-    """Let every host compare its files with this machine's, and copy there what differs."""
+    """Let every host compare its files with those of this host, and copy the differing ones."""
     items = files.items
     with _tokens([files.run_directory]) as token:
         run = {
@@ -249,12 +261,12 @@ def _bring(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) -> None:
         tokens = {
             host: f"{token.removeprefix(_TOKEN)}-{number}" for number, host in enumerate(hosts)
         }
-        asked = {host: _question("begin", items, token=tokens[host], run=run) for host in hosts}
+        questions = {host: _question("begin", items, token=tokens[host], run=run) for host in hosts}
         try:
-            said = _ask(ssh, asked, _LONG, known=known)
-            wrong = {host: _wrong(items, answer) for host, answer in said.items()}
+            answers = _ask(ssh, questions, _LONG, known=known)
+            wrong = {host: _wrong(items, answer) for host, answer in answers.items()}
             wrong = {host: names for host, names in wrong.items() if names}
-            _copy(items, wrong, said, ssh)
+            _copy(items, wrong, answers, ssh)
             finishing = {
                 host: _finishing(items, tokens[host], names) for host, names in wrong.items()
             }
@@ -265,22 +277,24 @@ def _bring(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) -> None:
 
 
 def _wrong(items: Sequence[Item], answer: dict[str, Any]) -> dict[int, tuple[str, ...]]:
-    """Names of the files to copy, by the item's number."""
-    found = {number: tuple(each["wrong"]) for number, each in enumerate(answer["items"])}
-    return {number: names for number, names in found.items() if names}
+    """Return the names of the files to copy, by the number of the item."""
+    wrong = {
+        number: tuple(item_answer["wrong"]) for number, item_answer in enumerate(answer["items"])
+    }
+    return {number: names for number, names in wrong.items() if names}
 
 
 def _copy(
     items: Sequence[Item],
     wrong: Mapping[str, dict[int, tuple[str, ...]]],
-    said: Mapping[str, Any],
+    answers: Mapping[str, Any],
     ssh: Ssh,
 ) -> None:
     transfers: dict[str, list[Transfer]] = {}
     for host, numbers in wrong.items():
-        check_rsync(host, there=said[host]["rsync"])
+        check_rsync(host, there=answers[host]["rsync"])
         for number, names in numbers.items():
-            item, answer = items[number], said[host]["items"][number]
+            item, answer = items[number], answers[host]["items"][number]
             size = sum(item.entries[name].size for name in names)
             target = Path(answer["temporary"])
             transfers.setdefault(host, []).append(
@@ -296,8 +310,8 @@ def _copy(
             )
     began = time.monotonic()
     Copier(ssh).copy(transfers)
-    for host, each in transfers.items():
-        size = sum(transfer.size for transfer in each)
+    for host, host_transfers in transfers.items():
+        size = sum(transfer.size for transfer in host_transfers)
         _log.info(
             "host %s has the files now: %.1f MiB in %.1f s",
             host,
@@ -307,9 +321,9 @@ def _copy(
 
 
 def _finishing(items: Sequence[Item], token: str, wrong: Mapping[int, tuple[str, ...]]) -> bytes:
-    """What is asked once the files are there.
+    """Return the question that finishes a copy, with the digests of all copied files.
 
-    They are compared by hash, also those of which none was recorded.
+    Digests that are not recorded are computed.
     """
     chosen = [items[number] for number in wrong]
     for item, names in zip(chosen, wrong.values(), strict=True):
@@ -322,11 +336,11 @@ def _finishing(items: Sequence[Item], token: str, wrong: Mapping[int, tuple[str,
 
 
 def _clean_up(items: Sequence[Item], tokens: Mapping[str, str], ssh: Ssh) -> None:
-    """Remove what was being copied, on the hosts that answer."""
-    asked = {
+    """Remove the unfinished copies on the hosts that answer."""
+    questions = {
         host: _question("clean", items, token=token, files=[]) for host, token in tokens.items()
     }
-    run_on_hosts(ssh, list(asked), python(_CHECK), stdin=asked, timeout=_CLEAN_UP)
+    run_on_hosts(ssh, list(questions), python(_CHECK), stdin=questions, timeout=_CLEAN_UP)
 
 
 _CHECK = "megacore.cluster.placement.check"
@@ -341,11 +355,17 @@ def _question(action: str, items: Sequence[Item], **values: Any) -> bytes:
 def _ask(
     ssh: Ssh, questions: Mapping[str, bytes], timeout: float, *, known: bool = True
 ) -> dict[str, Any]:
-    """What each host answers, asked at once.
+    """Ask all hosts in parallel and return their answers.
 
-    `known`: whether all have been there before, and may come back.
+    Args:
+        ssh: settings of ssh.
+        questions: question of each host.
+        timeout: time limit in seconds.
+        known: True if the hosts were reachable before and may return.
 
-    Raises for the first that cannot answer, or cannot write.
+    Raises:
+        LaunchError: a host cannot answer, or its answer is a problem.
+        HostLostError: a known host cannot be reached.
     """
     results = run_on_hosts(ssh, list(questions), python(_CHECK), stdin=questions, timeout=timeout)
     return {result.host: _answer(result, known) for result in results}
@@ -363,13 +383,13 @@ def _answer(result: HostResult, known: bool) -> dict[str, Any]:
             "then start again"
         )
     try:
-        # a login script may have said something
-        said: dict[str, Any] = json.loads(result.output.splitlines()[-1])
+        # A login script may have printed lines before the answer.
+        answer: dict[str, Any] = json.loads(result.output.splitlines()[-1])
     except (ValueError, IndexError) as error:
-        shown = " ".join(result.output.decode(errors="replace").split())[-200:]
+        output = " ".join(result.output.decode(errors="replace").split())[-200:]
         raise LaunchError(
-            f"host {result.host} answers {shown!r} instead of what files it has"
+            f"host {result.host} answers {output!r} instead of what files it has"
         ) from error
-    if "problem" in said:
-        raise LaunchError(f"host {result.host}: {said['problem']}")
-    return said
+    if "problem" in answer:
+        raise LaunchError(f"host {result.host}: {answer['problem']}")
+    return answer

@@ -1,7 +1,4 @@
-"""What the processes of a job read, file by file.
-
-So every machine can be asked whether it has it.
-"""
+"""Lists of the files that the ranks of a job read, for the check on every host."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +24,14 @@ if TYPE_CHECKING:
     from megacore.jobs.model import ModelJob
 
 JOB_FILES = ("run.json", "job.json", "operators.json")
-"""Beside the directory of exit reasons: what the ranks are told."""
+"""Names of the job's files next to the directory of exit reasons."""
 
 JOB_FILES_ROLE = "job files"
 
 
 @dataclass
 class _Loose:
-    """Files without a manifest, by directory."""
+    """Items of files without a manifest, by directory."""
 
     full: bool
     items: dict[Path, Item] = field(default_factory=dict)
@@ -46,12 +43,13 @@ class _Loose:
 
 
 def items_of(job: Job, checkpoints: Sequence[Path]) -> list[Item]:
-    """Everything that ranks of the job read.
+    """List the files that the job's ranks read.
 
-    Index maps, tokens, tokenizer, operators, job files and `checkpoints`.
+    These are index maps, token files, tokenizer, operators, job files and `checkpoints`.
 
-    Raises LaunchError when something is not there on this machine, CheckpointError for an
-    incomplete checkpoint.
+    Raises:
+        LaunchError: a file is missing on this host.
+        CheckpointError: a checkpoint is incomplete.
     """
     return _items(
         _read_by(job), checkpoints, Path(job.exit_directory), full=job.config.verify == "full"
@@ -61,22 +59,30 @@ def items_of(job: Job, checkpoints: Sequence[Path]) -> list[Item]:
 def directory_items(
     reads: Mapping[str, Path], checkpoints: Sequence[Path], exit_directory: Path, *, full: bool
 ) -> list[Item]:
-    """Everything that ranks read, by roles.
+    """List the files in the directories `reads`, in `checkpoints`, and the job files.
 
-    Whole directories, those of `checkpoints`, and the job files.
+    Args:
+        reads: directories by role.
+        checkpoints: directories of checkpoints.
+        exit_directory: directory of the exit reasons; the job files are next to it.
+        full: True to compare digests of all files.
 
-    Raises as `items_of`.
+    Raises:
+        LaunchError: a file is missing on this host.
+        CheckpointError: a checkpoint is incomplete.
     """
     listed = [(role, path.absolute(), _below(path.absolute())) for role, path in reads.items()]
     return _items(listed, checkpoints, exit_directory, full=full)
 
 
 def model_items_of(job: "ModelJob") -> list[Item]:
-    """Everything that ranks of a job with a finished model read.
+    """List the files that the ranks of a job on a finished model read.
 
-    The model, and the tokenizer and texts of a score.
+    These are the model and, for zero-shot scores, the tokenizer and the texts.
 
-    Raises as `items_of`.
+    Raises:
+        LaunchError: a file is missing on this host.
+        CheckpointError: the checkpoint is incomplete.
     """
     reads, checkpoints = list[_Read](), list[Path]()
     model = Path(job.source.directory).absolute()
@@ -87,8 +93,8 @@ def model_items_of(job: "ModelJob") -> list[Item]:
     if directory := getattr(job, "tokenizer_directory", None):
         reads.append(_tokenizer(directory))
     for name in ("wikitext", "lambada"):
-        if text := getattr(job, name, None):
-            path = Path(text).absolute()
+        if text_path := getattr(job, name, None):
+            path = Path(text_path).absolute()
             reads.append((f"text {name}", path, [path]))
     return _items(reads, checkpoints, Path(job.exit_directory), full=False)
 
@@ -96,61 +102,62 @@ def model_items_of(job: "ModelJob") -> list[Item]:
 def _items(
     reads: Iterable["_Read"], checkpoints: Sequence[Path], exit_directory: Path, *, full: bool
 ) -> list[Item]:
-    loose, whole = _Loose(full), dict[Path, Item]()
+    loose, directories = _Loose(full), dict[Path, Item]()
     for role, directory, files in reads:
         if (directory / MANIFEST_NAME).is_file():
-            whole.setdefault(directory, _artifact(role, directory, full))
+            directories.setdefault(directory, _artifact(role, directory, full))
         elif files:
             loose.add(role, files)
         else:
             raise LaunchError(
                 f"{role}: {directory} is not there on this machine, or has no file: build it again"
             )
-    beside = exit_directory.absolute().parent
-    told = [beside / name for name in JOB_FILES if (beside / name).is_file()]
+    job_directory = exit_directory.absolute().parent
+    job_files = [job_directory / name for name in JOB_FILES if (job_directory / name).is_file()]
     for item in map(_checkpoint, checkpoints):
-        whole.setdefault(item.directory, item)
-    listed = [*whole.values(), *loose.items.values()]
-    if told:
-        entries = {path.name: _entry("job", path, hashed=True) for path in told}
-        listed.append(Item(JOB_FILES_ROLE, beside, False, entries))
+        directories.setdefault(item.directory, item)
+    listed = [*directories.values(), *loose.items.values()]
+    if job_files:
+        entries = {path.name: _entry("job", path, hashed=True) for path in job_files}
+        listed.append(Item(JOB_FILES_ROLE, job_directory, False, entries))
     return listed
 
 
 def loaded_checkpoints(job: Job) -> list[Path]:
-    """The checkpoints that the job's ranks will load, absolute.
+    """Return the absolute paths of the checkpoints that the job's ranks load.
 
-    Those to be scored, or where the run goes on from.
+    These are the checkpoints to score, or the checkpoint that the run resumes from.
 
-    Raises CheckpointError when one that the job names is damaged.
+    Raises:
+        CheckpointError: a checkpoint in the job's configuration is damaged.
     """
     if isinstance(job, EvaluateJob):
         return [Path(path).absolute() for path in job.checkpoints]
     if not isinstance(job, TrainJob):
         return []
     root = Path(job.run_directory).absolute() / CHECKPOINTS_NAME
-    if job.config.launch.data_placement == "node_local":  # the one that the ranks will find whole
+    if job.config.launch.data_placement == "node_local":  # the ranks verify it in full, too
         newest = latest_complete(root)
     else:
         newest = next(reversed(complete_checkpoints(root)), None)
-    named = job.config.resume.checkpoint or job.config.train.pretrained_checkpoint
-    if newest is not None or named is None:
+    configured = job.config.resume.checkpoint or job.config.train.pretrained_checkpoint
+    if newest is not None or configured is None:
         return [newest] if newest is not None else []
-    verify(Path(named).absolute(), job.config.verify)
-    return [Path(named).absolute()]
+    verify(Path(configured).absolute(), job.config.verify)
+    return [Path(configured).absolute()]
 
 
 _Read = tuple[str, Path, list[Path]]
-"""Role, directory and, where that is no artifact, files."""
+"""Role, directory and, if the directory is no artifact, its files."""
 
 
 def _read_by(job: Job) -> Iterator[_Read]:
-    """What the ranks of a training or a scoring read beside checkpoints."""
+    """Yield the inputs of a training or an evaluation other than checkpoints."""
     index = Path(job.index_directory).absolute()
     yield "index maps", index, _below(index)
     for prefix in job.token_prefixes:
-        place = Path(prefix).absolute()
-        yield "token files", place.parent, [bin_path(place), idx_path(place)]
+        path = Path(prefix).absolute()
+        yield "token files", path.parent, [bin_path(path), idx_path(path)]
     yield _tokenizer(job.tokenizer_directory)
     if isinstance(job, TrainJob):
         for directory in operator_directories(job.config):
@@ -158,8 +165,8 @@ def _read_by(job: Job) -> Iterator[_Read]:
 
 
 def _tokenizer(directory: str) -> _Read:
-    place = Path(directory).absolute()
-    return "tokenizer", place, sorted(path for path in place.glob("*") if path.is_file())
+    path = Path(directory).absolute()
+    return "tokenizer", path, sorted(path for path in path.glob("*") if path.is_file())
 
 
 def _below(directory: Path) -> list[Path]:
@@ -172,16 +179,19 @@ def _artifact(role: str, directory: Path, full: bool) -> Item:
     except ArtifactError as error:
         raise LaunchError(f"{role}: {error}") from error
     entries = {
-        name: Entry(each.size, each.mtime_ns, each.sha256) for name, each in manifest.files.items()
+        name: Entry(file.size, file.mtime_ns, file.sha256) for name, file in manifest.files.items()
     }
     entries[MANIFEST_NAME] = _entry(role, directory / MANIFEST_NAME, hashed=True)
     return Item(role, directory, True, entries, full)
 
 
 def _checkpoint(directory: Path) -> Item:
-    """Always compared by hashes, as on this machine: a rank reads its part on its own machine."""
+    """Return the item of a checkpoint, which is always compared by digests.
+
+    Each rank verifies and reads its part on its own host.
+    """
     marker = Marker.read(directory)
-    entries = {name: Entry(each.size, 0, each.sha256) for name, each in marker.files.items()}
+    entries = {name: Entry(file.size, 0, file.sha256) for name, file in marker.files.items()}
     entries[MARKER_NAME] = _entry("checkpoint", directory / MARKER_NAME, hashed=True)
     for name in marker.files:
         if not (directory / name).is_file():

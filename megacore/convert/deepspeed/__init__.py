@@ -1,1 +1,1 @@
-"""Checkpoints in the file form of DeepSpeed's engine."""
+"""Checkpoints in the file format of DeepSpeed's engine."""

@@ -1,7 +1,4 @@
-"""Files of a checkpoint that DeepSpeed's engine wrote.
-
-Which there are, of which ranks, and one of them opened.
-"""
+"""Files of a checkpoint that DeepSpeed's engine wrote: discovery by rank and reading."""
 
 import contextlib
 import re
@@ -15,8 +12,8 @@ from megacore.convert.inert import Record, load_inert
 from megacore.errors import CheckpointError, ConversionError
 
 LATEST = ("latest", "latest_universal")
-"""Files of a run's directory that name the newest checkpoint in it, or the newest one that was made
-universal."""
+"""Files in a run's directory that name its newest checkpoint, or its newest universal checkpoint.
+"""
 UNIVERSAL = "zero"
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _DIVIDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -32,26 +29,26 @@ Rank = tuple[int, int]
 
 @dataclass
 class Saved:
-    """The files of one checkpoint.
+    """Files of one checkpoint.
 
-    A model rank counts pipeline stages and, within each, tensor-parallel ranks.
+    Model ranks number the pipeline stages and, within each, the tensor-parallel ranks.
     """
 
     directory: Path
     model: dict[int, Path] = field(default_factory=dict)
-    """What each model rank saved of the model, and of an optimizer that is not divided."""
+    """File of each model rank with its model, and with the optimizer's state without ZeRO."""
     divided_model: dict[Rank, Path] = field(default_factory=dict)
-    """The same of ZeRO stage 3, by data-parallel rank and model rank."""
+    """Model files of ZeRO stage 3, by data-parallel rank and model rank."""
     optimizer: dict[Rank, Path] = field(default_factory=dict)
-    """Parts of the optimizer's state, by data-parallel rank and model rank."""
+    """Files with partitions of the optimizer's state, by data-parallel rank and model rank."""
     layers: dict[Rank, Path] = field(default_factory=dict)
-    """Layers of a pipeline, by number and tensor-parallel rank."""
+    """Files of a pipeline's layers, by layer number and tensor-parallel rank."""
     universal: dict[str, Path] = field(default_factory=dict)
-    """Directories of the parameters of a universal checkpoint."""
+    """Directories of the parameters of a universal checkpoint, by name."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All of them."""
+        """All files of the checkpoint."""
         parameters = [
             path for folder in self.universal.values() for path in sorted(folder.glob("*.pt"))
         ]
@@ -60,26 +57,23 @@ class Saved:
 
     @cached_property
     def states(self) -> dict[int, Mapping[str, Any]]:
-        """What each model rank saved beside the optimizer's parts.
-
-        Of stage 3 it is from the first data-parallel rank.
-        """
+        """Content of each model rank's model file, for ZeRO stage 3 of the first replica's."""
         paths = self.model or {
             rank: path for (replica, rank), path in self.divided_model.items() if replica == 0
         }
         return {rank: open_file(path) for rank, path in sorted(paths.items())}
 
     def path_of(self, rank: int) -> Path:
-        """The file of `states`."""
+        """Return the path of the file with `states[rank]`."""
         return self.model[rank] if self.model else self.divided_model[0, rank]
 
     @cached_property
     def tensor_size(self) -> int:
-        """Tensor-parallel size. Raises CheckpointError when the number of files is another."""
+        """Tensor parallel size. Raises CheckpointError if files of a rank are missing."""
         count = len(self.states)
-        said = next(iter(self.states.values())).get("checkpoint_parallel_dimensions")
-        if isinstance(said, Mapping) and isinstance(said.get("tp_degree"), int):
-            size: int = said["tp_degree"]
+        dimensions = next(iter(self.states.values())).get("checkpoint_parallel_dimensions")
+        if isinstance(dimensions, Mapping) and isinstance(dimensions.get("tp_degree"), int):
+            size: int = dimensions["tp_degree"]
         else:
             size = 1 + max(rank for _, rank in self.layers) if self.layers else count
         if size < 1 or count % size:
@@ -92,7 +86,7 @@ class Saved:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise CheckpointError naming `path` when its content is not of DeepSpeed's form."""
+    """Raise CheckpointError naming `path` if its content is not in DeepSpeed's format."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
@@ -104,7 +98,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def open_file(path: Path) -> Mapping[str, Any]:
-    """One file; its tensors stay on the disk. Raises CheckpointError."""
+    """Open one file with memory-mapped tensors.
+
+    Raises:
+        CheckpointError: if the file cannot be read or is not a dictionary.
+    """
     state = load_inert(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -114,15 +112,19 @@ def open_file(path: Path) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value of an enumeration, which a Record stands for."""
-    given = getattr(value, "given", ()) if isinstance(value, Record) else ()
-    return given[0] if given else value
+    """Return the value of an enumeration that a Record stands for, or `value` itself."""
+    arguments = getattr(value, "given", ()) if isinstance(value, Record) else ()
+    return arguments[0] if arguments else value
 
 
 def checkpoint_directory(directory: Path) -> Path:
-    """The directory of one checkpoint, given it or a run's with a file `latest`.
+    """Return the directory of one checkpoint.
 
-    Raises CheckpointError.
+    Args:
+        directory: that directory, or a run's directory with a file `latest`.
+
+    Raises:
+        CheckpointError: if there is no checkpoint.
     """
     if not directory.is_dir():
         raise CheckpointError(
@@ -150,17 +152,17 @@ def checkpoint_directory(directory: Path) -> Path:
 
 
 def saved_files(directory: Path) -> Saved:
-    """The files in the directory of one checkpoint.
+    """List the files in the directory of one checkpoint.
 
     Raises:
-        CheckpointError: ranks are missing, there are two files for one, or files of ZeRO stage 3
-            and of another.
-        ConversionError: it holds experts.
+        CheckpointError: if files of a rank are missing or duplicate, or files of ZeRO stage 3 are
+            mixed with those of another stage.
+        ConversionError: if the checkpoint contains experts.
     """
     saved = Saved(directory)
     for path in sorted(directory.iterdir()):
         if _EXPERT.fullmatch(path.name):
-            raise ConversionError(f"{path} holds experts, for which there is no model of ours")
+            raise ConversionError(f"{path} holds experts, which no model of megacore has")
         if match := _MODEL.fullmatch(path.name):
             saved.model[int(match[1])] = path
         elif match := _DIVIDED_MODEL.fullmatch(path.name):
@@ -198,8 +200,8 @@ def _check(saved: Saved) -> None:
             "earlier run left"
         )
     ranks = {*saved.model, *(rank for _, rank in saved.divided_model)}
-    wanted = range(max((rank for _, rank in saved.optimizer), default=0) + 1)
-    missing = sorted({*wanted, *range(max(ranks) + 1)} - ranks)
+    optimizer_ranks = range(max((rank for _, rank in saved.optimizer), default=0) + 1)
+    missing = sorted({*optimizer_ranks, *range(max(ranks) + 1)} - ranks)
     if missing:
         raise CheckpointError(
             f"{saved.directory} lacks *mp_rank_{missing[0]:02d}_model_states.pt, and has such "
@@ -210,9 +212,9 @@ def _check(saved: Saved) -> None:
 
 
 def _check_grid(directory: Path, files: Mapping[Rank, Path], model_ranks: int) -> None:
-    """Every data-parallel rank of every model rank is there.
+    """Check that every model rank has a file of every data-parallel rank.
 
-    How many there are, the files say, and `parts` checks.
+    The number of replicas is derived from the file names; the module `parts` checks it.
     """
     if not files:
         return

@@ -1,9 +1,9 @@
-"""What one model rank of a DeepSpeed checkpoint holds, put together from its replicas' parts.
+"""Assembly of one model rank's tensors from its replicas' partitions in a DeepSpeed checkpoint.
 
-ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) joins the parameters of a group end to end and
-gives each replica a stretch of the result (stage 1 and 2), or gives each replica a stretch of each
-parameter (stage 3). Without ZeRO the main weights in fp32 have no names: they are known by what
-they round to, and equal ones by their order, which is the model's.
+ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) concatenates the parameters of a group and assigns
+a slice of the result to each replica (stage 1 and 2), or assigns a slice of each parameter to each
+replica (stage 3). Without ZeRO, the fp32 main weights have no names. They are identified by the
+half-precision weights to which they round, and equal ones by the order of the model's parameters.
 """
 
 import math
@@ -25,26 +25,26 @@ from megacore.errors import CheckpointError, ConversionError
 FP32 = "fp32"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (FP32, *MOMENTS)
-"""Of each parameter the weights, and Adam's moments."""
+"""Kinds of tensors per parameter: the weights and Adam's moments."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tensor whose elements lie in flat tensors, one stretch after the other."""
+    """Tensor whose elements are distributed over consecutive flat tensors."""
 
     shape: Shape
     flat: tuple[Tensor, ...]
-    """Each of one dimension."""
+    """One-dimensional tensors, in order."""
     rows: int | None = None
-    """Rows that the tensor is padded to with zeros; None: it is as it is."""
+    """Number of rows after padding with zeros; None for no padding."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Pieces":
-        """A tensor in one piece."""
+        """Wrap a complete tensor as one piece."""
         return cls(tuple(tensor.shape), (tensor.detach().reshape(-1),))
 
     def whole(self) -> Tensor:
-        """The tensor."""
+        """Return the complete tensor, with padding."""
         tensor = (self.flat[0] if len(self.flat) == 1 else torch.cat(self.flat)).view(self.shape)
         if self.rows is None or self.rows <= len(tensor):
             return tensor
@@ -52,7 +52,7 @@ class Pieces:
 
 
 class Assembled(Mapping[str, Tensor]):
-    """Tensors by name, each put together when it is asked for."""
+    """Mapping of tensors by name, each assembled on access."""
 
     def __init__(self, held: Mapping[str, Pieces]) -> None:
         self._held = held
@@ -69,23 +69,24 @@ class Assembled(Mapping[str, Tensor]):
 
 @dataclass
 class Parts:
-    """What one model rank holds, under DeepSpeed's names."""
+    """Tensors of one model rank, under DeepSpeed's names."""
 
     kinds: dict[str, dict[str, Pieces]] = field(
         default_factory=lambda: {kind: {} for kind in KINDS}
     )
-    """By kind and name; moments are missing where a file does not have them."""
+    """Tensors by kind and name, without moments that the files lack."""
     others: dict[str, Pieces] = field(default_factory=dict)
-    """Weights that the optimizer does not have."""
+    """Weights that are not in the optimizer."""
     steps: set[int] = field(default_factory=set)
-    """Optimizer steps behind the moments, as each file says."""
+    """Numbers of optimizer steps behind the moments, from all files."""
 
 
 def sharded_parts(saved: Saved, rank: int) -> Parts:
-    """What the replicas of one model rank hold together, of ZeRO stage 1, 2 or 3.
+    """Assemble the tensors of one model rank from its replicas, for ZeRO stage 1, 2 or 3.
 
-    Raises CheckpointError for parts that are missing, of different stages, or of other sizes than
-    the shapes.
+    Raises:
+        CheckpointError: if partitions are missing, of different stages, or do not match the shapes.
+        ConversionError: if the files do not locate their parameters.
     """
     files = {d: path for (d, m), path in sorted(saved.optimizer.items()) if m == rank}
     states = [(path, _optimizer_state(path)) for path in files.values()]
@@ -111,9 +112,9 @@ def sharded_parts(saved: Saved, rank: int) -> Parts:
 
 
 def layer_parts(saved: Saved, tensor_rank: int) -> Parts:
-    """What one tensor-parallel rank of a pipeline without ZeRO holds.
+    """Read the tensors of one tensor-parallel rank of a pipeline without ZeRO.
 
-    The layers' files are told by their numbers.
+    Names are prefixed with the number of the layer's file.
     """
     parts = Parts()
     for (layer, rank), path in sorted(saved.layers.items()):
@@ -127,7 +128,7 @@ def layer_parts(saved: Saved, tensor_rank: int) -> Parts:
 
 
 def universal_parts(saved: Saved) -> Parts:
-    """What a universal checkpoint holds: whole parameters, but for a vocabulary's padding."""
+    """Read a universal checkpoint: complete parameters, except for the vocabulary's padding."""
     parts = Parts()
     model, path = saved.states[0], saved.path_of(0)
     with reading(path):
@@ -145,56 +146,64 @@ def universal_parts(saved: Saved) -> Parts:
     if not parts.steps and common.is_file():
         state = open_file(common)
         with reading(common):
-            # Of ZeRO stage 3 alone it keeps the whole state of the first rank.
+            # With ZeRO stage 3, and only then, this file has the first rank's complete state.
             parts.steps = steps_of(state.get("optimizer_state_dict") or {"state": {}, **state})
     return parts
 
 
 def _universal_tensor(path: Path, shape: Shape | None) -> Pieces:
-    held = load_inert(path)
+    content = load_inert(path)
     with reading(path):
-        if isinstance(held, Mapping):
-            pieces = Pieces.of(held["param"])
-            return Pieces(pieces.shape, pieces.flat, 0) if held.get("vocab_tensor") else pieces
-        if not isinstance(held, Tensor):
-            raise TypeError(f"{type(held).__name__} where a tensor belongs")
-        # Of ZeRO stage 3 it is flat, and its shape is in the model's file.
-        return Pieces.of(held if shape is None else held.view(shape))
+        if isinstance(content, Mapping):
+            pieces = Pieces.of(content["param"])
+            return Pieces(pieces.shape, pieces.flat, 0) if content.get("vocab_tensor") else pieces
+        if not isinstance(content, Tensor):
+            raise TypeError(f"{type(content).__name__} where a tensor belongs")
+        # With ZeRO stage 3 the tensor is flat, and its shape is in the model's file.
+        return Pieces.of(content if shape is None else content.view(shape))
 
 
 def _universal_step(path: Path) -> int:
-    held = load_inert(path)
+    step = load_inert(path)
     with reading(path):
-        return int(held)
+        return int(step)
 
 
 def module_tensors(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The parameters in a model's file, without buffers and second names."""
-    left_out = {*(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
-    held = {name: tensor for name, tensor in leaves(model["module"] or {}) if name not in left_out}
+    """Return the parameters in a model file, without buffers and second names.
+
+    Raises:
+        TypeError: if an entry is not a tensor.
+    """
+    skipped = {*(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
+    entries = {
+        name: tensor for name, tensor in leaves(model["module"] or {}) if name not in skipped
+    }
     other = next(
         (
             name
-            for name, value in held.items()
+            for name, value in entries.items()
             if value is not None and not isinstance(value, Tensor)
         ),
         None,
     )
     if other is not None:
-        raise TypeError(f"module has {type(held[other]).__name__} as {other}")
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
+        raise TypeError(f"module has {type(entries[other]).__name__} as {other}")
+    return {name: tensor for name, tensor in entries.items() if tensor is not None}
 
 
 def steps_in(state: Mapping[str, Any]) -> Iterator[int]:
-    """Optimizer steps that the state of one tensor, or one group of an optimizer, says."""
+    """Yield the optimizer step in the state of one tensor or one parameter group, if any."""
     if state.get("step") is not None:
         yield int(state["step"])
 
 
 def steps_of(optimizer: Mapping[str, Any]) -> set[int]:
-    """Steps that an optimizer's state says, of each tensor, or of each group."""
-    own = {step for state in optimizer["state"].values() for step in steps_in(state)}
-    return own or {step for group in optimizer.get("param_groups", ()) for step in steps_in(group)}
+    """Return the steps in an optimizer's state of tensors, or else of parameter groups."""
+    tensor_steps = {step for state in optimizer["state"].values() for step in steps_in(state)}
+    return tensor_steps or {
+        step for group in optimizer.get("param_groups", ()) for step in steps_in(group)
+    }
 
 
 def _optimizer_state(path: Path) -> Mapping[str, Any]:
@@ -202,12 +211,18 @@ def _optimizer_state(path: Path) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} has no optimizer_state_dict: use another checkpoint")
     if "ds_zero_partition_groups" in state:
-        raise ConversionError(f"{path} holds experts, for which there is no model of ours")
+        raise ConversionError(f"{path} holds experts, which no model of megacore has")
     return state
 
 
 def _stage_of(states: Sequence[tuple[Path, Mapping[str, Any]]], saved: Saved) -> int:
-    """The stage that all files say. DeepSpeed's BF16_Optimizer says none, and is as stage 1."""
+    """Return the ZeRO stage of all files.
+
+    DeepSpeed's BF16_Optimizer records no stage; its files are those of stage 1.
+
+    Raises:
+        CheckpointError: if files differ in the stage, or files of a replica are missing.
+    """
     stages = {path: plain(state.get("zero_stage", 1)) for path, state in states}
     (first, stage), *others = stages.items()
     for path, other in others:
@@ -217,7 +232,7 @@ def _stage_of(states: Sequence[tuple[Path, Mapping[str, Any]]], saved: Saved) ->
             )
     if stage not in (1, 2, 3) or (stage == 3) != bool(saved.divided_model):
         raise CheckpointError(
-            f"{first} is of ZeRO stage {stage!r}, and the model's files beside it are of another: "
+            f"{first} is of ZeRO stage {stage!r}, and the model's files next to it are of another: "
             "use one that is whole"
         )
     for path, state in states:
@@ -235,65 +250,69 @@ def _stage_of(states: Sequence[tuple[Path, Mapping[str, Any]]], saved: Saved) ->
 def _stretches_of_groups(
     states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]
 ) -> Parts:
-    """Of stage 1 and 2: where in its stretch a replica has a parameter, its file says."""
-    parts, found = Parts(), _lists(shapes)
+    """Collect the slices of stage 1 and 2; each file locates the parameters in its slice."""
+    parts, pieces = Parts(), _lists(shapes)
     for path, state in states:
         if "param_slice_mappings" not in state:
             raise ConversionError(
-                f"{path} does not say where its parameters lie (param_slice_mappings), as "
-                f"DeepSpeed {state.get('ds_version')!r} did not: load it with that version and "
-                "save it with a later one"
+                f"{path} does not say where its parameters are (param_slice_mappings), which "
+                f"DeepSpeed {state.get('ds_version')!r} did not write: load it with that version "
+                "and save it with a later one"
             )
         with reading(path):
             flats = state["single_partition_of_fp32_groups"]
             base = state["base_optimizer_state"]
-            own = base if isinstance(base, Sequence) else _in_order(base["state"], len(flats))
+            optimizer_states = (
+                base if isinstance(base, Sequence) else _in_order(base["state"], len(flats))
+            )
             parts.steps |= (
-                {step for one in base for step in steps_in(one)} if own is base else steps_of(base)
+                {step for group in base for step in steps_in(group)}
+                if optimizer_states is base
+                else steps_of(base)
             )
             for flat, moments, addresses in zip(
-                flats, own, state["param_slice_mappings"], strict=True
+                flats, optimizer_states, state["param_slice_mappings"], strict=True
             ):
                 for name, address in addresses.items():
                     for kind in KINDS:
                         source = flat if kind == FP32 else moments.get(kind)
                         if source is not None:
-                            found[kind][name].append(
+                            pieces[kind][name].append(
                                 source.detach().narrow(0, address.start, address.numel)
                             )
-    _put(parts, found, shapes)
+    _put(parts, pieces, shapes)
     return parts
 
 
 def _check_order(
     states: Sequence[tuple[Path, Mapping[str, Any]]], groups: Sequence[Sequence[str]]
 ) -> None:
-    """Raise ConversionError where stretches are said to have another order than the shapes.
+    """Raise ConversionError if slices are recorded in another order than the shapes.
 
-    The order of the shapes is the true one.
+    The order of the shapes is the correct one.
     """
     for number, group in enumerate(groups):
-        said: list[str] = []
+        order: list[str] = []
         for path, state in states:
             with reading(path):
                 addresses = state["param_slice_mappings"][number]
-                said += sorted(addresses, key=lambda name: addresses[name].start)
-        if [name for name, _ in groupby(said)] != group:
+                order += sorted(addresses, key=lambda name: addresses[name].start)
+        if [name for name, _ in groupby(order)] != group:
             raise ConversionError(
-                f"{states[0][0]} does not say where its parameters lie: with round_robin_gradients "
-                "DeepSpeed takes one for another in param_slice_mappings; use a checkpoint of a "
-                "run without it"
+                f"{states[0][0]} does not say where its parameters are: with round_robin_gradients "
+                "DeepSpeed confuses them in param_slice_mappings; use a checkpoint of a run "
+                "without it"
             )
 
 
 def _stretches_of_parameters(
     states: Sequence[tuple[Path, Mapping[str, Any]]], shapes: Mapping[str, Shape]
 ) -> Parts:
-    """Of stage 3: each replica has as much of every parameter.
+    """Collect the slices of stage 3: each replica has an equal slice of every parameter.
 
-    The last ones have padding beyond its end.
+    The slices of the last replicas are padded after the end of the parameter.
     """
-    parts, found = Parts(), _lists(shapes)
+    parts, pieces = Parts(), _lists(shapes)
     for replica, (path, state) in enumerate(states):
         with reading(path):
             flats = [flat.detach() for flat in state["fp32_flat_groups"]]
@@ -301,39 +320,39 @@ def _stretches_of_parameters(
             parts.steps |= steps_of(state["optimizer_state_dict"])
             sources = {FP32: flats}
             sources |= {
-                kind: [own[kind] for own in moments]
+                kind: [group_state[kind] for group_state in moments]
                 for kind in MOMENTS
-                if all(kind in own for own in moments)
+                if all(kind in group_state for group_state in moments)
             }
         for kind, tensors in sources.items():
             offset = 0
             for name, shape in shapes.items():
                 count = math.prod(shape)
                 share = math.ceil(count / len(states))
-                own_count = max(0, min(share, count - replica * share))
-                found[kind][name] += _read(tensors, offset, own_count)
+                slice_count = max(0, min(share, count - replica * share))
+                pieces[kind][name] += _read(tensors, offset, slice_count)
                 offset += share
-            held = sum(tensor.numel() for tensor in tensors)
-            if offset != held:
+            total = sum(tensor.numel() for tensor in tensors)
+            if offset != total:
                 raise CheckpointError(
-                    f"{path} holds {held} elements of {kind} where the shapes of its parameters "
+                    f"{path} holds {total} elements of {kind} where the shapes of its parameters "
                     f"make {offset}: use another checkpoint"
                 )
-    _put(parts, found, shapes)
+    _put(parts, pieces, shapes)
     return parts
 
 
 def _read(tensors: Sequence[Tensor], start: int, count: int) -> list[Tensor]:
-    """Elements `start` … `start + count` of flat tensors that lie end to end."""
-    found = []
+    """Return views of elements `start` … `start + count` of consecutive flat tensors."""
+    views = []
     for tensor in tensors:
         length = min(count, tensor.numel() - start)
         if length > 0 and start >= 0:
-            found.append(tensor.narrow(0, start, length))
+            views.append(tensor.narrow(0, start, length))
             count -= length
             start += length
         start -= tensor.numel()
-    return found
+    return views
 
 
 def _lists(shapes: Mapping[str, Shape]) -> dict[str, dict[str, list[Tensor]]]:
@@ -345,12 +364,12 @@ def _in_order(state: Mapping[int, Mapping[str, Any]], count: int) -> list[Mappin
 
 
 def _put(
-    parts: Parts, found: Mapping[str, Mapping[str, list[Tensor]]], shapes: Mapping[str, Shape]
+    parts: Parts, lists: Mapping[str, Mapping[str, list[Tensor]]], shapes: Mapping[str, Shape]
 ) -> None:
     for kind in KINDS:
         parts.kinds[kind] = {
             name: Pieces(shapes[name], tuple(pieces))
-            for name, pieces in found[kind].items()
+            for name, pieces in lists[kind].items()
             if pieces or kind == FP32
         }
 
@@ -358,39 +377,39 @@ def _put(
 def _check_sizes(parts: Parts, shapes: Mapping[str, Shape], where: Path) -> None:
     for kind in KINDS:
         for name, pieces in parts.kinds[kind].items():
-            held, wanted = sum(piece.numel() for piece in pieces.flat), math.prod(shapes[name])
-            if held != wanted:
+            size, expected = sum(piece.numel() for piece in pieces.flat), math.prod(shapes[name])
+            if size != expected:
                 raise CheckpointError(
-                    f"{where} holds {held} elements of {name} ({kind}), whose shape {shapes[name]} "
-                    f"has {wanted}: a rank's file is of another checkpoint, use one that is whole"
+                    f"{where} holds {size} elements of {name} ({kind}), whose shape {shapes[name]} "
+                    f"has {expected}: a rank's file is of another checkpoint, use one that is whole"
                 )
 
 
 def _frozen(
     saved: Saved, rank: int, shapes: Mapping[str, Shape], replicas: int
 ) -> dict[str, Pieces]:
-    """Parameters that stage 3 did not train, of which each replica's model file has a stretch."""
+    """Join the parameters that stage 3 did not train from the slices in the model files."""
     first, path = saved.states[rank], saved.path_of(rank)
     with reading(path):
-        wanted = {
+        frozen_shapes = {
             name: tuple(shape)
             for name, shape in (first.get("frozen_param_shapes") or {}).items()
             if name not in shapes
         }
-        if not wanted:
+        if not frozen_shapes:
             return {}
         files = [open_file(saved.divided_model[replica, rank]) for replica in range(replicas)]
-        found = {}
-        for name, shape in wanted.items():
+        parameters = {}
+        for name, shape in frozen_shapes.items():
             flat = torch.cat(
                 [file["frozen_param_fragments"][name].detach().view(-1) for file in files]
             )
-            found[name] = Pieces(shape, (flat.narrow(0, 0, math.prod(shape)),))
-        return found
+            parameters[name] = Pieces(shape, (flat.narrow(0, 0, math.prod(shape)),))
+        return parameters
 
 
 def _others(model: Mapping[str, Any], path: Path, shapes: Mapping[str, Shape]) -> dict[str, Pieces]:
-    """Parameters of the model's file that the optimizer does not have."""
+    """Return the parameters in the model file that are not in the optimizer."""
     with reading(path):
         return {
             name: Pieces.of(tensor)
@@ -400,11 +419,13 @@ def _others(model: Mapping[str, Any], path: Path, shapes: Mapping[str, Shape]) -
 
 
 def undivided_parts(saved: Saved, rank: int) -> Parts:
-    """What one model rank holds without ZeRO.
+    """Read the tensors of one model rank without ZeRO.
 
-    Weights, in fp32 where its optimizer has them, and moments with a name.
+    These are the weights, in fp32 if the optimizer has main weights, and the moments whose
+    parameter is known.
 
-    Raises CheckpointError for main weights that are those of no parameter.
+    Raises:
+        CheckpointError: if main weights match no parameter.
     """
     model, path = saved.states[rank], saved.path_of(rank)
     with reading(path):
@@ -412,26 +433,26 @@ def undivided_parts(saved: Saved, rank: int) -> Parts:
 
 
 def _with_masters(
-    held: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None, path: Path
+    weights: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None, path: Path
 ) -> Parts:
     parts = Parts()
-    parts.kinds[FP32] = {name: Pieces.of(tensor) for name, tensor in held.items()}
+    parts.kinds[FP32] = {name: Pieces.of(tensor) for name, tensor in weights.items()}
     if not optimizer:
         return parts
     if not optimizer.keys() & {"fp32_groups_flat", "fp32_groups"}:
-        _take_named_moments(parts, held, optimizer)
+        _take_named_moments(parts, weights, optimizer)
         return parts
     parts.steps = steps_of(optimizer["optimizer_state_dict"])
-    unused = dict(held)
+    unused = dict(weights)
     for sources in _groups(optimizer):
         names = list(unused)
-        places = _places(sources[FP32], [unused[name] for name in names])
-        if places is None:
+        matches = _places(sources[FP32], [unused[name] for name in names])
+        if matches is None:
             raise CheckpointError(
                 f"{path} has {sources[FP32].numel()} main weights in fp32 that are not those of "
-                f"its {len(held)} parameters: use another checkpoint"
+                f"its {len(weights)} parameters: use another checkpoint"
             )
-        for index, offset in places:
+        for index, offset in matches:
             half = unused.pop(names[index])
             for kind, source in sources.items():
                 piece = source.narrow(0, offset, half.numel())
@@ -440,64 +461,67 @@ def _with_masters(
 
 
 def _groups(optimizer: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-    """Main weights and moments of each group, its parameters end to end.
+    """Yield the concatenated main weights and moments of each parameter group.
 
-    One kind of optimizer keeps them so, the other steps every parameter by itself.
+    One kind of optimizer stores each group as one flat tensor, the other a tensor per parameter.
     """
     state, flats = optimizer["optimizer_state_dict"]["state"], optimizer.get("fp32_groups_flat")
     groups: Sequence[Sequence[Tensor]] = (
         optimizer["fp32_groups"] if flats is None else [[flat] for flat in flats]
     )
-    begin = 0
+    start = 0
     for group in groups:
-        own = [state.get(number, {}) for number in range(begin, begin + len(group))]
-        begin += len(group)
+        states = [state.get(number, {}) for number in range(start, start + len(group))]
+        start += len(group)
         sources = {FP32: group} | {
-            kind: [one[kind] for one in own] for kind in MOMENTS if all(kind in one for one in own)
+            kind: [item[kind] for item in states]
+            for kind in MOMENTS
+            if all(kind in item for item in states)
         }
         yield {
-            kind: torch.cat([one.detach().reshape(-1) for one in tensors])
+            kind: torch.cat([item.detach().reshape(-1) for item in tensors])
             for kind, tensors in sources.items()
         }
 
 
 def _places(flat: Tensor, halves: Sequence[Tensor]) -> list[tuple[int, int]] | None:
-    """Which of `halves`, in their order, fill `flat`, and where each begins; None if none do.
+    """Find the tensors of `halves` that, in order, are the rounded values of `flat`.
 
-    What follows is zeros.
+    The rest of `flat` must be zeros. A backtracking search first matches each tensor if possible.
+    If that fails later, for example because of accidentally equal values, it skips the tensor.
 
-    A search that takes each where it can: where that leads nowhere, as with equal values by chance,
-    it is left out.
+    Returns:
+        Index and offset in `flat` of each matched tensor, or None if there is no solution.
     """
-    before: dict[tuple[int, int], tuple[int, int] | None] = {}
+    parents: dict[tuple[int, int], tuple[int, int] | None] = {}
     stack: list[tuple[tuple[int, int], tuple[int, int] | None]] = [((0, 0), None)]
     while stack:
-        at, parent = stack.pop()
-        if at in before:
+        node, parent = stack.pop()
+        if node in parents:
             continue
-        before[at] = parent
-        index, offset = at
+        parents[node] = parent
+        index, offset = node
         if index == len(halves):
             if not flat[offset:].any():
-                return _path(before, at)
+                return _path(parents, node)
             continue
-        stack.append(((index + 1, offset), at))
+        stack.append(((index + 1, offset), node))
         count = halves[index].numel()
         if offset + count <= flat.numel() and _rounds(flat.narrow(0, offset, count), halves[index]):
-            stack.append(((index + 1, offset + count), at))
+            stack.append(((index + 1, offset + count), node))
     return None
 
 
 def _path(
-    before: Mapping[tuple[int, int], tuple[int, int] | None], end: tuple[int, int]
+    parents: Mapping[tuple[int, int], tuple[int, int] | None], end: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """The steps to `end` that took something."""
-    found, at, parent = [], end, before[end]
+    """Return the nodes on the path to `end` at which a tensor was matched."""
+    matches, node, parent = [], end, parents[end]
     while parent is not None:
-        if at[1] != parent[1]:
-            found.append(parent)
-        at, parent = parent, before[parent]
-    return found
+        if node[1] != parent[1]:
+            matches.append(parent)
+        node, parent = parent, parents[parent]
+    return matches
 
 
 def _rounds(main: Tensor, half: Tensor) -> bool:
@@ -505,16 +529,16 @@ def _rounds(main: Tensor, half: Tensor) -> bool:
 
 
 def _take_named_moments(
-    parts: Parts, held: Mapping[str, Tensor], optimizer: Mapping[str, Any]
+    parts: Parts, weights: Mapping[str, Tensor], optimizer: Mapping[str, Any]
 ) -> None:
-    """Moments of an fp32 model, whose optimizer knows names if it was given them."""
+    """Add the moments of an fp32 model, if its optimizer has the parameters' names."""
     groups = optimizer.get("param_groups", ())
     names = [name for group in groups for name in group.get("param_names", ())]
-    if set(names) != held.keys():
+    if set(names) != weights.keys():
         return
     parts.steps = steps_of(optimizer)
     for number, name in enumerate(names):
-        own = optimizer["state"].get(number, {})
+        state = optimizer["state"].get(number, {})
         for kind in MOMENTS:
-            if kind in own:
-                parts.kinds[kind][name] = Pieces.of(own[kind])
+            if kind in state:
+                parts.kinds[kind][name] = Pieces.of(state[kind])

@@ -1,7 +1,7 @@
-"""Checkpoints of DeepSpeed's own form, of models of ours and of Megatron-DeepSpeed's GPT and BERT.
+"""Import of DeepSpeed's checkpoints of our models and of Megatron-DeepSpeed's GPT and BERT.
 
-Read are ZeRO stage 0 to 3, pipelines, and universal checkpoints, of any number of ranks. Nothing in
-them is executed, and deepspeed is not needed.
+Checkpoints of ZeRO stage 0 to 3, pipelines, and universal checkpoints can be read, with any number
+of ranks. Nothing in them is executed, and deepspeed is not needed.
 
 Source: microsoft/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint;
 Megatron-DeepSpeed, megatron/checkpointing.py.
@@ -45,12 +45,13 @@ from megacore.tensor_parallel import partitions
 Style = Literal["ours", "megatron"]
 _NAMED_AT_ONCE = 4
 _WRAPPERS = re.compile(r"^(?:(?:module|model|chunk|\d+|tied_modules\.\w+)\.)+")
-"""What a model of ours is registered under: by whatever calls it with a batch, or as a layer of a
-pipeline."""
+"""Prefixes of our parameters' names: from the wrapper that calls the model with a batch, or from
+the layer of a pipeline."""
 _TIED = re.compile(r"^(?:module\.)?tied_modules\.(\w+)\.weight$")
-"""A parameter that stages of a pipeline of ours share, under its own name."""
+"""Name of a parameter that stages of our pipeline share."""
 _TIED_LAYER = re.compile(r"^\d+\.weight$")
-"""The same in the files of layers, without its name; the stage's own layer has it too."""
+"""Name of such a parameter in the layers' files, which lack its module's name. The file of the
+module that owns it contains it too."""
 _OUR_LAYER = re.compile(r"(?:^|\.)(?:encoder|decoder)\.layers\.\d+\.")
 _PIPELINE_LAYER = re.compile(
     r"^(?:module\.)?(\d+)\.((?:(?:input|post_attention)_(?:layer)?norm|(?:self_)?attention|mlp)\.."
@@ -67,31 +68,32 @@ _PIPELINE_REST: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"lm_head\.weight", "language_model.output_layer.weight"),
     )
 )
-"""Modules of Megatron-DeepSpeed's pipeline beside its transformer layers. The final norm has no
-name but its number."""
+"""Names of the modules in Megatron-DeepSpeed's pipeline other than transformer layers. The final
+norm may have no name but its number."""
 RUN_NAME = "run.json"
 _LEVELS = 3
 _TABLE = f"language_model.{WORD_EMBEDDINGS}"
 _OF_FIRST_STAGE = re.compile(r"\btied_modules\.\w+\.(position|tokentype)_embeddings\.")
-"""What a pipeline's last stage has of a tied embedding beside the table of tokens, and neither uses
-nor trains."""
+"""Parameters of a tied embedding, other than the token embedding, which the last stage of a
+pipeline has but neither uses nor trains."""
 _OTHERS = "others"
-"""Weights that no optimizer has, in the place of a kind until they are under our names."""
+"""Pseudo-kind of weights that are not in the optimizer, until they are renamed."""
 Ranks = list[dict[str, dict[str, Pieces]]]
-"""Of each tensor-parallel rank, by kind and name."""
+"""Tensors of each tensor-parallel rank, by kind and name."""
 
 
-class OwnTensors(Mapping[str, Tensor]):
-    """Our parameters in float32 by global name; each look-up joins the parts of all ranks.
+class JoinedTensors(Mapping[str, Tensor]):
+    """Mapping of our fp32 parameters by global name, joined from all ranks on access.
 
     Args:
-        spec: the model.
-        ranks: what the tensor-parallel ranks hold, by global name.
-        where: the checkpoint, for messages.
+        spec: spec of the model.
+        ranks: tensors of each tensor-parallel rank, by global name.
+        where: checkpoint that errors name.
 
-    Raises, when it is made, CheckpointError for tensors that are missing, unknown, of another
-    shape, or of different values on ranks that must hold the same; ParallelLayoutError when the
-    model cannot be divided so.
+    Raises:
+        CheckpointError: on construction, if a tensor is missing, unknown or of a wrong shape, or
+            differs between ranks that must have the same values.
+        ParallelLayoutError: on construction, if the model cannot be divided over the ranks.
     """
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Mapping[str, Tensor]], where: Path) -> None:
@@ -100,8 +102,8 @@ class OwnTensors(Mapping[str, Tensor]):
         model = build_bare(spec, mesh)
         self._cuts = {name: part.dim for name, part in partitions(model).items()}
         self._names = [name for name, _ in model.named_parameters()]
-        for rank, held in enumerate(ranks):
-            _check_names(set(self._names), held, f"{where}, tensor rank {rank},")
+        for rank, tensors in enumerate(ranks):
+            _check_names(set(self._names), tensors, f"{where}, tensor rank {rank},")
             for name, parameter in model.named_parameters():
                 self._check(name, tuple(parameter.shape), rank, where)
 
@@ -131,8 +133,8 @@ class OwnTensors(Mapping[str, Tensor]):
             )
 
 
-def _check_names(expected: set[str], held: Mapping[str, Tensor], where: str) -> None:
-    missing, unknown = sorted(expected - held.keys()), sorted(held.keys() - expected)
+def _check_names(expected: set[str], tensors: Mapping[str, Tensor], where: str) -> None:
+    missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
     if missing or unknown:
         raise CheckpointError(
             f"{where} is of another model than its description: it "
@@ -144,38 +146,37 @@ def _check_names(expected: set[str], held: Mapping[str, Tensor], where: str) -> 
 
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
-    """A checkpoint of DeepSpeed as a model of ours."""
+    """Checkpoint of DeepSpeed, translated to a megacore model."""
 
     kind: str
-    """What was read."""
+    """Description of checkpoint and model."""
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
-    """Our parameters in float32, by global name, each made when it is asked for."""
+    """Our parameters in fp32 by global name, each computed on access."""
     moments: Mapping[str, Mapping[str, Tensor]]
-    """exp_avg and exp_avg_sq in the same way; empty where the checkpoint has not those of every
-    parameter."""
+    """exp_avg and exp_avg_sq by kind and global name; empty unless the checkpoint has them for
+    every parameter."""
     optimizer_steps: int | None
-    """Steps behind the moments; None without moments."""
+    """Number of steps behind the moments; None without moments."""
     iteration: int
-    """Optimizer steps done; 0 where the checkpoint does not say."""
+    """Number of optimizer steps; 0 if unknown."""
     files: tuple[Path, ...]
-    """What it was read from."""
+    """Files of the checkpoint."""
     remarks: tuple[str, ...] = ()
-    """Sentences about what the files leave open."""
+    """Sentences about information that the files lack."""
 
 
 def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
-    """Open a checkpoint.
+    """Open a checkpoint; its tensors are read on access.
 
-    A run's directory with its file `latest`, or the directory of one checkpoint.
-
-    Tensors stay on the disk until they are asked for.
+    Args:
+        directory: directory of one checkpoint, or a run's directory with a file `latest`.
 
     Raises:
-        CheckpointError: a file is missing or damaged, asks for anything beside data, or disagrees
-            with another.
-        ConversionError: it is a model that we do not have, or nothing says which.
-        ParallelLayoutError: a model of ours cannot be divided as its files are.
+        CheckpointError: if a file is missing or damaged, asks for more than data, or disagrees
+            with another file.
+        ConversionError: if our models do not support it, or its model is not described.
+        ParallelLayoutError: if one of our models cannot be divided like the files.
     """
     saved = saved_files(checkpoint_directory(directory))
     where, first = saved.directory, next(iter(saved.states.values()))
@@ -183,8 +184,12 @@ def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
     ranks, steps = _tensor_ranks(saved)
     names = {name for rank in ranks for name in (*rank[FP32], *rank[_OTHERS])}
     style = style_of(names, where)
-    own = spec_beside(where) if style == "ours" else None
-    current = our_names(names, parameter_names(own)) if own else megatron_names(names, where)
+    saved_spec = find_model_spec(where) if style == "ours" else None
+    current = (
+        our_names(names, parameter_names(saved_spec))
+        if saved_spec
+        else megatron_names(names, where)
+    )
     ranks = [
         {kind: _renamed(tensors, current, where) for kind, tensors in rank.items()}
         for rank in ranks
@@ -200,10 +205,10 @@ def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
         remarks.append("the files hold weights in half precision, without main weights in fp32")
     kinds = (FP32, *_whole_moments(ranks, steps, remarks))
     read: Mapping[str, Mapping[str, Tensor]]
-    if own:
-        spec = own
+    if saved_spec:
+        spec = saved_spec
         read = {
-            kind: OwnTensors(spec, _stage(ranks, kind, spec.padded_vocab_size), where)
+            kind: JoinedTensors(spec, _stage(ranks, kind, spec.padded_vocab_size), where)
             for kind in kinds
         }
     else:
@@ -211,8 +216,8 @@ def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
         remarks += remarks_on(args_in(first), spec.family)
     return DeepSpeedCheckpoint(
         kind=(
-            f"{_form(saved)} of {'a model of ours' if style == 'ours' else 'Megatron-DeepSpeed'}, "
-            f"{spec.family}"
+            f"{_form(saved)} of "
+            f"{'a model of megacore' if style == 'ours' else 'Megatron-DeepSpeed'}, {spec.family}"
         ),
         spec=spec,
         tensors=read[FP32],
@@ -231,8 +236,8 @@ def _form(saved: Saved) -> str:
 
 
 def _iteration(state: Mapping[str, Any]) -> int:
-    said = (state.get(name) for name in ("iteration", "global_steps"))
-    return next((value for value in said if type(value) is int and value >= 0), 0)
+    values = (state.get(name) for name in ("iteration", "global_steps"))
+    return next((value for value in values if type(value) is int and value >= 0), 0)
 
 
 def _check_agreement(saved: Saved) -> None:
@@ -254,7 +259,7 @@ def _check_agreement(saved: Saved) -> None:
 
 
 def _tensor_ranks(saved: Saved) -> tuple[Ranks, set[int]]:
-    """What each tensor-parallel rank holds, of all stages, and the optimizer steps behind it."""
+    """Return the tensors of each tensor-parallel rank over all stages, and the optimizer steps."""
     if saved.universal:
         parts = {0: [universal_parts(saved)]}
     elif saved.optimizer:
@@ -263,9 +268,9 @@ def _tensor_ranks(saved: Saved) -> tuple[Ranks, set[int]]:
         parts = {rank: [layer_parts(saved, rank)] for rank in range(saved.tensor_size)}
     else:
         parts = _by_tensor_rank(saved, undivided_parts)
-    every = [part for stages in parts.values() for part in stages]
+    all_parts = [part for stages in parts.values() for part in stages]
     return [_joined(parts[rank], saved.directory) for rank in sorted(parts)], {
-        step for part in every for step in part.steps
+        step for part in all_parts for step in part.steps
     }
 
 
@@ -277,7 +282,7 @@ def _by_tensor_rank(saved: Saved, read: Callable[[Saved, int], Parts]) -> dict[i
 
 
 def _joined(stages: Sequence[Parts], where: Path) -> dict[str, dict[str, Pieces]]:
-    """What all pipeline stages hold; what several do must be the same."""
+    """Merge the tensors of all pipeline stages; tensors in several stages must be equal."""
     kinds: dict[str, dict[str, Pieces]] = {kind: {} for kind in KINDS}
     for parts in stages:
         for kind in KINDS:
@@ -300,7 +305,11 @@ def _renamed(
 
 
 def _add(tensors: dict[str, Pieces], name: str, pieces: Pieces, where: Path) -> None:
-    """Take a tensor, of which there may be a copy. Raises CheckpointError when that is another."""
+    """Add a tensor, or compare it with the one of that name.
+
+    Raises:
+        CheckpointError: if the two differ.
+    """
     other = tensors.setdefault(name, pieces)
     if other is not pieces and (
         other.shape != pieces.shape or not torch.equal(other.whole(), pieces.whole())
@@ -312,11 +321,14 @@ def _add(tensors: dict[str, Pieces], name: str, pieces: Pieces, where: Path) -> 
 
 
 def _whole_moments(ranks: Ranks, steps: set[int], remarks: list[str]) -> tuple[str, ...]:
-    """Kinds of moments that are there for every parameter."""
-    whole = [
+    """Return the kinds of moments to import: both if every parameter has them, else none.
+
+    If none, a remark is added.
+    """
+    complete = [
         kind for kind in MOMENTS if all(rank[kind].keys() == rank[FP32].keys() for rank in ranks)
     ]
-    if len(whole) == len(MOMENTS) and len(steps) == 1:
+    if len(complete) == len(MOMENTS) and len(steps) == 1:
         return MOMENTS
     if any(rank[kind] for rank in ranks for kind in MOMENTS):
         remarks.append(
@@ -325,13 +337,14 @@ def _whole_moments(ranks: Ranks, steps: set[int], remarks: list[str]) -> tuple[s
         )
     else:
         remarks.append(
-            "the files do not say whose Adam's moments are, or have none: weights alone are taken"
+            "the files do not say which parameters Adam's moments belong to, or have none: only "
+            "the weights are taken"
         )
     return ()
 
 
 def _stage(ranks: Ranks, kind: str, rows: int) -> tuple[Assembled, ...]:
-    """One kind of each rank, tables without their padding padded to `rows`."""
+    """Return one kind of tensors of each rank, with unpadded embeddings padded to `rows`."""
     return tuple(
         Assembled(
             {
@@ -346,7 +359,7 @@ def _stage(ranks: Ranks, kind: str, rows: int) -> tuple[Assembled, ...]:
 def _megatron(
     first: Mapping[str, Any], ranks: Ranks, kinds: Sequence[str], where: Path
 ) -> tuple[ModelSpec, dict[str, Mapping[str, Tensor]]]:
-    """The model that the files' args describe, and what is kept of it."""
+    """Return the spec that the files' args describe, and the merged tensors by kind."""
     args = args_in(first)
     if not args:
         raise ConversionError(
@@ -380,7 +393,11 @@ def _megatron(
 
 
 def style_of(names: Collection[str], where: Path) -> Style:
-    """Whose names these are. Raises ConversionError for those of neither."""
+    """Return the naming style of the parameters: ours or Megatron-DeepSpeed's.
+
+    Raises:
+        ConversionError: if it is neither.
+    """
     if any("language_model." in name for name in names) or any(
         _PIPELINE_LAYER.match(name) for name in names
     ):
@@ -389,41 +406,42 @@ def style_of(names: Collection[str], where: Path) -> Style:
         return "ours"
     shown = ", ".join(list(names)[:_NAMED_AT_ONCE]) or "none"
     raise ConversionError(
-        f"{where} has parameters {shown}, which are neither a model of ours nor "
-        "Megatron-DeepSpeed's: only those are read from DeepSpeed's checkpoints"
+        f"{where} has parameters {shown}, which are neither megacore's nor Megatron-DeepSpeed's: "
+        "only those are read from DeepSpeed's checkpoints"
     )
 
 
 def our_names(names: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """Of each name of a model of ours the global name.
+    """Map each parameter name in the files of one of our models to its global name.
 
     Args:
-        names: in the files.
-        known: the model's global names, which tell those of tied modules.
+        names: names in the files.
+        known: global names of the model, which identify tied modules.
     """
     tied = {name.replace(".", "_"): name for name in known}
-    found = {}
+    global_names = {}
     for name in names:
         match = _TIED.match(name)
         if match and match[1] in tied:
-            found[name] = tied[match[1]]
+            global_names[name] = tied[match[1]]
         elif not _TIED_LAYER.match(name):
-            found[name] = _WRAPPERS.sub("", name)
-    return found
+            global_names[name] = _WRAPPERS.sub("", name)
+    return global_names
 
 
 def megatron_names(names: Collection[str], where: Path) -> dict[str, str]:
-    """Of each weight's name in Megatron-DeepSpeed the dotted name of `megatron_table`.
+    """Map each weight's name in Megatron-DeepSpeed to the dotted name of `megatron.table`.
 
     Args:
-        names: of all pipeline stages, as layers are counted.
-        where: the checkpoint, for messages.
+        names: names in all pipeline stages, because layers are numbered across stages.
+        where: checkpoint that errors name.
 
-    Raises ConversionError for a module of a pipeline that is not known.
+    Raises:
+        ConversionError: if a module of a pipeline is unknown.
     """
     if any("language_model." in name for name in names):
-        found = {name: current_name(_WRAPPERS.sub("", name)) for name in names}
-        return {name: current for name, current in found.items() if current is not None}
+        dotted_names = {name: current_name(_WRAPPERS.sub("", name)) for name in names}
+        return {name: current for name, current in dotted_names.items() if current is not None}
     layers = sorted({int(match[1]) for name in names if (match := _PIPELINE_LAYER.match(name))})
     numbers = {layer: number for number, layer in enumerate(layers)}
     return {
@@ -446,31 +464,31 @@ def _of_pipeline(name: str, numbers: Mapping[int, int], where: Path) -> str:
     )
 
 
-def spec_beside(directory: Path) -> ModelSpec:
-    """The model that a checkpoint's own JSON describes.
+def find_model_spec(directory: Path) -> ModelSpec:
+    """Read the spec of one of our models from JSON in or above `directory`.
 
-    It is run.json of its run, or state.json of a checkpoint of ours, in or above `directory`.
+    The file is run.json of the run, or state.json of a megacore checkpoint.
 
     Raises:
-        ConversionError: there is neither.
-        CheckpointError: it is damaged.
+        ConversionError: if there is neither file.
+        CheckpointError: if the file is damaged.
     """
-    places = [directory, *directory.absolute().parents][:_LEVELS]
-    for place in places:
-        if (place / RUN_NAME).is_file():
+    candidates = [directory, *directory.absolute().parents][:_LEVELS]
+    for candidate in candidates:
+        if (candidate / RUN_NAME).is_file():
             try:
-                return TrainJob.read(place / RUN_NAME).spec
+                return TrainJob.read(candidate / RUN_NAME).spec
             except ConfigError as error:
                 raise CheckpointError(str(error)) from error
-        if (place / STATE_NAME).is_file():
-            return read_spec(place)
+        if (candidate / STATE_NAME).is_file():
+            return read_spec(candidate)
     raise ConversionError(
-        f"{directory} holds a model of ours and does not say which: put the {RUN_NAME} of its run, "
-        f"or the {STATE_NAME} of a checkpoint of the same model, into it or into "
+        f"{directory} holds a model of megacore and does not say which: put the {RUN_NAME} of its "
+        f"run, or the {STATE_NAME} of a checkpoint of the same model, into it or into "
         f"{directory.absolute().parent}"
     )
 
 
 def parameter_names(spec: ModelSpec) -> list[str]:
-    """Global names of a model's parameters."""
+    """Return the global names of a model's parameters."""
     return [name for name, _ in build_bare(spec, ProcessMesh.serial()).named_parameters()]

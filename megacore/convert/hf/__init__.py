@@ -1,1 +1,1 @@
-"""Models in the form of Hugging Face transformers."""
+"""Models in the format of Hugging Face transformers."""

@@ -1,7 +1,7 @@
-"""BERT (Devlin et al. 2018) as transformers knows it.
+"""BERT (Devlin et al. 2018) in the format of transformers.
 
-BertForPreTraining has norms after each sum, MegatronBertForPreTraining before each branch;
-…ForMaskedLM are the same without the binary head.
+BertForPreTraining has a norm after each residual sum, MegatronBertForPreTraining before each
+branch. BertForMaskedLM and MegatronBertForMaskedLM lack the binary head.
 """
 
 from typing import Any
@@ -23,9 +23,9 @@ _SEGMENTS = 2
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
-    """The table of an encoder with its heads.
+    """Build the table of an encoder with its heads.
 
-    The decoder of the masked LM's head is the table of tokens.
+    The decoder of the masked LM's head is tied to the token embedding.
     """
     model = spec.model
     hidden, post = model.hidden_size, model.norm_position == "post"
@@ -99,7 +99,7 @@ def _head_entries(spec: ModelSpec) -> list[Entry]:
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    """What is particular to these classes in config.json."""
+    """Return the class-specific values of config.json."""
     model = spec.model
     return {
         "hidden_size": model.hidden_size,
@@ -120,7 +120,11 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_config(config: HfConfig) -> dict[str, Any]:
-    """The architecture that config.json says. Raises ConversionError for what models here lack."""
+    """Translate config.json to values of `ModelConfig`.
+
+    Raises:
+        ConversionError: if our models do not support a value.
+    """
     config.refuse_unless("position_embedding_type", "absolute")
     config.refuse_unless("type_vocab_size", _SEGMENTS)
     config.refuse_unless("is_decoder", False)
@@ -143,7 +147,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
+    """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
     post = counterpart(spec.family, spec.model).model_type == "bert"
     pairs = [("embedding", "bert.embeddings")]
     for layer in range(spec.model.num_layers):

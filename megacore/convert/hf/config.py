@@ -1,8 +1,6 @@
-"""`config.json` of a transformers directory, read key by key.
+"""Checked access to `config.json` of a transformers directory.
 
-What a model of ours lacks is refused by name.
-
-Imports no torch.
+Values that our models do not support raise an error with the key. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -40,25 +38,29 @@ THEIR_ACTIVATION: dict[Activation, str] = {
     "geglu": "gelu",
     "geglu_tanh": "gelu_new",
 }
-"""What transformers calls each activation, or the function of a gated unit's gate."""
+"""transformers' name of each activation, for a gated unit that of its gate's function."""
 
 T = TypeVar("T")
 
 
 class HfConfig:
-    """The values of a config.json.
+    """Values of a config.json.
 
-    Each method raises ConversionError in one sentence with key and value.
+    Methods raise ConversionError with key and value if a value is missing or not supported.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
-        """`path` is what errors call it."""
+        """Wrap `values`; errors name `path`."""
         self.values = values
         self.path = path
 
     @classmethod
     def read(cls, directory: Path) -> "HfConfig":
-        """The configuration in a transformers directory. Raises ConversionError."""
+        """Read the configuration of a transformers directory.
+
+        Raises:
+            ConversionError: if the file cannot be read or is not a JSON object.
+        """
         path = directory / CONFIG_NAME
         try:
             values = read_json(path)
@@ -76,9 +78,10 @@ class HfConfig:
         return cls(values, str(path))
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of `key`, which must be of type `kind`.
+        """Return the value of `key`, which must be of type `kind`.
 
-        A missing one is `default`, if that is given.
+        A missing value is replaced by `default` unless that is None. Integers are accepted for
+        float.
         """
         value = self.values.get(key, default)
         if kind is float and type(value) is int:
@@ -94,24 +97,24 @@ class HfConfig:
         return value
 
     def optional(self, key: str, kind: type[T]) -> T | None:
-        """The value of `key`, or None where it is missing or null."""
+        """Return the value of `key`, or None if it is missing or null."""
         return None if self.values.get(key) is None else self.get(key, kind)
 
     def refuse_unless(self, key: str, *allowed: Any) -> None:
-        """Raise unless `key` is missing, null or one of `allowed`.
+        """Raise ConversionError unless `key` is missing, null or one of `allowed`.
 
-        The model's code here computes nothing else.
+        Our models do not support other values.
         """
         value = self.values.get(key)
         if value is not None and value not in allowed:
-            wanted = " or ".join(map(repr, allowed)) or "null"
+            supported = " or ".join(map(repr, allowed)) or "null"
             raise ConversionError(
-                f"{self.path} has {key} {value!r}, which models here lack: only {wanted} can be "
+                f"{self.path} has {key} {value!r}, which models here lack: only {supported} can be "
                 "read"
             )
 
     def activation(self, key: str, default: str, *, gated: bool) -> Activation:
-        """What we call the activation under `key`."""
+        """Return our name of the activation under `key`."""
         name = self.get(key, str, default)
         known = _GATES if gated else _PLAIN
         if name not in known:
@@ -122,7 +125,10 @@ class HfConfig:
         return known[name]
 
     def rope_base(self) -> float:
-        """Base of the rotary frequencies, from `rope_parameters` (5) or `rope_theta` (4)."""
+        """Return the base of the rotary frequencies.
+
+        transformers 5 stores it in `rope_parameters`, version 4 in `rope_theta`.
+        """
         parameters = self._rope_parameters()
         base = parameters.get(
             "rope_theta", self.values.get("rope_theta", self.values.get("rotary_emb_base", 10000.0))
@@ -130,12 +136,12 @@ class HfConfig:
         return HfConfig({"rope_theta": base}, self.path).get("rope_theta", float)
 
     def rope_percent(self, key: str, default: float) -> float:
-        """Share of each head that is rotated; `key` is what transformers 4 calls it."""
+        """Return the rotated fraction of each head; `key` is its name in transformers 4."""
         share = self._rope_parameters().get("partial_rotary_factor", self.values.get(key, default))
         return HfConfig({key: share}, self.path).get(key, float)
 
     def token(self, key: str) -> int | None:
-        """A special token's id; of several the first."""
+        """Return the id of a special token, the first one of a list; None without a valid id."""
         value = self.values.get(key)
         if isinstance(value, list):
             value = value[0] if value else None

@@ -1,4 +1,4 @@
-"""The weights of a transformers directory by the names of our tables, read one at a time."""
+"""Lazy access to the weights of a transformers directory by the names of our tables."""
 
 import re
 import zipfile
@@ -25,27 +25,29 @@ Reader = Callable[[], Tensor]
 
 
 def open_hf(directory: Path) -> tuple[Counterpart, ModelSpec, Mapping[str, Tensor]]:
-    """A transformers directory as a model of ours.
+    """Open a transformers directory.
 
-    Read are its class, its spec, and its weights under our names, in fp32.
+    Returns:
+        The class, the spec, and the fp32 weights under our names. Each weight is read on access.
+        The padding rows of the vocabulary are zero.
 
-    Each weight is read when it is asked for. The padding of the vocabulary is zero.
-
-    Raises ConversionError: the class or a value of its configuration is none that models here have,
-    or files are missing, damaged or of another model.
+    Raises:
+        ConversionError: if our models do not support the class or a value of its configuration, or
+            files are missing, damaged or of another model.
     """
-    found, spec = read_spec(HfConfig.read(directory))
-    form = FORMS[found.model_type]
+    hf_class, spec = read_spec(HfConfig.read(directory))
+    form = FORMS[hf_class.model_type]
     table = form.key_map(spec)
-    return found, spec, _InFp32(table.ours(HfTensors(directory, form, table), str(directory)))
+    return hf_class, spec, _InFp32(table.ours(HfTensors(directory, form, table), str(directory)))
 
 
 class HfTensors(Mapping[str, Tensor]):
-    """Tensors of a transformers directory under the names of a table, in their stored types.
+    """Mapping of a transformers directory's tensors in their stored types, by a table's names.
 
-    Files may hold a tensor under a second name (a tied head); it must be the same then. Raises
-    ConversionError when files are missing or damaged, or two names that are one tensor have
-    different values.
+    Files may contain a tensor twice, under a second name (a tied head), with equal values.
+
+    Raises:
+        ConversionError: if files are missing or damaged, or the two copies of a tensor differ.
     """
 
     def __init__(self, directory: Path, form: HfForm, table: KeyMap) -> None:
@@ -64,7 +66,7 @@ class HfTensors(Mapping[str, Tensor]):
         self._unify(form, table)
 
     def _unify(self, form: HfForm, table: KeyMap) -> None:
-        """Keep one of the names of a tensor: the table's."""
+        """Keep only the table's name of each tensor that the files contain twice."""
         for copy, name in form.copies.items():
             if copy in table.their_shapes:
                 if form.copies_left_out and copy not in self._readers and name in self._readers:
@@ -105,7 +107,7 @@ class _InFp32(Mapping[str, Tensor]):
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files of a transformers directory that say what the model is."""
+    """Return the configuration and weight files of a transformers directory."""
     patterns = (
         "config.json",
         "model*.safetensors",
@@ -117,7 +119,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _readers(directory: Path) -> dict[str, Reader]:
-    """How each tensor of a directory is read, by its name in the files."""
+    """Return the function that reads each tensor of a directory, by its name in the files."""
     single = ((FILE_NAME, _safetensors), (_PICKLED, _pickled))
     several = ((INDEX_NAME, _safetensors), (_PICKLED_INDEX, _pickled))
     for (file, read), (index, _) in zip(single, several, strict=True):
@@ -132,10 +134,10 @@ def _readers(directory: Path) -> dict[str, Reader]:
 def _indexed(
     directory: Path, index: Path, read: Callable[[Path], dict[str, Reader]]
 ) -> dict[str, Reader]:
-    """The tensors of all files that an index names, each of which must be where the index says."""
+    """Return the readers of all tensors in an index; each must be in the file that it names."""
     try:
-        places: dict[str, str] = read_json(index)["weight_map"]
-        files = sorted(set(places.values()))
+        file_names: dict[str, str] = read_json(index)["weight_map"]
+        files = sorted(set(file_names.values()))
         plain = all(Path(file).name == file for file in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{index} is damaged ({error}): copy it again") from error
@@ -147,13 +149,13 @@ def _indexed(
             f"{index} names {len(files)} files, of which {len(missing)} are missing, {missing[0]} "
             "first: copy them too"
         )
-    held = {file: read(directory / file) for file in files}
-    lost = next((name for name, file in places.items() if name not in held[file]), None)
+    readers = {file: read(directory / file) for file in files}
+    lost = next((name for name, file in file_names.items() if name not in readers[file]), None)
     if lost is not None:
         raise ConversionError(
-            f"{index} says that {lost} is in {places[lost]}, which lacks it: copy both again"
+            f"{index} says that {lost} is in {file_names[lost]}, which lacks it: copy both again"
         )
-    return {name: held[file][name] for name, file in places.items()}
+    return {name: readers[file][name] for name, file in file_names.items()}
 
 
 def _safetensors(path: Path) -> dict[str, Reader]:
@@ -171,7 +173,7 @@ def _safetensors(path: Path) -> dict[str, Reader]:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise ConversionError with the system's reason, which the readers of tensors do not tell."""
+    """Raise ConversionError with the system's error, which the tensor readers do not report."""
     try:
         path.open("rb").close()
     except OSError as error:
@@ -181,35 +183,35 @@ def _check_readable(path: Path) -> None:
 
 
 def _pickled(path: Path) -> dict[str, Reader]:
-    """Tensors of a pickle, mapped into memory; nothing of it is executed."""
+    """Return readers of a pickle's tensors, memory-mapped, without executing anything in it."""
     _check_readable(path)
     try:
-        # torch's form before 1.6, which is no zip file, cannot be mapped.
-        held = torch.load(
+        # The format of torch before 1.6 is not a zip file and cannot be memory-mapped.
+        tensors = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except Exception as error:  # a damaged pickle raises whatever its next byte asks for
         raise ConversionError(
             f"{path} ({path.stat().st_size:,} bytes) {_pickle_problem(error)}"
         ) from error
-    if not isinstance(held, dict) or not all(
-        isinstance(tensor, Tensor) for tensor in held.values()
+    if not isinstance(tensors, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in tensors.values()
     ):
         raise ConversionError(
-            f"{path} holds something else than tensors by name: save the model as safetensors"
+            f"{path} holds something other than tensors by name: save the model as safetensors"
         )
-    return {name: partial(held.__getitem__, name) for name in held}
+    return {name: partial(tensors.__getitem__, name) for name in tensors}
 
 
 def _pickle_problem(error: Exception) -> str:
-    """What torch refused, without its advice to execute it."""
-    asked = re.search(r"GLOBAL (\S+)", str(error))
-    if asked:
+    """Describe what torch refused, without torch's advice to load the file unsafely."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused:
         return (
-            f"asks for {asked[1]}, which is no tensor: nothing of it was run, save the model as "
+            f"asks for {refused[1]}, which is no tensor: nothing of it was run, save the model as "
             "safetensors"
         )
     return (
-        f"cannot be read as tensors alone ({type(error).__name__}): it is damaged or cut short, "
+        f"cannot be read as tensors only ({type(error).__name__}): it is damaged or cut short, "
         "copy it again"
     )

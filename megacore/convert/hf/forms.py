@@ -1,7 +1,4 @@
-"""How the weights and configuration of each class of transformers are written.
-
-There is one `HfForm` for each.
-"""
+"""Formats of the weights and configuration of each transformers class, one `HfForm` each."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -27,35 +24,36 @@ ModulePairs = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class HfForm:
-    """One class of transformers, between its files and our models."""
+    """Mapping between the files of one transformers class and our models."""
 
     key_map: Callable[[ModelSpec], KeyMap]
-    """The table of the weights, under their names on disk."""
+    """Function that builds the table of the weights, with their names on disk."""
     write_config: Callable[[ModelSpec], dict[str, Any]]
-    """What is particular to the class in config.json."""
+    """Function that returns the class-specific values of config.json."""
     read_config: Callable[[HfConfig], dict[str, Any]]
-    """The values of `ModelConfig` that a config.json says. Raises ConversionError for what models
-    here lack."""
+    """Function that translates a config.json to values of `ModelConfig`. It raises ConversionError
+    for values that our models do not support."""
     module_pairs: Callable[[ModelSpec], ModulePairs]
-    """Modules of ours and of theirs whose outputs must agree, in the order in which they run."""
+    """Function that returns the names of corresponding modules (ours, theirs) whose outputs must
+    agree, in execution order."""
     prefix: str
-    """Of every weight but the heads'; checkpoints of the model without head leave it out."""
+    """Prefix of all weights except the heads'; absent in checkpoints of a model without heads."""
     heads: tuple[str, ...] = ("lm_head.",)
-    """What the names of the heads' weights begin with."""
+    """Prefixes of the heads' weights."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Other names that files have for the same weights: pattern and replacement."""
+    """Alternative names of weights in files: pairs of pattern and replacement."""
     held: tuple[tuple[str, str], ...] = ()
-    """Where a loaded model has other names than its files: pattern and replacement."""
+    """Names that differ between files and loaded model: pairs of pattern and replacement."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Names under which files may hold another tensor of the table once more."""
+    """Names in files that may duplicate another tensor of the table, by name of the duplicate."""
     copies_left_out: bool = False
-    """Whether a tensor of its own is left out of the files when it is the same as the one of which
-    it could be a copy: transformers 5 ties the head of every T5."""
+    """True if files may omit a tensor that equals the one it could duplicate: transformers 5 ties
+    the head of every T5."""
     ignored: str = r"(?!)"
-    """Pattern of names that hold no weights: masks and tables that are computed."""
+    """Pattern of names that are not weights, such as masks and computed tables."""
 
     def name_on_disk(self, name: str, known: Mapping[str, Any]) -> str | None:
-        """What the table calls a tensor of a file; None when it holds no weights."""
+        """Return the table's name of a tensor in a file; None if it is not a weight."""
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
         if name not in known and not name.startswith((self.prefix, *self.heads)):
@@ -63,7 +61,7 @@ class HfForm:
         return None if re.search(self.ignored, name) else name
 
     def name_when_loaded(self, name: str) -> str:
-        """What the loaded model calls a tensor of the table."""
+        """Return the loaded model's name of a tensor of the table."""
         for pattern, replacement in self.held:
             name = re.sub(pattern, replacement, name)
         return name
@@ -134,24 +132,25 @@ FORMS: Mapping[str, HfForm] = {
         ignored=r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
     ),
 }
-"""By `model_type`."""
+"""Formats by `model_type`."""
 
 
 def hf_form_of(spec: ModelSpec) -> tuple[Counterpart, HfForm]:
-    """The class of transformers that is this model, and its form.
+    """Return the transformers class for this model, and its format.
 
-    Raises ConversionError when there is none.
+    Raises:
+        ConversionError: if there is none.
     """
-    found = counterpart(spec.family, spec.model)
-    return found, FORMS[found.model_type]
+    hf_class = counterpart(spec.family, spec.model)
+    return hf_class, FORMS[hf_class.model_type]
 
 
 def model_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
-    """`config.json` of an export in `dtype`."""
-    found, form = hf_form_of(spec)
+    """Return the content of `config.json` for an export in `dtype`."""
+    hf_class, form = hf_form_of(spec)
     return {
-        "architectures": [found.architecture],
-        "model_type": found.model_type,
+        "architectures": [hf_class.architecture],
+        "model_type": hf_class.model_type,
         "vocab_size": spec.vocab_size,
         **form.write_config(spec),
         "dtype": dtype,
@@ -159,20 +158,21 @@ def model_config(spec: ModelSpec, dtype: str) -> dict[str, Any]:
 
 
 def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
-    """The model that a config.json describes, without its tokenizer.
+    """Return the class and the spec that a config.json describes, without the tokenizer.
 
-    Raises ConversionError naming the key and the value of what models here lack.
+    Raises:
+        ConversionError: if our models do not support a value; the message names it and its key.
     """
-    found = _counterpart_of(config)
-    values = FORMS[found.model_type].read_config(config)
-    if found.family == "bert":
-        values["bert_binary_head"] = bool(found.options["bert_binary_head"][0])
+    hf_class = _counterpart_of(config)
+    values = FORMS[hf_class.model_type].read_config(config)
+    if hf_class.family == "bert":
+        values["bert_binary_head"] = bool(hf_class.options["bert_binary_head"][0])
     try:
         spec = ModelSpec(
-            family=found.family,
+            family=hf_class.family,
             model=ModelConfig(**values),
             vocab_size=config.get("vocab_size", int),
-            special_tokens=_special_tokens(config, found.family),
+            special_tokens=_special_tokens(config, hf_class.family),
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -187,9 +187,9 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
 def _counterpart_of(config: HfConfig) -> Counterpart:
     architectures = config.values.get("architectures") or []
     model_type = config.values.get("model_type")
-    found = by_architecture(architectures[0]) if architectures else None
-    if found is not None and found.model_type == model_type:
-        return found
+    match = by_architecture(architectures[0]) if architectures else None
+    if match is not None and match.model_type == model_type:
+        return match
     by_type = [entry for entry in COUNTERPARTS if entry.model_type == model_type]
     if not by_type or (
         architectures and not str(architectures[0]).endswith(("Model", "ForCausalLM"))
@@ -203,7 +203,7 @@ def _counterpart_of(config: HfConfig) -> Counterpart:
 
 
 def _special_tokens(config: HfConfig, family: Family) -> SpecialTokens:
-    """What config.json knows of them; a tokenizer knows more."""
+    """Return the special tokens in config.json, a subset of the tokenizer's."""
     end, pad = config.token("eos_token_id"), config.token("pad_token_id")
     return SpecialTokens(
         eod=end,

@@ -1,7 +1,4 @@
-"""GPT-2 (Radford et al. 2019) as `transformers.GPT2LMHeadModel` knows it.
-
-Names, layouts and configuration.
-"""
+"""GPT-2 (Radford et al. 2019) in the format of `transformers.GPT2LMHeadModel`."""
 
 from typing import Any
 
@@ -22,7 +19,7 @@ from megacore.convert.key_map import (
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
-    """The table of a GPT-2; a tied output head has no tensor of its own on either side."""
+    """Build the table of a GPT-2; a tied output head has no tensor in either format."""
     model = spec.model
     hidden = model.hidden_size
     entries = [
@@ -67,7 +64,7 @@ def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
 def _affine(
     ours: str, theirs: str, shape: tuple[int, ...], weight: Relayout = SAME, bias: Relayout = SAME
 ) -> tuple[Entry, Entry]:
-    """A weight of `shape` and the bias of its rows."""
+    """Return the entries of a weight of `shape` and the bias of its rows."""
     return (
         Entry(f"{ours}.weight", shape, (f"{theirs}.weight",), weight),
         Entry(f"{ours}.bias", shape[:1], (f"{theirs}.bias",), bias),
@@ -75,7 +72,7 @@ def _affine(
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    """What is particular to this class in config.json."""
+    """Return the class-specific values of config.json."""
     model, eod = spec.model, spec.special_tokens.eod
     return {
         "n_positions": spec.max_position_embeddings,
@@ -97,7 +94,11 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_config(config: HfConfig) -> dict[str, Any]:
-    """The architecture that config.json says. Raises ConversionError for what models here lack."""
+    """Translate config.json to values of `ModelConfig`.
+
+    Raises:
+        ConversionError: if our models do not support a value.
+    """
     config.refuse_unless("scale_attn_weights", True)
     config.refuse_unless("scale_attn_by_inverse_layer_idx", False)
     config.refuse_unless("add_cross_attention", False)
@@ -118,7 +119,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
+    """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
     pairs = [("embedding", "transformer.drop")]
     for layer in range(spec.model.num_layers):
         ours, theirs = f"encoder.layers.{layer}", f"transformer.h.{layer}"

@@ -1,7 +1,7 @@
-"""Llama (Touvron et al. 2023) and its relatives as transformers knows them.
+"""Llama (Touvron et al. 2023) and related models in the format of transformers.
 
-LlamaForCausalLM, MistralForCausalLM with a sliding window (Jiang et al. 2023), Qwen3ForCausalLM
-with normalised queries and keys (Yang et al. 2025).
+These are LlamaForCausalLM, MistralForCausalLM with a sliding window (Jiang et al. 2023), and
+Qwen3ForCausalLM with normalized queries and keys (Yang et al. 2025).
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from megacore.convert.key_map import (
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
-    """The table of a model with rotary positions, RMSNorm and a gated MLP."""
+    """Build the table of a model with rotary positions, RMSNorm and a gated MLP."""
     entries = [embedding(spec, "model.embed_tokens.weight")]
     for layer in range(spec.model.num_layers):
         entries += _layer_entries(spec, f"encoder.layers.{layer}", f"model.layers.{layer}")
@@ -62,9 +62,9 @@ def _layer_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    """What is particular to these classes in config.json.
+    """Return the class-specific values of config.json.
 
-    Rotary positions as transformers 4 and 5 read them.
+    The values of rotary positions are those of both transformers 4 and 5.
     """
     model, eod = spec.model, spec.special_tokens.eod
     values = {
@@ -106,7 +106,11 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_config(config: HfConfig) -> dict[str, Any]:
-    """The architecture that config.json says. Raises ConversionError for what models here lack."""
+    """Translate config.json to values of `ModelConfig`.
+
+    Raises:
+        ConversionError: if our models do not support a value.
+    """
     model_type = config.get("model_type", str)
     config.refuse_unless("pretraining_tp", 1)
     config.refuse_unless("partial_rotary_factor", 1.0)
@@ -152,7 +156,7 @@ def _window(config: HfConfig, model_type: str) -> int | None:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
+    """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
     pairs = [("embedding", "model.embed_tokens")]
     for layer in range(spec.model.num_layers):
         ours, theirs = f"encoder.layers.{layer}", f"model.layers.{layer}"

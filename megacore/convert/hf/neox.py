@@ -1,6 +1,6 @@
-"""GPT-NeoX (Black et al. 2022) as `transformers.GPTNeoXForCausalLM` knows it.
+"""GPT-NeoX (Black et al. 2022) in the format of `transformers.GPTNeoXForCausalLM`.
 
-Its fused projections are ours.
+Its fused projections have our layout.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from megacore.convert.key_map import Entry, KeyMap, embedding, linear, norm, out
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
-    """The table of a model with rotary positions, LayerNorm and biases."""
+    """Build the table of a model with rotary positions, LayerNorm and biases."""
     entries = [embedding(spec, "gpt_neox.embed_in.weight")]
     for layer in range(spec.model.num_layers):
         entries += _layer_entries(spec, f"encoder.layers.{layer}", f"gpt_neox.layers.{layer}")
@@ -45,9 +45,9 @@ def _layer_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    """What is particular to this class in config.json.
+    """Return the class-specific values of config.json.
 
-    Rotary positions as transformers 4 and 5 read them.
+    The values of rotary positions are those of both transformers 4 and 5.
     """
     model, eod = spec.model, spec.special_tokens.eod
     return {
@@ -78,7 +78,11 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_config(config: HfConfig) -> dict[str, Any]:
-    """The architecture that config.json says. Raises ConversionError for what models here lack."""
+    """Translate config.json to values of `ModelConfig`.
+
+    Raises:
+        ConversionError: if our models do not support a value.
+    """
     config.refuse_unless("attention_bias", True)
     config.refuse_unless("is_decoder", False)
     return {
@@ -101,7 +105,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
+    """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
     pairs = [("embedding", "gpt_neox.embed_in")]
     for layer in range(spec.model.num_layers):
         ours, theirs = f"encoder.layers.{layer}", f"gpt_neox.layers.{layer}"

@@ -1,6 +1,6 @@
-"""T5 (Raffel et al. 2019) as `transformers.T5ForConditionalGeneration` knows it.
+"""T5 (Raffel et al. 2019) in the format of `transformers.T5ForConditionalGeneration`.
 
-Version 1.0 has a tied head and ReLU, 1.1 a head of its own and a gated MLP.
+Version 1.0 has a tied head and ReLU, version 1.1 an untied head and a gated MLP.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ from megacore.convert.key_map import (
 )
 
 _POSITIONS = 512
-"""Tokens of the original's sequences (its config.json says `n_positions`); relative positions know
-no end."""
+"""Default of `n_positions`: the sequence length of the original T5. Relative positions have no
+limit."""
 
 
 def key_map(spec: ModelSpec) -> KeyMap:
-    """The table of an encoder and a decoder that share the table of tokens."""
+    """Build the table of an encoder and a decoder that share the token embedding."""
     model = spec.model
     entries = [embedding(spec, "shared.weight")]
     for stack, layers in (("encoder", model.num_layers), ("decoder", model.decoder_layers)):
@@ -98,9 +98,9 @@ def _cross_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    """What is particular to this class in config.json.
+    """Return the class-specific values of config.json.
 
-    An untied head says that its input is not scaled either.
+    `tie_word_embeddings` false also means that the head's input is not scaled.
     """
     model, special = spec.model, spec.special_tokens
     activation = "gelu" if model.activation == "geglu_tanh" else THEIR_ACTIVATION[model.activation]
@@ -129,17 +129,20 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _end(spec: ModelSpec) -> int | None:
-    """What ends a sequence."""
+    """Return the token that ends a sequence."""
     special = spec.special_tokens
     return special.eod if special.sep is None else special.sep
 
 
 def read_config(config: HfConfig) -> dict[str, Any]:
-    """The architecture that config.json says. Raises ConversionError for what models here lack."""
+    """Translate config.json to values of `ModelConfig`.
+
+    Raises:
+        ConversionError: if our models do not support a value.
+    """
     dropout = config.get("dropout_rate", float, 0.1)
     layers = config.get("num_layers", int)
-    # transformers 5 says of its every T5 that the head is tied; what tells 1.1 is that its input is
-    # not scaled.
+    # transformers 5 marks the head of every T5 as tied; only version 1.1 does not scale its input.
     scaled = config.get(
         "scale_decoder_outputs", bool, config.get("tie_word_embeddings", bool, True)
     )
@@ -170,7 +173,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
 
 
 def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Modules of ours and of transformers whose outputs must agree, in the order they run."""
+    """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
     model = spec.model
     pairs = []
     for stack, layers in (("encoder", model.num_layers), ("decoder", model.decoder_layers)):

@@ -1,9 +1,10 @@
-"""Writing a transformers directory: weights, configuration, tokenizer.
+"""Writing of a transformers directory: weights, configuration, tokenizer.
 
-`.safetensors` files are written tensor by tensor, so that no more than one of them is in memory.
-Their layout (huggingface/safetensors): u64 little endian N, N bytes of JSON (name -> dtype, shape,
-[begin, end) in the data), then the data, without holes, in the header's order. N is padded with
-spaces to a multiple of 8. Several files are named by `model.safetensors.index.json`.
+`.safetensors` files are written tensor by tensor, so that at most one tensor is in memory. Their
+layout (huggingface/safetensors) is N as u64 little endian, N bytes of JSON (name -> dtype, shape,
+[begin, end) in the data), then the data, without gaps, in the header's order. The JSON is padded
+with spaces to a multiple of 8 bytes. `model.safetensors.index.json` lists the files if there are
+several.
 """
 
 import json
@@ -26,19 +27,20 @@ from megacore.errors import ConversionError
 
 Shapes = Mapping[str, tuple[int, ...]]
 MAX_SHARD_SIZE = 5_000_000_000
-"""Bytes of one file's tensors; a larger tensor has a file to itself."""
+"""Maximum bytes of tensors per file; a larger tensor gets a separate file."""
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _CODES: dict[Dtype, tuple[str, torch.dtype, torch.dtype]] = {
     "float32": ("F32", torch.float32, torch.int32),
     "bfloat16": ("BF16", torch.bfloat16, torch.int16),
 }
-"""Of each type: its name in the header, itself, and an integer of its size, which NumPy knows."""
+"""For each type, its name in the header, its torch type, and an integer type of the same size that
+NumPy supports."""
 _BLOCK = 1 << 20
-"""Bytes that are converted and written at a time."""
+"""Number of bytes that are converted and written at a time."""
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40}
-"""How an exported model writes when nothing else is asked: decoded greedily, small models repeat
-themselves."""
+"""Default sampling of an exported model, because small models repeat themselves with greedy
+decoding."""
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,19 +61,20 @@ def write_model(
     table: KeyMap | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
-    """Write weights and configuration; one tensor is in memory at a time.
+    """Write weights and configuration, with one tensor in memory at a time.
 
     Args:
-        directory: made if absent.
-        spec: of the model.
-        tensors: its weights under our names.
-        dtype: of the files.
-        table: of the weights; None takes that of the spec's class.
-        max_shard_size: bytes of one file's tensors.
+        directory: target directory, created if it does not exist.
+        spec: spec of the model.
+        tensors: weights under our names.
+        dtype: type of the written weights.
+        table: table of the weights; None means that of the spec's class.
+        max_shard_size: maximum bytes of tensors per file.
 
     Raises:
-        ConversionError: no class of transformers is this model, or `tensors` are of another.
-        WorkspaceError: the disk refuses.
+        ConversionError: if no class of transformers has this configuration, or `tensors` are of
+            another model.
+        WorkspaceError: if the files cannot be written.
     """
     table = table or hf_form_of(spec)[1].key_map(spec)
     with workspace_errors(directory):
@@ -90,7 +93,7 @@ def write_model(
 
 
 def generation_config(spec: ModelSpec) -> dict[str, Any]:
-    """`generation_config.json` of a model that writes; nothing of one that does not."""
+    """Return the content of `generation_config.json`; empty for BERT, which does not generate."""
     special, eod = spec.special_tokens, spec.special_tokens.eod
     match spec.family:
         case "gpt":
@@ -110,9 +113,10 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, directory: Path, positions: int) -> None:
-    """Copy the tokenizer's files; its `model_max_length` becomes the model's positions.
+    """Copy the tokenizer's files and set its `model_max_length` to the model's positions.
 
-    Raises ConversionError when the tokenizer has no configuration.
+    Raises:
+        ConversionError: if the tokenizer's configuration cannot be read.
     """
     path = source / _TOKENIZER_CONFIG
     try:
@@ -136,21 +140,21 @@ def write_safetensors(
     dtype: Dtype = "float32",
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> int:
-    """Write `tensors` into `directory` and return the bytes of all files.
+    """Write `tensors` to `directory` and return the total size of the files in bytes.
 
-    Beside the one tensor that is asked for at a time, which may be a view, a few megabytes are
-    allocated.
+    The function requests one tensor at a time, which may be a view, and allocates a few megabytes
+    in addition.
 
     Args:
-        directory: where model.safetensors goes; with more than one file
+        directory: directory for model.safetensors or, if there is more than one file,
             model-00001-of-0000N.safetensors and the index.
-        shapes: says beforehand which tensors will come, in which order.
-        tensors: name and values.
-        dtype: of the files.
-        max_shard_size: bytes of a file's tensors.
+        shapes: names and shapes of the tensors, in order.
+        tensors: names and values in the same order.
+        dtype: type of the written weights.
+        max_shard_size: maximum bytes of tensors per file.
 
     Raises:
-        WorkspaceError: the disk refuses.
+        WorkspaceError: if the files cannot be written.
     """
     shards = _shards(shapes, dtype, max_shard_size)
     names = [FILE_NAME]
@@ -178,7 +182,7 @@ def write_safetensors(
 
 
 def _shards(shapes: Shapes, dtype: Dtype, limit: int) -> list[Shapes]:
-    """The tensors of each file, in order."""
+    """Divide the tensors into files, in order."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in shapes.items():
@@ -205,7 +209,7 @@ def _write_file(
                 f"{name} came where {expected} {shape} was announced"
             )
             _write_tensor(file, tensor.detach(), dtype)
-            del tensor  # the next one is read while nothing keeps this one
+            del tensor  # free it before the next one is read
         return file.tell()
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints in the file form of Megatron-LM."""
+"""Checkpoints in the file format of Megatron-LM."""

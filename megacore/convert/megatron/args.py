@@ -1,6 +1,6 @@
-"""The `args` in each file of a Megatron-LM checkpoint: written for a model, and read as one.
+"""Translation between a model's spec and the `args` in the files of a Megatron-LM checkpoint.
 
-They are written as the public converters read them, and read of any version.
+The public converters can read the written args. Args of any version can be read.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from megacore.config.model import Activation, Family, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.counterparts import CARRIED, without_place
+from megacore.convert.counterparts import SUPPORTED_FIELDS, unsupported_fields
 from megacore.errors import CheckpointError, ConversionError, ParallelLayoutError
 
 _MADE_AS = {"gelu_tanh", "gelu", "swiglu"}
@@ -31,8 +31,7 @@ _NO_PLACE: dict[str, Callable[[ModelConfig], bool]] = {
     "sliding_window": lambda model: model.sliding_window is not None,
     "qk_layernorm": lambda model: model.qk_layernorm,
 }
-"""Options of a model for which Megatron-LM's legacy models have no counterpart, and when they are
-used."""
+"""Options that Megatron-LM's legacy models do not support, with a test if a model uses them."""
 _NO_PLACE_IN_BERT: dict[str, Callable[[ModelConfig], bool]] = {
     "normalization": lambda model: model.normalization != "layernorm",
     "position_embedding_type": lambda model: model.position_embedding_type != "learned_absolute",
@@ -41,7 +40,7 @@ _NO_PLACE_IN_BERT: dict[str, Callable[[ModelConfig], bool]] = {
     "add_bias_linear": lambda model: not model.add_bias_linear,
     "untie_embeddings_and_output_weights": lambda model: model.untie_embeddings_and_output_weights,
 }
-"""Further ones that its BERT has not."""
+"""Further options that Megatron-LM's BERT does not support."""
 MODEL_ARGS = (
     "num_layers",
     "hidden_size",
@@ -60,7 +59,7 @@ MODEL_ARGS = (
     "model_parallel_size",
     "pipeline_model_parallel_size",
 )
-"""Arguments in which all files of a checkpoint agree."""
+"""Arguments that must be equal in all files of a checkpoint."""
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _OFF: dict[str, tuple[Any, ...]] = {
     "num_experts": (1, [1]),
@@ -74,10 +73,9 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (),
     "window_size": (),
 }
-"""Arguments with which the same weights are another model than any of ours, unless they are false,
-null or one of these."""
+"""Arguments that our models support only with a false value, null or one of these values."""
 _OTHER_ROWS = "ds_sequence_parallel_fpdt"
-"""An argument of Megatron-DeepSpeed: since it has it, rows of query_key_value are in another order
+"""Argument of later versions of Megatron-DeepSpeed, which order rows of query_key_value differently
 under the same checkpoint_version."""
 _SAME_NAMED = (
     "layernorm_epsilon",
@@ -90,26 +88,26 @@ _SAME_NAMED = (
     "rotary_base",
     "rotary_percent",
 )
-"""Arguments that are called as our fields are, and may be missing."""
+"""Optional arguments with the same names as our fields."""
 
 
 def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> None:
-    """Return when Megatron-LM's file form can hold this model, divided so.
+    """Check that Megatron-LM's file format supports this model with these parallel sizes.
 
     Raises:
-        ConversionError: it has no place for the family or for an option of the model.
-        ParallelLayoutError: heads, groups, widths, vocabulary or layers are not multiples of the
+        ConversionError: if it does not support the family or an option of the model.
+        ParallelLayoutError: if heads, groups, widths, vocabulary or layers are not multiples of the
             sizes.
     """
     model = spec.model
     if spec.family == "t5":
         raise ConversionError(
-            "family 't5' has no counterpart in Megatron's file form, which holds gpt and bert "
-            "alone: export it with --format hf"
+            "family 't5' has no counterpart in Megatron's file form, which holds only gpt and "
+            "bert: export it with --format hf"
         )
     rules = _NO_PLACE | _NO_PLACE_IN_BERT if spec.family == "bert" else _NO_PLACE
     names = [name for name, rule in rules.items() if rule(model)]
-    names += without_place(model, {*CARRIED, *_NO_PLACE, *_NO_PLACE_IN_BERT})
+    names += unsupported_fields(model, {*SUPPORTED_FIELDS, *_NO_PLACE, *_NO_PLACE_IN_BERT})
     used = [f"model.{name} {getattr(model, name)!r}" for name in names]
     if used:
         raise ConversionError(
@@ -138,10 +136,10 @@ def _check_divides(what: str, length: int, kind: str, size: int) -> None:
 def args_of(
     spec: ModelSpec, *, iteration: int, tensor: int, pipeline: int
 ) -> "OrderedDict[str, Any]":
-    """The arguments that Megatron-LM and the public converters read, as entries and as attributes.
+    """Build the arguments for Megatron-LM and the public converters.
 
-    A Namespace is what Megatron-LM writes, and what `torch.load(weights_only=True)` refuses; this
-    it accepts.
+    Each argument is an entry and an attribute of the returned dictionary. Megatron-LM itself writes
+    a Namespace, but `torch.load(weights_only=True)` refuses that.
     """
     values = {
         **_shape_args(spec),
@@ -204,9 +202,10 @@ def _option_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer_args(spec: ModelSpec) -> dict[str, Any]:
-    """PretrainedFromHF is the type that public converters open without a network.
+    """Return the arguments of the tokenizer.
 
-    NullTokenizer is Megatron's none.
+    Public converters can open the type PretrainedFromHF without network access. NullTokenizer
+    stands for no tokenizer.
     """
     special = {"special_tokens": spec.special_tokens.model_dump(mode="json")}
     if spec.tokenizer_directory is None:
@@ -216,9 +215,10 @@ def _tokenizer_args(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _vocabulary_args(spec: ModelSpec, tensor: int) -> dict[str, Any]:
-    """Megatron-LM pads to a multiple of the argument times the tensor-parallel size.
+    """Return the arguments of the vocabulary.
 
-    It must come to our size.
+    Megatron-LM pads to a multiple of make_vocab_size_divisible_by times the tensor parallel size.
+    The argument is chosen so that the result equals our padded size.
     """
     ours = spec.model.make_vocab_size_divisible_by
     same = padded(spec.vocab_size, ours * tensor) == spec.padded_vocab_size
@@ -230,27 +230,25 @@ def _vocabulary_args(spec: ModelSpec, tensor: int) -> dict[str, Any]:
 
 
 def padded(size: int, multiple: int) -> int:
-    """The least multiple that is not below `size`."""
+    """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 def tensor_size(args: Mapping[str, Any]) -> Any:
-    """The tensor-parallel size, which versions before 3.0 call model_parallel_size.
-
-    None where args do not say.
-    """
+    """Return the tensor parallel size (model_parallel_size before version 3.0), or None."""
     return args.get("tensor_model_parallel_size", args.get("model_parallel_size"))
 
 
 def family_of(names: Collection[str], where: Path) -> Family:
-    """The family of a model with tensors of these dotted names.
+    """Return the family of a model from the dotted names of its tensors.
 
-    Raises ConversionError for one that cannot be read.
+    Raises:
+        ConversionError: if the family is not supported.
     """
     if any(name.startswith("language_model.decoder.") for name in names):
         raise ConversionError(
             f"{where} holds a model with a decoder after an encoder, as T5's: this form is read "
-            "for gpt and bert alone"
+            "only for gpt and bert"
         )
     return "bert" if any(name.startswith("lm_head.") for name in names) else "gpt"
 
@@ -258,18 +256,18 @@ def family_of(names: Collection[str], where: Path) -> Family:
 def spec_of(
     args: Mapping[str, Any], family: Family, layers: int, vocabulary_rows: int, where: Path
 ) -> ModelSpec:
-    """The model that `args` describe.
+    """Return the spec of the model that `args` describe.
 
     Args:
-        args: of one file; those of any file, after they were found to agree.
-        family: what the tensors' names say.
-        layers: how many the files hold.
-        vocabulary_rows: rows of the whole table of tokens.
-        where: the checkpoint, for messages.
+        args: arguments of any one file; all files must agree.
+        family: family according to the tensors' names.
+        layers: number of layers in the files.
+        vocabulary_rows: rows of the complete token embedding.
+        where: checkpoint that errors name.
 
     Raises:
-        ConversionError: an argument makes it a model that we do not have.
-        CheckpointError: an argument is missing or has an impossible value.
+        ConversionError: if our models do not support an argument.
+        CheckpointError: if an argument is missing, invalid or contradicts the tensors.
     """
     _check_args(args, where)
     try:
@@ -299,7 +297,7 @@ def spec_of(
 
 
 def remarks_on(args: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """What the reader of such a file should know, in sentences."""
+    """Return sentences about ambiguities of such a file, for the user."""
     remarks = []
     if not args.get("orig_vocab_size"):
         remarks.append(
@@ -309,7 +307,7 @@ def remarks_on(args: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     if family == "bert" and args.get("bias_gelu_fusion") and not args.get("openai_gelu"):
         remarks.append(
             "Megatron-LM trained this BERT with GELU's tanh approximation in its layers and the "
-            "exact GELU in its masked LM's head: ours has one of them for both, and it is "
+            "exact GELU in its masked LM's head: megacore's has one of them for both, and it is "
             "gelu_tanh"
         )
     return tuple(remarks)
@@ -320,8 +318,8 @@ def check_rows(spec: ModelSpec, version: float, where: Path) -> None:
     if version < 2.0 and spec.model.query_groups != spec.model.num_attention_heads:
         raise ConversionError(
             f"{where} has num_query_groups {spec.model.query_groups} and checkpoint_version "
-            f"{version}, of which the order of rows of query_key_value is known without groups "
-            "alone"
+            f"{version}, for which the order of rows of query_key_value is known only without "
+            "groups"
         )
 
 
@@ -339,7 +337,7 @@ def _check_args(args: Mapping[str, Any], where: Path) -> None:
     ]
     if others:
         raise ConversionError(
-            f"{where} was trained with {', '.join(others)}, which no model of ours has"
+            f"{where} was trained with {', '.join(others)}, which no model of megacore has"
         )
     if _OTHER_ROWS in args:
         raise ConversionError(
@@ -377,9 +375,9 @@ def _model_fields(args: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _activation(args: Mapping[str, Any]) -> Activation:
-    """As Megatron-LM's MLP chooses.
+    """Return the activation that Megatron-LM's MLP uses with these arguments.
 
-    GELU fused with the bias, or of versions before the choice, is approximate.
+    GELU is approximate if it is fused with the bias, or in versions without a choice.
     """
     if args.get("openai_gelu") or not args.keys() & {"openai_gelu", "bias_gelu_fusion", "swiglu"}:
         return "gelu_tanh"
@@ -395,8 +393,8 @@ def _has_biases(args: Mapping[str, Any]) -> bool:
 
 
 def _normalization(args: Mapping[str, Any]) -> str:
-    given = str(args.get("normalization") or NORMS["layernorm"])
-    return given.lower()
+    name = str(args.get("normalization") or NORMS["layernorm"])
+    return name.lower()
 
 
 def _position(args: Mapping[str, Any]) -> str:
@@ -410,27 +408,29 @@ def _position(args: Mapping[str, Any]) -> str:
 
 
 def _divisor(args: Mapping[str, Any], model: ModelConfig, vocabulary: int, rows: int) -> int:
-    """What our vocabulary is padded to a multiple of, so that the table has these rows.
+    """Return the make_vocab_size_divisible_by that pads our vocabulary to `rows`.
 
-    Megatron-LM's argument counts for one tensor-parallel rank: it is ours where there is one.
+    Megatron-LM's argument applies per tensor-parallel rank, so it is preferred at size 1.
     """
-    own = args.get("make_vocab_size_divisible_by")
-    given = [own] if isinstance(own, int) and own > 0 else []
+    value = args.get("make_vocab_size_divisible_by")
+    saved = [value] if isinstance(value, int) and value > 0 else []
     usual = [model.make_vocab_size_divisible_by, rows & -rows]
-    candidates = [*given, *usual] if tensor_size(args) == 1 else [*usual, *given]
-    return next((one for one in candidates if padded(vocabulary, one) == rows), rows)
+    candidates = [*saved, *usual] if tensor_size(args) == 1 else [*usual, *saved]
+    return next(
+        (candidate for candidate in candidates if padded(vocabulary, candidate) == rows), rows
+    )
 
 
-def _check_held(spec: ModelSpec, said: int, rows: int, layers: int, where: Path) -> None:
+def _check_held(spec: ModelSpec, size: int, rows: int, layers: int, where: Path) -> None:
     model = spec.model
     if model.num_layers != layers:
         raise CheckpointError(
             f"{where} holds {layers} layers where its args say num_layers {model.num_layers}: use "
             "another checkpoint"
         )
-    if not spec.padded_vocab_size == said == rows:
+    if not spec.padded_vocab_size == size == rows:
         raise CheckpointError(
-            f"{where} has a table of {rows} tokens where its args say padded_vocab_size {said} and "
+            f"{where} has a table of {rows} tokens where its args say padded_vocab_size {size} and "
             f"orig_vocab_size {spec.vocab_size}: use another checkpoint"
         )
     if (
@@ -439,13 +439,13 @@ def _check_held(spec: ModelSpec, said: int, rows: int, layers: int, where: Path)
     ):
         raise ConversionError(
             f"{where} was trained with rotary_percent {model.rotary_percent} of heads of "
-            f"{model.head_dim}, an odd number of elements, where ours would rotate "
+            f"{model.head_dim}, an odd number of elements, where megacore's would rotate "
             f"{model.rotary_dim}"
         )
 
 
 def _tokenizer_directory(args: Mapping[str, Any]) -> str | None:
-    """Where the tokenizer is, if the file names a directory that is there."""
+    """Return the tokenizer's directory, if the args name an existing one."""
     name = (
         args.get("tokenizer_name_or_path")
         if args.get("tokenizer_type") == "PretrainedFromHF"

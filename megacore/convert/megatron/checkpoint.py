@@ -1,10 +1,10 @@
-"""Checkpoints of GPT and BERT in Megatron-LM's file form.
+"""Checkpoints of GPT and BERT in Megatron-LM's file format.
 
 The files are `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`.
 
-What is written is taken by Megatron-LM's legacy models and by the public converters of transformers
-up to 4.46; what is read may be of any checkpoint_version and any division over tensor and pipeline
-ranks. Only weights pass through: a checkpoint of ours is resumed by ours alone.
+Megatron-LM's legacy models and the public converters of transformers up to 4.46 can read the
+written files. Files of any checkpoint_version and any tensor and pipeline parallel size can be
+read. Only weights are converted: only megacore resumes a megacore checkpoint.
 
 Source: NVIDIA/Megatron-LM, megatron/training/checkpointing.py (Shoeybi et al. 2019, Narayanan et
 al. 2021).
@@ -50,15 +50,15 @@ _NAMED_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """A checkpoint of Megatron-LM as a model of ours."""
+    """Checkpoint of Megatron-LM, translated to a megacore model."""
 
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
-    """Our parameters in float32, by global name, each made when it is asked for."""
+    """Our parameters in fp32 by global name, each computed on access."""
     iteration: int
-    """Optimizer steps done; 0 where the checkpoint does not say."""
+    """Number of optimizer steps; 0 if unknown."""
     remarks: tuple[str, ...] = ()
-    """Sentences about what the files leave open, for whoever asked for the conversion."""
+    """Sentences for the user about information that the files lack."""
 
 
 def write_megatron(
@@ -70,24 +70,24 @@ def write_megatron(
     tensor: int = 1,
     pipeline: int = 1,
 ) -> None:
-    """Write `output/iter_<iteration>/` and the tracker file, or nothing.
+    """Write `output/iter_<iteration>/` and the tracker file, or nothing on failure.
 
-    One rank's file and one whole tensor are in memory at a time; each file looks its tensors up
+    One rank's file and one complete tensor are in memory at a time. Each file looks up its tensors
     again.
 
     Args:
-        spec: the model.
-        tensors: its parameters by global name, the vocabulary padded; they are written in float32.
-        output: the root; it is made if it is not there.
-        iteration: optimizer steps done.
-        tensor: the tensor parallel size t.
-        pipeline: the pipeline parallel size.
+        spec: spec of the model.
+        tensors: parameters by global name, with padded vocabulary; they are written in fp32.
+        output: root directory, created if it does not exist.
+        iteration: number of optimizer steps.
+        tensor: tensor parallel size.
+        pipeline: pipeline parallel size.
 
     Raises:
-        ConversionError: the form has no place for the model, or `tensors` are of another one.
-        ConfigError: the iteration is there already.
-        ParallelLayoutError: the sizes do not divide the model.
-        WorkspaceError: the disk refuses.
+        ConversionError: if the format does not support the model, or `tensors` are of another one.
+        ConfigError: if the iteration exists already.
+        ParallelLayoutError: if the sizes do not divide the model.
+        WorkspaceError: if the files cannot be written.
     """
     check_megatron(spec, tensor=tensor, pipeline=pipeline)
     table = slots(spec)
@@ -112,24 +112,32 @@ def write_megatron(
 
 
 def read_megatron(directory: Path) -> MegatronCheckpoint:
-    """Open a checkpoint: the root with its tracker file, or the directory that holds `mp_rank_*`.
+    """Open a checkpoint: the root with its tracker file, or the directory with `mp_rank_*`.
 
-    Nothing in the files is executed. Tensors stay on the disk until they are asked for, unless a
-    file is of torch's form before 1.6.
+    Nothing in the files is executed. Tensors are read on access, except in the format of torch
+    before 1.6.
 
     Raises:
-        CheckpointError: a file is missing or damaged, asks for anything beside data, or disagrees
-            with another.
-        ConversionError: it is a model that we do not have, or in Megatron core's form.
+        CheckpointError: if a file is missing or damaged, asks for more than data, or disagrees
+            with another file.
+        ConversionError: if our models do not support it, or it is in Megatron core's format.
     """
-    found, iteration = checkpoint_directory(directory)
-    files = {rank: read_rank_file(path) for rank, path in rank_files(found).items()}
-    stages = stages_of(files, found)
+    iteration_directory, iteration = checkpoint_directory(directory)
+    files = {rank: read_rank_file(path) for rank, path in rank_files(iteration_directory).items()}
+    stages = stages_of(files, iteration_directory)
     first = files[0, 0]
-    family = family_of({name for stage in stages for name in stage[0]}, found)
-    spec = spec_of(first.args, family, layers_held(stages), vocabulary_rows(stages, found), found)
-    check_rows(spec, first.version, found)
-    tensors = MergedTensors(stages, slots(spec), first.version, spec.model.head_dim, found)
+    family = family_of({name for stage in stages for name in stage[0]}, iteration_directory)
+    spec = spec_of(
+        first.args,
+        family,
+        layers_held(stages),
+        vocabulary_rows(stages, iteration_directory),
+        iteration_directory,
+    )
+    check_rows(spec, first.version, iteration_directory)
+    tensors = MergedTensors(
+        stages, slots(spec), first.version, spec.model.head_dim, iteration_directory
+    )
     saved = iteration if first.iteration is None else first.iteration
     return MegatronCheckpoint(spec, tensors, saved or 0, remarks_on(first.args, family))
 
@@ -155,10 +163,13 @@ def _rank_model(
     first: bool,
     last: bool,
 ) -> dict[str, Any]:
-    """The nested tensors of tensor rank `rank` (of how many) in the pipeline stage of `layers`."""
-    held = stage_slots(table, layers, first=first, last=last)
+    """Return the nested tensors of one tensor rank in the pipeline stage of `layers`.
+
+    `rank` is the pair of tensor rank and tensor parallel size.
+    """
+    stage_table = stage_slots(table, layers, first=first, last=last)
     return nested(
-        ((slot.name, slot.part(_taken(tensors, slot), *rank)) for slot in held), layers.start
+        ((slot.name, slot.part(_taken(tensors, slot), *rank)) for slot in stage_table), layers.start
     )
 
 

@@ -1,4 +1,4 @@
-"""The files of all ranks of a Megatron-LM checkpoint: read, written, and seen as one model.
+"""Files of all ranks of a Megatron-LM checkpoint: reading, writing and merging.
 
 Nothing in them is executed.
 """
@@ -27,34 +27,38 @@ from megacore.errors import CheckpointError, ConversionError
 
 FILE_NAME = "model_optim_rng.pt"
 _FILE_NAMES = (FILE_NAME, "model_rng.pt")
-"""The second is written where a distributed optimizer has files of its own."""
+"""Names of a rank's file. A distributed optimizer with separate files uses the second name."""
 _RELEASE = "release"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _CHUNK = re.compile(r"model(\d*)")
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
 Stage = tuple[Mapping[str, Tensor], ...]
-"""What the tensor-parallel ranks of one pipeline stage hold, by dotted name, in their order."""
+"""Tensors by dotted name of each tensor-parallel rank of one pipeline stage, in rank order."""
 _NAMED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """The content of one rank's file, tensors mapped from the disk where its form allows it."""
+    """Content of one rank's file, with memory-mapped tensors if its format permits."""
 
     path: Path
     args: dict[str, Any]
     version: float
-    """checkpoint_version, which says how rows of query_key_value are ordered."""
+    """checkpoint_version, which determines the row order of query_key_value."""
     iteration: int | None
     chunks: tuple[Mapping[str, Any], ...]
-    """Nested tensors of each of the rank's model chunks: one, or as many as the virtual pipeline
-    has."""
+    """Nested tensors of each of the rank's model chunks, one unless the pipeline is virtual."""
 
 
 def checkpoint_directory(directory: Path) -> tuple[Path, int | None]:
-    """The directory with the ranks' directories, and the iteration that tracker or name says.
+    """Return the directory with the ranks' directories, and its iteration if known.
 
-    `directory` is that one, or the root with the tracker. Raises CheckpointError.
+    Args:
+        directory: that directory, or the root with the tracker file.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or the tracker names a missing directory.
+        ConversionError: if it is in Megatron core's distributed format.
     """
     if not directory.is_dir():
         raise CheckpointError(
@@ -100,13 +104,13 @@ def _refuse_distributed(directory: Path) -> None:
 
 
 def rank_files(directory: Path) -> dict[tuple[int, int], Path]:
-    """The file of each (tensor rank, pipeline rank).
+    """Return the file of each (tensor rank, pipeline rank).
 
     Raises:
-        CheckpointError: there is none, or two for one rank.
-        ConversionError: the ranks are divided in yet another way, as experts are.
+        CheckpointError: if there is none, or a rank has two files.
+        ConversionError: if the ranks have a third dimension, such as experts.
     """
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for folder in sorted(directory.iterdir()):
         match = _RANK.fullmatch(folder.name)
         path = next((folder / name for name in _FILE_NAMES if (folder / name).is_file()), None)
@@ -114,47 +118,49 @@ def rank_files(directory: Path) -> dict[tuple[int, int], Path]:
             continue
         if match[3]:
             raise ConversionError(
-                f"{folder} is divided by a third number beside tensor and pipeline rank, as "
-                "experts are, for which there is no model of ours"
+                f"{folder} is divided by a third number next to tensor and pipeline rank, as "
+                "experts are, which no model of megacore has"
             )
         rank = int(match[1]), int(match[2] or 0)
-        if rank in found:
+        if rank in files:
             raise CheckpointError(
-                f"{found[rank]} and {path} are both of tensor rank {rank[0]} and pipeline rank "
+                f"{files[rank]} and {path} are both of tensor rank {rank[0]} and pipeline rank "
                 f"{rank[1]}: remove one"
             )
-        found[rank] = path
-    if not found:
+        files[rank] = path
+    if not files:
         raise CheckpointError(
             f"{directory} has no {' or '.join(_FILE_NAMES)} in any mp_rank directory, only what "
             "else was saved: use a checkpoint that holds the model"
         )
-    return found
+    return files
 
 
 def write_rank_file(path: Path, state: Mapping[str, Any]) -> None:
     """Write one file and its directory.
 
-    Raises the OSError that torch's zip writer hides behind a RuntimeError.
+    Raises:
+        OSError: if the file cannot be written; torch's zip writer hides it behind a RuntimeError.
     """
     path.parent.mkdir(exist_ok=True)
     try:
-        # Given a path, torch's writer forgets why the operating system refused.
+        # Given a path, torch's writer loses the operating system's error.
         with open(path, "wb") as file:
             torch.save(state, file)
     except RuntimeError as error:
-        hidden = error.__context__
-        if isinstance(hidden, OSError):
-            raise hidden from None
+        cause = error.__context__
+        if isinstance(cause, OSError):
+            raise cause from None
         raise
 
 
 def read_rank_file(path: Path) -> RankFile:
-    """Read one file; its tensors are mapped, not copied, unless it is of torch's form before 1.6.
+    """Read one file; its tensors are memory-mapped, except in the format of torch before 1.6.
 
     Raises:
-        CheckpointError: it cannot be read, asks for anything that could act, or holds no model.
-        ConversionError: it is of Megatron core.
+        CheckpointError: if the file cannot be read, asks for a name that could execute code, or
+            contains no model.
+        ConversionError: if it is from Megatron core, or its checkpoint_version is unknown.
     """
     state = _load(path)
     chunks = _chunks(state, path)
@@ -175,7 +181,7 @@ def read_rank_file(path: Path) -> RankFile:
 
 
 def args_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the program that wrote a file; nothing where it has none."""
+    """Return the arguments of the program that wrote a file; empty if it has none."""
     args = state.get("args")
     return (
         dict(args)
@@ -196,7 +202,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _chunks(state: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], ...]:
-    """The models in a file: `model`, or `model0`, `model1` … of a virtual pipeline."""
+    """Return the models in a file: `model`, or `model0`, `model1` … of a virtual pipeline."""
     numbered = {int(match[1] or 0): state[key] for key in state if (match := _CHUNK.fullmatch(key))}
     if not numbered:
         shown = ", ".join(map(str, list(state)[:6])) or "nothing"
@@ -219,15 +225,14 @@ def _chunks(state: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], ..
 
 
 def stages_of(files: Mapping[tuple[int, int], RankFile], where: Path) -> list[Stage]:
-    """Pipeline stages in the order in which a sample runs through them.
-
-    Those of a virtual pipeline count each.
+    """Return the pipeline stages in execution order, including those of a virtual pipeline.
 
     Args:
-        files: by (tensor rank, pipeline rank).
-        where: their directory.
+        files: files by (tensor rank, pipeline rank).
+        where: directory of the files.
 
-    Raises CheckpointError when a file is missing or two are of different runs.
+    Raises:
+        CheckpointError: if a file is missing, or two files are of different runs.
     """
     tensor, pipeline = _sizes(files, where)
     _check_agreement(files)
@@ -245,24 +250,25 @@ def stages_of(files: Mapping[tuple[int, int], RankFile], where: Path) -> list[St
 
 
 def _sizes(files: Mapping[tuple[int, int], RankFile], where: Path) -> tuple[int, int]:
-    """Tensor and pipeline parallel size, as the args say, or as there are files."""
+    """Return tensor and pipeline parallel size from the args, or from the number of files."""
     args = next(iter(files.values())).args
-    said = tensor_size(args), args.get("pipeline_model_parallel_size")
-    there = 1 + max(rank[0] for rank in files), 1 + max(rank[1] for rank in files)
+    args_sizes = tensor_size(args), args.get("pipeline_model_parallel_size")
+    file_sizes = 1 + max(rank[0] for rank in files), 1 + max(rank[1] for rank in files)
     tensor, pipeline = (
-        size if type(size) is int else found for size, found in zip(said, there, strict=True)
+        size if type(size) is int else file_size
+        for size, file_size in zip(args_sizes, file_sizes, strict=True)
     )
-    wanted = {(rank, stage) for rank in range(tensor) for stage in range(pipeline)}
-    missing, beyond = sorted(wanted - files.keys()), sorted(files.keys() - wanted)
-    if missing or beyond:
+    expected = {(rank, stage) for rank in range(tensor) for stage in range(pipeline)}
+    missing, surplus = sorted(expected - files.keys()), sorted(files.keys() - expected)
+    if missing or surplus:
         named = ", ".join(
             f"mp_rank_{rank:02d}_{stage:03d}"
-            for rank, stage in (missing or beyond)[:_NAMED_AT_ONCE]
+            for rank, stage in (missing or surplus)[:_NAMED_AT_ONCE]
         )
         raise CheckpointError(
             f"{where} {'lacks' if missing else 'has too many:'} {named}/{FILE_NAME}: a tensor "
             f"parallel size of {tensor} and a pipeline parallel size of {pipeline} make "
-            f"{len(wanted)} files, and {len(files)} are there"
+            f"{len(expected)} files, and {len(files)} are there"
         )
     return tensor, pipeline
 
@@ -270,10 +276,10 @@ def _sizes(files: Mapping[tuple[int, int], RankFile], where: Path) -> tuple[int,
 def _check_agreement(files: Mapping[tuple[int, int], RankFile]) -> None:
     first, *others = files.values()
     for other in others:
-        for what, one, two in _compared(first, other):
-            if one != two:
+        for what, value, second in _compared(first, other):
+            if value != second:
                 raise CheckpointError(
-                    f"{first.path} has {what} {one!r} and {other.path} {two!r}: they are of "
+                    f"{first.path} has {what} {value!r} and {other.path} {second!r}: they are of "
                     "different checkpoints, use one that was saved as a whole"
                 )
 
@@ -287,12 +293,16 @@ def _compared(first: RankFile, other: RankFile) -> Iterator[tuple[str, Any, Any]
 
 
 def layers_held(stages: Sequence[Stage]) -> int:
-    """Layers of all stages."""
+    """Return the number of layers of all stages."""
     return sum(len(layer_numbers(stage[0])) for stage in stages)
 
 
 def vocabulary_rows(stages: Sequence[Stage], where: Path) -> int:
-    """Rows of the whole table of tokens. Raises CheckpointError when the first stage has none."""
+    """Return the number of rows of the complete token embedding.
+
+    Raises:
+        CheckpointError: if the first stage has no token embedding.
+    """
     name = f"language_model.{WORD_EMBEDDINGS}"
     if any(name not in rank or rank[name].dim() != 2 for rank in stages[0]):
         raise CheckpointError(
@@ -302,19 +312,18 @@ def vocabulary_rows(stages: Sequence[Stage], where: Path) -> int:
 
 
 class MergedTensors(Mapping[str, Tensor]):
-    """Our parameters in float32 by global name.
-
-    Each look-up reads the parts of all ranks and joins them.
+    """Mapping of our fp32 parameters by global name, merged from all ranks on access.
 
     Args:
-        stages: what the ranks hold.
-        table: of the model that their args describe.
+        stages: tensors of all ranks.
+        table: table of the model that the args describe.
         version: checkpoint_version.
         head_dim: size of one attention head (d).
-        where: the checkpoint, for messages.
+        where: checkpoint that errors name.
 
-    Raises CheckpointError, when it is made, for tensors that are missing, not in the table, of a
-    wrong shape, or of different values on ranks that must hold the same.
+    Raises:
+        CheckpointError: on construction, if a tensor is missing, unknown or of a wrong shape, or
+            differs between ranks that must have the same values.
     """
 
     def __init__(
@@ -369,9 +378,9 @@ class MergedTensors(Mapping[str, Tensor]):
 
 
 def _check_stage(stage: Stage, known: Mapping[str, Slot], where: Path) -> None:
-    for rank, held in enumerate(stage):
-        missing = [name for name in known if name not in held]
-        unknown = [name for name in held if name not in known]
+    for rank, part in enumerate(stage):
+        missing = [name for name in known if name not in part]
+        unknown = [name for name in part if name not in known]
         if missing or unknown:
             raise CheckpointError(
                 f"{where} is of another model than its args say: tensor rank {rank} "
@@ -380,14 +389,14 @@ def _check_stage(stage: Stage, known: Mapping[str, Slot], where: Path) -> None:
             )
         for name, slot in known.items():
             shape = slot.shape(len(stage))
-            if tuple(held[name].shape) != shape:
+            if tuple(part[name].shape) != shape:
                 raise CheckpointError(
-                    f"{where} has {name} of shape {tuple(held[name].shape)} on tensor rank {rank}, "
+                    f"{where} has {name} of shape {tuple(part[name].shape)} on tensor rank {rank}, "
                     f"where its args say {shape}: use another checkpoint"
                 )
             if slot.cut is None:
                 _check_same(
-                    held[name],
+                    part[name],
                     stage[0][name],
                     f"{name} of tensor rank {rank}",
                     "tensor rank 0",
@@ -397,9 +406,9 @@ def _check_stage(stage: Stage, known: Mapping[str, Slot], where: Path) -> None:
 
 def _check_copies(first: Stage, last: Stage, slot: Slot, where: Path) -> None:
     table = f"language_model.{WORD_EMBEDDINGS}"
-    for rank, (one, other) in enumerate(zip(first, last, strict=True)):
+    for rank, (reference, other) in enumerate(zip(first, last, strict=True)):
         _check_same(
-            other[slot.name], one[table], f"{slot.name} of tensor rank {rank}", table, where
+            other[slot.name], reference[table], f"{slot.name} of tensor rank {rank}", table, where
         )
 
 

@@ -1,10 +1,10 @@
-"""Names and parts of a model's tensors in Megatron-LM's checkpoint files.
+"""Names and shards of a model's tensors in Megatron-LM's checkpoint files.
 
-One table is read both ways.
+One table serves both directions.
 
-A rank's file nests its tensors by module. Here a name is dotted, as in
-"language_model.encoder.layers.3.mlp.dense_4h_to_h.bias", and has the number of the layer in the
-whole model; in a file layers begin at 0 in every pipeline stage.
+A rank's file nests its tensors by module. This module joins the keys to dotted names such as
+"language_model.encoder.layers.3.mlp.dense_4h_to_h.bias". Dotted names have the number of the layer
+in the complete model; in files, layers start at 0 in every pipeline stage.
 
 Source: NVIDIA/Megatron-LM, megatron/legacy/model and megatron/training/checkpointing.py.
 """
@@ -24,7 +24,7 @@ from megacore.errors import CheckpointError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 SEGMENTS = 2
-"""Rows of BERT's table of token types, and answers of its binary head."""
+"""Rows of BERT's token type embedding, and outputs of its binary head."""
 _LAYER = re.compile(r"^language_model\.encoder\.layers\.(\d+)\.")
 _CONTAINERS = (
     "language_model.embedding.word_embeddings",
@@ -37,7 +37,7 @@ _CONTAINERS = (
     "binary_head",
     "word_embeddings_for_head",
 )
-"""The dictionaries of a file; what follows in a name is one key."""
+"""Paths of the nested dictionaries in a file. The rest of a dotted name is a single key."""
 _OLD_NAMES = (
     (re.compile(r"^language_model\.transformer\."), "language_model.encoder."),
     (re.compile(r"(?<=\d\.)attention\."), "self_attention."),
@@ -48,9 +48,9 @@ _OLD_NAMES = (
         "layernorm.",
     ),
 )
-"""What earlier and later versions of Megatron-LM call the same modules."""
+"""Names of the same modules in earlier and later versions of Megatron-LM, with replacements."""
 _NO_WEIGHTS = re.compile(r"_extra_state$|rotary\w*\.inv_freq$")
-"""Entries that hold no parameter: of Transformer Engine and of rotary tables."""
+"""Entries that are not parameters: state of Transformer Engine and rotary tables."""
 _CUTS = {
     "word_embeddings.weight": 0,
     "word_embeddings_for_head.weight": 0,
@@ -63,34 +63,34 @@ _CUTS = {
     "mlp.dense_h_to_4h.bias": 0,
     "mlp.dense_4h_to_h.weight": 1,
 }
-"""Dimension along which tensor-parallel ranks share a tensor, by the end of its name; each has all
-of any other."""
+"""Dimension along which a tensor is divided over tensor-parallel ranks, by the end of its name. All
+other tensors are complete on each rank."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of Megatron's form."""
+    """One tensor of Megatron's format."""
 
     name: str
-    """Its dotted name."""
+    """Dotted name of the tensor."""
     ours: tuple[str, ...]
-    """Global names of our parameters that it is made of."""
+    """Global names of our parameters that the tensor consists of."""
     shapes: tuple[Shape, ...]
-    """Their whole shapes."""
+    """Complete shapes of our parameters."""
     place: int | Literal["first", "last", "head copy"]
-    """The layer it belongs to, or the pipeline stage; a head copy is in a last stage that is not
+    """Layer or pipeline stage of the tensor. A head copy is in the last stage, unless that is also
     the first."""
     layout: Relayout = SAME
-    """One rank's part against that rank's parts of ours; the same for every tensor-parallel
-    size."""
+    """Relayout from one rank's shard to that rank's shards of our parameters; the same for every
+    tensor parallel size."""
 
     @property
     def cut(self) -> int | None:
-        """The dimension that tensor-parallel ranks share; None: each has all of it."""
+        """Dimension that is divided over tensor-parallel ranks; None if it is not divided."""
         return next((cut for end, cut in _CUTS.items() if self.name.endswith(end)), None)
 
     def shape(self, tensor: int) -> Shape:
-        """Shape of one rank's part at a tensor-parallel size."""
+        """Return the shape of one rank's shard at tensor parallel size `tensor`."""
         parts = tuple(
             torch.empty(
                 [n // tensor if dim == self.cut else n for dim, n in enumerate(shape)],
@@ -101,24 +101,22 @@ class Slot:
         return tuple(self.layout.merge(parts).shape)
 
     def part(self, ours: Iterable[Tensor], rank: int, tensor: int) -> Tensor:
-        """The tensor of one rank, with memory of its own, from our whole ones."""
+        """Return a copy of one rank's shard, from our complete tensors."""
         parts = (
-            whole if self.cut is None else whole.chunk(tensor, self.cut)[rank] for whole in ours
+            complete if self.cut is None else complete.chunk(tensor, self.cut)[rank]
+            for complete in ours
         )
         return self.layout.merge(tuple(parts)).clone(memory_format=torch.contiguous_format)
 
     def whole(self, parts: Iterable[Tensor], ours: str) -> Tensor:
-        """Our whole tensor `ours`, with memory of its own, from all ranks' parts in order."""
+        """Return a copy of our complete tensor `ours`, from all ranks' shards in order."""
         index = self.ours.index(ours)
         pieces = [self.layout.split(part)[index] for part in parts]
         return torch.cat(pieces[:1] if self.cut is None else pieces, self.cut or 0)
 
 
 def slots(spec: ModelSpec) -> tuple[Slot, ...]:
-    """The table of a model, in the order of its files.
-
-    Embeddings come first, then layers ascending, final norm and heads.
-    """
+    """Build the table of a model in file order: embeddings, layers, final norm and heads."""
     model = spec.model
     table = [*_embedding(spec)]
     for layer in range(model.num_layers):
@@ -131,12 +129,15 @@ def slots(spec: ModelSpec) -> tuple[Slot, ...]:
 
 
 def stage_slots(table: Iterable[Slot], layers: range, *, first: bool, last: bool) -> Iterator[Slot]:
-    """Those of one pipeline stage that holds `layers`."""
-    held = {"first": first, "last": last, "head copy": last and not first}
+    """Return the slots of the pipeline stage with `layers`.
+
+    `first` and `last` are True for the first and the last stage.
+    """
+    present = {"first": first, "last": last, "head copy": last and not first}
     return (
         slot
         for slot in table
-        if (slot.place in layers if isinstance(slot.place, int) else held[slot.place])
+        if (slot.place in layers if isinstance(slot.place, int) else present[slot.place])
     )
 
 
@@ -238,7 +239,7 @@ def _joined(
     layer: int,
     layout: Relayout,
 ) -> Iterator[Slot]:
-    """A weight and, directly after it, its bias, made of those of our layers `ours`."""
+    """Yield the slots of a weight and its bias, joined from our linear layers `ours`."""
     for end, columns in (("weight", slice(None)), ("bias", slice(1))):
         if end == "weight" or model.add_bias_linear:
             parts = tuple(f"{part}.{end}" for part in ours)
@@ -247,13 +248,13 @@ def _joined(
 
 
 GATED_HALVES = Relayout(lambda theirs: theirs.chunk(2), torch.cat)
-"""Of each rank, the rows that go through the activation, then the linear ones."""
+"""Rows of a gated layer's shard: those for the activation, then the linear ones."""
 
 
 def grouped_rows(sharing: int, head_dim: int) -> Relayout:
-    """Rows of a grouped query_key_value against separate query and key_value.
+    """Return the relayout from a grouped query_key_value to separate query and key_value.
 
-    [group][q of each of `sharing` heads, k, v][d] against [head][d] and [group][k, v][d].
+    Rows [group][q of each of `sharing` heads, k, v][d] become [head][d] and [group][k, v][d].
     """
     rows = [sharing * head_dim, 2 * head_dim]
 
@@ -270,11 +271,10 @@ def grouped_rows(sharing: int, head_dim: int) -> Relayout:
 
 
 def current_rows(theirs: Tensor, version: float, head_dim: int) -> Tensor:
-    """One rank's rows of query_key_value, [head][q, k, v][d], from a file's order.
+    """Reorder one rank's rows of query_key_value to [head][q, k, v][d].
 
-    Its checkpoint_version tells the order.
-
-    Below 1.0 they are [q, k, v][head][d], of 1.0 [head][d][q, k, v].
+    The order in the file is [q, k, v][head][d] for checkpoint_version below 1.0, [head][d][q, k, v]
+    for 1.0, and already correct from 2.0 on.
     """
     rest = theirs.shape[1:]
     if version < 1.0:
@@ -285,25 +285,30 @@ def current_rows(theirs: Tensor, version: float, head_dim: int) -> Tensor:
 
 
 def nested(tensors: Iterable[tuple[str, Tensor]], first_layer: int) -> dict[str, Any]:
-    """The dictionaries of one stage's file from dotted names; its layers begin at 0."""
+    """Nest the tensors of one stage as in its file, with layers numbered from 0."""
     model: dict[str, Any] = {}
     for name, tensor in tensors:
         local = _renumbered(name, -first_layer)
         container = next(prefix for prefix in _CONTAINERS if local.startswith(f"{prefix}."))
-        held = model
+        target = model
         for key in container.split("."):
-            held = held.setdefault(key, {})
-        held[local.removeprefix(f"{container}.")] = tensor
+            target = target.setdefault(key, {})
+        target[local.removeprefix(f"{container}.")] = tensor
     return model
 
 
 def dotted(model: Mapping[str, Any], first_layer: int, where: str) -> dict[str, Tensor]:
-    """Tensors by dotted name from one stage's dictionaries, of any version of Megatron-LM.
+    """Flatten one stage's dictionaries, of any version of Megatron-LM, to dotted names.
 
-    Raises CheckpointError for an entry that is neither a tensor nor known to hold no weights;
-    `where` is the file.
+    Args:
+        model: nested dictionaries of the file.
+        first_layer: number of the stage's first layer in the complete model.
+        where: file that errors name.
+
+    Raises:
+        CheckpointError: if a weight is not a tensor, or a tensor occurs twice.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for old, value in leaves(model):
         name = current_name(old)
         if name is None:
@@ -313,23 +318,23 @@ def dotted(model: Mapping[str, Any], first_layer: int, where: str) -> dict[str, 
                 f"{where} holds {type(value).__name__} as {name} where a tensor belongs: use "
                 "another"
             )
-        if name in found:
+        if name in tensors:
             raise CheckpointError(
                 f"{where} holds {name} twice, under an old name and a new one: use another"
             )
-        found[name] = value
-    return {_renumbered(name, first_layer): value for name, value in found.items()}
+        tensors[name] = value
+    return {_renumbered(name, first_layer): value for name, value in tensors.items()}
 
 
 def layer_numbers(names: Iterable[str]) -> set[int]:
-    """Numbers of the layers that dotted names mention."""
+    """Return the layer numbers that occur in dotted names."""
     return {int(match[1]) for name in names if (match := _LAYER.match(name))}
 
 
 def current_name(name: str) -> str | None:
-    """A dotted name as this table has it, whatever version of Megatron-LM gave it.
+    """Translate a dotted name of any version of Megatron-LM to this table's name.
 
-    None where it is of no weights.
+    Returns None if the entry is not a weight.
     """
     if _NO_WEIGHTS.search(name):
         return None
@@ -339,7 +344,7 @@ def current_name(name: str) -> str | None:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What nested dictionaries hold, by dotted name."""
+    """Yield dotted name and value of every leaf of nested dictionaries."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else str(key))

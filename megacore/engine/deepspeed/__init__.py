@@ -1,1 +1,1 @@
-"""The engine that lets DeepSpeed carry out the optimizer step."""
+"""Engine that runs the optimizer step with DeepSpeed."""

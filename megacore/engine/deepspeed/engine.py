@@ -1,7 +1,7 @@
-"""DeepSpeed's engine: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al. 2021).
+"""DeepSpeed engine: ZeRO 0 to 3 with offload (Rajbhandari et al. 2020, Ren et al. 2021).
 
-`DeepSpeedBase` is what it has in common with the one of pipeline stages in `pipeline.py`. Models,
-data, events and checkpoints are those of the native engine.
+`DeepSpeedBase` is shared with the pipeline engine in `pipeline.py`. Models, data, events and
+checkpoints are those of the native engine.
 """
 
 import math
@@ -43,7 +43,7 @@ from megacore.parallel.mesh import ProcessMesh
 
 
 class DeepSpeedBase(StageEngine, ABC):
-    """Holds DeepSpeed's engine, the model's stage that it trains, and their fp32 state."""
+    """DeepSpeed's engine, the model stage that it trains, and their fp32 state."""
 
     def __init__(
         self,
@@ -57,11 +57,9 @@ class DeepSpeedBase(StageEngine, ABC):
         kernels: Kernels | None = None,
         compiled_adam: bool = False,
     ) -> None:
-        """Build this rank's part of the model with its initial weights, and divide it as ZeRO says.
+        """Build this rank's part of the model with its initial weights and partition it with ZeRO.
 
-        Collective.
-
-        The arguments, and what is raised, are those of `megacore.engine.build.build_engine`.
+        Collective. The arguments and errors are those of `megacore.engine.build.build_engine`.
         """
         self.device, self.precision = device, precision
         self._config, self._mesh = config, mesh
@@ -72,7 +70,7 @@ class DeepSpeedBase(StageEngine, ABC):
             device_type=device.type,
             data_parallel_size=mesh.data_parallel.size,
         )
-        # With pipeline stages bf16 has an optimizer of its own, as with ZeRO.
+        # With pipeline stages, DeepSpeed uses a special optimizer for bf16, as with ZeRO.
         self._clips_itself = self._zero_stage == 0 and (
             precision == "fp32" or mesh.pipeline_parallel.size == 1
         )
@@ -106,24 +104,24 @@ class DeepSpeedBase(StageEngine, ABC):
 
     @abstractmethod
     def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
-        """DeepSpeed's engine of the stage, and what it made of our optimizer."""
+        """Return DeepSpeed's engine of the stage and DeepSpeed's wrapper of our optimizer."""
 
     can_withhold = False
 
     @property
     def loss_scale(self) -> float:
-        """Factor on the loss before backward: 1 but for fp16."""
+        """Factor on the loss before backward; 1 unless the precision is fp16."""
         return self._scale.scale if self._scale else 1.0
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """Copies of this rank's fp32 main weights `model.*` and moments `optimizer.*`.
+        """Return copies of this rank's fp32 main weights `model.*` and moments `optimizer.*`.
 
-        `load_state` takes them back.
+        `load_state` writes them back.
         """
         return self._state.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Number of updates and, for fp16, the loss scale."""
+        """Return the number of updates and, for fp16, the loss scale."""
         return {
             "optimizer_steps": self._updates,
             "loss_scaler": self._scale.state() if self._scale else None,
@@ -132,7 +130,7 @@ class DeepSpeedBase(StageEngine, ABC):
     def load_state(
         self, state: dict[str, Any], tensors: Mapping[str, Tensor | TensorShard]
     ) -> None:
-        """Continue from `state` and from what was read into `tensors`."""
+        """Restore `state` and the values that were read into `tensors`."""
         self._state.write(tensors)
         self._updates = int(state["optimizer_steps"])
         self._moments.set_steps(self._updates)
@@ -140,13 +138,13 @@ class DeepSpeedBase(StageEngine, ABC):
             self._scale.load_state(state["loss_scaler"])
 
     def _divided_from_the_start(self, mpu: MeshUnit) -> AbstractContextManager[Any]:
-        """Under ZeRO-3 no rank ever has the whole model.
+        """Return the context in which ZeRO-3 partitions parameters as soon as they are created.
 
-        Parameters are divided as soon as they are made.
+        Without it, a rank would hold the whole model for a time.
         """
         if self._zero_stage < 3:
             return nullcontext()
-        # The type is in the settings: a type given by itself is replaced by bf16 on a CPU.
+        # The type is in the settings: DeepSpeed replaces a separately given type by bf16 on a CPU.
         context: AbstractContextManager[Any] = import_deepspeed().zero.Init(
             data_parallel_group=mpu.get_data_parallel_group(),
             config_dict_or_path=self._settings,
@@ -155,10 +153,7 @@ class DeepSpeedBase(StageEngine, ABC):
         return context
 
     def _take_over(self, optimizer: Any, spec: ModelSpec, mpu: MeshUnit) -> None:
-        """Take hold of what DeepSpeed made of model and optimizer.
-
-        The main weights get their initial values.
-        """
+        """Store DeepSpeed's model and optimizer, and initialize the main weights."""
         parameters = self._stage.named_parameters
         self._whole = (
             WholeGradients(
@@ -191,8 +186,8 @@ class DeepSpeedBase(StageEngine, ABC):
         }
         if self._zero_stage < 3 and self.precision == "fp32":
             return
-        # Main weights start in fp32, not rounded to the compute type; under ZeRO-3 they have no
-        # values before.
+        # Main weights start in fp32, not rounded to the compute type. Under ZeRO-3 they have no
+        # values yet.
         for name, parameter in parameters.items():
             partition = self._stage.partitions.get(name)
             shape = tuple(shape_of(parameter))
@@ -200,10 +195,7 @@ class DeepSpeedBase(StageEngine, ABC):
             self._state.set_weight(name, values)
 
     def _set_batch(self, micro_batches: int) -> None:
-        """Tell DeepSpeed how many micro batches there are.
-
-        They become more while the batch ramps up.
-        """
+        """Set DeepSpeed's number of micro batches, which grows while the batch ramps up."""
         if micro_batches != self._engine.gradient_accumulation_steps():
             replica = micro_batches * self._config.train.micro_batch_size
             self._engine.set_train_batch_size(replica * self._mesh.data_parallel.size)
@@ -218,8 +210,8 @@ class DeepSpeedBase(StageEngine, ABC):
     ) -> Update:
         """Clip the averaged gradients and make one optimizer step.
 
-        A gradient that is not finite leaves the weights alone and lowers the loss scale of fp16.
-        DeepSpeed does not ask before it changes the weights.
+        A gradient that is not finite leaves the weights unchanged and lowers the loss scale of
+        fp16. DeepSpeed cannot withhold an update.
         """
         assert withhold is None, "DeepSpeed's engines cannot withhold an update"
         set_hyperparameters(self._adam, lr, weight_decay)
@@ -243,11 +235,11 @@ class DeepSpeedBase(StageEngine, ABC):
 
     @abstractmethod
     def _step(self) -> int:
-        """Let DeepSpeed clip and step; returns this replica's number of micro batches."""
+        """Let DeepSpeed clip and step; return this replica's number of micro batches."""
 
 
 class MicroBatch(nn.Module):
-    """A model as DeepSpeed calls it: the ids of a micro batch in, what is minimised out."""
+    """Wrapper of a model for DeepSpeed: ids of a micro batch in, minimised loss out."""
 
     def __init__(self, model: Model, rules: InputRules) -> None:
         super().__init__()
@@ -255,13 +247,13 @@ class MicroBatch(nn.Module):
         self._rules = rules
 
     def forward(self, batch: Tensor, dropout_seed: int | None = None) -> tuple[Tensor, Tensor]:
-        """The sum of the mean losses, and each of them [terms].
+        """Return the sum of the mean losses, and each mean loss [terms].
 
-        In evaluation 0, and sums and numbers [terms, 2].
+        In evaluation, return 0, and each loss's sum and token count [terms, 2].
 
         Args:
             batch: ids [b, width].
-            dropout_seed: of the micro batch.
+            dropout_seed: dropout seed of the micro batch.
         """
         losses = self.model.run(self._rules.read(batch), dropout_seed=dropout_seed)
         assert isinstance(losses, dict)
@@ -272,7 +264,7 @@ class MicroBatch(nn.Module):
 
 
 class DeepSpeedEngine(DeepSpeedBase):
-    """Implements `megacore.engine.base.Engine` for models without pipeline stages."""
+    """Engine for models without pipeline stages; implements `megacore.engine.base.Engine`."""
 
     def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
         (model,) = self._stage.chunks
@@ -299,13 +291,13 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._losses.append(means)
 
     def _step(self) -> int:
-        """Let DeepSpeed clip and step."""
+        """Let DeepSpeed clip and step; return the number of micro batches."""
         with self._mesh.time("optimizer"):
             self._engine.step()
         return len(self._losses)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Of each loss its sum over all that counts, and its number: fp64 [terms, 2].
+        """Return the sum of each loss over the target tokens and their number: fp64 [terms, 2].
 
         Dropout is off.
         """

@@ -1,7 +1,8 @@
-"""What a DeepSpeed engine needs before it can be made, with and without a pipeline.
+"""Prerequisites of a DeepSpeed engine, with and without a pipeline.
 
-`import_deepspeed` is the one way to import it: for the hardware that is here, quietly, and so that
-no rank compiles anything. `MeshUnit` is the process mesh with the methods of Megatron-LM's `mpu`.
+`import_deepspeed` is the only way to import DeepSpeed: it selects the available hardware, silences
+the log, and prevents compilation on the ranks. `MeshUnit` is the process mesh with the interface of
+Megatron-LM's `mpu`.
 """
 
 import logging
@@ -26,8 +27,8 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.tensor_parallel import partial_gradients, partitions
 
 _COMPILED_ON_THE_WAY = "deepspeed_shm_comm"
-"""An operator for sums on one host's CPUs, which DeepSpeed otherwise compiles when it joins the
-ranks."""
+"""Operator for sums on one host's CPUs, which DeepSpeed otherwise compiles when it initializes its
+communication."""
 _REPORTS = (
     "wall_clock_breakdown",
     "memory_breakdown",
@@ -40,13 +41,13 @@ _REPORTS = (
 
 @cache
 def import_deepspeed() -> ModuleType:
-    """The package, for CPUs and gloo where there is no GPU.
+    """Import DeepSpeed, configured for CPUs and gloo if there is no GPU.
 
-    A DS_ACCELERATOR that is set already stays.
+    An existing value of DS_ACCELERATOR is kept.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Of DeepSpeed's own calls, one for each kind and rank.
+    # DeepSpeed's own calls cause one of these warnings for each kind and rank.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
@@ -54,46 +55,50 @@ def import_deepspeed() -> ModuleType:
     package: ModuleType = deepspeed
     package.utils.logger.setLevel(logging.WARNING)
     package.ops.__compatible_ops__[_COMPILED_ON_THE_WAY] = False
-    # It prints its memory while it is made, whatever `memory_breakdown` says.
+    # DeepSpeed prints its memory at this point, whatever `memory_breakdown` is.
     package.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None
     return package
 
 
 class MeshUnit:
-    """Model parallel here means tensor parallel: DeepSpeed wraps one pipeline stage."""
+    """Process groups of a mesh in the form of Megatron-LM's `mpu`.
+
+    Model parallel here means tensor parallel: DeepSpeed wraps one pipeline stage.
+    """
 
     def __init__(self, mesh: ProcessMesh) -> None:
-        """Take the mesh's groups, and make those of one rank, which the mesh has none for.
+        """Create process groups for the groups of one rank, for which the mesh has none.
 
         Collective.
         """
         self.data_parallel = _with_group(mesh.data_parallel, mesh.layout, "data")
-        """Ranks that hold the same weights, with a process group even where there is one."""
+        """Ranks with the same weights, with a process group even for a single rank."""
         self.tensor_parallel = _with_group(mesh.tensor_parallel, mesh.layout, "tensor")
-        """Ranks that hold the other parts of the same layers, likewise."""
+        """Ranks with the other parts of the same layers, with a process group even for a single
+        rank."""
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the same weights."""
+        """Return the process group of the ranks with the same weights."""
         return self.data_parallel.group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number among them."""
+        """Return this rank's number in the data-parallel group."""
         return self.data_parallel.rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Their number."""
+        """Return the size of the data-parallel group."""
         return self.data_parallel.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the other parts of the same layers."""
+        """Return the process group of the ranks with the other parts of the same layers."""
         return self.tensor_parallel.group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among them."""
+        """Return this rank's number in the tensor-parallel group."""
         return self.tensor_parallel.rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Their number."""
+        """Return the size of the tensor-parallel group."""
         return self.tensor_parallel.size
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -101,23 +106,23 @@ class MeshUnit:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
 
-def _with_group(own: ParallelGroup, layout: RankLayout, axis: str) -> ParallelGroup:
-    """The axis's group; where it has one rank each, a process group for every rank."""
-    if own.group is not None:
-        return own
+def _with_group(axis_group: ParallelGroup, layout: RankLayout, axis: str) -> ParallelGroup:
+    """Return the axis's group; if it has one rank, create a process group for every rank."""
+    if axis_group.group is not None:
+        return axis_group
     for ranks in layout.groups(axis):
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            own = ParallelGroup(group, 0, 1, axis)
-    return own
+            axis_group = ParallelGroup(group, 0, 1, axis)
+    return axis_group
 
 
 def join_ranks() -> None:
-    """Let DeepSpeed use the process group that is there.
+    """Let DeepSpeed use the existing process group.
 
-    A process that works alone gets one of its own.
+    A process that runs without other ranks gets its own group.
     """
-    os.environ.setdefault("LOCAL_RANK", "0")  # a pipeline asks for it
+    os.environ.setdefault("LOCAL_RANK", "0")  # required by a pipeline
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -125,22 +130,19 @@ def join_ranks() -> None:
 
 
 def show_log(settings: Mapping[str, Any]) -> None:
-    """Let DeepSpeed's lines through where the settings ask for some."""
-    asked = settings["steps_per_print"] != NEVER or any(
+    """Show DeepSpeed's log lines if a setting requests any."""
+    requested = settings["steps_per_print"] != NEVER or any(
         value.get("enabled") if isinstance(value, Mapping) else value
         for value in (settings.get(name) for name in _REPORTS)
         if value
     )
-    import_deepspeed().utils.logger.setLevel(logging.INFO if asked else logging.WARNING)
+    import_deepspeed().utils.logger.setLevel(logging.INFO if requested else logging.WARNING)
 
 
 def prepare_parameters(model: nn.Module, mesh: ProcessMesh) -> None:
-    """Say which parameters are divided over tensor-parallel ranks.
+    """Mark the parameters divided over tensor-parallel ranks, and sum partial gradients.
 
-    Gradients that are a part on each of them are summed.
-
-    DeepSpeed counts a parameter in the gradient's norm on the first rank alone unless it says that
-    it is divided.
+    DeepSpeed counts an unmarked parameter in the gradient norm only on the first rank.
     """
     divided, partial, tensor = partitions(model), partial_gradients(model), mesh.tensor_parallel
     for name, parameter in model.named_parameters():
@@ -152,18 +154,16 @@ def prepare_parameters(model: nn.Module, mesh: ProcessMesh) -> None:
 def checkpoint_activations(
     model: nn.Module, family: Family, settings: dict[str, Any], mpu: Any
 ) -> None:
-    """Let layers that recompute all do it DeepSpeed's way.
+    """Use DeepSpeed's activation checkpointing in layers that recompute everything.
 
-    That can divide what is kept or move it to main memory.
-
-    Not T5's: it would lose the gradients of what layers share, the relative bias and the encoder's
-    output.
+    It can partition the saved activations or move them to host memory. T5 is excluded: DeepSpeed
+    would lose the gradients of the relative bias and the encoder's output, which its layers share.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     if family == "t5" or not any(layer.recompute == "full" for layer in layers):
         return
     checkpointing = import_deepspeed().checkpointing
-    # What lies in main memory already must stay: moving it there would empty it.
+    # Activations in host memory must not be moved there: that would empty them.
     leaves = {} if torch.cuda.is_available() else {"checkpoint_in_cpu": False}
     checkpointing.configure(mpu, deepspeed_config=settings, **leaves)
     for layer in layers:

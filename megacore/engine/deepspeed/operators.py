@@ -1,8 +1,8 @@
-"""DeepSpeed's compiled operators: built once, before any rank starts, and only loaded by the ranks.
+"""DeepSpeed's compiled operators: built once before the ranks start, and loaded by the ranks.
 
-They lie in the workspace's `extensions`, one artifact for each operator, version of torch and of
+They are in the workspace's `extensions`, one artifact for each operator, version of torch and of
 DeepSpeed, Python and instruction set. `python -m megacore.ranks.operators --config run.json` builds
-what a job needs.
+the operators that a job needs.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ Operator = Literal["cpu_adam", "async_io"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 REPORT_VARIABLE = "MEGACORE_OPERATORS"
-"""Names the file that says of each operator of a job why it is not there, or null."""
+"""Variable with the path of a file that maps each operator of a job to the reason why it is
+missing, or null."""
 
 _VERSION = 1
 _BUILDERS = {"cpu_adam": ("CPUAdamBuilder",), "async_io": ("PinMemoryBuilder", "AsyncIOBuilder")}
@@ -41,20 +42,23 @@ _log = logging.getLogger(__name__)
 
 
 def require_deepspeed(config: RunConfig) -> None:
-    """Raise ConfigError where the run is to use DeepSpeed and it is not installed."""
-    asking = "engine" if config.engine == "deepspeed" else "launch.kind"
+    """Raise ConfigError if the run uses DeepSpeed and it is not installed."""
+    option = "engine" if config.engine == "deepspeed" else "launch.kind"
     if (
         "deepspeed" in (config.engine, config.launch.kind)
         and importlib.util.find_spec("deepspeed") is None
     ):
         raise ConfigError(
-            f"{asking} is deepspeed, which is not installed: pip install megacore[deepspeed], or "
-            f"set {asking} to {'native' if asking == 'engine' else 'torchrun'}"
+            f"{option} is deepspeed, which is not installed: pip install megacore[deepspeed], or "
+            f"set {option} to {'native' if option == 'engine' else 'torchrun'}"
         )
 
 
 def needed_operators(config: RunConfig) -> tuple[Operator, ...]:
-    """What a run's ranks load: Adam for an offloaded optimizer, and access to NVMe."""
+    """Return the operators that a run's ranks load.
+
+    They are Adam for an offloaded optimizer, and NVMe access.
+    """
     if config.engine != "deepspeed":
         return ()
     zero, needed = zero_of(config), list[Operator]()
@@ -66,23 +70,27 @@ def needed_operators(config: RunConfig) -> tuple[Operator, ...]:
 
 
 def operator_is_built(name: Operator) -> bool:
-    """Whether the workspace has the operator for this machine and these versions."""
+    """Return True if the workspace has the operator for this machine and these versions."""
     return _problem(name) is None
 
 
 def operator_directories(config: RunConfig) -> list[Path]:
-    """Where what a run's ranks load was built, as far as it was."""
-    built = [_key(name) for name in needed_operators(config) if operator_is_built(name)]
-    return [Workspace.of().folder(key.stage) / key.key for key in built]
+    """Return the directories of the built operators that a run's ranks load."""
+    keys = [_key(name) for name in needed_operators(config) if operator_is_built(name)]
+    return [Workspace.of().folder(key.stage) / key.key for key in keys]
 
 
 def load_operators(config: RunConfig) -> frozenset[Operator]:
-    """Load into this rank what its configuration needs and the preparation built.
+    """Load the operators that the configuration needs and the preparation built.
 
     Nothing is compiled here.
 
-    Returns what DeepSpeed now finds; without `cpu_adam` in it torch's Adam is to be used, which a
-    warning says. Raises LaunchError for an operator that the run cannot do without.
+    Returns:
+        The loaded operators. If `cpu_adam` is missing, torch's Adam must be used; a warning reports
+            it.
+
+    Raises:
+        LaunchError: an operator that the run cannot do without is missing.
     """
     loaded = set[Operator]()
     for name in needed_operators(config):
@@ -98,15 +106,15 @@ def load_operators(config: RunConfig) -> frozenset[Operator]:
 
 
 def build_operator(name: Operator) -> Path:
-    """Compile an operator unless the workspace has it; of two that want it at once one waits.
+    """Compile an operator unless the workspace has it, and return its directory.
 
-    Returns its directory.
+    If two processes request it at the same time, one waits.
 
-    Raises LaunchError, naming what is missing or what the compiler said last.
+    Raises LaunchError that names the missing program or the compiler's last lines.
     """
     from megacore.engine.deepspeed.join import import_deepspeed
 
-    # pip's ninja
+    # for ninja from pip
     os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"
     compiler = os.environ.get("CXX", "c++").split()[0]
     for program, package in ((compiler, "apt-get install g++"), ("ninja", "pip install ninja")):
@@ -136,15 +144,15 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
         try:
             for builder in builders:
                 builder.jit_load(verbose=False)
-                builder.load()  # the next library finds this one's symbols
-        except Exception as error:  # torch's, the compiler's or the loader's
+                builder.load()  # the next library needs this one's symbols
+        except Exception as error:  # from torch, the compiler or the loader
             lines = [
                 line.strip()
                 for line in f"{error}\n{error.__cause__ or ''}".splitlines()
                 if line.strip()
             ]
             raise LaunchError(
-                f"{_cannot(name)}: {' | '.join(lines[-_LINES:])}: mend the "
+                f"{_cannot(name)}: {' | '.join(lines[-_LINES:])}: fix the "
                 f"compiler{_otherwise(name)}"
             ) from error
     for path in directory.rglob("*"):
@@ -154,7 +162,7 @@ def _compile(name: Operator, directory: Path) -> Mapping[str, Any]:
 
 
 def _load(name: Operator) -> None:
-    """Let DeepSpeed's builders return the built libraries, so that none compiles."""
+    """Make DeepSpeed's builders return the built libraries, so that nothing is compiled."""
     from megacore.engine.deepspeed.join import import_deepspeed
 
     import_deepspeed()
@@ -189,14 +197,14 @@ def _key(name: Operator) -> StageKey:
         "deepspeed": version("deepspeed"),
         "python": sysconfig.get_config_var("SOABI"),
         "machine": platform.machine(),
-        "cpu_flags": sorted(hardware.cpu_flags),  # it is compiled for the very processor
+        "cpu_flags": sorted(hardware.cpu_flags),  # it is compiled for this exact processor
         "device": hardware.device_type,
     }
     return StageKey("operator", _VERSION, parameters, {})
 
 
 def _problem(name: Operator) -> str | None:
-    """Why the operator cannot be loaded here, in one sentence."""
+    """Return the reason why the operator cannot be loaded here, in one sentence, or None."""
     key = _key(name)
     folder = Workspace.of().folder(key.stage)
     try:
@@ -213,7 +221,7 @@ def _problem(name: Operator) -> str | None:
 
 
 def _reported(name: Operator) -> str | None:
-    """What the preparation of this job said of the operator."""
+    """Return the reason for a missing operator from the report of this job's preparation."""
     path = os.environ.get(REPORT_VARIABLE)
     if path is None:
         return None
@@ -231,12 +239,12 @@ def _otherwise(name: Operator) -> str:
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

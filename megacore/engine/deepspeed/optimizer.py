@@ -1,7 +1,7 @@
-"""Adam and the dynamic loss scale as a DeepSpeed engine steps them.
+"""Adam and the dynamic loss scale of DeepSpeed engines.
 
-Adam is torch's fused kernel, or DeepSpeed's for what is offloaded to the CPU. The loss scale's
-state has the form of a checkpoint, which the native engine reads and writes too.
+Adam is torch's fused kernel, or DeepSpeed's for parameters offloaded to the CPU. The state of the
+loss scale has the format of a checkpoint, which the native engine reads and writes too.
 """
 
 import math
@@ -20,20 +20,20 @@ from megacore.optim.grad_scaler import LossScaleState
 from megacore.parallel.collectives import all_reduce
 
 _DECAYS = "decays"
-"""Of a parameter group: whether weight decay applies to it."""
+"""Key of a parameter group: True if weight decay applies to it."""
 
 
 def make_adam(
     parameters: Mapping[str, nn.Parameter], optim: OptimConfig, *, compiled: bool
 ) -> tuple[torch.optim.Optimizer, Moments]:
-    """AdamW over all parameters, and its state.
+    """Return AdamW over all parameters, and its state.
 
     Its learning rate and weight decay are 0 until they are set.
 
     Args:
-        parameters: by global name.
+        parameters: parameters by global name.
         optim: betas and epsilon.
-        compiled: make it DeepSpeed's own Adam for the CPU, of what is offloaded.
+        compiled: True to use DeepSpeed's compiled CPU Adam, for offloaded parameters.
     """
     shapes = {
         name: torch.empty(shape_of(parameter), device="meta")
@@ -65,7 +65,7 @@ def make_adam(
 
 
 def set_hyperparameters(adam: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
-    """Say what the next update uses."""
+    """Set the learning rate and weight decay of the next update."""
     for group in adam.param_groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay if group[_DECAYS] else 0.0
@@ -74,8 +74,8 @@ def set_hyperparameters(adam: torch.optim.Optimizer, lr: float, weight_decay: fl
 class WholeGradients:
     """Norm and clipping of gradients without ZeRO.
 
-    DeepSpeed tells no norm in fp32, and in bf16 one without the parts that other tensor-parallel
-    ranks hold.
+    DeepSpeed provides no norm in fp32, and in bf16 one without the parts on other tensor-parallel
+    ranks.
     """
 
     def __init__(
@@ -85,23 +85,23 @@ class WholeGradients:
         main_weights: Mapping[str, Tensor],
         max_norm: float,
     ) -> None:
-        """Look at the gradients before each step of `adam`.
+        """Register a hook that examines the gradients before each step of `adam`.
 
         Args:
-            adam: steps `main_weights`.
-            stage: whose parameters they are.
-            main_weights: by global name.
-            max_norm: to clip to; 0 does not clip.
+            adam: optimizer of `main_weights`.
+            stage: stage with the corresponding parameters.
+            main_weights: main weights by global name.
+            max_norm: norm to clip to; 0 does not clip.
         """
         self._stage, self._main_weights, self._max_norm = stage, main_weights, max_norm
         self.norm = 0.0
-        """Of the last step's gradients, before clipping."""
+        """Norm of the last step's gradients, before clipping."""
         adam.register_step_pre_hook(self._look)
 
     def _look(self, adam: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        """Clip.
+        """Clip the gradients, or remove them if they are not finite.
 
-        Where gradients are not finite they are taken away, and Adam changes nothing without them.
+        Adam changes nothing without gradients.
         """
         stage = self._stage
         parameters, partitions = stage.named_parameters, stage.partitions
@@ -133,15 +133,15 @@ def _zero_steps(weight: Tensor) -> Tensor:
 
 
 class DeepSpeedLossScale:
-    """Moves DeepSpeed's scaler, which counts otherwise than ours, to the same end."""
+    """Wrapper of DeepSpeed's loss scaler that gives it the behaviour of megacore's."""
 
     def __init__(self, scaler: Any, config: LossScaleConfig) -> None:
-        """Take hold of DeepSpeed's `DynamicLossScaler`.
+        """Wrap DeepSpeed's `DynamicLossScaler`.
 
-        At its minimum it is not to raise but to wait, as ours.
-
-        Nor is it to move by itself: DeepSpeed has it grow between backward and the division by the
-        scale, which halves that iteration's gradients, and in ZeRO-3 the norm that it tells.
+        At its minimum it must not raise an error but continue, like megacore's scaler. It must not
+        change the scale on its own either: DeepSpeed raises the scale between backward and the
+        division by it. This halves the gradients of that iteration and, with ZeRO-3, the reported
+        norm.
         """
         self._scaler, self._config = scaler, config
         self._move, scaler.update_scale = scaler.update_scale, lambda overflow: None
@@ -155,20 +155,20 @@ class DeepSpeedLossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last `patience` iterations in a row overflowed at the minimum."""
+        """True if the last `patience` iterations in a row overflowed at the minimum."""
         return self._skipped_at_minimum >= self._config.patience
 
     def update(self, *, overflow: bool) -> None:
-        """Count an iteration, and choose the scale of the next."""
+        """Count an iteration and choose the scale of the next."""
         at_minimum = self.scale <= self._config.minimum
         self._skipped_at_minimum = self._skipped_at_minimum + at_minimum if overflow else 0
         self._move(overflow)
 
     def state(self) -> LossScaleState:
-        """Values for a checkpoint."""
+        """Return the values for a checkpoint."""
         scaler, window = self._scaler, self._config.window
-        # Only its place within the window matters; at the end of one the scale grows in the next
-        # good iteration.
+        # Only the position within the window matters; at the end of a window the scale grows in the
+        # next good iteration.
         good = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
             "scale": self.scale,
@@ -178,7 +178,7 @@ class DeepSpeedLossScale:
         }
 
     def load_state(self, state: LossScaleState) -> None:
-        """Continue from a checkpoint's values."""
+        """Restore a checkpoint's values."""
         self._scaler.cur_scale = float(state["scale"])
         self._scaler.cur_iter, self._scaler.last_overflow_iter = int(state["growth_tracker"]), -1
         self._scaler.cur_hysteresis = max(1, int(state["hysteresis_tracker"]))

@@ -1,7 +1,7 @@
-"""Pipeline stages through DeepSpeed's PipelineModule, with ZeRO 0 or 1.
+"""Pipeline parallelism with DeepSpeed's PipelineModule and ZeRO 0 or 1.
 
-A stage is one layer to DeepSpeed, the chunk of the model that the native engine would give it, and
-beside it the parameters that other stages hold too, which DeepSpeed ties.
+For DeepSpeed, a pipeline stage is one layer, the same chunk as in the native engine, plus the
+parameters shared with other stages, which DeepSpeed ties.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from megacore.models.stage import Stage
 
 
 class StageLayer(nn.Module):
-    """A stage's chunk as PipelineModule calls it.
+    """Wrapper of a stage's chunk as a layer of PipelineModule.
 
-    Hidden states in and out, at the end what is minimised.
+    It maps hidden states to hidden states; the last stage returns the minimised loss.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -34,20 +34,17 @@ class StageLayer(nn.Module):
         """Mean losses [terms] of each micro batch, on the last stage."""
 
     def start(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
-        """Begin an iteration.
-
-        Micro batches and their dropout seeds, in the order in which they pass.
-        """
+        """Start an iteration with its micro batches and their dropout seeds, in execution order."""
         self._batches, self._seeds, self.losses = batches, iter(seeds), []
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the stage before, [b, s, h].
+        """Run the chunk on the previous stage's hidden states [b, s, h].
 
-        On the first stage what is given is not looked at.
+        The first stage ignores `hidden`.
         """
-        given = self._rules.read(next(self._batches)) if self._reads else None
+        fields = self._rules.read(next(self._batches)) if self._reads else None
         first = self.chunk.has_embedding
-        output = self.chunk.run(given, None if first else hidden, dropout_seed=next(self._seeds))
+        output = self.chunk.run(fields, None if first else hidden, dropout_seed=next(self._seeds))
         if isinstance(output, Tensor):
             return output
         means = torch.stack([term.mean() for term in output.values()])
@@ -56,9 +53,9 @@ class StageLayer(nn.Module):
 
 
 class TiedParameter(nn.Module):
-    """A parameter that several stages hold, for DeepSpeed to sum its gradients.
+    """Parameter shared by several stages, whose gradients DeepSpeed sums.
 
-    What passes it is left alone.
+    As a layer it is the identity.
     """
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -66,18 +63,18 @@ class TiedParameter(nn.Module):
         self.weight = weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The same."""
+        """Return the input unchanged."""
         return hidden
 
 
 class DeepSpeedPipelineEngine(DeepSpeedBase):
-    """Implements `megacore.engine.base.Engine` for models with pipeline stages."""
+    """Engine for models with pipeline stages; implements `megacore.engine.base.Engine`."""
 
     _seeds: Sequence[int] = ()
 
     def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
-        # With sequence parallelism tensor-parallel ranks do not hold the same, of which each could
-        # send a part.
+        # With sequence parallelism the tensor-parallel ranks have different hidden states, so they
+        # cannot divide the sending of one tensor among them.
         same = not self._config.parallel.sequence_parallel
         self._settings["pipeline"] = {"pipe_partitioned": same, "grad_partitioned": same}
         self._layer = StageLayer(self._stage)
@@ -89,53 +86,55 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         return engine, optimizer
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
-        """Take the micro batches of one global batch.
+        """Store the micro batches of one global batch for `update`.
 
-        DeepSpeed's schedule ends with the optimizer's step.
+        DeepSpeed's schedule runs them and ends with the optimizer step.
         """
         self._set_batch(len(seeds))
         self._layer.start(batches, seeds)
         self._seeds = seeds
 
     def _step(self) -> int:
-        """Run the schedule: all micro batches' passes, clipping, and one optimizer step."""
-        # Each stage reads its own micro batches: DeepSpeed would give them to the first and the
-        # last alone.
-        nothing = torch.zeros(1, device=self.device)
-        self._engine.train_batch(iter([(nothing, nothing)] * len(self._seeds)))
+        """Run the schedule: the passes of all micro batches, clipping, and one optimizer step."""
+        # Each stage reads its own micro batches: DeepSpeed would pass them only to the first and
+        # the last stage.
+        unused = torch.zeros(1, device=self.device)
+        self._engine.train_batch(iter([(unused, unused)] * len(self._seeds)))
         self._losses = self._layer.losses
         return len(self._seeds)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Of each loss its sum over all that counts, and its number: fp64 [terms, 2].
+        """Return the sum of each loss over the target tokens and their number: fp64 [terms, 2].
 
         Dropout is off.
         """
         return self._stage.loss_sum(batches, sizes)
 
     def _module(self) -> Any:
-        """The stages as PipelineModule wants them.
+        """Return the stages as a PipelineModule.
 
-        Of every stage as many layers, of which this rank's are real.
+        Every stage has the same number of layers; other stages' layers are placeholders on this
+        rank.
         """
         import_deepspeed()
         from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-        layout, own = self._mesh.layout, self._mesh.pipeline_parallel.rank
+        layout, local_stage = self._mesh.layout, self._mesh.pipeline_parallel.rank
         parameters, copied = self._stage.named_parameters, self._stage.copied_parameters
         layers: list[Any] = []
         for stage in range(layout.pipeline):
             for name, holders in copied.items():
                 if stage in holders:
-                    weight = parameters[name] if stage == own else None
+                    weight = parameters[name] if stage == local_stage else None
                     layers.append(TiedLayerSpec(name.replace(".", "_"), TiedParameter, weight))
                 else:
                     layers.append(LayerSpec(nn.Identity))
-            layers.append(self._layer if stage == own else LayerSpec(nn.Identity))
+            layers.append(self._layer if stage == local_stage else LayerSpec(nn.Identity))
         topology = PipeModelDataParallelTopology(
             num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data
         )
-        # It broadcasts tied weights, of which torch would warn in each backward pass.
+        # PipelineModule broadcasts tied weights, and torch would warn of that in each backward
+        # pass.
         with torch.no_grad():
             return PipelineModule(layers=layers, topology=topology, partition_method="uniform")

@@ -1,11 +1,11 @@
-"""The settings that DeepSpeed is given: its own JSON, written from the configuration."""
+"""DeepSpeed's JSON settings, generated from the configuration."""
 
 import importlib.util
 import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megacore.config.deepspeed import Asked, asked_of
+from megacore.config.deepspeed import UserSettings, user_settings_of
 from megacore.config.deepspeed_checks import accumulation_type, check_deepspeed, is_compared
 from megacore.errors import ConfigError
 from megacore.foreign.deepspeed_keys import PACKAGES
@@ -18,42 +18,42 @@ if TYPE_CHECKING:
     from megacore.config.train import TrainConfig
 
 NEVER = sys.maxsize
-"""Steps between DeepSpeed's own log lines, which its pipeline engine must be told."""
+"""Steps between DeepSpeed's log lines that disable them; its pipeline engine requires a value."""
 
 
 def deepspeed_settings(
     config: "RunConfig", *, precision: str, device_type: str, data_parallel_size: int
 ) -> dict[str, Any]:
-    """Everything for `deepspeed.initialize(config=...)`.
+    """Return the settings for `deepspeed.initialize(config=...)`.
 
-    There is no "auto" left, no optimizer and no scheduler.
+    They contain no "auto", no optimizer and no scheduler.
 
     Args:
-        config: the run.
+        config: configuration of the run.
         precision: fp32, bf16 or fp16, resolved.
-        device_type: cuda or cpu; on a CPU nothing is page-locked.
-        data_parallel_size: replicas of the model.
+        device_type: cuda or cpu; on a CPU no memory is page-locked.
+        data_parallel_size: number of model replicas.
 
     Raises:
-        ConfigError: the user's JSON contradicts the configuration, or asks for what cannot be done
+        ConfigError: the user's JSON contradicts the configuration, or requests something impossible
             here.
     """
     try:
         check_deepspeed(config, data_parallel_size)
-        asked = asked_of(config)
-        accumulation = accumulation_type(asked, precision)
-        _check_monitors(asked)
+        user_settings = user_settings_of(config)
+        accumulation = accumulation_type(user_settings, precision)
+        _check_monitors(user_settings)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    passed = {key: value for key, value in asked.values.items() if not is_compared(key)}
+    passed = {key: value for key, value in user_settings.values.items() if not is_compared(key)}
     return nested(
         {
             "steps_per_print": NEVER,
             "zero_allow_untested_optimizer": True,
-            # Which Adam an offloaded optimizer has is decided by deepspeed.cpu_adam.
+            # deepspeed.cpu_adam selects the Adam of an offloaded optimizer.
             "zero_force_ds_cpu_optimizer": False,
-            **_buckets(config.parallel, asked),
-            **_without_idle_blocks(passed, asked, device_type),
+            **_buckets(config.parallel, user_settings),
+            **_without_idle_blocks(passed, user_settings, device_type),
             **_batch(config.train, data_parallel_size),
             **_precision(config.optim.loss_scale, precision),
             "data_types.grad_accum_dtype": accumulation,
@@ -63,19 +63,19 @@ def deepspeed_settings(
     )
 
 
-def _buckets(parallel: "ParallelConfig", asked: Asked) -> dict[str, int]:
-    """The section's bucket of gradients.
+def _buckets(parallel: "ParallelConfig", user_settings: UserSettings) -> dict[str, int]:
+    """Return the gradient bucket size of the configuration's section.
 
-    Where a JSON leaves it out, DeepSpeed has a default of its own.
+    If a user's JSON omits it, DeepSpeed's default applies.
     """
-    if asked.in_file:
+    if user_settings.in_file:
         return {}
     bucket = int(parallel.grad_reduce_bucket_mb * 2**20 / 4)
     return {"zero_optimization.reduce_bucket_size": bucket}
 
 
 def _batch(train: "TrainConfig", data_parallel_size: int) -> dict[str, int]:
-    """Of the whole global batch, which a ramp-up reaches at its end."""
+    """Return the batch settings of the full global batch, which a ramp-up reaches at its end."""
     total, micro = train.global_batch_size, train.micro_batch_size
     return {
         "train_batch_size": total,
@@ -99,30 +99,34 @@ def _precision(scale: "LossScaleConfig", precision: str) -> dict[str, Any]:
     }
 
 
-def _without_idle_blocks(passed: dict[str, Any], asked: Asked, device_type: str) -> dict[str, Any]:
-    """What is passed on, without the blocks of an offload that there is none of."""
-    kept = dict(passed)
-    for what in ("offload_optimizer", "offload_param"):
-        block = f"zero_optimization.{what}"
-        if asked.device(what) == "none":
-            kept = {key: value for key, value in kept.items() if not key.startswith(f"{block}.")}
+def _without_idle_blocks(
+    passed: dict[str, Any], user_settings: UserSettings, device_type: str
+) -> dict[str, Any]:
+    """Return the settings without the blocks of an unused offload."""
+    settings = dict(passed)
+    for target in ("offload_optimizer", "offload_param"):
+        block = f"zero_optimization.{target}"
+        if user_settings.device(target) == "none":
+            settings = {
+                key: value for key, value in settings.items() if not key.startswith(f"{block}.")
+            }
         elif device_type == "cpu":
-            kept[f"{block}.pin_memory"] = False
-    return kept
+            settings[f"{block}.pin_memory"] = False
+    return settings
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package could be imported."""
+    """Return True if a package can be imported."""
     return importlib.util.find_spec(package) is not None
 
 
-def _check_monitors(asked: Asked) -> None:
-    """Raise ValueError for a monitor whose package is not there.
+def _check_monitors(user_settings: UserSettings) -> None:
+    """Raise ValueError for a monitor whose package is not installed.
 
-    DeepSpeed would end every rank on its import.
+    DeepSpeed would otherwise end every rank on its import.
     """
     for name, package in PACKAGES.items():
-        if asked.values.get(f"{name}.enabled") and not is_installed(package):
+        if user_settings.values.get(f"{name}.enabled") and not is_installed(package):
             raise ValueError(
                 f"{name}.enabled of deepspeed.config is true but the package {package} is not "
                 "installed: install it, or set the former to false"

@@ -1,8 +1,8 @@
-"""Main weights and Adam's moments of a DeepSpeed engine, as a checkpoint knows them.
+"""Main weights and Adam's moments of a DeepSpeed engine, in the form of a checkpoint.
 
-They are read and written through DeepSpeed's accessors, one parameter at a time, whatever ZeRO has
-done to them. Each data-parallel rank takes an equal run of every parameter's elements, the run that
-ZeRO-3 gives it anyway.
+They are read and written through DeepSpeed's accessors, one parameter at a time, for every ZeRO
+stage. Each data-parallel rank has an equal contiguous run of every parameter's elements, the same
+run as under ZeRO-3.
 """
 
 from collections import defaultdict
@@ -19,28 +19,28 @@ from megacore.parallel.mesh import ParallelGroup
 from megacore.tensor_parallel import Partition
 
 KINDS = {"model": None, "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
-"""Where a checkpoint keeps the main weights (None) and what of Adam's state."""
+"""Key in Adam's state for each prefix of names in a checkpoint; None for the main weights."""
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Shape of a parameter, whether or not ZeRO-3 has divided it."""
+    """Return the shape of a parameter, even if ZeRO-3 has partitioned it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 class Moments(defaultdict[Tensor, dict[str, Any]]):
-    """The state of an Adam that has made no step.
+    """State of an Adam before its first step.
 
-    There from the start, so that a checkpoint can be read into it.
+    It exists from the start, so that a checkpoint can be read into it.
     """
 
     def __init__(self, counter: Callable[[Tensor], Any]) -> None:
-        """`counter` makes a weight's number of steps, 0, in the type the optimizer counts in."""
+        """Create the state; `counter` returns a weight's step count 0 in the optimizer's type."""
         super().__init__()
         self._counter = counter
 
     def __missing__(self, weight: Tensor) -> dict[str, Any]:
-        """Zeros for some main weights."""
+        """Create zero moments for a weight."""
         names = [name for name in KINDS.values() if name]
         self[weight] = {
             "step": self._counter(weight),
@@ -52,14 +52,14 @@ class Moments(defaultdict[Tensor, dict[str, Any]]):
         return self[weight]
 
     def set_steps(self, steps: int) -> None:
-        """Say how many updates they have seen."""
+        """Set the number of updates of all moments."""
         for state in self.values():
             step = state["step"]
             state["step"] = torch.full_like(step, steps) if isinstance(step, Tensor) else steps
 
 
 class DeepSpeedState:
-    """Reads and writes the fp32 state of the parameters of one engine."""
+    """Reader and writer of the fp32 state of one engine's parameters."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class DeepSpeedState:
         moments: Moments,
         replicas: ParallelGroup,
     ) -> None:
-        """Look at an engine's parameters.
+        """Inspect an engine's parameters.
 
         Args:
-            parameters: by global name.
-            partitions: how they are divided over tensor-parallel ranks; those not named are whole
-                on each.
-            optimizer: what DeepSpeed made of ours.
-            moments: the state of ours.
-            replicas: the data-parallel ranks, with a process group even where there is one.
+            parameters: parameters by global name.
+            partitions: division of parameters over tensor-parallel ranks; parameters that are not
+                named are whole on each rank.
+            optimizer: DeepSpeed's wrapper of our optimizer.
+            moments: state of our optimizer.
+            replicas: data-parallel ranks, with a process group even for a single rank.
         """
         self._parameters = dict(parameters)
         self._partitions = partitions
@@ -92,13 +92,13 @@ class DeepSpeedState:
             {} if self._partitioned or self._mapped else main_weights(optimizer, self._parameters)
         )
         if self._mapped:
-            # The first step would do it, but a checkpoint is read before.
+            # The first step would do this, but a checkpoint is read before it.
             optimizer._lazy_init_hp_params_optimizer_state()
         if getattr(optimizer, "swap_optimizer", False):
             self._write_zeros(optimizer)
 
     def tensors(self) -> dict[str, Tensor | TensorShard]:
-        """Copies of this rank's runs, in main memory, under the names of a checkpoint.
+        """Return copies of this rank's runs in host memory, under the names of a checkpoint.
 
         Collective.
         """
@@ -114,7 +114,9 @@ class DeepSpeedState:
         }
 
     def write(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
-        """Take what `tensors` returned, all of it or a part, filled with other values.
+        """Write the values of `tensors`, which this object's `tensors` returned.
+
+        A part of them is enough.
 
         Collective.
         """
@@ -126,14 +128,17 @@ class DeepSpeedState:
             self._write(full_name.removeprefix(f"{kind}."), KINDS[kind], run)
 
     def set_weight(self, name: str, values: Tensor) -> None:
-        """Give a parameter new values, the same on all replicas. Collective.
+        """Set a parameter to new values, identical on all replicas. Collective.
 
-        They are fp32, and shaped like this rank's part.
+        The values are fp32, in the shape of this rank's part.
         """
         self._write(name, None, values.flatten()[slice(*self._bounds(name))])
 
     def _write_zeros(self, optimizer: Any) -> None:
-        """Put moments of all groups on NVMe: DeepSpeed cannot read what it has not written."""
+        """Write zero moments of all groups to NVMe.
+
+        DeepSpeed cannot read a file that it has not written.
+        """
         groups = {
             optimizer.grad_position[optimizer.get_param_id(parameter)][0]: name
             for name, parameter in self._parameters.items()
@@ -142,7 +147,7 @@ class DeepSpeedState:
             self._write(name, "exp_avg", torch.empty(0))
 
     def _bounds(self, name: str) -> tuple[int, int]:
-        """First and last element of this rank's run of a parameter's elements."""
+        """Return the start and the end (exclusive) of this rank's run of a parameter's elements."""
         count, length = shape_of(self._parameters[name]).numel(), self._run_length(name)
         start = min(self._replicas.rank * length, count)
         return start, min(start + length, count)
@@ -161,14 +166,14 @@ class DeepSpeedState:
             )
             return _copied(local[: stop - start])
         if self._mapped:
-            whole = (
+            full = (
                 self._api.safe_get_full_fp32_param(parameter)
                 if key is None
                 else self._api.safe_get_full_optimizer_state(parameter, key)
             )
         else:
-            whole = self._main[name] if key is None else self._moments[self._main[name]][key]
-        return _copied(whole.flatten()[start:stop])
+            full = self._main[name] if key is None else self._moments[self._main[name]][key]
+        return _copied(full.flatten()[start:stop])
 
     @torch.no_grad()
     def _write(self, name: str, key: str | None, run: Tensor) -> None:
@@ -178,15 +183,15 @@ class DeepSpeedState:
         if self._partitioned:
             self._write_partition(parameter, key, padded)
             return
-        whole = self._gathered(padded)[: parameter.numel()].view(parameter.shape)
+        full = self._gathered(padded)[: parameter.numel()].view(parameter.shape)
         if not self._mapped:
-            (self._main[name] if key is None else self._moments[self._main[name]][key]).copy_(whole)
+            (self._main[name] if key is None else self._moments[self._main[name]][key]).copy_(full)
         elif key is None:
-            self._api.safe_set_full_fp32_param(parameter, whole)
+            self._api.safe_set_full_fp32_param(parameter, full)
         else:
-            self._api.safe_set_full_optimizer_state(parameter, whole, key)
+            self._api.safe_set_full_optimizer_state(parameter, full, key)
         if key is None:
-            parameter.data.copy_(whole)
+            parameter.data.copy_(full)
 
     def _write_partition(self, parameter: nn.Parameter, key: str | None, padded: Tensor) -> None:
         if key is None:
@@ -194,18 +199,18 @@ class DeepSpeedState:
                 self._api.safe_set_local_fp32_param(parameter, padded)
                 parameter.data.copy_(self._api.safe_get_full_fp32_param(parameter))
             return
-        # While a weight's part lies on NVMe, DeepSpeed takes its length for 1.
+        # If a weight's part is on NVMe, DeepSpeed takes its length for 1.
         swapped_out = parameter.ds_tensor.numel() != padded.numel()  # type: ignore[attr-defined]
         with self._zero.GatheredParameters([parameter], enabled=swapped_out):
             self._api.safe_set_local_optimizer_state(parameter, padded, key)
 
     def _gathered(self, padded: Tensor) -> Tensor:
-        """All replicas' runs of one parameter."""
+        """Return one parameter's elements, gathered from all replicas."""
         if self._replicas.size == 1:
             return padded
-        whole = padded.new_empty(padded.numel() * self._replicas.size)
-        dist.all_gather(list(whole.chunk(self._replicas.size)), padded, group=self._replicas.group)
-        return whole
+        full = padded.new_empty(padded.numel() * self._replicas.size)
+        dist.all_gather(list(full.chunk(self._replicas.size)), padded, group=self._replicas.group)
+        return full
 
 
 def _copied(run: Tensor) -> Tensor:
@@ -213,9 +218,9 @@ def _copied(run: Tensor) -> Tensor:
 
 
 def main_weights(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The fp32 copies that DeepSpeed keeps of a model of lower precision, without ZeRO.
+    """Return DeepSpeed's fp32 copies of the weights of a lower-precision model, without ZeRO.
 
-    Of a model in fp32 they are its own parameters.
+    For a model in fp32 they are its parameters.
     """
     if not hasattr(optimizer, "fp32_groups"):
         return dict(parameters)

@@ -1,4 +1,4 @@
-"""Kernels in C++ for CPUs with AVX-512, chosen when the program runs.
+"""C++ kernels for CPUs with AVX-512, which is detected at run time.
 
 Other CPUs compute with plain torch.
 """

@@ -1,5 +1,5 @@
-// Activations of x + bias, and of gated units, forward and backward; a bias's gradient in the pass
-// that finds x's.
+// Activations of x + bias and of gated units, forward and backward. The bias's gradient is computed
+// in the same pass as that of x.
 #include "_kernels.h"
 
 #include <stdexcept>
@@ -21,11 +21,11 @@ inline __m512 polynomial(__m512 x, const float (&c)[kTerms]) {
     return p;
 }
 
-// What is rounded to bf16 is computed to a few units of 1e-5, fp32 to 3e-7.
+// Relative accuracy: a few units of 1e-5 for results that are rounded to bf16, 3e-7 for fp32.
 template <class T>
 constexpr bool kExact = std::is_same_v<T, float>;
 
-// 2^x of finite x: what the nearest integer leaves goes into a polynomial.
+// Compute 2^x of finite x: the difference to the nearest integer goes into a polynomial.
 template <class T>
 inline __m512 power_of_two(__m512 x) {
     constexpr float exact[] = {1.0f,          0.693147004f,   0.240222424f,
@@ -37,7 +37,7 @@ inline __m512 power_of_two(__m512 x) {
     return _mm512_scalef_ps(polynomial(r, rough), n);
 }
 
-// 1 / x of finite x: 14 bits from a table, for fp32 doubled by a step of Newton's.
+// Compute 1 / x of finite x: 14 bits from a table, doubled by one Newton step for fp32.
 template <class T>
 inline __m512 inverse(__m512 x) {
     const __m512 guess = _mm512_rcp14_ps(x);
@@ -45,14 +45,14 @@ inline __m512 inverse(__m512 x) {
     return _mm512_mul_ps(guess, _mm512_fnmadd_ps(x, guess, number(2.0f)));
 }
 
-// NaN stays NaN: both instructions return their second argument then.
+// NaN stays NaN: both instructions then return their second argument.
 inline __m512 at_least(float low, __m512 x) { return _mm512_max_ps(number(low), x); }
 inline __m512 at_most(float high, __m512 x) { return _mm512_min_ps(number(high), x); }
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// x sigmoid(u(x)), where outside of +-kLimit, from where on sigmoid is 0 or 1, only x itself may be
-// large.
+// x sigmoid(u(x)). Beyond +-kLimit sigmoid is 0 or 1, and only the factor x may be larger than
+// kLimit.
 template <class T, class Function>
 struct Sigmoidal {
     static __m512 value(__m512 x) {
@@ -66,7 +66,7 @@ struct Sigmoidal {
         const __m512 power = power_of_two<T>(Function::exponent(near));
         const __m512 s = inverse<T>(_mm512_add_ps(number(1.0f), power));
         value = _mm512_mul_ps(low, s);
-        // s (1 - s), but exact where s is near 1
+        // s (1 - s), computed accurately where s is near 1
         const __m512 bell = _mm512_mul_ps(_mm512_mul_ps(power, s), s);
         slope = _mm512_fmadd_ps(bell, Function::steepness(near), s);
     }
@@ -97,11 +97,11 @@ struct SiluFunction {
 template <class T>
 using Silu = Sigmoidal<T, SiluFunction>;
 
-// x Phi(x). Phi(-|x|) = e^(-x^2 / 2) t P(t), t = 1 / (1 + p |x|), P fitted for a small relative
-// error.
+// x Phi(x). Phi(-|x|) = e^(-x^2 / 2) t P(t) with t = 1 / (1 + p |x|); P is fitted for a small
+// relative error.
 template <class T>
 struct Gelu {
-    static constexpr float kLimit = 16.0f;  // from where on Phi is 0 or 1
+    static constexpr float kLimit = 16.0f;  // beyond it Phi is 0 or 1
     static void parts(__m512 x, __m512& cdf, __m512& bell) {
         constexpr float exact[] = {0.12365693f,  0.12406002f,  0.10777311f,  0.11010346f,
                                    -0.01489067f, 0.15505383f, -0.14159627f, 0.03583968f};
@@ -152,8 +152,7 @@ inline void accumulate(float* sums, __m512 x, Index c, Lanes lanes) {
     store(sums + c, _mm512_add_ps(load(sums + c, lanes), x), lanes);
 }
 
-// Rows of the forward pass and blocks of rows of the backward pass; bias and dbias are null
-// together.
+// Forward over rows, backward over blocks of rows. bias and dbias are both null or both not null.
 template <class T, class Function>
 struct Activation {
     static void forward(std::uintptr_t x, Index x_stride, std::uintptr_t bias, std::uintptr_t y,
@@ -251,7 +250,7 @@ enum Kind { kGeluTanh, kGelu, kRelu, kSilu };
 }
 
 #ifdef MEGACORE_HAS_AVX512
-// Calls run(Operation<T, Function>{}) of a type and a kind.
+// Call run(Operation<T, Function>{}) for a type and a kind.
 template <template <class, class> class Operation, class T, class Run>
 void with_kind(int kind, const Run& run) {
     switch (kind) {

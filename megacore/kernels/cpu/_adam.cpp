@@ -1,7 +1,7 @@
 // AdamW over lists of fp32 tensors, and the sum of their squares.
 //
-// The tensors are cut into blocks that all threads share, so that small ones do not cost a fork
-// each. An element is computed by the same instructions wherever it lies.
+// The tensors are cut into blocks that all threads share, so that small tensors do not each start a
+// parallel region. An element is computed by the same instructions wherever it is.
 #include "_kernels.h"
 
 #include <pybind11/stl.h>
@@ -22,10 +22,10 @@ using megacore::load;
 using megacore::store;
 
 constexpr std::ptrdiff_t kLanes = 16;
-constexpr std::ptrdiff_t kBlock = 8192;   // elements of an update that a thread takes at once
-constexpr std::ptrdiff_t kSummed = 4096;  // elements that are summed before sums are added
+constexpr std::ptrdiff_t kBlock = 8192;   // elements of an update that a thread takes at a time
+constexpr std::ptrdiff_t kSummed = 4096;  // elements per partial sum
 constexpr __mmask16 kAll = 0xFFFF;
-// of results and of operands, in the control register of SSE
+// Bits of SSE's control register that flush denormal results and operands to zero.
 constexpr unsigned kFlushDenormals = 0x8040;
 
 struct Block {
@@ -43,7 +43,7 @@ std::vector<Block> blocks_of(const std::vector<std::ptrdiff_t>& sizes, std::ptrd
     return blocks;
 }
 
-// Floats as bf16, rounded to the nearest, ties to even, as torch does it: denormals stay, NaN is
+// Convert floats to bf16, rounded to nearest, ties to even, like torch: denormals stay, NaN becomes
 // 0x7FC0.
 inline __m256i to_bf16(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
@@ -76,11 +76,11 @@ struct Addresses {
     const float* gradient;
     float* exp_avg;
     float* exp_avg_sq;
-    bf16* target;  // or null
+    bf16* target;  // may be null
 };
 
-// One vector, as torch's fused kernel computes it, but for two divisions by constants that are
-// products here: with three of them and the root the divider would be slower than the memory.
+// Update one vector like torch's fused kernel, except that two divisions by constants are products
+// here: three divisions and the root would make the divider slower than the memory.
 inline __attribute__((always_inline)) void update(const Addresses& at, std::ptrdiff_t i,
                                                   const Adam& adam, __mmask16 lanes) {
     const __m512 g = _mm512_mul_ps(load(at.gradient + i, lanes), _mm512_set1_ps(adam.factor));
@@ -113,8 +113,8 @@ void adamw(const std::vector<Addresses>& tensors, const std::vector<std::ptrdiff
     const auto count = static_cast<std::ptrdiff_t>(blocks.size());
 #pragma omp parallel num_threads(static_cast<int>(std::clamp<std::ptrdiff_t>(count, 1, threads)))
     {
-        // The moments of weights without gradients decay until they are denormal, and stay so; that
-        // takes up to twice the time, and they are far below eps.
+        // The moments of weights without gradients decay until they are denormal. Denormals take up
+        // to twice the time, and these values are far below eps.
         const unsigned modes = _mm_getcsr();
         _mm_setcsr(modes | kFlushDenormals);
 #pragma omp for schedule(dynamic, 2)
@@ -124,7 +124,7 @@ void adamw(const std::vector<Addresses>& tensors, const std::vector<std::ptrdiff
     }
 }
 
-// Adds 16 squares to two sums of eight.
+// Add 16 squares to two vectors of 8 sums.
 inline __attribute__((always_inline)) void add_squares(__m512d* totals, __m512 x) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
     const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
@@ -132,7 +132,7 @@ inline __attribute__((always_inline)) void add_squares(__m512d* totals, __m512 x
     totals[1] = _mm512_fmadd_pd(high, high, totals[1]);
 }
 
-// In float64, where no square of an fp32 number overflows or vanishes.
+// Sum in float64, in which squares of fp32 numbers neither overflow nor underflow.
 double sum_of_squares(const float* values, std::ptrdiff_t count) {
     __m512d totals[8] = {};
     std::ptrdiff_t i = 0;

@@ -1,10 +1,9 @@
-// Attention forward and backward for bf16 and fp32. The gradients compute the weights again from
+// Attention forward and backward for bf16 and fp32. The backward pass recomputes the weights from
 // the log-sum-exp (Dao et al. 2022).
 //
-// A task of the backward pass owns a range of the keys of one key-value head and goes through the
-// queries in blocks of
-// 64. With more than one range, each leaves its part of the queries' gradient in memory, and the
-//     parts are summed in order afterwards.
+// A task of the backward pass has a range of the keys of one key-value head and goes through the
+// queries in blocks of 64. With more than one range, each stores its part of the queries' gradient,
+// and the parts are then summed in order.
 #include "_kernels.h"
 
 #include <pybind11/stl.h>
@@ -23,8 +22,8 @@ namespace megacore {
 constexpr std::ptrdiff_t QUERIES = 64;
 constexpr std::ptrdiff_t BACKWARD_KEYS = 64;
 
-// Tensors of the backward pass; `parts` is [ranges][b][n][blocks of queries][d rounded up to
-// 16][64], or null.
+// Tensors of the backward pass; `parts` is null or [ranges][b][n][blocks of queries][d rounded up
+// to 16][64].
 template <class T>
 struct BackwardTensors {
     Heads<const T> grad_out, query, key, value, out;
@@ -33,8 +32,8 @@ struct BackwardTensors {
     float* parts;
 };
 
-// How the keys of few heads are divided, to be work for several threads: by the shape alone, for
-// the sums' order.
+// Division of the keys, which provides work for several threads if there are few heads. It depends
+// only on the shape, so that the order of the sums is fixed.
 struct KeyRanges {
     std::ptrdiff_t count, length;
 
@@ -48,7 +47,7 @@ struct KeyRanges {
     }
 };
 
-// One thread's memory: a range of keys, and one block of queries.
+// Memory of one thread: a range of keys, and one block of queries.
 template <class T>
 struct BackwardScratch {
     std::ptrdiff_t words, keys, rows;
@@ -81,10 +80,10 @@ struct BackwardScratch {
         grad_value = grad_key + keys * rows;
     }
 
-    // Packed with words along d, or across rows: see _attention_pack.h.
+    // Packed as words along d, or across rows: see _attention_tile.h.
     word *key = nullptr, *value = nullptr, *key_across = nullptr;
     word *query = nullptr, *grad_out = nullptr, *query_across = nullptr, *grad_out_across = nullptr;
-    // Of 8 keys, [8][words along 64 queries], and of a block of keys, [words along the keys][64].
+    // Of 8 keys: [8][words along 64 queries]. Of a block of keys: [words along the keys][64].
     word *weights = nullptr, *grad_scores = nullptr, *grad_scores_across = nullptr;
     float *lse = nullptr, *delta = nullptr;
     float *grad_query = nullptr;                        // [d][64]
@@ -96,7 +95,7 @@ struct BackwardScratch {
 MEGACORE_AVX512_BEGIN
 namespace megacore {
 
-// One row of a tile of 32 columns, as words along the row.
+// Store one row of a tile of 32 columns as words along the row.
 template <class T>
 MEGACORE_INLINE void store_rows(word* to, std::ptrdiff_t row, const __m512 (&x)[2]) {
     if constexpr (WIDTH<T> == 2) {
@@ -107,7 +106,7 @@ MEGACORE_INLINE void store_rows(word* to, std::ptrdiff_t row, const __m512 (&x)[
     }
 }
 
-// Two rows of a tile of 32 columns, as words across the rows.
+// Store two rows of a tile of 32 columns as words across the rows.
 template <class T>
 MEGACORE_INLINE void store_across(word* to, const __m512 (&x)[2], const __m512 (&y)[2]) {
     if constexpr (WIDTH<T> == 2) {
@@ -120,7 +119,7 @@ MEGACORE_INLINE void store_across(word* to, const __m512 (&x)[2], const __m512 (
     }
 }
 
-// The weights of 8 keys for 32 queries and the gradients of their scores.
+// Compute the weights of 8 keys for 32 queries, and the gradients of their scores.
 template <class T>
 inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratch,
                             std::ptrdiff_t first_key, std::ptrdiff_t key, std::ptrdiff_t block_row,
@@ -169,7 +168,7 @@ inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratc
     }
 }
 
-// One block of keys against one block of queries.
+// Process one block of keys with one block of queries.
 template <class T>
 inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch,
                            std::ptrdiff_t first_key, std::ptrdiff_t begin, std::ptrdiff_t count,
@@ -177,7 +176,7 @@ inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch
     constexpr std::ptrdiff_t STRIDE = QUERIES / WIDTH<T>;
     for (std::ptrdiff_t j = 0; j < count; j += ROWS) {
         const std::ptrdiff_t key = begin + j;
-        // The groups of 32 queries that see none of these keys are left out.
+        // Skip the groups of 32 queries that see none of these keys.
         std::ptrdiff_t start = 0;
         while (shape.causal && key > first_query + start + GROUP - 1) start += GROUP;
         for (std::ptrdiff_t column = start; column < queries; column += GROUP) {
@@ -205,7 +204,7 @@ inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch
     }
 }
 
-// The sums of x * y along each of the first 16 rows; ALL of them are there, and whole vectors.
+// Return the sums of x * y along each of the first 16 rows. ALL: there are 16 rows of full vectors.
 template <class T, bool ALL>
 MEGACORE_INLINE __m512 row_dots(const Rows<const T>& x, const Rows<const T>& y) {
     __m512 products[LANES] = {};
@@ -231,7 +230,7 @@ MEGACORE_INLINE __m512 row_dots(const Rows<const T>& x, const Rows<const T>& y) 
     return total;
 }
 
-// Pack a block of queries and what belongs to them.
+// Pack a block of queries, with the gradients and statistics that belong to them.
 template <class T>
 inline void pack_queries(const BackwardScratch<T>& scratch, const Rows<const T>& query,
                          const Rows<const T>& grad_out, const Rows<const T>& out,
@@ -250,7 +249,7 @@ inline void pack_queries(const BackwardScratch<T>& scratch, const Rows<const T>&
     }
 }
 
-// Bring [size][64] into rows.
+// Write [size][64] to rows.
 template <class T>
 inline void write_grad_query(const float* from, float scale, const Rows<T>& to) {
     for (std::ptrdiff_t i = 0; i < QUERIES && i < to.count; i += LANES) {
@@ -258,7 +257,7 @@ inline void write_grad_query(const float* from, float scale, const Rows<T>& to) 
     }
 }
 
-// The place of one part of a block's gradient.
+// Return the address of one part of a block's gradient.
 inline float* part_of(float* parts, const Shape& shape, std::ptrdiff_t range, std::ptrdiff_t batch,
                       std::ptrdiff_t head, std::ptrdiff_t first_query) {
     const std::ptrdiff_t blocks = (shape.queries + QUERIES - 1) / QUERIES;
@@ -267,7 +266,7 @@ inline float* part_of(float* parts, const Shape& shape, std::ptrdiff_t range, st
     return parts + index * round_up(shape.size, LANES) * QUERIES;
 }
 
-// One range of the keys of one key-value head.
+// Process one range of the keys of one key-value head.
 template <class T>
 inline void backward_task(const Shape& shape, const BackwardScratch<T>& scratch,
                           std::ptrdiff_t batch, std::ptrdiff_t group, std::ptrdiff_t range,
@@ -317,7 +316,7 @@ inline void backward_task(const Shape& shape, const BackwardScratch<T>& scratch,
     unpack(scratch.grad_value, 1.0f, rows(tensors.grad_value, group, first + count).from(first));
 }
 
-// Sum what the ranges of keys left of the gradient of one block of queries.
+// Sum the parts of the gradient of one block of queries over the ranges of keys.
 template <class T>
 inline void sum_parts(const Shape& shape, const KeyRanges& ranges, std::ptrdiff_t batch,
                       std::ptrdiff_t head, std::ptrdiff_t first_query,
@@ -340,7 +339,7 @@ MEGACORE_AVX512_END
 
 namespace megacore {
 
-// A tensor [b, n, s, d] as Python tells it: its address and its strides on b, n and s in elements.
+// A tensor [b, n, s, d] from Python: its address, then its strides of b, n and s in elements.
 using Place = std::array<std::int64_t, 4>;
 // (b, n, g, queries, keys, d).
 using Sizes = std::array<std::int64_t, 6>;
@@ -353,8 +352,8 @@ Heads<T> heads(const Place& place) {
     return {reinterpret_cast<T*>(place[0]), place[1], place[2], place[3]};
 }
 
-// Memory of one thread that is kept between calls: fresh pages would cost more than a small layer's
-// attention.
+// Memory of one thread that is reused between calls: new pages would cost more than the attention
+// of a small layer.
 class ThreadMemory {
 public:
     ThreadMemory() = default;
@@ -362,7 +361,7 @@ public:
     ThreadMemory& operator=(const ThreadMemory&) = delete;
     ~ThreadMemory() { std::free(memory_); }
 
-    // Null when there is not enough.
+    // Return null if there is not enough memory.
     word* reserve(std::ptrdiff_t words) {
         if (words > size_) {
             std::free(memory_);
@@ -385,7 +384,7 @@ void forward(const Shape& shape, const Place& query, const Place& key, const Pla
              const Place& out, float* lse, int threads) {
     const std::ptrdiff_t units = shape.batch * shape.groups,
                          blocks = (shape.queries + GROUP - 1) / GROUP;
-    // Few heads are divided further; a query's result does not depend on where.
+    // Few heads are divided further; a query's result does not depend on this division.
     const std::ptrdiff_t wanted = (4 * threads + units - 1) / units;
     const std::ptrdiff_t ranges = std::max<std::ptrdiff_t>(1, std::min(wanted, blocks / 4));
     const std::ptrdiff_t length = (blocks + ranges - 1) / ranges * GROUP;
@@ -454,7 +453,7 @@ Shape shape_of(const Sizes& sizes, double scale, bool causal) {
 }  // namespace
 #endif
 
-// Raise unless the kernel of this type runs here.
+// Throw an error unless the kernel of this type runs on this CPU.
 void require(bool is_bf16) {
     if (!(is_bf16 ? runs_bf16() : runs_fp32()))
         throw std::runtime_error("this CPU has no AVX-512 for attention");

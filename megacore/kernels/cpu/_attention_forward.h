@@ -1,8 +1,7 @@
-// softmax(q k^T) v, the queries in groups of 32 and the keys in blocks (Milakov and Gimelshein
+// softmax(q k^T) v with the queries in groups of 32 and the keys in blocks (Milakov and Gimelshein
 // 2018; Dao et al. 2022).
 //
-// Scores are held transposed, [keys][queries]: the softmax runs down the lanes and needs no sums
-// across them.
+// Scores are stored transposed, [keys][queries]: then the softmax needs no sums across lanes.
 #pragma once
 
 #include <algorithm>
@@ -35,12 +34,12 @@ struct Shape {
     std::ptrdiff_t groups;  // key-value heads
     std::ptrdiff_t queries;
     std::ptrdiff_t keys;
-    std::ptrdiff_t size;  // of a head
+    std::ptrdiff_t size;  // d, elements of a head
     float scale;
     bool causal;
 
     std::ptrdiff_t sharing() const { return heads / groups; }
-    // How many keys queries before `end` see.
+    // Return the number of keys that queries before `end` see.
     std::ptrdiff_t seen(std::ptrdiff_t end) const { return causal ? std::min(keys, end) : keys; }
 };
 
@@ -49,7 +48,7 @@ constexpr float LN_2 = 0.693147180559945309f;
 constexpr std::ptrdiff_t GROUP = 2 * LANES;
 constexpr std::ptrdiff_t FORWARD_KEYS = 128;
 
-// Where a thread packs one key-value head and works on one group of queries.
+// Memory of one thread for a packed key-value head and one group of queries.
 template <class T>
 struct ForwardScratch {
     std::ptrdiff_t words, keys, rows;
@@ -81,13 +80,13 @@ struct ForwardScratch {
 MEGACORE_AVX512_BEGIN
 namespace megacore {
 
-// The softmax so far of 32 queries: the greatest score, the sum of the exponentials.
+// Running softmax of 32 queries: the maximum of the scores, and the sum of the exponentials.
 struct Statistics {
     __m512 greatest[2];
     __m512 sum[2];
 };
 
-// scores[count][32] = k q^T * factor, -inf where a query does not see a key, and their maximum.
+// Compute scores[count][32] = k q^T * factor (-inf for hidden keys), and update their maximum.
 template <class T>
 inline void score_block(const Shape& shape, const ForwardScratch<T>& scratch,
                         std::ptrdiff_t first_key, std::ptrdiff_t count, std::ptrdiff_t first_query,
@@ -118,7 +117,7 @@ inline void score_block(const Shape& shape, const ForwardScratch<T>& scratch,
     }
 }
 
-// The scores' exponentials, in words along the keys, and their sum.
+// Compute the scores' exponentials as words along the keys, and add them to the sum.
 template <class T>
 inline void exponentials(const ForwardScratch<T>& scratch, std::ptrdiff_t count,
                          Statistics& softmax) {
@@ -178,7 +177,7 @@ inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch,
     }
 }
 
-// The queries of one group of 32 against all keys they see.
+// Process one group of 32 queries with all keys they see.
 template <class T>
 inline void attend_group(const Shape& shape, const ForwardScratch<T>& scratch,
                          const Rows<const T>& query, std::ptrdiff_t first_query, const Rows<T>& out,
@@ -206,14 +205,14 @@ inline void attend_group(const Shape& shape, const ForwardScratch<T>& scratch,
         store(greatest, softmax.greatest[v]);
         store(sum, softmax.sum[v]);
         for (std::ptrdiff_t i = 0; i < LANES && first + i < shape.queries; ++i) {
-            // A query all of whose scores are -inf has no weights in the backward pass.
+            // With infinity, a query with only -inf scores has no weights in the backward pass.
             lse[first + i] = sum[i] == 0.0f ? std::numeric_limits<float>::infinity()
                                             : greatest[i] * LN_2 + std::log(sum[i]);
         }
     }
 }
 
-// Queries [first, last), in groups of 32, of each head that shares one key-value head.
+// Process queries [first, last), in groups of 32, of each head that shares one key-value head.
 template <class T>
 inline void forward_task(const Shape& shape, ForwardScratch<T>& scratch, std::ptrdiff_t batch,
                          std::ptrdiff_t group, std::ptrdiff_t first, std::ptrdiff_t last,

@@ -1,10 +1,10 @@
-// What attention's products are made of: tiles of 8 rows and up to 32 columns that stay in
-// registers, and how rows of a tensor come into the order that they read.
+// Building blocks of attention's products: tiles of 8 rows and up to 32 columns in registers, and
+// the packing of a tensor's rows into the order in which tiles read them.
 //
-// A word is what one lane of a product takes along the reduction: two bf16 or one float. The left
-// operand lies in panels [steps][8 rows] or in rows [8][steps] of words and is broadcast, the right
-// one is [steps][columns] of words. Rows and elements beyond the last are zero in every packed
-// form.
+// A word is the part of the reduction that one lane takes at a time: two bf16 or one float. The
+// left operand has panels [steps][8 rows] or rows [8][steps] of words and is broadcast; the right
+// one is [steps][columns] of words. In all packed forms, rows and elements beyond the last are
+// zero.
 #pragma once
 
 #include "_vector.h"
@@ -19,7 +19,7 @@ using word = std::uint32_t;
 constexpr std::ptrdiff_t LANES = 16;
 constexpr std::ptrdiff_t ROWS = 8;
 
-// Elements in a word.
+// Number of elements in a word.
 template <class T>
 constexpr std::ptrdiff_t WIDTH = sizeof(word) / sizeof(T);
 
@@ -27,7 +27,7 @@ constexpr std::ptrdiff_t round_up(std::ptrdiff_t n, std::ptrdiff_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
-// One head's rows [rows, size]; the elements of a row are contiguous.
+// Rows [rows, size] of one head; the elements of a row are contiguous.
 template <class T>
 struct Rows {
     T* data;
@@ -39,8 +39,7 @@ struct Rows {
         return {data + first * stride, stride, count - first, size};
     }
 
-    // Ask for up to `wanted` rows that are needed soon: hardware does not foresee the step from row
-    // to row.
+    // Prefetch up to `wanted` rows; the hardware does not predict the stride from row to row.
     template <bool FOR_WRITING>
     void prefetch(std::ptrdiff_t wanted) const {
         const std::ptrdiff_t line = 64 / sizeof(T);
@@ -72,13 +71,13 @@ MEGACORE_INLINE __m512 multiply_add(__m512i a, __m512i b, __m512 sum) {
     }
 }
 
-// The sums of a tile of 8 rows and NV vectors of columns.
+// Sums of a tile of 8 rows and NV vectors of columns.
 template <int NV>
 struct Tile {
     __m512 sums[ROWS][NV];
 
-    // Start at zero and add `steps` words of the reduction; ROW and STEP are the left operand's
-    // strides.
+    // Compute the sums over `steps` words of the reduction, starting at zero; ROW and STEP are the
+    // left operand's strides.
     template <class T, int ROW, int STEP>
     MEGACORE_INLINE void multiply(const word* left, const word* right, std::ptrdiff_t right_stride,
                                   std::ptrdiff_t steps) {
@@ -114,7 +113,7 @@ struct Tile {
     }
 };
 
-// to[8][columns] += left * right for any multiple of 16 columns.
+// Compute to[8][columns] += left * right for any multiple of 16 columns.
 template <class T, int ROW, int STEP>
 inline void add_product(const word* left, const word* right, std::ptrdiff_t right_stride,
                         std::ptrdiff_t steps, float* to, std::ptrdiff_t to_stride,
@@ -132,8 +131,8 @@ inline void add_product(const word* left, const word* right, std::ptrdiff_t righ
     }
 }
 
-// 2^x for x <= 128: a polynomial of degree 5 on [-1/2, 1/2], relative error below 3e-7; 0 below
-// -150.
+// Compute 2^x for x <= 128: a polynomial of degree 5 on [-1/2, 1/2], relative error below 3e-7; 0
+// below -150.
 MEGACORE_INLINE __m512 exp2(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -147,12 +146,12 @@ MEGACORE_INLINE __m512 exp2(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// Two vectors of one row as words of pairs along the row.
+// Round two vectors of one row to words of pairs along the row.
 MEGACORE_INLINE __m512i round_row(__m512 first, __m512 second) {
     return (__m512i)_mm512_cvtne2ps_pbh(second, first);
 }
 
-// Two rows of 32 bf16 -> the words (first[i], second[i]) of the first or of the last 16 columns.
+// Combine two rows of 32 bf16 into words (first[i], second[i]) of the first or last 16 columns.
 MEGACORE_INLINE __m512i pair_rows(__m512i first, __m512i second, bool last) {
     const __m256i low = last ? _mm512_extracti64x4_epi64(first, 1) : _mm512_castsi512_si256(first);
     const __m256i high =
@@ -161,7 +160,7 @@ MEGACORE_INLINE __m512i pair_rows(__m512i first, __m512i second, bool last) {
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 
-// Which of 16 queries from `query` on see the key.
+// Return the mask of those of the 16 queries from `query` on that see the key.
 MEGACORE_INLINE __mmask16 seeing(std::ptrdiff_t key, std::ptrdiff_t keys, std::ptrdiff_t query,
                                  bool causal) {
     if (key >= keys) return 0;
@@ -199,7 +198,7 @@ MEGACORE_INLINE void transpose(__m512i (&x)[LANES]) {
     }
 }
 
-// The words of a row from element `first` on.
+// Load the words of a row from element `first` on.
 MEGACORE_INLINE __m512i row_words(const Rows<const bf16>& rows, std::ptrdiff_t row,
                                   std::ptrdiff_t first) {
     const std::ptrdiff_t left = rows.size - first;
@@ -213,7 +212,7 @@ MEGACORE_INLINE __m512i row_words(const Rows<const float>& rows, std::ptrdiff_t 
                                     rows.data + row * rows.stride + first);
 }
 
-// 16 rows -> words along them, transposed: x[w] holds word w of each row.
+// Load words along 16 rows, transposed: x[w] is word w of each row.
 template <class T>
 MEGACORE_INLINE void transposed_words(const Rows<const T>& rows, std::ptrdiff_t row,
                                       std::ptrdiff_t first, __m512i (&x)[LANES]) {
@@ -229,7 +228,7 @@ MEGACORE_INLINE void transposed_words(const Rows<const T>& rows, std::ptrdiff_t 
     transpose(x);
 }
 
-// `count` (a multiple of 16) rows -> [words along a row][count].
+// Pack `count` (a multiple of 16) rows as [words along a row][count].
 template <class T>
 inline void pack_transposed(const Rows<const T>& rows, std::ptrdiff_t count, word* to) {
     const std::ptrdiff_t words = (rows.size + WIDTH<T> - 1) / WIDTH<T>;
@@ -243,7 +242,7 @@ inline void pack_transposed(const Rows<const T>& rows, std::ptrdiff_t count, wor
     }
 }
 
-// All rows -> panels [rows / 8][words along a row][8], for products that reduce along a row.
+// Pack all rows as panels [rows / 8][words along a row][8], for products that reduce along a row.
 template <class T>
 inline void pack_row_panels(const Rows<const T>& rows, word* to) {
     const std::ptrdiff_t words = (rows.size + WIDTH<T> - 1) / WIDTH<T>;
@@ -259,7 +258,7 @@ inline void pack_row_panels(const Rows<const T>& rows, word* to) {
     }
 }
 
-// The words across rows, from element `first` on: two rows of bf16 interleaved, or one row of
+// Load the words across rows from element `first` on: two interleaved rows of bf16, or one row of
 // floats.
 template <class T>
 MEGACORE_INLINE __m512i words_across(const Rows<const T>& rows, std::ptrdiff_t row,
@@ -286,7 +285,7 @@ MEGACORE_INLINE __m512i words_across(const Rows<const T>& rows, std::ptrdiff_t r
     }
 }
 
-// `count` rows -> [words across rows][size rounded up to 16].
+// Pack `count` rows as [words across rows][size rounded up to 16].
 template <class T>
 inline void pack_across(const Rows<const T>& rows, std::ptrdiff_t count, word* to) {
     for (std::ptrdiff_t row = 0; row < count; row += WIDTH<T>) {
@@ -296,7 +295,7 @@ inline void pack_across(const Rows<const T>& rows, std::ptrdiff_t count, word* t
     }
 }
 
-// `count` rows -> panels [size rounded up to 16 / 8][words across rows][8], for products that
+// Pack `count` rows as panels [size rounded up to 16 / 8][words across rows][8], for products that
 // reduce across rows.
 template <class T>
 inline void pack_across_panels(const Rows<const T>& rows, std::ptrdiff_t count, word* to) {
@@ -309,7 +308,7 @@ inline void pack_across_panels(const Rows<const T>& rows, std::ptrdiff_t count, 
     }
 }
 
-// from [size][columns], times a factor for each of 16 columns -> up to 16 rows.
+// Write [size][columns], times a factor for each of 16 columns, to up to 16 rows.
 template <class T>
 inline void unpack_transposed(const float* from, std::ptrdiff_t columns, __m512 factor,
                               const Rows<T>& rows) {
@@ -326,7 +325,7 @@ inline void unpack_transposed(const float* from, std::ptrdiff_t columns, __m512 
     }
 }
 
-// from [rows][size rounded up to 16], times a factor -> rows.
+// Write [rows][size rounded up to 16], times a factor, to rows.
 template <class T, std::ptrdiff_t AHEAD = 16>
 inline void unpack(const float* from, float factor, const Rows<T>& rows) {
     const __m512 factors = _mm512_set1_ps(factor);

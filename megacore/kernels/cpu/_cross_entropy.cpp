@@ -1,5 +1,5 @@
-// Cross entropy of rows of logits, whose gradient takes the logits' place. Rows are independent of
-// each other, so the results do not depend on the number of threads.
+// Cross entropy of rows of logits, which are replaced by its gradient. Rows are independent of each
+// other, so the results do not depend on the number of threads.
 #include "_kernels.h"
 
 #include <algorithm>
@@ -21,10 +21,10 @@ using megacore::store;
 using megacore::thread_number;
 
 constexpr std::ptrdiff_t kLanes = 16;
-// independent accumulators: one addition need not wait for the one before it
+// Number of independent accumulators, so that additions need not wait for each other.
 constexpr int kParts = 4;
 constexpr std::ptrdiff_t kStep = kParts * kLanes;
-constexpr int kRowsAtOnce = 8;  // that a thread takes
+constexpr int kRowsAtOnce = 8;  // rows that a thread takes at a time
 
 template <typename T>
 struct Rows {
@@ -33,7 +33,7 @@ struct Rows {
     const std::int64_t* columns;
 
     T* row(std::ptrdiff_t index) const { return data + index * stride; }
-    // The label's column, -1 when it is not in this part of the vocabulary.
+    // Return the label's column, or -1 if it is not in this part of the vocabulary.
     std::ptrdiff_t label(std::ptrdiff_t index) const {
         return columns[index] >= 0 && columns[index] < width
                    ? static_cast<std::ptrdiff_t>(columns[index])
@@ -41,7 +41,7 @@ struct Rows {
     }
 };
 
-// [3 or 4, n]: maximum, logit of the label, sum of the exponentials, and the sum of the logits.
+// [3 or 4, n]: maximum, logit of the label, sum of the exponentials, optionally sum of the logits.
 struct Statistics {
     float* data;
     std::ptrdiff_t count;
@@ -65,8 +65,7 @@ void store_one(T* to, float value) {
     store(to, _mm512_set1_ps(value), 1);
 }
 
-// Calls body(column, part, lanes) for 16 columns at a time, of which only the last call's may be
-// fewer.
+// Call body(column, part, lanes) for 16 columns at a time; only the last call may have fewer.
 template <typename Body>
 inline __attribute__((always_inline)) void for_columns(std::ptrdiff_t width, Body body) {
     std::ptrdiff_t column = 0;
@@ -83,7 +82,7 @@ inline __m512 add_parts(const __m512* parts) {
     return _mm512_add_ps(_mm512_add_ps(parts[0], parts[1]), _mm512_add_ps(parts[2], parts[3]));
 }
 
-// The maximum of a row, NaN not counted: the sum of the exponentials has it.
+// Return the maximum of a row, ignoring NaN, which the sum of the exponentials detects.
 template <typename T>
 float row_maximum(const T* row, std::ptrdiff_t width) {
     __m512 parts[kParts];
@@ -107,8 +106,8 @@ float row_sum(const T* row, std::ptrdiff_t width) {
     return megacore::sum(add_parts(parts));
 }
 
-// The sum of exp(logit - reference) over a row; they are kept in `kept`, which may be the row,
-// unless it is null.
+// Return the sum of exp(logit - reference) over a row. The exponentials are stored in `kept`, which
+// may be the row or null.
 template <typename T>
 float row_exponentials(const T* row, std::ptrdiff_t width, float reference, float* kept) {
     const __m512 shift = _mm512_set1_ps(reference);
@@ -122,8 +121,8 @@ float row_exponentials(const T* row, std::ptrdiff_t width, float reference, floa
     return megacore::sum(add_parts(parts));
 }
 
-// What logits are taken relative to: where all are -inf, their exponentials are zero instead of
-// NaN.
+// Return the number that is subtracted from logits; 0 if all are -inf, so that their exponentials
+// are zero instead of NaN.
 inline float reference_of(float maximum) {
     return maximum == -std::numeric_limits<float>::infinity() ? 0.0f : maximum;
 }
@@ -169,12 +168,12 @@ struct Loss {
     float* out;
 };
 
-// One row of the loss while it is in the cache; `kept` has the width of a row.
+// Compute one row of the loss while it is in the cache; `kept` has the width of a row.
 template <typename T>
 void cross_entropy_row(const Rows<T>& rows, std::ptrdiff_t index, const Loss& loss, float* kept) {
     T* row = rows.row(index);
     const std::ptrdiff_t label = rows.label(index), width = rows.width;
-    if (label < 0) {  // an error in the data, which is not to be passed over
+    if (label < 0) {  // an error in the data, which must not go unnoticed
         const __m512 nan = _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN());
         for_columns(width, [&](std::ptrdiff_t column, int, __mmask16 lanes)
                                __attribute__((always_inline)) { store(row + column, nan, lanes); });
@@ -205,8 +204,8 @@ void cross_entropy_row(const Rows<T>& rows, std::ptrdiff_t index, const Loss& lo
     store_one(row + label, at_label);
 }
 
-// Exponentials are rounded once, as part of the gradient: rows of bf16 cannot keep them, threads
-// have a buffer each.
+// Return the memory for a row's exponentials, which are rounded only once, in the gradient. A row
+// of bf16 cannot store them, so each thread has a buffer.
 inline float* kept_of(float* row, float*, std::ptrdiff_t) { return row; }
 inline float* kept_of(bf16*, float* buffers, std::ptrdiff_t width) {
     return buffers + thread_number() * width;
@@ -236,7 +235,7 @@ Rows<T> rows_of(Address logits, std::ptrdiff_t count, std::ptrdiff_t width, std:
             reinterpret_cast<const std::int64_t*>(columns)};
 }
 
-// Calls use(rows) with the type of the logits.
+// Call use(rows) with the type of the logits.
 template <typename Use>
 void with_rows(bool half, Address logits, std::ptrdiff_t count, std::ptrdiff_t width,
                std::ptrdiff_t stride, Address columns, Use use) {

@@ -1,5 +1,5 @@
-// What torch's CPU generator draws for dropout, bit for bit, with vectors: MT19937 (Matsumoto and
-// Nishimura 1998).
+// Vectorised MT19937 (Matsumoto and Nishimura 1998): draws for dropout, bitwise equal to those of
+// torch's CPU generator.
 #include "_kernels.h"
 
 #include <cmath>
@@ -13,10 +13,10 @@ namespace {
 
 constexpr Index kWords = 624, kMiddle = 397;
 
-// The generator's state as torch.get_rng_state() returns it.
+// State of the generator as torch.get_rng_state() returns it.
 struct State {
     std::uint64_t seed;
-    std::int32_t left;  // words of this block that are left, and one
+    std::int32_t left;  // remaining words of this block, plus one
     std::int32_t seeded;
     std::uint64_t next;
     std::uint64_t words[kWords];
@@ -39,8 +39,8 @@ class Engine {
         for (Index i = 0; i < kWords; ++i) state.words[i] = words_[i];
     }
 
-    // Ones where a 53-bit number is below the threshold, one for each pair of words, the upper one
-    // first.
+    // Write ones where a 53-bit number is below the threshold, else zeros. Each number takes a pair
+    // of words, the upper one first.
     template <class T>
     void below(std::uint64_t threshold, T* out, Index count) {
         while (count > 0) {
@@ -58,7 +58,7 @@ class Engine {
             count -= pairs;
             next_ += 2 * pairs;
             left_ -= 2 * pairs;
-            if (count > 0 && left_ == 1) {  // a pair of two blocks
+            if (count > 0 && left_ == 1) {  // a pair across two blocks
                 const std::uint32_t upper = word(), lower = word();
                 put(out++, static_cast<__mmask16>(number(upper, lower) < threshold), 1);
                 --count;
@@ -88,7 +88,7 @@ class Engine {
         return _mm512_set1_epi32(static_cast<int>(value));
     }
 
-    // The lower words decide where the upper ones are equal, which is seldom.
+    // Compare numbers with the threshold; the lower words are only needed for equal upper words.
     static __mmask16 compare(__m512i first, __m512i second, std::uint64_t threshold) {
         const __m512i even =
             _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -104,12 +104,13 @@ class Engine {
         return static_cast<__mmask16>(below | (equal & _mm512_cmplt_epu32_mask(lower, rest)));
     }
 
-    // Words [first, end) of the next block: words[i + offset] ^ twist(words[i], words[i + 1]).
+    // Compute words [first, end) of the next block:
+    // words[i + offset] ^ twist(words[i], words[i + 1]).
     void twist(Index first, Index end, Index offset) {
         for (Index i = first; i < end; i += 16) {
             const __mmask16 lanes = first_lanes(end - i);
             const __m512i one = read(words_ + i, lanes), other = read(words_ + i + 1, lanes);
-            // upper bit of one
+            // the upper bit is that of `one`
             const __m512i mixed = _mm512_ternarylogic_epi32(word_of(0x80000000), one, other, 0xCA);
             const __mmask16 is_odd = _mm512_test_epi32_mask(other, _mm512_set1_epi32(1));
             const __m512i twisted = _mm512_xor_si512(
@@ -121,7 +122,7 @@ class Engine {
 
     void renew() {
         twist(0, kWords - kMiddle, kMiddle);
-        words_[kWords] = words_[0];  // the last word's neighbour
+        words_[kWords] = words_[0];  // successor of the last word
         twist(kWords - kMiddle, kWords, kMiddle - kWords);
         left_ = kWords;
         next_ = 0;
@@ -155,7 +156,7 @@ namespace {
 
 using megacore::Index;
 
-// Fills `out` with ones of probability p and zeros, and moves the state on.
+// Fill `out` with ones of probability p and zeros, and advance the state.
 void bernoulli(std::uintptr_t state, double p, std::uintptr_t out, Index count, bool half) {
 #ifdef MEGACORE_HAS_AVX512
     half ? megacore::bernoulli<megacore::bf16>(state, p, out, count)

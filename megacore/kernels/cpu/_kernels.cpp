@@ -1,4 +1,4 @@
-// The compiled module: the functions of every operation, and what they need of the machine.
+// The compiled module: the functions of every operation, and checks of the CPU.
 #include "_kernels.h"
 
 #include "_vector.h"

@@ -1,5 +1,5 @@
-// What the files of the compiled module share. Each adds the functions of one operation; names are
-// unique in the module.
+// Shared declarations of the compiled module's files. Each file adds the functions of one
+// operation; names are unique in the module.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,10 +9,10 @@
 
 namespace py = pybind11;
 
-// Of a tensor's first element; 0 is no tensor.
+// Address of a tensor's first element; 0 means no tensor.
 using Address = std::uintptr_t;
 
-// Python's lock is not held while a kernel computes.
+// Releases Python's global interpreter lock while a kernel computes.
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 [[noreturn]] inline void no_kernels() { throw std::runtime_error("this machine has no kernels"); }

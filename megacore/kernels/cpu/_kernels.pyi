@@ -1,6 +1,6 @@
-"""Addresses are of a tensor's first element, 0 where there is none; strides are in elements.
+"""C++ kernels. Addresses are of a tensor's first element, or 0 without a tensor.
 
-`half` says bf16, else fp32.
+Strides are in elements. `half` is True for bf16 and False for fp32.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def gated_backward(
 ) -> None: ...
 
 # adam
-# Lists have an address and a size of each tensor; `targets` may be empty.
+# The lists contain the address and the size of each tensor; `targets` may be empty.
 def adamw(
     weights: Sequence[int],
     gradients: Sequence[int],
@@ -89,9 +89,9 @@ def adamw(
 def sum_of_squares(tensors: Sequence[int], sizes: Sequence[int], threads: int, /) -> float: ...
 
 # attention
-# Address, and strides of b, n and s.
+# Address, then the strides of b, n and s.
 Place = tuple[int, int, int, int]
-# b, n, g, queries, keys, d.
+# The sizes b, n, g, queries, keys and d.
 Sizes = tuple[int, int, int, int, int, int]
 
 def attention_forward(

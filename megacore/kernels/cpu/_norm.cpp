@@ -11,10 +11,11 @@ namespace megacore {
 namespace {
 
 template <class T>
-// rows that are worked on together: they fit the first cache
+// Number of rows that are processed together; they fit into the L1 cache.
 constexpr Index kGroup = 8 / sizeof(T);
 
-// kRows rows at once, so that one's additions need not wait for each other. bias may be null.
+// Normalise kRows rows at a time, so that their additions do not wait for each other. bias may be
+// null.
 template <class T, bool kCentred, Index kRows>
 void forward_rows(const T* x, Index x_stride, const T* weight, const T* bias, T* y, float* mean,
                   float* rstd, Index cols, float eps) {
@@ -54,8 +55,8 @@ void forward_rows(const T* x, Index x_stride, const T* weight, const T* bias, T*
     });
 }
 
-// Gradients of kRows rows, and their shares of the parameters' gradients added to dweight and
-// dbias.
+// Compute the gradients of kRows rows, and add their parts of the parameters' gradients to dweight
+// and dbias.
 template <class T, bool kCentred, Index kRows>
 void backward_rows(const T* dy, Index dy_stride, const T* x, Index x_stride, const T* weight,
                    const float* mean, const float* rstd, T* dx, float* dweight, float* dbias,
@@ -76,7 +77,7 @@ void backward_rows(const T* dy, Index dy_stride, const T* x, Index x_stride, con
         __m512 weights = load(dweight + c, lanes);
         __m512 biases = kCentred ? load(dbias + c, lanes) : _mm512_setzero_ps();
         for (Index r = 0; r < kRows; ++r) {
-            // zero where there is no column
+            // zero beyond the last column
             const __m512 grad = load(dy + r * dy_stride + c, lanes);
             const __m512 unit = normed(r, c, lanes);
             weights = _mm512_fmadd_ps(grad, unit, weights);
@@ -127,7 +128,7 @@ void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t x, Index x_stri
               std::uintptr_t weight, std::uintptr_t mean, std::uintptr_t rstd, std::uintptr_t dx,
               std::uintptr_t dweight, std::uintptr_t dbias, Index rows, Index cols, int threads) {
     const Blocks blocks(rows);
-    Sums sums(blocks, kCentred ? 2 * cols : cols);  // dweight's, then dbias's
+    Sums sums(blocks, kCentred ? 2 * cols : cols);  // of dweight, then of dbias
     threads = useful(threads, rows * cols);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (Index block = 0; block < blocks.count; ++block) {
@@ -153,8 +154,8 @@ namespace {
 
 using megacore::Index;
 
-// centred is LayerNorm, which has a mean; bias is null where there is none; strides are of rows, in
-// elements.
+// centred: LayerNorm, which has a mean; otherwise RMSNorm. bias is null without a bias. Strides are
+// between rows, in elements.
 void forward(Address x, Index x_stride, Address weight, Address bias, Address y, Address mean,
              Address rstd, Index rows, Index cols, float eps, bool centred, bool half,
              int threads) {

@@ -1,5 +1,5 @@
-// residual + branch + bias, with dropout where there is a mask; the bias's gradient in one pass
-// over the branch's.
+// residual + branch + bias, with dropout if there is a mask. The backward pass sums the bias's
+// gradient in one pass with the branch's.
 #include "_kernels.h"
 
 #include "_rows.h"
@@ -9,9 +9,9 @@ MEGACORE_AVX512_BEGIN
 namespace megacore {
 namespace {
 
-constexpr Index kGroup = 4;  // rows that share one reading of the sums over rows
+constexpr Index kGroup = 4;  // rows per load and store of the sums over rows
 
-// bias, residual and mask may be null; without a mask scale is of no account.
+// bias, residual and mask may be null; without a mask, scale has no effect.
 template <class T>
 void forward(std::uintptr_t branch, Index branch_stride, std::uintptr_t bias,
              std::uintptr_t residual, Index residual_stride, std::uintptr_t mask, Index mask_stride,
@@ -34,8 +34,8 @@ void forward(std::uintptr_t branch, Index branch_stride, std::uintptr_t bias,
     }
 }
 
-// dbranch = dy * mask * scale; without a mask it is dy and not written. dbias is its sum over rows,
-// or null.
+// dbranch = dy * mask * scale; without a mask it equals dy and is not written. dbias is its sum
+// over rows, or null.
 template <class T>
 void backward(std::uintptr_t dy, Index dy_stride, std::uintptr_t mask, Index mask_stride,
               float scale, std::uintptr_t dbranch, std::uintptr_t dbias, Index rows, Index cols,

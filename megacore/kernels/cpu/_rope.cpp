@@ -1,11 +1,11 @@
-// Rotation of the first elements of each head, of halves as GPT-NeoX and Llama pair them.
+// Rotation of the first elements of each head; the two halves are paired as in GPT-NeoX and Llama.
 #include "_kernels.h"
 
 #include <array>
 
 #include "_rows.h"
 
-// Of batch, heads and sequence, in elements; a head's own elements lie together.
+// Strides of batch, heads and sequence, in elements; the elements of a head are contiguous.
 using Strides = std::array<std::ptrdiff_t, 3>;
 
 #ifdef MEGACORE_HAS_AVX512
@@ -41,7 +41,7 @@ void rotate(std::uintptr_t x, const Strides& x_strides, std::uintptr_t cosines,
                     rotated / 2, sign);
     };
     threads = useful(threads, batch * heads * sequence * size);
-    // The inner loop goes where the memory does.
+    // The inner loop follows the memory order.
     if (y_strides[1] < y_strides[2]) {
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
         for (Index b = 0; b < batch; ++b) {
@@ -68,8 +68,8 @@ namespace {
 
 using megacore::Index;
 
-// The tables' rows are [rotated] and lie together; table_stride is from one batch to the next, 0
-// where all share one.
+// The tables have contiguous rows [rotated]. table_stride is the stride between batches, 0 if all
+// share one table.
 void rotate(Address x, Index x_batch, Index x_head, Index x_place, Address cosines, Address sines,
             Index table_stride, Address y, Index y_batch, Index y_head, Index y_place, Index batch,
             Index heads, Index sequence, Index size, Index rotated, bool back, bool half,

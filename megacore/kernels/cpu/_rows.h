@@ -1,5 +1,5 @@
-// Matrices of contiguous rows: how kernels walk along their columns, divide their rows and sum over
-// them.
+// Matrices of contiguous rows: loops over columns, division into blocks of rows, and sums over
+// rows.
 #pragma once
 
 #include <algorithm>
@@ -19,12 +19,12 @@ T* at(std::uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Starting the threads takes longer than a small tensor. One or all: OpenMP ends threads that a
-// smaller team leaves.
+// Return the number of threads to use: one for a small tensor, which takes less time than starting
+// threads. Otherwise all, because OpenMP ends the threads that a smaller team does not use.
 inline int useful(int threads, Index elements) { return elements < 32768 ? 1 : threads; }
 
-// Blocks of rows whose sums are added up in order. They depend on the rows alone: so does what the
-// sums round to.
+// Blocks of rows, over which sums are added in order. They depend only on the number of rows, and
+// so does the rounding of the sums.
 struct Blocks {
     explicit Blocks(Index rows)
         : rows(rows),
@@ -42,7 +42,7 @@ struct Blocks {
 MEGACORE_AVX512_BEGIN
 namespace megacore {
 
-// Which of 16 columns there are: all, or the first of them in a row's last piece.
+// The columns of a vector that exist: all 16, or the first ones in the last vector of a row.
 struct All {};
 struct Some {
     __mmask16 lanes;
@@ -65,7 +65,7 @@ inline void store(T* to, __m512 x, Some some) {
     store(to, x, some.lanes);
 }
 
-// Zero, or another value, where there is no column.
+// Return x with zero, or another value, in columns that do not exist.
 inline __m512 present(__m512 x, All) { return x; }
 inline __m512 present(__m512 x, Some some) { return _mm512_maskz_mov_ps(some.lanes, x); }
 inline __m512 present_or(__m512 x, __m512, All) { return x; }
@@ -73,7 +73,7 @@ inline __m512 present_or(__m512 x, __m512 other, Some some) {
     return _mm512_mask_mov_ps(other, some.lanes, x);
 }
 
-// body(column, All or Some) for every 16 columns.
+// Call body(column, All or Some) for every 16 columns.
 template <class Body>
 inline __attribute__((always_inline)) void columns(Index count, const Body& body) {
     Index column = 0;
@@ -81,16 +81,15 @@ inline __attribute__((always_inline)) void columns(Index count, const Body& body
     if (column < count) body(column, Some{first_lanes(count - column)});
 }
 
-// body(an integral constant of how many rows, the first of them): kGroup at once, what is left one
-// by one.
+// Call body(number of rows as an integral constant, first row) for kGroup rows at a time, and for
+// the remaining rows one by one.
 template <Index kGroup, class Body>
 inline __attribute__((always_inline)) void in_groups(Index row, Index end, const Body& body) {
     for (; row + kGroup <= end; row += kGroup) body(std::integral_constant<Index, kGroup>{}, row);
     for (; row < end; ++row) body(std::integral_constant<Index, 1>{}, row);
 }
 
-// out[column] = sum of the blocks' rows of `partial`, which lie `stride` apart, from the first to
-// the last.
+// Compute out[column] as the sum over the blocks' rows of `partial`, `stride` apart, in order.
 template <class T>
 void add_blocks(const float* partial, Index blocks, Index stride, Index cols, T* out) {
     columns(cols, [&](Index c, auto lanes) __attribute__((always_inline)) {
@@ -102,7 +101,7 @@ void add_blocks(const float* partial, Index blocks, Index stride, Index cols, T*
     });
 }
 
-// Sums over rows: each block's, of `width` columns, and then theirs.
+// Sums over rows: of each block, for `width` columns, then over the blocks.
 class Sums {
   public:
     Sums(const Blocks& blocks, Index width)
@@ -111,7 +110,7 @@ class Sums {
           partial_(new float[count_ * width]) {
         if (blocks.count == 0) clear(0);
     }
-    // A block's sums, set to zero.
+    // Set a block's sums to zero and return them.
     float* clear(Index block) {
         std::fill_n(partial_.get() + block * width_, width_, 0.0f);
         return partial_.get() + block * width_;

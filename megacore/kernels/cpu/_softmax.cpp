@@ -1,4 +1,4 @@
-// Attention's softmax of scaled and masked scores with dropout, forward and backward, and the
+// Softmax of attention's scaled and masked scores with dropout, forward and backward, including the
 // gradient of a bias.
 #include "_kernels.h"
 
@@ -16,8 +16,8 @@ namespace {
 struct Shape {
     Index batch, heads, queries, keys;
     bool causal;
-    // Keys that a query sees; the queries are the last of the keys, and those before the first key
-    // see none.
+    // Return the number of keys that a query sees. The queries are at the positions of the last
+    // keys; queries before the first key see none.
     Index seen(Index query) const {
         return causal ? std::max<Index>(0, keys - queries + query + 1) : keys;
     }
@@ -37,7 +37,7 @@ void forward_row(const T* scores, const T* bias, const T* kept, T* probs, T* dro
         highest = _mm512_max_ps(highest, present_or(score, lowest, lanes));
     });
     const float top = maximum(highest);
-    // A query that sees nothing gives zeros.
+    // A query that sees nothing has only zero weights.
     const __m512 shift =
         _mm512_set1_ps(top == -std::numeric_limits<float>::infinity() ? 0.0f : top);
     __m512 total = _mm512_setzero_ps();
@@ -60,7 +60,7 @@ void forward_row(const T* scores, const T* bias, const T* kept, T* probs, T* dro
     if (kept) std::fill(dropped + seen, dropped + keys, T{});
 }
 
-// dbias, where it is wanted, are sums of a row.
+// If dbias is not null, the row's gradient is added to it.
 template <class T>
 void backward_row(const T* grads, const T* probs, const T* kept, T* dscores, float* dbias,
                   Index seen, Index keys, float scale, float keep_scale) {
@@ -89,7 +89,7 @@ void forward(std::uintptr_t scores, std::uintptr_t bias, Index bias_batch, Index
              Index bias_query, std::uintptr_t kept, std::uintptr_t probs, std::uintptr_t dropped,
              const Shape& shape, float scale, float keep_scale, int threads) {
     threads = useful(threads, shape.row(shape.batch, 0, 0));
-    // here: nothing may be thrown where threads work together
+    // Allocated here because the parallel region must not throw.
     std::vector<float> scratch(threads * shape.keys);
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(3)
     for (Index b = 0; b < shape.batch; ++b) {
@@ -107,7 +107,7 @@ void forward(std::uintptr_t scores, std::uintptr_t bias, Index bias_batch, Index
     }
 }
 
-// A bias's gradient [heads, queries, keys] is the sum over the batch, in its order.
+// The bias's gradient [heads, queries, keys] is the sum over the batch, in order.
 template <class T>
 void backward(std::uintptr_t grads, std::uintptr_t probs, std::uintptr_t kept,
               std::uintptr_t dscores, std::uintptr_t dbias, const Shape& shape, float scale,
@@ -139,7 +139,8 @@ namespace {
 
 using megacore::Index;
 
-// All but the bias are contiguous [batch, heads, queries, keys]; null: no bias, no dropout.
+// All tensors except the bias are contiguous [batch, heads, queries, keys]. bias and kept may be
+// null.
 void forward(Address scores, Address bias, Index bias_batch, Index bias_head, Index bias_query,
              Address kept, Address probs, Address dropped, Index batch, Index heads, Index queries,
              Index keys, bool causal, float scale, float keep_scale, bool half, int threads) {

@@ -1,7 +1,7 @@
-// Vectors of 16 floats for the kernels: compiled for all x86-64 machines, chosen when the program
-// runs.
+// Vectors of 16 floats for the kernels. They are compiled on all x86-64 hosts, and used if the CPU
+// supports them at run time.
 //
-// Everything that uses them stands between MEGACORE_AVX512_BEGIN and MEGACORE_AVX512_END.
+// All code that uses them must be between MEGACORE_AVX512_BEGIN and MEGACORE_AVX512_END.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@
 
 namespace megacore {
 
-// Whether fp32 kernels run on this machine. They must not use instructions of AVX512-BF16.
+// Return true if fp32 kernels run on this CPU. They must not use instructions of AVX512-BF16.
 inline bool runs_fp32() {
 #ifdef MEGACORE_HAS_AVX512
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -41,7 +41,7 @@ inline bool runs_fp32() {
 #endif
 }
 
-// Whether bf16 kernels run on this machine.
+// Return true if bf16 kernels run on this CPU.
 inline bool runs_bf16() {
 #ifdef MEGACORE_HAS_AVX512
     return runs_fp32() && __builtin_cpu_supports("avx512bf16");
@@ -52,7 +52,7 @@ inline bool runs_bf16() {
 
 using bf16 = std::uint16_t;
 
-// Of this thread among those that work together, from 0.
+// Return the number of this thread in its team, from 0.
 inline int thread_number() {
 #ifdef _OPENMP
     return omp_get_thread_num();
@@ -72,7 +72,7 @@ inline __mmask16 first_lanes(std::ptrdiff_t count) {
                        : static_cast<__mmask16>((1u << count) - 1u);
 }
 
-// 16 elements of either type as floats; masked lanes read as zero.
+// Load 16 elements of either type as floats; masked lanes are zero.
 inline __m512 load(const float* from) { return _mm512_loadu_ps(from); }
 inline __m512 load(const bf16* from) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -86,7 +86,7 @@ inline __m512 load(const bf16* from, __mmask16 lanes) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
 
-// Rounded to the nearest, ties to even, by the instruction of AVX512-BF16 (denormals become zero).
+// Round to nearest, ties to even, with the instruction of AVX512-BF16 (denormals become zero).
 inline __m256i round_bf16(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
 
 inline void store(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
@@ -98,9 +98,9 @@ inline void store(bf16* to, __m512 x, __mmask16 lanes) {
     _mm256_mask_storeu_epi16(to, lanes, round_bf16(x));
 }
 
-// e^x = 2^y with y = x log2(e): its whole part becomes the exponent, its fraction goes through a
-// polynomial of degree 5 (minimax on [0, 1), 1 at 0). Relative error below 3e-7 for |x| < 4, and
-// below |x| 6e-8 beyond. No special cases: -inf gives 0, inf is infinite, NaN stays.
+// Compute e^x = 2^y with y = x log2(e): the integer part of y becomes the exponent, the fraction
+// goes into a polynomial of degree 5 (minimax on [0, 1), 1 at 0). The relative error is below 3e-7
+// for |x| < 4, and below |x| 6e-8 beyond. -inf gives 0, inf stays infinite, NaN stays NaN.
 inline __m512 exp(__m512 x) {
     const __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
     const __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);

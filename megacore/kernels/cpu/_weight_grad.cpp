@@ -1,10 +1,10 @@
-// The weight gradient dyᵀ x of bf16 factors, added to an fp32 main gradient: products are summed in
-// registers and are never rounded to bf16.
+// The weight gradient dyᵀ x of bf16 factors, added to an fp32 main gradient. Products are summed in
+// registers and never rounded to bf16.
 //
-// Both factors are packed so that the two rows which the dot product of AVX512-BF16 takes at once
-// lie together: x in panels of 32 columns for all threads, dy in panels of 8 columns by the thread
-// that works on them. One tile of 8 x 32 sums is the rows of a panel of dy times those of a panel
-// of x; a task is all tiles of some panels of dy.
+// AVX512-BF16's dot product takes two rows at a time. Both factors are packed so that these are
+// adjacent: x in panels of 32 columns for all threads, dy in panels of 8 columns by the thread that
+// processes them. One tile of 8 x 32 sums is the product of a panel of dy and a panel of x. A task
+// is all tiles of some panels of dy.
 #include "_kernels.h"
 
 #include <algorithm>
@@ -21,17 +21,17 @@ using megacore::bf16;
 using megacore::first_lanes;
 using megacore::thread_number;
 
-using Pair = std::uint32_t;  // one column in two rows
+using Pair = std::uint32_t;  // one column of two rows
 
 constexpr std::ptrdiff_t kLanes = 16;
 constexpr std::ptrdiff_t kTall = 8;    // columns of dy in a panel, rows of a tile
 constexpr std::ptrdiff_t kWide = 32;   // columns of x in a panel, and of a tile
-// of rows that are packed at once: panels of a task stay in the cache
+// Pairs of rows that are packed at a time, so that a task's panels stay in the cache.
 constexpr std::ptrdiff_t kMostPairs = 512;
 constexpr std::ptrdiff_t kAlignment = 64;
-// pairs between panels of dy, which keep them apart in the cache
+// Pairs between panels of dy, so that they do not conflict in the cache.
 constexpr std::ptrdiff_t kPadding = 16;
-constexpr std::ptrdiff_t kChunk = 32;    // pairs between two looks ahead
+constexpr std::ptrdiff_t kChunk = 32;    // pairs between two prefetches
 constexpr std::ptrdiff_t kCacheLine = 64;
 
 struct Matrix {
@@ -43,7 +43,7 @@ struct Panel {
     __m512i low, high;  // pairs of columns 0 … 15 and 16 … 31
 };
 
-// 32 columns of rows `row` and `row` + 1, zero beyond the matrix.
+// Load 32 columns of rows `row` and `row` + 1, zero beyond the matrix.
 inline __attribute__((always_inline)) Panel interleave(const Matrix& from, std::ptrdiff_t row,
                                                        std::ptrdiff_t column) {
     const std::ptrdiff_t count = std::min(from.columns - column, kWide);
@@ -59,7 +59,7 @@ inline __attribute__((always_inline)) Panel interleave(const Matrix& from, std::
             _mm512_permutex2var_epi16(even, second, odd)};
 }
 
-// A panel of x, [pairs, 32].
+// Pack a panel of x, [pairs, 32].
 void pack_wide(const Matrix& x, std::ptrdiff_t row, std::ptrdiff_t pairs, std::ptrdiff_t column,
                Pair* to) {
     for (std::ptrdiff_t pair = 0; pair < pairs; ++pair, to += kWide) {
@@ -69,8 +69,8 @@ void pack_wide(const Matrix& x, std::ptrdiff_t row, std::ptrdiff_t pairs, std::p
     }
 }
 
-// Panels of dy, each [pairs, 8] and `spacing` from the next, of columns in groups of 32. All
-// columns of two rows at a time: rows lie in pages of their own.
+// Pack panels of dy, each [pairs, 8] and `spacing` apart, of columns in groups of 32. The outer
+// loop is over pairs of rows because each row is in other memory pages.
 void pack_tall(const Matrix& dy, std::ptrdiff_t row, std::ptrdiff_t pairs, std::ptrdiff_t first,
                std::ptrdiff_t end, std::ptrdiff_t spacing, Pair* to) {
     for (std::ptrdiff_t pair = 0; pair < pairs; ++pair, to += kTall) {
@@ -89,11 +89,11 @@ void pack_tall(const Matrix& dy, std::ptrdiff_t row, std::ptrdiff_t pairs, std::
     }
 }
 
-// Asks the memory for the part of dy that comes next, a few rows at a time: its rows are short and
-// far apart, which the processor does not foresee.
+// Prefetcher of the next part of dy, a few rows at a time: rows are short and far apart, which the
+// CPU does not predict.
 class Ahead {
   public:
-    // Some columns of the rows that begin with `row`, within so many `looks`.
+    // Prefetch columns [first, end) of `rows` rows from `row` on in at most `looks` steps.
     Ahead(const Matrix& dy, std::ptrdiff_t row, std::ptrdiff_t rows, std::ptrdiff_t first,
           std::ptrdiff_t end, std::ptrdiff_t looks)
         : at_(reinterpret_cast<const char*>(dy.data + row * dy.stride + first)),
@@ -115,7 +115,7 @@ class Ahead {
     std::ptrdiff_t stride_, width_, rows_, rows_per_look_;
 };
 
-// Adds a tile, of which `rows` rows and `columns` columns exist, to `sums`.
+// Add a tile to `sums`, of which only `rows` rows and `columns` columns exist.
 void add_tile(const Pair* tall, const Pair* wide, std::ptrdiff_t pairs, float* sums,
               std::ptrdiff_t stride, std::ptrdiff_t rows, std::ptrdiff_t columns, Ahead& ahead) {
     __m512 tile[kTall][2];
@@ -160,8 +160,8 @@ struct FreeAligned {
     }
 };
 
-// Columns of dy in a task: the most that fit in the cache, unless threads would wait for the last
-// of them.
+// Return the number of columns of dy in a task: the most that fit into the cache, unless threads
+// would then wait for the last tasks.
 std::ptrdiff_t columns_per_task(std::ptrdiff_t columns, int threads) {
     std::ptrdiff_t best = 0, least = 0;
     for (const std::ptrdiff_t width : {3 * kWide, 2 * kWide, kWide}) {

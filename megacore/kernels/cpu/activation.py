@@ -1,6 +1,6 @@
 """Activations of x + bias, and gated units, in C++.
 
-Computed in fp32, the biases' gradients in the same pass.
+They compute in fp32. The backward pass also sums the bias's gradient.
 """
 
 from typing import Any
@@ -31,17 +31,17 @@ _KINDS: dict[Activation, int] = {
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, kind: Activation) -> Tensor:
-    """f(x + bias): [..., f] and [f] -> [..., f].
+    """Compute f(x + bias): [..., f] and [f] to [..., f].
 
-    f is an activation or what gates a gated unit's other half.
+    f is an activation, or the function of a gated unit's gate.
     """
     if kind == "relu" and bias is None and x.dtype == torch.float32:
-        return F.relu(x)  # nothing to fuse: as fast as memory already
+        return F.relu(x)  # nothing to fuse: torch is limited by memory bandwidth, too
     return _BiasActivation.apply(x, bias, _KINDS[kind])  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    """f(gate) * up, f that of swiglu, geglu or geglu_tanh: twice [..., f] -> [..., f]."""
+    """Compute f(gate) * up for swiglu, geglu or geglu_tanh: two [..., f] to one [..., f]."""
     return _Gated.apply(gate, up, _KINDS[kind])  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -73,7 +73,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _gradient_of(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Where a bias's gradient goes; of none an empty tensor, which an operator may return."""
+    """Return memory for the bias's gradient; without bias an empty tensor for the operator."""
     return x.new_empty(0) if bias is None else bias.new_empty(bias.shape)
 
 

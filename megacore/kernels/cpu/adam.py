@@ -1,6 +1,6 @@
-"""AdamW in C++ over fp32 main weights, and the sum of squares of gradients.
+"""AdamW over fp32 main weights, and the sum of squares of gradients, in C++.
 
-The update also rounds into the model.
+The update also rounds into the model's weights.
 """
 
 from collections.abc import Sequence
@@ -28,27 +28,26 @@ def adamw_(
     eps: float,
     divisor: float = 1.0,
 ) -> None:
-    """One update by AdamW of all tensors of a list, in one pass over the memory.
+    """Update all tensors of a list by AdamW in one pass over the memory.
 
-    AdamW is of Loshchilov and Hutter 2019.
-
-    What an element becomes depends on its own numbers alone, not on its place or on how tensors are
-    divided.
+    See Loshchilov and Hutter 2019. The result of an element only depends on its own numbers, not on
+    its position or on how the tensors are divided.
 
     Args:
-        weights: fp32 main weights; these and all others are contiguous, of one shape per position.
-        gradients: fp32, only read.
+        weights: fp32 main weights; all tensors are contiguous, and those at one position of the
+            lists have one shape.
+        gradients: gradients, fp32, only read.
         exp_avgs: first moments, fp32.
         exp_avg_sqs: second moments, fp32.
-        targets: bf16, become the new weights rounded to the nearest, ties to even; None publishes
-            nothing.
-        step: number of this update, from 1; it corrects the bias of the moments.
+        targets: bf16 tensors that receive the new weights, rounded to nearest, ties to even; None
+            for no such tensors.
+        step: number of this update, from 1; used for the bias correction of the moments.
         lr: learning rate.
         beta1: decay of the first moments.
         beta2: decay of the second moments.
-        weight_decay: decoupled; weights lose lr · weight_decay of themselves first.
-        eps: added to the root of the second moment.
-        divisor: the gradients are divided by it.
+        weight_decay: decoupled weight decay; weights are first multiplied by 1 - lr · weight_decay.
+        eps: number added to the root of the second moment.
+        divisor: number by which the gradients are divided.
     """
     if not weights:
         return
@@ -69,9 +68,9 @@ def adamw_(
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all elements of contiguous fp32 tensors: a float64 scalar.
+    """Return the sum of squares of contiguous fp32 tensors, a float64 scalar.
 
-    Its bits are the same with any number of threads.
+    The result is bitwise the same for any number of threads.
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)

@@ -1,9 +1,8 @@
 """Attention on CPUs with AVX-512: softmax(q kᵀ · scale) v and its gradients.
 
-No score matrix is held in memory.
-
-The backward pass keeps the inputs, the output and the log-sum-exp of each query, and computes the
-weights again (Dao et al. 2022). Results are the same bits for any number of threads.
+No score matrix is stored. The backward pass keeps the inputs, the output and the log-sum-exp of
+each query, and recomputes the weights (Dao et al. 2022). Results are bitwise the same for any
+number of threads.
 """
 
 from typing import Any
@@ -21,9 +20,9 @@ _BF16 = torch.bfloat16
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `attention` takes these.
+    """Return True if `attention` accepts these tensors.
 
-    [b, n, s, d] on a CPU with the instructions, d contiguous and at most 256.
+    They must be [b, n, s, d] on a CPU with the instructions, d contiguous and at most 256.
     """
     return (
         query.device.type == "cpu"
@@ -39,46 +38,46 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def supports_packed(mixed: Tensor) -> bool:
-    """Whether `packed_attention` takes this: [b, s, n, 3, d] like the tensors of `supports`."""
+    """Return True if `packed_attention` accepts [b, s, n, 3, d]; see `supports`."""
     return supports(*_heads(mixed))
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v.
+    """Compute softmax(q kᵀ · scale) v.
 
     Args:
-        query: [b, n, s_q, d], any strides but 1 on d; bf16 or fp32.
-        key: [b, g, s_k, d], n a multiple of g: each is shared by n / g query heads (Ainslie et al.
-            2023).
+        query: [b, n, s_q, d], d contiguous, any other strides; bf16 or fp32.
+        key: [b, g, s_k, d], n a multiple of g: n / g query heads share a key-value head (Ainslie
+            et al. 2023).
         value: like `key`.
-        causal: a query sees the keys up to its own position; as many keys as queries.
-        scale: of the scores; None means 1 / sqrt(d).
+        causal: a query sees only the keys up to its own position; requires s_q = s_k.
+        scale: factor on the scores; None means 1 / sqrt(d).
 
     Returns:
         [b, n, s_q, d], a view of memory [b, s_q, n, d].
 
     Raises:
-        ConfigError: the kernel does not take these tensors (see `supports`).
+        ConfigError: the kernel does not accept these tensors (see `supports`).
     """
     out: Tensor = _Attention.apply(query, key, value, causal, _scale(scale, query))  # type: ignore[no-untyped-call]
     return out
 
 
 def packed_attention(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
-    """Attention of queries, keys and values that one product made, with one gradient for the three.
+    """Compute attention of packed queries, keys and values, with one packed gradient.
 
     Args:
-        mixed: [b, s, n, 3, d], query, key and value of each head; any strides but 1 on d.
-        causal: a query sees the keys up to its own position.
-        scale: of the scores; None means 1 / sqrt(d).
+        mixed: [b, s, n, 3, d], query, key and value of each head; d contiguous, any other strides.
+        causal: a query sees only the keys up to its own position.
+        scale: factor on the scores; None means 1 / sqrt(d).
 
     Returns:
         [b, n, s, d], a view of memory [b, s, n, d].
 
     Raises:
-        ConfigError: the kernel does not take this tensor (see `supports_packed`).
+        ConfigError: the kernel does not accept this tensor (see `supports_packed`).
     """
     out: Tensor = _PackedAttention.apply(mixed, causal, _scale(scale, mixed))  # type: ignore[no-untyped-call]
     return out
@@ -96,10 +95,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = torch.ops.megacore.attention_backward(
+        gradients = torch.ops.megacore.attention_backward(
             grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale
         )
-        return *found, None, None
+        return *gradients, None, None
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -112,10 +111,10 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found = torch.ops.megacore.packed_attention_backward(
+        gradient = torch.ops.megacore.packed_attention_backward(
             grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale
         )
-        return found, None, None
+        return gradient, None, None
 
 
 def _scale(scale: float | None, of: Tensor) -> float:
@@ -123,13 +122,13 @@ def _scale(scale: float | None, of: Tensor) -> float:
 
 
 def _heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[b, s, n, 3, d] -> query, key and value [b, n, s, d]."""
+    """Split [b, s, n, 3, d] into query, key and value [b, n, s, d]."""
     query, key, value = mixed.permute(3, 0, 2, 1, 4).unbind(0)
     return query, key, value
 
 
 def _empty_heads(like: Tensor) -> Tensor:
-    """[b, n, s, d] as a view of new memory [b, s, n, d]."""
+    """Return an uninitialised [b, n, s, d], a view of new memory [b, s, n, d]."""
     b, n, s, d = like.shape
     return like.new_empty((b, s, n, d)).transpose(1, 2)
 
@@ -205,9 +204,9 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = _empty_heads(query), _empty_heads(key), _empty_heads(value)
-    _run_backward(grad, (query, key, value), out, lse, found, causal, scale)
-    return found
+    gradients = _empty_heads(query), _empty_heads(key), _empty_heads(value)
+    _run_backward(grad, (query, key, value), out, lse, gradients, causal, scale)
+    return gradients
 
 
 @operator(
@@ -226,9 +225,9 @@ def _packed_forward(mixed: Tensor, causal: bool, scale: float) -> tuple[Tensor, 
 def _packed_backward(
     grad: Tensor, mixed: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Tensor:
-    found = mixed.new_empty(mixed.shape)
-    _run_backward(grad, _heads(mixed), out, lse, _heads(found), causal, scale)
-    return found
+    gradient = mixed.new_empty(mixed.shape)
+    _run_backward(grad, _heads(mixed), out, lse, _heads(gradient), causal, scale)
+    return gradient
 
 
 def _run_backward(
@@ -236,7 +235,7 @@ def _run_backward(
     inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
-    found: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
     causal: bool,
     scale: float,
 ) -> None:
@@ -250,7 +249,7 @@ def _run_backward(
         causal,
         (_place(grad), _place(query), _place(key), _place(value), _place(out)),
         lse.data_ptr(),
-        (_place(found[0]), _place(found[1]), _place(found[2])),
+        (_place(gradients[0]), _place(gradients[1]), _place(gradients[2])),
         torch.get_num_threads(),
     )
 

@@ -1,13 +1,13 @@
-"""What the kernels share.
+"""Shared parts of the C++ kernels.
 
-Where they run, how torch knows them, what they need of tensors, and dropout's mask.
+Detection of the CPU's instructions, registration of operators, checks of tensors, dropout masks.
 """
 
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
-import torch  # first: the kernels use the OpenMP library that it brings
+import torch  # first, because it loads the OpenMP library that the kernels use
 from torch import Tensor
 
 from megacore.errors import ConfigError
@@ -15,36 +15,36 @@ from megacore.kernels.cpu import _kernels
 
 _LIBRARY = torch.library.Library("megacore", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SAMPLE = 4001
-"""Numbers by which two generators are compared: of several blocks, and not of a whole number of
-them."""
+"""Numbers drawn to compare two generators: several blocks, and not a multiple of a block."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @cache
 def runs_fp32() -> bool:
-    """Whether the CPU has AVX-512 (F, BW, DQ, VL) and FMA."""
+    """Return True if the CPU has AVX-512 (F, BW, DQ, VL) and FMA."""
     return _kernels.runs_fp32()
 
 
 @cache
 def runs_bf16() -> bool:
-    """Whether it has AVX512-BF16 besides."""
+    """Return True if the CPU also has AVX512-BF16."""
     return _kernels.runs_bf16()
 
 
 def runs(dtype: torch.dtype) -> bool:
-    """Whether the kernels compute in `dtype` here."""
+    """Return True if the kernels can compute in `dtype` on this CPU."""
     return {torch.float32: runs_fp32, torch.bfloat16: runs_bf16}.get(dtype, lambda: False)()
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Make a function the CPU kernel of `torch.ops.megacore.<name>`.
+    """Register a function as the CPU kernel of `torch.ops.megacore.<name>`.
 
     Args:
-        schema: as "name(Tensor x, float scale) -> Tensor", with aliases of what is changed in place
-            as "Tensor(a!) x".
-        fake: the same arguments to outputs of the right shape, type and strides without values.
+        schema: schema such as "name(Tensor x, float scale) -> Tensor", with alias annotations such
+            as "Tensor(a!) x" for tensors that are changed in place.
+        fake: function from the same arguments to outputs of the right shape, type and strides,
+            without values.
     """
     name = schema.partition("(")[0]
 
@@ -58,16 +58,16 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., columns] -> [rows, columns] with dense columns; a view where strides allow one."""
+    """View [..., columns] as [rows, columns] with contiguous columns; copy if necessary."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def is_half(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether all of them are bf16; else all are fp32.
+    """Return True if all tensors are bf16, False if all are fp32.
 
     Raises:
-        ConfigError: they are neither, or not the same.
+        ConfigError: the tensors have different types or another type.
     """
     dtype = x.dtype
     for other in others:
@@ -84,9 +84,9 @@ def is_half(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def check_shapes(x: Tensor, *others: Tensor | None) -> None:
-    """Raise ConfigError unless all have the shape of x.
+    """Raise ConfigError unless all tensors have the shape of x.
 
-    Kernels read as many rows and columns of each.
+    Kernels read the same number of rows and columns of each.
     """
     for other in others:
         if other is not None and other.shape != x.shape:
@@ -97,10 +97,10 @@ def check_shapes(x: Tensor, *others: Tensor | None) -> None:
 
 
 def per_column(values: Tensor | None, x: Tensor) -> Tensor | None:
-    """A weight or a bias with a number for each of x's columns, contiguous.
+    """Return a weight or a bias with one number per column of x, contiguous.
 
     Raises:
-        ConfigError: it has more or fewer.
+        ConfigError: the number of elements differs.
     """
     if values is None:
         return None
@@ -113,35 +113,34 @@ def per_column(values: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def address(x: Tensor | None) -> int:
-    """Where it lies; 0 is nowhere."""
+    """Return the address of the first element, 0 for None."""
     return 0 if x is None else x.data_ptr()
 
 
 def kept_like(x: Tensor, p: float) -> Tensor:
-    """Ones, and zeros with probability p, in a tensor that is dense like x.
+    """Return a dropout mask with x's shape and strides: zeros with probability p, else ones.
 
-    They are drawn from torch's default generator.
-
-    From the same state of the generator torch drops the same elements, but draws one number at a
-    time in one thread, 5 ns for each; vectors of the same generator take a tenth of it.
+    The mask is drawn from torch's default generator. It is the one that torch draws from the same
+    state, but torch draws one number at a time in one thread, which takes 5 ns each; the vectorised
+    generator takes a tenth of that.
     """
-    kept = torch.empty_like(x)
+    mask = torch.empty_like(x)
     if torch.compiler.is_compiling() or not draws_as_torch():
-        return kept.bernoulli_(1.0 - p)
+        return mask.bernoulli_(1.0 - p)
     state = torch.get_rng_state()
-    _kernels.bernoulli(state.data_ptr(), 1.0 - p, kept.data_ptr(), kept.numel(), is_half(kept))
+    _kernels.bernoulli(state.data_ptr(), 1.0 - p, mask.data_ptr(), mask.numel(), is_half(mask))
     torch.set_rng_state(state)
-    return kept
+    return mask
 
 
 @cache
 def draws_as_torch() -> bool:
-    """Whether torch draws with this generator here; on Intel's CPUs it has MKL's instead."""
+    """Return True if torch uses this generator here; on Intel's CPUs it uses MKL's instead."""
     before = torch.get_rng_state()
     torch.rand(3)
     state = torch.get_rng_state()
-    expected, found = torch.empty(_SAMPLE).bernoulli_(0.7), torch.empty(_SAMPLE)
+    expected, drawn = torch.empty(_SAMPLE).bernoulli_(0.7), torch.empty(_SAMPLE)
     after = torch.get_rng_state()
     torch.set_rng_state(before)
-    _kernels.bernoulli(state.data_ptr(), 0.7, found.data_ptr(), _SAMPLE, False)
-    return torch.equal(expected, found) and torch.equal(state, after)
+    _kernels.bernoulli(state.data_ptr(), 0.7, drawn.data_ptr(), _SAMPLE, False)
+    return torch.equal(expected, drawn) and torch.equal(state, after)

@@ -1,10 +1,9 @@
-"""Cross entropy in C++ whose gradient takes the place of the logits.
+"""Cross entropy in C++ with a gradient that replaces the logits.
 
-Logits are bf16 or fp32; it computes in fp32.
-
-All functions take logits [n, w], w being this rank's part of the vocabulary, whose rows are
-contiguous, and labels as columns of that part, int64 [n]. A NaN among the logits makes its row's
-statistics, loss and gradient NaN; logits of -inf, as of padding, count as e^-inf = 0.
+Logits are bf16 or fp32; the kernels compute in fp32. All functions take logits [n, w] with
+contiguous rows, w being the width of this rank's part of the vocabulary, and labels as columns of
+that part, int64 [n]. A NaN among the logits makes its row's statistics, loss and gradient NaN.
+Logits of -inf, as for padding, count as e^-inf = 0.
 """
 
 import torch
@@ -16,17 +15,16 @@ from megacore.kernels.cpu.common import operator
 
 
 def label_statistics(logits: Tensor, columns: Tensor, with_sum: bool = False) -> Tensor:
-    """What a rank needs to know of its part of each row, and tells the others.
+    """Compute the statistics of this rank's part of each row, which the ranks exchange.
 
     Args:
         logits: [n, w], only read.
-        columns: of the labels, [n]; outside 0 … w - 1 where the label is on another rank.
-        with_sum: whether the logits are summed as well, for label smoothing.
+        columns: columns of the labels, [n]; outside 0 … w - 1 if the label is on another rank.
+        with_sum: also sum the logits, for label smoothing.
 
     Returns:
-        fp32 [3 or 4, n]: the maximum, the logit of the label (0 where it is on another rank), the
-        sum of exp(logit - maximum), and if asked for the sum of the logits themselves, not relative
-        to the maximum.
+        fp32 [3 or 4, n]: the maximum, the label's logit (0 if it is on another rank), the sum of
+        exp(logit - maximum), and if requested the sum of the logits, not relative to the maximum.
     """
     statistics: Tensor = torch.ops.megacore.label_statistics(logits, columns, with_sum)
     return statistics
@@ -42,15 +40,15 @@ def softmax_gradient_(
 ) -> None:
     """Replace logits by the gradient of the loss, in place.
 
-    factor · exp(logit - log_normaliser) - label_weight · [column is the label's] - evenly.
+    It is factor · exp(logit - log_normaliser) - label_weight · [column is the label's] - evenly.
 
     Args:
         logits: [n, w], overwritten.
-        columns: of the labels, [n]; outside 0 … w - 1 where the label is on another rank.
+        columns: columns of the labels, [n]; outside 0 … w - 1 if the label is on another rank.
         log_normaliser: logsumexp of each row over all ranks, fp32 [n].
-        factor: 1 + 2 z logsumexp with z-loss z, fp32 [n]; None is 1.
+        factor: 1 + 2 z logsumexp with z-loss z, fp32 [n]; None means 1.
         label_weight: 1 - ε with label smoothing ε.
-        evenly: ε / v with label smoothing, v being the whole vocabulary.
+        evenly: ε / v with label smoothing, v being the size of the whole vocabulary.
     """
     torch.ops.megacore.softmax_gradient_(
         logits, columns, log_normaliser, factor, label_weight, evenly
@@ -64,20 +62,21 @@ def cross_entropy_(
     z_loss: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """Loss of each row, whose gradient takes the place of the logits.
+    """Return the loss of each row, and replace the logits by its gradient.
 
-    For a vocabulary that is whole on this rank.
+    The rank must have the whole vocabulary.
 
-    loss = logsumexp - (1 - ε) logit_label - ε mean(logits) + z logsumexp², whose gradient is (1 + 2
-    z logsumexp) softmax - (1 - ε) onehot - ε / w. Each row is worked on while it is in the cache.
+    loss = logsumexp - (1 - ε) logit_label - ε mean(logits) + z logsumexp². Its gradient is
+    (1 + 2 z logsumexp) softmax - (1 - ε) onehot - ε / w. Each row is processed while it is in the
+    cache.
 
     Args:
         logits: [n, w], overwritten.
-        columns: of the labels, [n]; a row whose label is outside 0 … w - 1 has neither loss nor
-            gradient: both are NaN.
+        columns: columns of the labels, [n]; a label outside 0 … w - 1 makes the row's loss and
+            gradient NaN.
         label_smoothing: ε (Szegedy et al. 2016).
         z_loss: z (Chowdhery et al. 2022, section 5).
-        scale: the gradient is multiplied by it.
+        scale: factor on the gradient.
 
     Returns:
         fp32 [n].
@@ -89,7 +88,7 @@ def cross_entropy_(
 
 
 def _rows(logits: Tensor, columns: Tensor) -> tuple[int, bool, int, int, int, int]:
-    """Logits and labels as the C++ functions take them."""
+    """Return logits and labels as arguments of the C++ functions."""
     half = logits.dtype is torch.bfloat16
     if not (half or logits.dtype is torch.float32) or logits.dim() != 2 or logits.stride(1) != 1:
         raise ConfigError(
@@ -116,7 +115,7 @@ def _rows(logits: Tensor, columns: Tensor) -> tuple[int, bool, int, int, int, in
 
 
 def _address(values: Tensor, count: int) -> int:
-    """Of one fp32 number per row."""
+    """Return the address of a tensor with one fp32 number per row."""
     if values.dtype is not torch.float32 or not values.is_contiguous() or values.numel() != count:
         raise ConfigError(
             f"The C++ cross entropy takes log_normaliser and factor as {count} contiguous fp32 "

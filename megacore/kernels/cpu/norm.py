@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in C++: statistics and sums in fp32, each row read from memory once."""
+"""LayerNorm and RMSNorm in C++: statistics and sums in fp32, each row is read once from memory."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from megacore.kernels.cpu.common import address, is_half, operator, per_column, 
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, [..., h]."""
+    """Compute (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
     return _LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """X / sqrt(mean(x²) + eps) * weight over the last dimension: [..., h] -> [..., h]."""
+    """Compute x / sqrt(mean(x²) + eps) * weight over the last dimension."""
     return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -1,6 +1,6 @@
-"""Dropout, and what a branch gives to the residual stream, in C++.
+"""Dropout, also fused with bias and residual, in C++.
 
-One pass, and one for the bias's gradient.
+The forward pass is one pass over the memory, as is the sum of the bias's gradient.
 """
 
 from typing import Any
@@ -21,26 +21,29 @@ from megacore.kernels.cpu.common import (
 
 
 def bias_dropout_add(branch: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """Residual + dropout(branch + bias): [..., h] -> [..., h], contiguous.
+    """Compute residual + dropout(branch + bias): [..., h] to [..., h], contiguous.
 
-    What is dropped is what `torch.nn.functional.dropout` drops from the same state of torch's
-    generator.
+    The dropped elements are those that `torch.nn.functional.dropout` drops from the same state of
+    torch's generator.
 
     Args:
-        branch: what is added.
-        bias: [h] of the branch.
-        residual: of the branch's shape.
+        branch: output of the branch.
+        bias: bias [h] of the branch.
+        residual: residual of the branch's shape.
         p: probability of dropping an element; 0 outside of training.
     """
     if not p and bias is None and branch.dtype == torch.float32:
-        return residual + branch  # nothing to fuse, and no fp32 to compute in
+        return residual + branch  # nothing to fuse, and no conversion to fp32
     mask = kept_like(branch, p) if p else None
     scale = 1.0 / (1.0 - p)
     return _BiasDropoutAdd.apply(branch, bias, residual, mask, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """What `torch.nn.functional.dropout` gives in training from the same generator; 0 < p < 1."""
+    """Apply dropout as `torch.nn.functional.dropout` does in training; 0 < p < 1.
+
+    It drops the same elements from the same state of torch's generator.
+    """
     return _BiasDropoutAdd.apply(x, None, None, kept_like(x, p), 1.0 / (1.0 - p))  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -82,7 +85,7 @@ def _bias_dropout_add(
     check_shapes(branch, residual, mask)
     half, y = is_half(branch, bias, residual, mask), branch.new_empty(branch.shape)
     branches, residuals = rows_of(branch), None if residual is None else rows_of(residual)
-    kept = None if mask is None else rows_of(mask)
+    mask_rows = None if mask is None else rows_of(mask)
     bias = per_column(bias, branch)
     _kernels.residual_forward(
         branches.data_ptr(),
@@ -90,8 +93,8 @@ def _bias_dropout_add(
         address(bias),
         address(residuals),
         0 if residuals is None else residuals.stride(0),
-        address(kept),
-        0 if kept is None else kept.stride(0),
+        address(mask_rows),
+        0 if mask_rows is None else mask_rows.stride(0),
         scale,
         y.data_ptr(),
         branches.shape[0],
@@ -112,13 +115,13 @@ def _bias_dropout_add(
 def _dropout_backward(
     dy: Tensor, mask: Tensor, scale: float, with_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    half, grads, kept = is_half(dy, mask), rows_of(dy), rows_of(mask)
+    half, grads, mask_rows = is_half(dy, mask), rows_of(dy), rows_of(mask)
     dbranch, sums = dy.new_empty(dy.shape), dy.new_empty(dy.shape[-1] if with_sum else 0)
     _kernels.residual_backward(
         grads.data_ptr(),
         grads.stride(0),
-        kept.data_ptr(),
-        kept.stride(0),
+        mask_rows.data_ptr(),
+        mask_rows.stride(0),
         scale,
         dbranch.data_ptr(),
         sums.data_ptr() if with_sum else 0,

@@ -1,6 +1,6 @@
 """Rotary position embedding in C++.
 
-One pass, forward and backward, in the memory order that the heads have.
+Forward and backward take one pass each, and keep the memory order of the heads.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from megacore.kernels.cpu.common import is_half, operator
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first elements of each head: [b, n, s, d] -> [b, n, s, d].
+    """Rotate the first elements of each head: [b, n, s, d] to [b, n, s, d].
 
-    Where x is a transposed [b, s, n, d], so is the result. The tables get no gradient.
+    If x is a transposed [b, s, n, d], so is the result. The tables get no gradient.
 
     Args:
-        x: of any strides.
-        rotary: cosines and sines [b or 1, 1, s, rotated], whose second half repeats the first.
+        x: heads, with any strides.
+        rotary: cosines and sines [b or 1, 1, s, rotated]; the second half repeats the first.
     """
     return _Rotate.apply(x, *rotary)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -37,7 +37,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _alike(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
-    """Memory for the result: dense, heads and sequence in the order that they have in x."""
+    """Return memory for the result: dense, heads and sequence in the order they have in x."""
     batch, heads, sequence, size = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(batch, sequence, heads, size).transpose(1, 2)

@@ -1,8 +1,6 @@
-"""Attention with its weights in memory, for dropout and trained biases.
+"""Softmax in C++ for attention with its weights in memory, for dropout and trained biases.
 
-The softmax between its matmuls is C++.
-
-torch has no fused kernel for either on CPUs and makes several copies of the weights.
+On CPUs torch has no fused kernel for either, and makes several copies of the weights.
 """
 
 from typing import Any
@@ -18,9 +16,9 @@ from megacore.kernels.cpu.common import address, is_half, kept_like, operator
 def scaled_masked_softmax(
     scores: Tensor, bias: Tensor | None, *, scale: float, causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
-    """dropout(softmax(scores * scale + bias)) of [b, n, s, s_k].
+    """Compute dropout(softmax(scores * scale + bias)) of [b, n, s, s_k].
 
-    A row of -inf alone becomes zeros.
+    A row with only -inf becomes zeros.
     """
     if bias is not None and bias.requires_grad and bias.shape != (1, *scores.shape[1:]):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The weight gradient of a linear layer in C++.
+"""Weight gradient of a linear layer in C++.
 
-A product of bf16 factors is added to fp32 without being rounded.
+A product of bf16 factors is added to fp32 without rounding.
 """
 
 import torch
@@ -12,10 +12,10 @@ from megacore.kernels.cpu.common import operator
 
 
 def accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dyᵀ x, summed in fp32 and without a temporary of main_grad's size.
+    """Compute main_grad += dyᵀ x, summed in fp32, without a temporary of main_grad's size.
 
-    As Megatron-LM's fused weight-gradient accumulation. The sum over rows has one order: the bits
-    do not depend on the number of threads.
+    Megatron-LM's fused weight-gradient accumulation does the same. The order of the sum over rows
+    is fixed: the result is bitwise the same for any number of threads.
 
     Args:
         main_grad: [o, i], fp32, with contiguous rows.

@@ -1,1 +1,1 @@
-"""The parts of a transformer."""
+"""Layers of a transformer."""

@@ -1,7 +1,4 @@
-"""Attention (Vaswani et al. 2017), divided by heads.
-
-It is of a sequence to itself, or of a decoder to its encoder.
-"""
+"""Self-attention and cross attention (Vaswani et al. 2017), divided over ranks by heads."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,10 +20,10 @@ from megacore.tensor_parallel.partition import divide
 
 
 class _Attention(nn.Module):
-    """What is common: the heads of this rank, the scores, and the projection of the result."""
+    """Base of attention layers: this rank's heads, the scores, and the output projection."""
 
     part: str | None = None
-    """Under which name dropout is drawn."""
+    """Name of the layer's dropout stream; None is the layer's default."""
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class _Attention(nn.Module):
     def _column(
         self, model: ModelConfig, rows: int, device: torch.device | str
     ) -> ColumnParallelLinear:
-        """A projection to heads."""
+        """Return a linear layer that projects to heads."""
         return ColumnParallelLinear(
             model.hidden_size,
             rows,
@@ -82,13 +79,13 @@ class _Attention(nn.Module):
         dropout_seed: int | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """[b, n/t, s, d] of each head, the same for keys and values of each group -> [b, s, h]."""
+        """Attend and project: q, k, v [b, n/t, s, d] (k, v per group) to [b, s, h]."""
         return self._projected(
             partial(self._attend, dropout_seed=dropout_seed, bias=bias), query, key, value
         )
 
     def _projected(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """What `attend` makes of its inputs, [b, n/t, s, d], projected by the layer: [b, s, h]."""
+        """Apply `attend` to its inputs, and project the result [b, n/t, s, d] to [b, s, h]."""
         if self.recompute and self.training and torch.is_grad_enabled():
             context = checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -103,7 +100,7 @@ class _Attention(nn.Module):
         dropout_seed: int | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """[b, n/t, s, d] -> [b, n/t, s, d]."""
+        """Map q, k, v to the attention output [b, n/t, s, d], with dropout in training."""
         if not (self.training and self.attention_dropout):
             return self._scores(query, key, value, 0.0, bias)
         self.seed(dropout_seed)
@@ -111,7 +108,7 @@ class _Attention(nn.Module):
             return self._scores(query, key, value, self.attention_dropout, bias)
 
     def seed(self, dropout_seed: int | None) -> None:
-        """Begin what this layer's attention draws for a micro batch."""
+        """Seed the dropout of this layer's attention for a micro batch."""
         seed_dropout(dropout_seed, self.number, self.part)
 
     def _scores(
@@ -128,21 +125,21 @@ class SelfAttention(_Attention):
 
     n / g query heads share each key-value head.
 
-    With g = n one layer computes all three: the rows of query_key_value are [head][q, k, v][d], so
-    that a part is whole heads. Else the rows of query are [head][d] and those of key_value
-    [group][k, v][d]; with fewer groups than ranks each rank computes a part of them all, gathers
-    the others' and takes its heads' group.
+    With g = n one layer projects to all three; the rows of query_key_value are [head][q, k, v][d],
+    so that a rank's part is whole heads. Otherwise the rows of query are [head][d] and those of
+    key_value [group][k, v][d]. With fewer groups than ranks, each rank computes a part of all
+    groups, gathers the other parts and selects the group of its heads.
 
     Args:
-        model: the architecture.
+        model: model configuration.
         number: the layer's index in the whole model.
-        causal: whether a token sees only itself and those before it.
-        scale: of the scores; None means 1 / sqrt(d).
-        recompute: keep q, k and v alone for the backward pass, not what is computed of them.
-        kernels: what computes.
-        tp: the ranks that share the layer.
+        causal: a token sees only itself and previous tokens.
+        scale: factor on the scores; None means 1 / sqrt(d).
+        recompute: keep only q, k and v for the backward pass, not what is computed from them.
+        kernels: kernels to compute with.
+        tp: ranks that share the layer.
         sequence_parallel: input and output are this rank's part of the sequence.
-        device: where the parameters are.
+        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: heads or groups cannot be divided over the ranks.
@@ -190,7 +187,7 @@ class SelfAttention(_Attention):
     def forward(
         self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None
     ) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         shared = shared or Shared()
         if self._takes_packed(shared):
             mixed: Tensor = self.query_key_value(x)
@@ -212,22 +209,22 @@ class SelfAttention(_Attention):
         return self._context(query, key, value, dropout_seed, shared.bias)
 
     def partial_gradients(self) -> frozenset[str]:
-        """Each rank's norms see its own heads."""
+        """Return the norms' parameters, which see only the rank's heads."""
         return (
             parameters_of(self, "q_layernorm", "k_layernorm") if self.tp.size > 1 else frozenset()
         )
 
     def _takes_packed(self, shared: Shared) -> bool:
-        """Whether nothing happens to q, k and v between their projection and attention.
+        """Return True if attention can use q, k and v directly in their packed projection.
 
-        Attention must add nothing either.
+        This requires that nothing changes them, and that there is no bias, cache or dropout.
         """
-        alone = shared.bias is None and shared.rotary is None and shared.cache is None
+        unmodified = shared.bias is None and shared.rotary is None and shared.cache is None
         dropout = self.training and self.attention_dropout
-        return alone and not (self.grouped or self.q_layernorm is not None or dropout)
+        return unmodified and not (self.grouped or self.q_layernorm is not None or dropout)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """This rank's queries [b, s, n/t, d], and the keys and values of their groups.
+        """Return this rank's queries [b, s, n/t, d], and the keys and values of their groups.
 
         Keys and values are [b, s, g/t or 1, d] each.
         """
@@ -238,8 +235,8 @@ class SelfAttention(_Attention):
         query, mixed = column_parallel(x, layers, self.tp, self.sequence_parallel)
         if self.groups < self.tp.size:
             mixed = gather_within_tensor_parallel_region(mixed, self.tp)
-            own = self.tp.rank * self.groups // self.tp.size
-            mixed = mixed.narrow(-1, own * 2 * self.head_dim, 2 * self.head_dim)
+            group = self.tp.rank * self.groups // self.tp.size
+            mixed = mixed.narrow(-1, group * 2 * self.head_dim, 2 * self.head_dim)
         shape = mixed.shape[:2]
         key, value = mixed.view(*shape, -1, 2, self.head_dim).unbind(3)
         return query.view(*shape, self.heads, self.head_dim), key, value
@@ -251,14 +248,14 @@ class CrossAttention(_Attention):
     The rows of query are [head][d], those of key_value [head][k, v][d].
 
     Args:
-        model: the architecture.
+        model: model configuration.
         number: the layer's index in the whole model.
-        scale: of the scores; None means 1 / sqrt(d).
-        recompute: keep q, k and v alone for the backward pass, not what is computed of them.
-        kernels: what computes.
-        tp: the ranks that share the layer.
+        scale: factor on the scores; None means 1 / sqrt(d).
+        recompute: keep only q, k and v for the backward pass, not what is computed from them.
+        kernels: kernels to compute with.
+        tp: ranks that share the layer.
         sequence_parallel: input, memory and output are this rank's part of their sequence.
-        device: where the parameters are.
+        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: heads cannot be divided over the ranks.
@@ -293,7 +290,7 @@ class CrossAttention(_Attention):
         self.key_value = self._column(model, 2 * model.attention_size, device)
 
     def forward(self, x: Tensor, dropout_seed: int | None, shared: Shared) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         assert shared.memory is not None
         query, mixed = self.query(x), self.key_value(shared.memory)
         key, value = (

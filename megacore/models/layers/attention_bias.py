@@ -1,7 +1,6 @@
-"""What is added to attention's scores: masks, and biases that depend on distance.
+"""Additive biases of attention scores: masks, ALiBi and T5's relative position bias.
 
-These are ALiBi's slopes and T5's relative position bias (Raffel et al. 2019, arXiv:1910.10683,
-section 2.1).
+For the latter see Raffel et al. 2019, arXiv:1910.10683, section 2.1.
 """
 
 import math
@@ -30,28 +29,27 @@ def attention_bias(
     slopes: Tensor | None = None,
     learned: Tensor | None = None,
 ) -> Tensor | None:
-    """The sum of everything that is added to the scores.
+    """Return the sum of all biases that are added to the scores.
 
-    The queries are the last `queries` of the `keys` tokens.
-
-    Attention kernels add it as it is; of a bool mask each layer would make one of its own.
+    The queries are the last `queries` of the `keys` tokens. The bias is additive because kernels
+    add it unchanged; from a bool mask each layer would build its own additive one.
 
     Args:
-        queries: tokens that look.
-        keys: tokens that may be seen.
-        causal: whether a token sees only itself and those before it.
-        dtype: of the result.
-        device: of the result.
-        documents: [b, keys] numbers of documents; a token sees none but its own.
-        present: [b, keys] bool; False is padding, which is not seen by any other token.
-        window: how many tokens a token sees, itself included.
-        slopes: [n/t] of ALiBi (Press et al. 2021, arXiv:2108.12409): each head loses that much per
-            token of distance.
-        learned: [1, n/t, queries, keys] of a table that is trained.
+        queries: number of query tokens.
+        keys: number of key tokens.
+        causal: a token sees only itself and previous tokens.
+        dtype: type of the result.
+        device: device of the result.
+        documents: document numbers [b, keys]; a token sees only its own document.
+        present: bool mask [b, keys]; False is padding, which no other token sees.
+        window: number of tokens that a token sees, including itself.
+        slopes: ALiBi's slopes [n/t] (Press et al. 2021, arXiv:2108.12409): the decrease of a head's
+            scores per token of distance.
+        learned: learned bias [1, n/t, queries, keys].
 
     Returns:
-        [b or 1, n/t or 1, queries or 1, keys], or None where the kernel's own causal mask, or none,
-        suffices.
+        The bias [b or 1, n/t or 1, queries or 1, keys], or None if the kernel's own causal mask, or
+        no mask, suffices.
     """
     if (
         documents is None
@@ -67,27 +65,27 @@ def attention_bias(
     if documents is not None:
         sees = sees & (documents[:, None, -queries:, None] == documents[:, None, None, :])
     if present is not None:
-        # Padding sees itself: a row without anything to see would be NaN.
-        itself = torch.eye(keys, dtype=torch.bool, device=device)[-queries:]
-        sees = sees & present[:, None, None, :] | itself
+        # Padding sees itself: the softmax of a row with only -inf would be NaN.
+        diagonal = torch.eye(keys, dtype=torch.bool, device=device)[-queries:]
+        sees = sees & present[:, None, None, :] | diagonal
     bias = _additive(sees, dtype)
     if slopes is not None:
-        # Half precision cannot tell long distances apart: only the products are rounded to it.
+        # Half precision cannot distinguish long distances, so only the products are rounded to it.
         exact = slopes.to(torch.promote_types(dtype, torch.float32))[None, :, None, None]
         bias = bias + (exact * _distances(queries, keys, device)).to(dtype)
     return bias if learned is None else bias + learned.to(dtype)
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """ALiBi's slopes of all heads, fp32 [n]: powers of 2^(-8/n) (Press et al. 2021).
+    """Return ALiBi's slopes of all heads, fp32 [n]: powers of 2^(-8/n) (Press et al. 2021).
 
-    Where n is no power of two, those of the power of two below, and then every other one of the
-    power above.
+    If n is not a power of two, they are the slopes of the power of two below, followed by every
+    other slope of the power above.
     """
-    whole = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-_HEADS_OF_ALIBI * (head + 1) / whole) for head in range(whole)]
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-_HEADS_OF_ALIBI * (head + 1) / power) for head in range(power)]
     slopes += [
-        2.0 ** (-_HEADS_OF_ALIBI * (2 * head + 1) / (2 * whole)) for head in range(heads - whole)
+        2.0 ** (-_HEADS_OF_ALIBI * (2 * head + 1) / (2 * power)) for head in range(heads - power)
     ]
     return torch.tensor(slopes)
 
@@ -95,7 +93,7 @@ def alibi_slopes(heads: int) -> Tensor:
 def _sees(
     queries: int, keys: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
-    """Bool [1, 1, queries, keys]: which token sees which, by distance alone."""
+    """Return a bool mask [1, 1, queries, keys] of the keys each query sees, by distance only."""
     distances = _distances(queries, keys, device)
     sees = distances <= 0 if causal else torch.ones_like(distances, dtype=torch.bool)
     if window is not None:
@@ -104,7 +102,7 @@ def _sees(
 
 
 def _distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """[queries, keys]: how far a key is after a query, negative before it."""
+    """Return the key position minus the query position [queries, keys]; negative before it."""
     places = torch.arange(keys, device=device)
     return places[None, :] - places[keys - queries :, None]
 
@@ -114,19 +112,19 @@ def _additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """One number per head and bucket of distances, shared by a stack; left uninitialised.
+    """T5's relative position bias: one number per head and bucket of distances, left uninitialised.
 
-    The table is [buckets, n], of which each rank holds its heads' columns.
+    A stack's layers share it. The table is [buckets, n]; each rank has the columns of its heads.
 
     Args:
-        buckets: of distances; near ones have one each, far ones share them by the logarithm of
-            their distance.
-        max_distance: in tokens, from which on all are in the last bucket.
-        heads: of the attention.
-        bidirectional: whether tokens before and after have buckets of their own (encoder), or only
-            those before.
-        tp: the ranks that share the heads.
-        device: where the parameter is.
+        buckets: number of buckets; near distances have one each, far ones share them by the
+            logarithm of the distance.
+        max_distance: distance in tokens from which on all fall into the last bucket.
+        heads: number of attention heads.
+        bidirectional: use separate buckets for following and previous tokens (encoder), otherwise
+            only buckets for previous ones.
+        tp: ranks that share the heads.
+        device: device of the parameter.
 
     Raises:
         ParallelLayoutError: heads cannot be divided over the ranks.
@@ -150,28 +148,26 @@ class RelativeBias(nn.Module):
         )
 
     def forward(self, queries: int, keys: int) -> Tensor:
-        """The bias [1, n/t, queries, keys], not in half precision.
+        """Return the bias [1, n/t, queries, keys], not in half precision.
 
-        The queries are the last of the keys.
-
-        A bucket's gradient is a sum over up to queries x keys places: in half precision it would
-        soon stop growing.
+        The queries are the last of the keys. The gradient of a bucket is a sum of up to
+        queries x keys values, which would soon stop growing in half precision.
         """
         places = torch.arange(keys, device=self.weight.device)
         distances = places[None, :] - places[keys - queries :, None]
         exact = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        # Contiguous, as scores are: else their sum, and what dropout draws for it, would lie in
-        # this order in memory.
+        # Contiguous like the scores: otherwise their sum, and the dropout drawn for it, would have
+        # this memory order.
         return (
             F.embedding(self._bucket(distances), exact).permute(2, 0, 1).contiguous().unsqueeze(0)
         )
 
     def partitions(self) -> dict[str, Partition]:
-        """The table is divided along its columns."""
+        """Return the table's partition: it is divided by columns."""
         return {"weight": Partition(1, self.tp.rank, self.tp.size)}
 
     def _bucket(self, distances: Tensor) -> Tensor:
-        """How far a key is after a query -> the number of its bucket, of the same shape."""
+        """Return the bucket number of each distance from query to key, of the same shape."""
         buckets = self.buckets
         first = torch.zeros_like(distances)
         if self.bidirectional:

@@ -1,7 +1,7 @@
 """Embeddings of tokens, positions and segments, the output layer, and rotary tables.
 
-Rotary position embedding (Su et al. 2021, arXiv:2104.09864) is on halves of a head, as in GPT-NeoX
-and Llama.
+Rotary position embedding (Su et al. 2021, arXiv:2104.09864) pairs the halves of a head, as in
+GPT-NeoX and Llama.
 """
 
 from contextlib import nullcontext
@@ -19,20 +19,20 @@ from megacore.tensor_parallel.partition import divide
 
 
 class Embedding(nn.Module):
-    """The sum of a token's row, its position's and its segment's; then dropout.
+    """Sum of the rows of a token, its position and its segment, followed by dropout.
 
-    The position's is there where positions are learned.
+    Positions have rows only if they are learned.
 
     Args:
-        model: the architecture; with norms after sums (BERT's) the embeddings have one too.
-        padded_vocab_size: rows of the table of tokens (v).
-        max_position_embeddings: rows of the table of positions.
-        tokentypes: rows of the table of segments; 0 is none.
-        table_only: hold the table of tokens alone, for a head that is tied to it.
-        kernels: what computes.
-        tp: the ranks that share the table of tokens.
+        model: model configuration; with norms after sums (BERT) the embedding has a norm too.
+        padded_vocab_size: rows of the token table (v).
+        max_position_embeddings: rows of the position table.
+        tokentypes: rows of the segment table; 0 means no table.
+        table_only: create only the token table, for a tied head.
+        kernels: kernels to compute with.
+        tp: ranks that share the token table.
         sequence_parallel: the output is this rank's part of the sequence.
-        device: where the parameters are.
+        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: the vocabulary cannot be divided over the ranks.
@@ -60,8 +60,8 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size, hidden, tp=tp, sequence_parallel=sequence_parallel, device=device
         )
-        whole = not table_only
-        learned = whole and model.position_embedding_type == "learned_absolute"
+        complete = not table_only
+        learned = complete and model.position_embedding_type == "learned_absolute"
         self.position_embeddings = (
             VocabParallelEmbedding(max_position_embeddings, hidden, device=device)
             if learned
@@ -69,12 +69,12 @@ class Embedding(nn.Module):
         )
         self.tokentype_embeddings = (
             VocabParallelEmbedding(tokentypes, hidden, device=device)
-            if whole and tokentypes
+            if complete and tokentypes
             else None
         )
         self.layernorm = (
             make_norm(model, hidden, kernels, device)
-            if whole and model.norm_position == "post"
+            if complete and model.norm_position == "post"
             else None
         )
 
@@ -87,26 +87,26 @@ class Embedding(nn.Module):
         tokentypes: Tensor | None = None,
         part: str | None = None,
     ) -> Tensor:
-        """[b, s] ids -> [b, s, h], with sequence parallelism [b, s/t, h].
+        """Map ids [b, s] to [b, s, h], with sequence parallelism to [b, s/t, h].
 
         Args:
             tokens: ids [b, s].
-            dropout_seed: of the micro batch, for training with dropout.
-            position_ids: [b or 1, s]; None counts from 0.
-            tokentypes: [b, s], where there is a table of them.
-            part: under which name dropout is drawn, where a model embeds twice.
+            dropout_seed: seed of the micro batch, for training with dropout.
+            position_ids: positions [b or 1, s]; None counts from 0.
+            tokentypes: segments [b, s], if there is a segment table.
+            part: name of the dropout stream, for a model that embeds twice.
         """
         x: Tensor = self.word_embeddings(tokens)
         first = self.tp.rank * x.shape[1] if self.sequence_parallel else 0
-        own = slice(first, first + x.shape[1])
+        local = slice(first, first + x.shape[1])
         if self.position_embeddings is not None:
             if position_ids is None:
-                x.add_(self.position_embeddings.weight[own])
+                x.add_(self.position_embeddings.weight[local])
             else:
-                x.add_(self.position_embeddings(position_ids[:, own]))
+                x.add_(self.position_embeddings(position_ids[:, local]))
         if self.tokentype_embeddings is not None:
             assert tokentypes is not None
-            x.add_(self.tokentype_embeddings(tokentypes[:, own]))
+            x.add_(self.tokentype_embeddings(tokentypes[:, local]))
         if self.layernorm is not None:
             x = self.layernorm(x)
         if not (self.training and self.hidden_dropout):
@@ -116,18 +116,19 @@ class Embedding(nn.Module):
             return self.kernels.dropout(x, self.hidden_dropout)
 
     def partial_gradients(self) -> frozenset[str]:
-        """With sequence parallelism each rank uses its own positions."""
+        """Return the parameters that see only the rank's positions with sequence parallelism."""
         if not self.sequence_parallel:
             return frozenset()
         return parameters_of(self, "position_embeddings", "tokentype_embeddings", "layernorm")
 
 
 class OutputLayer(nn.Module):
-    """The weights [v, h] of an output layer of its own; left uninitialised.
+    """Weights [v, h] of an untied output layer; left uninitialised.
 
-    Each rank holds v / t rows of them.
+    Each rank has v / t of the rows.
 
-    Raises ParallelLayoutError when the vocabulary cannot be divided over the ranks.
+    Raises:
+        ParallelLayoutError: the vocabulary cannot be divided over the ranks.
     """
 
     def __init__(
@@ -144,23 +145,23 @@ class OutputLayer(nn.Module):
         self.weight = nn.Parameter(torch.empty(local, hidden_size, device=device))
 
     def partitions(self) -> dict[str, Partition]:
-        """The weights are divided along their rows."""
+        """Return the weights' partition: they are divided by rows."""
         return {"weight": Partition(0, self.tp.rank, self.tp.size)}
 
 
 def rotary_tables(
     position_ids: Tensor, size: int, base: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of each position.
+    """Return cosines and sines of the rotation angles of each position.
 
     Args:
-        position_ids: [b or 1, s].
-        size: elements of a head that are rotated, even.
-        base: of the frequencies.
-        dtype: of the result; the angles are fp32.
+        position_ids: positions [b or 1, s].
+        size: number of rotated elements of a head, even.
+        base: base of the frequencies.
+        dtype: type of the result; the angles are computed in fp32.
 
     Returns:
-        Two tensors [b or 1, 1, s, size], whose second half of the last dimension repeats the first.
+        Two tensors [b or 1, 1, s, size]. The second half of the last dimension repeats the first.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
     frequencies = 1.0 / torch.pow(

@@ -14,18 +14,18 @@ from megacore.tensor_parallel.linear import Affine
 
 
 class MLP(nn.Module):
-    """Two linear layers around an activation.
+    """Two linear layers with an activation between them.
 
-    Of a gated unit f(gate x) * (up x) is between (Shazeer 2020).
+    A gated unit has f(gate x) * (up x) between them (Shazeer 2020).
 
     Args:
-        model: the architecture.
-        inner_dropout: probability of dropping an element between the layers, as T5 does; in
-            training alone, and then the caller seeds it.
-        kernels: what computes.
-        tp: the ranks that share the layers.
+        model: model configuration.
+        inner_dropout: probability of dropping an element between the layers, as T5 does; it only
+            applies in training, and the caller must seed it.
+        kernels: kernels to compute with.
+        tp: ranks that share the layers.
         sequence_parallel: input and output are this rank's part of the sequence.
-        device: where the parameters are.
+        device: device of the parameters.
 
     Raises:
         ParallelLayoutError: the inner width cannot be divided over the ranks.
@@ -69,7 +69,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         inner = self._inner(x)
         if self.training and self.inner_dropout:
             with tensor_parallel_region(self.tp, inner):
@@ -77,16 +77,16 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(inner)  # type: ignore[no-any-return]
 
     def _inner(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, f/t]."""
+        """Map [b, s, h] to the activated [b, s, f/t]."""
         gate, *up = self.columns(x)
         if up:
             return self.kernels.gated(gate, up[0], self.activation)
         return self.kernels.bias_activation(gate, self.dense_h_to_4h.bias, self.activation)
 
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[b, s, h] -> [b, s, f/t] without its bias.
+        """Project [b, s, h] to [b, s, f/t], without the bias.
 
-        Of a gated unit the gate and the other half, with theirs.
+        A gated unit returns the gate and the other half, both with bias.
         """
         gate, up = self.dense_h_to_4h_gate, self.dense_h_to_4h
         layers: list[Affine] = [(up.weight, None)]

@@ -1,6 +1,6 @@
-"""What all layers of a stage have in common for one micro batch; it is made once.
+"""Values that all layers of a stage share for one micro batch, computed once.
 
-Generation adds the keys and values of the tokens that the model has read: each is computed once.
+For generation this includes the cache of keys and values.
 """
 
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Keys and values of every layer of one model, for sequences that grow together.
+    """Keys and values of every layer of one model, for sequences of equal length.
 
-    A forward pass appends to each layer's, and `advance` then moves on to the next tokens.
+    Each layer's forward pass appends to it; then `advance` moves on to the next tokens.
     """
 
     def __init__(self, max_length: int) -> None:
-        """Room for `max_length` tokens of each sequence.
+        """Set the capacity to `max_length` tokens per sequence.
 
-        Memory is taken when a layer first appends.
+        Memory is allocated when a layer first appends.
         """
         self.max_length = max_length
         self.length = 0
-        """Tokens that are complete in all layers."""
+        """Number of tokens that all layers have appended."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a layer's keys and values of new tokens, [b, g/t, s, d] each.
+        """Append a layer's keys and values of new tokens, [b, g/t, s, d] each.
 
-        Returns those of all tokens, as views.
+        Return those of all tokens, as views.
         """
         end = self.length + key.shape[2]
         assert end <= self.max_length, f"{end} tokens do not fit the cache of {self.max_length}"
@@ -41,11 +41,11 @@ class KeyValueCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` that every layer has appended."""
+        """Count `tokens` more tokens, which every layer has appended."""
         self.length += tokens
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these sequences alone, in this order; `rows` are their numbers."""
+        """Keep only the sequences with the indices `rows`, in this order."""
         self._layers = {
             number: (keys.index_select(0, rows), values.index_select(0, rows))
             for number, (keys, values) in self._layers.items()
@@ -53,30 +53,29 @@ class KeyValueCache:
 
     @property
     def bytes(self) -> int:
-        """Memory taken so far."""
+        """Memory allocated so far, in bytes."""
         return sum(
             part.numel() * part.element_size() for pair in self._layers.values() for part in pair
         )
 
 
 def positions_of(length: int, new: int, device: torch.device) -> Tensor:
-    """[1, new]: the positions of `new` tokens after `length` others."""
+    """Return the positions [1, new] of `new` tokens after `length` others."""
     return torch.arange(length, length + new, device=device).unsqueeze(0)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Masks, positions and memories."""
+    """Masks, positions, encoder output and cache that the layers share."""
 
     bias: Tensor | None = None
-    """[b or 1, n/t or 1, s, keys], added to the scores of self-attention, -inf where a token does
-    not see another; None: a decoder's tokens see all before them, an encoder's see all."""
+    """Bias [b or 1, n/t or 1, s, keys] of self-attention scores, -inf where a token does not see
+    another. None: in a decoder a token sees itself and all previous ones, in an encoder all."""
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines [b or 1, 1, s, rotary_dim] by which queries and keys are rotated."""
+    """Cosines and sines [b or 1, 1, s, rotary_dim] of the rotation of queries and keys."""
     memory: Tensor | None = None
-    """What a decoder's layers look at besides: the encoder's output [b, s_e, h], or this rank's
-    part of it."""
+    """Encoder output [b, s_e, h] that a decoder's layers attend to, or this rank's part of it."""
     memory_bias: Tensor | None = None
-    """[b, 1, 1, s_e], added to the scores of cross attention."""
+    """Bias [b, 1, 1, s_e] of cross attention scores."""
     cache: KeyValueCache | None = None
-    """Of a model that generates."""
+    """Cache of keys and values, for generation."""

@@ -1,4 +1,4 @@
-"""Transformer layers, with norms before each branch or after each sum.
+"""Transformer layers with norms before each branch or after each sum.
 
 See Radford et al. 2019 for the former, Vaswani et al. 2017 for the latter.
 """
@@ -32,33 +32,32 @@ _NORMS = (
 
 
 def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What `function` makes of `x`, which alone is kept for the backward pass."""
+    """Apply `function` to `x`, and keep only `x` for the backward pass."""
     return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 class TransformerLayer(nn.Module):
     """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
-    A decoder's layer has cross attention between.
-
-    With `norm_position` post it is norm(x + dropout(branch(x))); with `parallel_residual` both
-    branches read x and are added together.
+    A decoder's layer has cross attention in between. With `norm_position` post each step is
+    norm(x + dropout(branch(x))). With `parallel_residual` both branches read x and are added
+    together.
 
     Args:
-        model: the architecture.
+        model: model configuration.
         number: the layer's index in the whole model.
-        causal: whether a token sees only itself and those before it.
-        cross_attention: whether the layer looks at an encoder's output.
-        scale: of attention's scores; None means 1 / sqrt(d).
+        causal: a token sees only itself and previous tokens.
+        cross_attention: add attention to an encoder's output.
+        scale: factor on attention scores; None means 1 / sqrt(d).
         inner_dropout: see `MLP`.
         recompute: "full" keeps only the layer's input for the backward pass, which runs the layer
-            once more with the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" leaves
-            out only what attention computes between q, k, v and its output (Korthikanti et al.
-            2022, arXiv:2205.05198).
-        kernels: what computes.
-        tp: the ranks that share the layer.
-        sequence_parallel: input, norms, dropout and output are of this rank's part of the sequence.
-        device: where the parameters are.
+            again with the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" only
+            recomputes attention between q, k, v and its output (Korthikanti et al. 2022,
+            arXiv:2205.05198).
+        kernels: kernels to compute with.
+        tp: ranks that share the layer.
+        sequence_parallel: input, norms, dropout and output are this rank's part of the sequence.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class TransformerLayer(nn.Module):
         self.number = number
         self.recompute = recompute
         self.recomputed: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = recomputed
-        """Runs a layer that recomputes; an engine may have its own way."""
+        """Function that runs the layer with full recomputation; an engine may replace it."""
         self.kernels = kernels
         self.tp = tp
         self.sequence_parallel = sequence_parallel
@@ -116,7 +115,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None
     ) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         if self.recompute == "full" and self.training and torch.is_grad_enabled():
             return self.recomputed(
                 partial(self.branches, dropout_seed=dropout_seed, shared=shared), x
@@ -124,13 +123,13 @@ class TransformerLayer(nn.Module):
         return self.branches(x, dropout_seed, shared)
 
     def partial_gradients(self) -> frozenset[str]:
-        """With sequence parallelism each rank's norms see its own positions."""
+        """Return the norms' parameters, which see only the rank's positions."""
         return parameters_of(self, *_NORMS) if self.sequence_parallel else frozenset()
 
     def branches(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
-        """The whole layer, [b, s, h] -> [b, s, h].
+        """Compute the whole layer, [b, s, h] to [b, s, h].
 
-        What recomputation repeats and what is compiled.
+        This is the function that is compiled, and that recomputation repeats.
         """
         if self.training and self.hidden_dropout:
             self.seed(dropout_seed)
@@ -147,7 +146,7 @@ class TransformerLayer(nn.Module):
         return self._add(x, self.mlp(normed))
 
     def seed(self, dropout_seed: int | None) -> None:
-        """Begin what this layer draws for a micro batch."""
+        """Seed this layer's dropout for a micro batch."""
         seed_dropout(dropout_seed, self.number)
 
     def _post_norm(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
@@ -158,7 +157,7 @@ class TransformerLayer(nn.Module):
         return self.output_layernorm(self._add(x, self.mlp(x)))  # type: ignore[no-any-return]
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
-        """X + dropout(branch)."""
+        """Return x + dropout(branch)."""
         if not (self.training and self.hidden_dropout):
             return self.kernels.bias_dropout_add(branch, None, x, 0.0)
         with tensor_parallel_region(self.tp, x) if self.sequence_parallel else nullcontext():
@@ -166,29 +165,28 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Consecutive layers, under their indices in the whole stack.
+    """Consecutive layers of a stack, named by their indices in the whole stack.
 
-    The final norm is where the last of them is.
+    The part with the last layer has the final norm.
 
     Args:
-        model: the architecture.
-        layers: the indices.
-        final_layernorm: whether the norm is here; a stack with norms after sums has none.
-        recompute: what the first `recompute_num_layers` of the layers (None: all) compute once
-            more.
-        recompute_num_layers: see there.
-        causal: whether a token sees only itself and those before it.
-        cross_attention: whether the layers look at an encoder's output.
-        relative_bias: whether the stack has T5's table of relative positions,
-            `relative_attention_bias`; whoever makes its `Shared` adds that to the scores.
-        scale: of attention's scores; None means 1 / sqrt(d).
+        model: model configuration.
+        layers: indices of the layers.
+        final_layernorm: add the final norm; ignored with norms after sums, which need none.
+        recompute: part that the first `recompute_num_layers` layers recompute.
+        recompute_num_layers: number of layers that recompute; None means all.
+        causal: a token sees only itself and previous tokens.
+        cross_attention: add attention to an encoder's output.
+        relative_bias: add T5's table of relative positions, `relative_attention_bias`; the creator
+            of `Shared` adds it to the scores.
+        scale: factor on attention scores; None means 1 / sqrt(d).
         inner_dropout: see `MLP`.
-        first_number: of the stack's first layer among all layers of the model, under which dropout
-            is drawn.
-        kernels: what computes.
-        tp: the ranks that share each layer.
-        sequence_parallel: activations between layers are of this rank's part of the sequence.
-        device: where the parameters are.
+        first_number: index of the stack's first layer among all layers of the model, used as its
+            dropout stream.
+        kernels: kernels to compute with.
+        tp: ranks that share each layer.
+        sequence_parallel: activations between layers are this rank's part of the sequence.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -251,11 +249,11 @@ class Transformer(nn.Module):
     def forward(
         self, x: Tensor, dropout_seed: int | None = None, *, shared: Shared | None = None
     ) -> Tensor:
-        """[b, s, h] -> [b, s, h], with sequence parallelism [b, s/t, h] on both sides."""
+        """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         for layer in self.layers.values():
             x = layer(x, dropout_seed, shared)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def partial_gradients(self) -> frozenset[str]:
-        """With sequence parallelism each rank's norm sees its own positions."""
+        """Return the final norm's parameters, which see only the rank's positions."""
         return parameters_of(self, "final_layernorm") if self.sequence_parallel else frozenset()

@@ -1,4 +1,4 @@
-"""One attempt of a job, supervised in a thread while the test looks at it."""
+"""One attempt of a job, supervised in a thread while the test observes it."""
 
 import threading
 from collections.abc import Callable
@@ -15,16 +15,16 @@ LIMIT = 60.0
 
 
 class StoppedByTestError(Exception):
-    """Raised in the supervisor, as an orchestrator's cancellation is."""
+    """Error raised in the supervisor, like the cancellation by an orchestrator."""
 
 
 class Attempt:
-    """Starts at once."""
+    """An attempt that starts at construction."""
 
     def __init__(
         self, start: Callable[[Callable[[], None]], None], log: Path, exit_directory: Path
     ) -> None:
-        """Call `start` with what it is to call on each poll."""
+        """Start a thread that calls `start` with the function to call on each poll."""
         self.log, self.exit_directory = log, exit_directory
         self.states: list[str] = []
         self.error: BaseException | None = None
@@ -33,8 +33,8 @@ class Attempt:
         self._thread.start()
 
     @classmethod
-    def of(cls, launch: LaunchConfig, directory: Path) -> "Attempt":
-        """One of fake ranks."""
+    def with_fake_ranks(cls, launch: LaunchConfig, directory: Path) -> "Attempt":
+        """Start an attempt with fake ranks."""
         directory.mkdir(parents=True, exist_ok=True)
         job = RankJob(exit_directory=str(directory / "exit"), ranks=1, threads_per_rank=1)
         job.write(directory / "run.json")
@@ -57,7 +57,7 @@ class Attempt:
 
     @property
     def directory(self) -> Path:
-        """Of the job file."""
+        """Directory of the job file."""
         return self.exit_directory.parent
 
     def _run(self, start: Callable[[Callable[[], None]], None]) -> None:
@@ -68,39 +68,41 @@ class Attempt:
 
     def _poll(self) -> None:
         state = read_launcher_state(self.exit_directory)
-        said = "" if state is None else f"{state.state}: {state.detail}"
-        if said and said not in self.states[-1:]:
-            self.states.append(said)
+        description = "" if state is None else f"{state.state}: {state.detail}"
+        if description and description not in self.states[-1:]:
+            self.states.append(description)
         if self._stop.is_set():
             raise StoppedByTestError
 
     @property
-    def said(self) -> str:
-        """What is in the log."""
+    def log_text(self) -> str:
+        """Text of the log."""
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """True if the attempt has ended."""
         return not self._thread.is_alive()
 
     def wait_for(self, text: str) -> None:
-        """Until the log holds a text, or the attempt has ended."""
-        wait_until(lambda: text in self.said or self.ended, LIMIT, f"{text!r} in {self.said}")
-        assert text in self.said, f"{self.said}: {self.error}"
+        """Wait until the log contains a text; fail if the attempt ends first."""
+        wait_until(
+            lambda: text in self.log_text or self.ended, LIMIT, f"{text!r} in {self.log_text}"
+        )
+        assert text in self.log_text, f"{self.log_text}: {self.error}"
 
     def stop(self) -> None:
-        """Cancel it, as an orchestrator does."""
+        """Cancel the attempt, like an orchestrator."""
         self._stop.set()
 
-    def end(self) -> BaseException | None:
-        """What it raised, once it has ended."""
+    def join(self) -> BaseException | None:
+        """Wait for the end of the attempt and return the error that it raised."""
         self._thread.join(LIMIT)
-        assert self.ended, self.said
+        assert self.ended, self.log_text
         return self.error
 
     def rank_pid(self, rank: int = 0) -> int:
-        """Process id of a fake rank, once it is there."""
+        """Wait for a fake rank to start and return its process id."""
         path = self.directory / f"pid_{rank}"
         wait_until(lambda: path.exists() or self.ended, LIMIT, "the rank started")
         return int(path.read_text())

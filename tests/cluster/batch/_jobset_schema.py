@@ -1,5 +1,7 @@
-"""The fields of a JobSet that we use, as its API (jobset.x-k8s.io/v1alpha2) and Kubernetes' own
-describe them."""
+"""JSON schema of the fields of a JobSet that megacore writes.
+
+Source: the APIs of JobSet (jobset.x-k8s.io/v1alpha2) and of Kubernetes.
+"""
 
 from typing import Any
 
@@ -23,8 +25,8 @@ def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]
     }
 
 
-def _array(items: dict[str, Any], least: int = 1) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": least}
+def _array(items: dict[str, Any], min_items: int = 1) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": min_items}
 
 
 RESOURCES = {"type": "object", "additionalProperties": QUANTITY}

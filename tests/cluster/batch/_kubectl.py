@@ -1,9 +1,9 @@
-"""A cluster in a folder, with kubectl's words: pods of a JobSet are processes of this machine.
+"""A stand-in for kubectl whose cluster is a directory and whose pods are processes of this host.
 
-It stands in for kubectl (apply, get, logs, delete), as a program: `_kubectl.py FOLDER WORDS…`;
-`serve` is the cluster, which starts the pods until a file `stop` is there. In the folder, `pending`
-keeps pods from starting, `answer.json` is merged into what `get jobsets` says, and `pods.json` into
-each pod.
+Usage: `_kubectl.py FOLDER ARGUMENTS…` with kubectl's arguments for apply, get, logs and delete.
+`serve` is the cluster: it starts the pods until the file `stop` exists. Other files of the folder:
+`pending` keeps pods from starting, `answer.json` is merged into the answer to `get jobsets`, and
+`pods.json` is merged into the status of each pod.
 """
 
 import json
@@ -32,24 +32,24 @@ def jobset() -> dict[str, Any] | None:
 
 
 def apply(named: dict[str, str]) -> int:
-    said = yaml.safe_load(Path(named["filename"]).read_text())
-    (FOLDER / "applied.txt").open("a").write(f"{said['metadata']['name']}\n")
-    (FOLDER / "jobset.tmp").write_text(json.dumps(said))
+    manifest = yaml.safe_load(Path(named["filename"]).read_text())
+    (FOLDER / "applied.txt").open("a").write(f"{manifest['metadata']['name']}\n")
+    (FOLDER / "jobset.tmp").write_text(json.dumps(manifest))
     (FOLDER / "jobset.tmp").rename(FOLDER / "jobset.json")
     return 0
 
 
 def start() -> None:
-    """Start the pods' processes, unless they are to wait."""
-    said = jobset()
-    if said is None or (FOLDER / "pending").exists() or list(FOLDER.glob("*.pid")):
+    """Start the processes of the pods, unless the file `pending` exists."""
+    manifest = jobset()
+    if manifest is None or (FOLDER / "pending").exists() or list(FOLDER.glob("*.pid")):
         return
-    group = said["spec"]["replicatedJobs"][0]
+    group = manifest["spec"]["replicatedJobs"][0]
     job = group["template"]["spec"]
     command = job["template"]["spec"]["containers"][0]["command"]
     assert command[0] == "/app/.venv/bin/python"
     for index in range(job["completions"]):
-        name = f"{said['metadata']['name']}-{group['name']}-0-{index}-abcde"
+        name = f"{manifest['metadata']['name']}-{group['name']}-0-{index}-abcde"
         subprocess.Popen(
             ["sh", "-c", _RUN, str(FOLDER / name), sys.executable, *command[1:]],
             env={**os.environ, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name},
@@ -70,13 +70,13 @@ def serve() -> int:
 
 
 def pods() -> list[dict[str, Any]]:
-    said, found = jobset(), []
-    if said is None:
+    manifest, listed = jobset(), []
+    if manifest is None:
         return []
     names = sorted(path.stem for path in FOLDER.glob("*.pid"))
     extra = FOLDER / "pods.json"
     more = json.loads(extra.read_text()) if extra.exists() else {}
-    for name in names or [f"{said['metadata']['name']}-node-0-0-abcde"]:
+    for name in names or [f"{manifest['metadata']['name']}-node-0-0-abcde"]:
         code = FOLDER / f"{name}.code"
         status: dict[str, Any] = {"phase": "Running" if names else "Pending"}
         if code.exists():
@@ -88,18 +88,18 @@ def pods() -> list[dict[str, Any]]:
                 "finishedAt": f"{code.stat().st_mtime:.6f}",
             }
             status["containerStatuses"] = [{"name": "ranks", "state": {"terminated": ended}}]
-        found.append(
+        listed.append(
             {"metadata": {"name": name}, "spec": {"nodeName": "worker"}, "status": status | more}
         )
-    return found
+    return listed
 
 
 def get(kind: str, name: str | None) -> int:
     if kind == "pods":
         sys.stdout.write(json.dumps({"items": pods()}))
         return 0
-    said = jobset()
-    if said is None or said["metadata"]["name"] != name:
+    manifest = jobset()
+    if manifest is None or manifest["metadata"]["name"] != name:
         sys.stderr.write(
             f'Error from server (NotFound): jobsets.jobset.x-k8s.io "{name}" not found\n'
         )
@@ -132,7 +132,7 @@ def logs(name: str) -> int:
 
 
 def delete() -> int:
-    """Ask all processes of the pods to end, wait, and forget them."""
+    """Send SIGTERM to the processes of the pods, wait for their end and remove their files."""
     (FOLDER / "jobset.json").unlink(missing_ok=True)
     for path in FOLDER.glob("*.pid"):
         children = Path(

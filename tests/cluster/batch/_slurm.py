@@ -1,5 +1,7 @@
-"""A real Slurm on this machine: munge, a controller and two node daemons, with their own keys,
-files and ports."""
+"""A real Slurm cluster on this host: munge, a controller and two node daemons.
+
+All have separate keys, files and ports.
+"""
 
 import contextlib
 import os
@@ -65,31 +67,31 @@ PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF State=UP
 
 @dataclass(frozen=True)
 class Slurm:
-    """A cluster that runs."""
+    """A running cluster."""
 
     folder: Path
 
     @property
     def conf(self) -> str:
-        """What SLURM_CONF names."""
+        """Path of slurm.conf, the value of SLURM_CONF."""
         return str(self.folder / "slurm.conf")
 
     def run(self, *words: str) -> str:
-        """The output of one of Slurm's commands."""
+        """Run one of Slurm's commands and return its output."""
         environment = {**os.environ, "SLURM_CONF": self.conf}
-        done = subprocess.run(
+        result = subprocess.run(
             words, env=environment, capture_output=True, text=True, timeout=60, check=False
         )
-        assert done.returncode == 0, f"{words}: {done.stderr}"
-        return done.stdout
+        assert result.returncode == 0, f"{words}: {result.stderr}"
+        return result.stdout
 
     def jobs(self) -> dict[str, str]:
-        """State of each job that is there."""
+        """Return the state of each job in the queue, by job id."""
         lines = self.run("squeue", "--noheader", "--format=%A %T").splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
     def cancel_all(self) -> None:
-        """Leave no job to the next test."""
+        """Cancel all jobs and wait until the queue is empty."""
         for job in self.jobs():
             self.run("scancel", job)
         started = time.monotonic()
@@ -98,7 +100,7 @@ class Slurm:
 
 
 def require_slurm() -> None:
-    """Skip where Slurm cannot be run."""
+    """Skip the test if Slurm cannot run on this host."""
     for program in PROGRAMS:
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: apt-get install slurm-wlm munge")
@@ -108,7 +110,7 @@ def require_slurm() -> None:
 
 @contextlib.contextmanager
 def running_slurm(folder: Path) -> Iterator[Slurm]:
-    """A cluster of two nodes, both this machine; all its processes end with the block."""
+    """Run a cluster of two nodes, both this host; all its processes end with the block."""
     require_slurm()
     folder.chmod(0o755)
     (folder / "state").mkdir()
@@ -173,7 +175,7 @@ def _daemon(slurm: Slurm, *words: str) -> Iterator[None]:
 
 
 def _idle(slurm: Slurm) -> int:
-    done = subprocess.run(
+    result = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--partition=normal", "--format=%T"],
         env={**os.environ, "SLURM_CONF": slurm.conf},
         capture_output=True,
@@ -181,7 +183,7 @@ def _idle(slurm: Slurm) -> int:
         timeout=30,
         check=False,
     )
-    return done.stdout.split().count("idle")
+    return result.stdout.split().count("idle")
 
 
 def _wait(condition: Callable[[], bool], slurm: Slurm) -> None:
@@ -197,7 +199,7 @@ def _wait(condition: Callable[[], bool], slurm: Slurm) -> None:
 
 
 def _free_ports() -> list[int]:
-    """Three ports in a row that nobody listens at."""
+    """Return three consecutive free ports."""
     for first in PORTS:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in (first, first + 1, first + 2):

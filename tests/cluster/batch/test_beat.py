@@ -7,7 +7,7 @@ from megacore.cluster.batch.spec import INTERVAL, FollowerBeat, FollowerWatch
 
 
 class Clock:
-    """Shows what it is set to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -21,13 +21,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_follower_that_beats_is_not_lost_and_one_that_stops_is(
-    tmp_path: Path, clock: Clock
-) -> None:
-    beat, watch = (
-        FollowerBeat(tmp_path, "mine", clock),
-        FollowerWatch(tmp_path, "mine", 10.0, clock),
-    )
+def test_follower_is_lost_only_after_its_beats_stop(tmp_path: Path, clock: Clock) -> None:
+    beat = FollowerBeat(tmp_path, "mine", clock)
+    watch = FollowerWatch(tmp_path, "mine", 10.0, clock)
     for _ in range(20):
         clock.now += INTERVAL
         beat.beat()
@@ -40,38 +36,33 @@ def test_a_follower_that_beats_is_not_lost_and_one_that_stops_is(
     assert not watch.lost()
 
 
-def test_another_submissions_follower_does_not_count(tmp_path: Path, clock: Clock) -> None:
-    other, watch = (
-        FollowerBeat(tmp_path, "other", clock),
-        FollowerWatch(tmp_path, "mine", 10.0, clock),
-    )
+def test_beats_of_another_submission_are_ignored(tmp_path: Path, clock: Clock) -> None:
+    other = FollowerBeat(tmp_path, "other", clock)
+    watch = FollowerWatch(tmp_path, "mine", 10.0, clock)
     for _ in range(6):
         clock.now += INTERVAL
         other.beat()
     assert watch.lost()
 
 
-def test_a_request_to_save_is_told_at_once_and_stays(tmp_path: Path, clock: Clock) -> None:
-    beat, watch = (
-        FollowerBeat(tmp_path, "mine", clock),
-        FollowerWatch(tmp_path, "mine", 10.0, clock),
-    )
+@pytest.mark.parametrize("request_name", ["save", "over"])
+def test_beat_passes_a_request_to_the_watch(
+    request_name: str, tmp_path: Path, clock: Clock
+) -> None:
+    beat = FollowerBeat(tmp_path, "mine", clock)
+    watch = FollowerWatch(tmp_path, "mine", 10.0, clock)
     beat.beat()
     watch.lost()
     assert not watch.save
-    beat.save = True
-    beat.beat()
-    watch.lost()
-    assert watch.save
     assert not watch.over
-    beat.over = True
+    setattr(beat, request_name, True)
     beat.beat()
     watch.lost()
-    assert watch.over
+    assert (watch.save, watch.over) == (request_name == "save", request_name == "over")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"token": "mine"}'])
-def test_a_torn_sign_is_none(text: str, tmp_path: Path, clock: Clock) -> None:
+def test_torn_beat_file_is_ignored(text: str, tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "follower.json").write_text(text)
     watch = FollowerWatch(tmp_path, "mine", 10.0, clock)
     assert not watch.lost()
@@ -79,8 +70,6 @@ def test_a_torn_sign_is_none(text: str, tmp_path: Path, clock: Clock) -> None:
     assert watch.lost()
 
 
-def test_a_disk_that_cannot_be_written_does_not_end_the_follower(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_beat_ignores_a_directory_that_cannot_be_written(tmp_path: Path, clock: Clock) -> None:
     FollowerBeat(tmp_path / "not there", "mine", clock).beat()
     assert os.listdir(tmp_path) == []

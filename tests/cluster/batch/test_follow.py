@@ -1,4 +1,4 @@
-"""The follower, with a scheduler that only notes what it is asked."""
+"""The follower, with a scheduler that records its calls."""
 
 import signal
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError, WorkspaceError
 
 
-class Noting:
-    """A job that runs for ever."""
+class RecordingScheduler:
+    """A scheduler with an endless job that records its calls."""
 
     silence = "error: You must be logged in to the server"
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
-    def remove(self, left: Submission) -> None:
-        self.asked.append("remove")
+    def remove(self, submission: Submission) -> None:
+        self.calls.append("remove")
 
     def submit(self, submission: Submission) -> Submission:
-        self.asked.append("submit")
+        self.calls.append("submit")
         return Submission(submission.token, "7")
 
     def look(self) -> Look | None:
@@ -37,10 +37,10 @@ class Noting:
         pass
 
     def cancel(self, *, at_once: bool) -> None:
-        self.asked.append("cancel")
+        self.calls.append("cancel")
 
     def close(self) -> None:
-        self.asked.append("close")
+        self.calls.append("close")
 
 
 @pytest.fixture
@@ -60,13 +60,10 @@ def spec(tmp_path: Path) -> Iterator[BatchSpec]:
         signal.signal(number, handler)
 
 
-def test_a_job_that_cannot_be_followed_any_more_is_cancelled(
+def test_job_is_cancelled_if_following_it_fails(
     spec: BatchSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job would hold its machines for minutes.
-
-    Its note stays, by which the next attempt sees that it is gone.
-    """
+    """The submission file stays, so that the next attempt sees that the job has ended."""
 
     def full(directory: Path, state: str, detail: str) -> None:
         if detail == "RUNNING":
@@ -74,17 +71,17 @@ def test_a_job_that_cannot_be_followed_any_more_is_cancelled(
 
     monkeypatch.setattr(follow, "write_launcher_state", full)
     monkeypatch.setattr(follow, "_QUICK", 0.0)
-    scheduler = Noting()
+    scheduler = RecordingScheduler()
     with pytest.raises(WorkspaceError, match="the disk is full"):
         Follower(spec, scheduler).follow()
-    assert scheduler.asked == ["submit", "cancel"]
-    left = Submission.read(spec.folder)
-    assert left is not None
-    assert left.job == "7"
+    assert scheduler.calls == ["submit", "cancel"]
+    submission = Submission.read(spec.folder)
+    assert submission is not None
+    assert submission.job == "7"
 
 
-def test_what_is_refused_leaves_no_variables_behind(spec: BatchSpec) -> None:
-    class Refusing(Noting):
+def test_refused_submission_removes_the_spec_file(spec: BatchSpec) -> None:
+    class Refusing(RecordingScheduler):
         def submit(self, submission: Submission) -> Submission:
             raise LaunchError("no such partition")
 
@@ -93,14 +90,14 @@ def test_what_is_refused_leaves_no_variables_behind(spec: BatchSpec) -> None:
         Follower(spec, Refusing()).follow()
     assert not spec.path.exists()
     assert Submission.read(spec.folder) is not None, (
-        "whether it was taken all the same is asked before the next one"
+        "the next attempt asks whether the scheduler accepted the job"
     )
 
 
-def test_a_scheduler_that_does_not_answer_is_quoted(
+def test_silence_of_the_scheduler_is_logged_with_its_error(
     spec: BatchSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Silent(Noting):
+    class Silent(RecordingScheduler):
         looks = 0
 
         def look(self) -> Look | None:
@@ -111,6 +108,6 @@ def test_a_scheduler_that_does_not_answer_is_quoted(
         monkeypatch.setattr(follow, name, seconds)
     assert Follower(spec, Silent()).follow() == 0
     assert (
-        "no answer for 0.001 s (error: You must be logged in to the server); the job goes on"
+        "no answer for 0.001 s (error: You must be logged in to the server); the job continues"
         in capsys.readouterr().out
     )

@@ -1,4 +1,4 @@
-"""The JobSet that a configuration becomes, and the work pool that flows run in."""
+"""Translation of a configuration into a JobSet, pod states, and the work pool of the flows."""
 
 import json
 import re
@@ -30,7 +30,7 @@ from tests.cluster.batch._jobset_schema import JOBSET
 from tests.launch._processes import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy" / "kubernetes"
-PLANT = "x\"\n  evil: {{ 7*7 }} ' $(touch pwned) #"
+INJECTION = "x\"\n  evil: {{ 7*7 }} ' $(touch pwned) #"
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
 
 
-def launch(own: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
-    kubernetes = {"image": "megacore:1", "workspace_claim": "workspace", **(own or {})}
+def launch(options: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
+    kubernetes = {"image": "megacore:1", "workspace_claim": "workspace", **(options or {})}
     return LaunchConfig.model_validate(
         {"kind": "kubernetes", "nproc_per_node": 8, "kubernetes": kubernetes, **values}
     )
@@ -55,9 +55,9 @@ def manifest(settings: LaunchConfig, run: Path) -> dict[str, Any]:
     command, text = show_batch(settings, "megacore.ranks.pretrain", job, run / "run.json")
     assert command[:2] == ["kubectl", "apply"]
     assert command[-1] == f"--filename={run / 'batch' / 'jobset.yaml'}"
-    found: dict[str, Any] = yaml.safe_load(text)
-    jsonschema.validate(found, JOBSET)
-    return found
+    document: dict[str, Any] = yaml.safe_load(text)
+    jsonschema.validate(document, JOBSET)
+    return document
 
 
 def spec(settings: LaunchConfig, directory: Path) -> BatchSpec:
@@ -72,43 +72,43 @@ def spec(settings: LaunchConfig, directory: Path) -> BatchSpec:
     return BatchSpec(**paths, **values, launch=settings, workspace=str(directory))
 
 
-def pod_of(found: dict[str, Any]) -> dict[str, Any]:
-    pod: dict[str, Any] = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+def pod_of(document: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
+        "spec"
+    ]
     return pod
 
 
-def test_a_configuration_becomes_a_jobset(tmp_path: Path) -> None:
-    own = {
-        **{
-            "namespace": "research",
-            "service_account": "trainer",
-            "queue": "gpus",
-            "memory": "900Gi",
-            "cpus": 96,
-        },
-        **{
-            "shared_memory": "64Gi",
-            "node_selector": {"cloud/accelerator": "h200"},
-            "gpu_resource": "amd.com/gpu",
-        },
+def test_options_are_written_into_the_jobset(tmp_path: Path) -> None:
+    options = {
+        "namespace": "research",
+        "service_account": "trainer",
+        "queue": "gpus",
+        "memory": "900Gi",
+        "cpus": 96,
+        "shared_memory": "64Gi",
+        "node_selector": {"cloud/accelerator": "h200"},
+        "gpu_resource": "amd.com/gpu",
     }
-    found = manifest(launch(own, nnodes=4, stop_grace=25.0), tmp_path / "runs" / "Gpt_2 345m")
-    assert found["metadata"]["name"] == "megacore-gpt-2-345m-00000000"
-    assert found["metadata"]["namespace"] == "research"
-    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
-    assert found["spec"]["failurePolicy"] == {"maxRestarts": 0}
-    assert found["spec"]["network"] == {
+    document = manifest(
+        launch(options, nnodes=4, stop_grace=25.0), tmp_path / "runs" / "Gpt_2 345m"
+    )
+    assert document["metadata"]["name"] == "megacore-gpt-2-345m-00000000"
+    assert document["metadata"]["namespace"] == "research"
+    assert document["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+    assert document["spec"]["failurePolicy"] == {"maxRestarts": 0}
+    assert document["spec"]["network"] == {
         "enableDNSHostnames": True,
-        "subdomain": found["metadata"]["name"],
+        "subdomain": document["metadata"]["name"],
     }
-    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == (
         "Indexed",
         4,
         4,
         0,
     )
-    pod = pod_of(found)
+    pod = pod_of(document)
     assert (pod["restartPolicy"], pod["serviceAccountName"]) == ("Never", "trainer")
     assert pod["terminationGracePeriodSeconds"] == 35
     assert pod["nodeSelector"] == {"cloud/accelerator": "h200"}
@@ -132,35 +132,37 @@ def test_a_configuration_becomes_a_jobset(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_not_asked_for_is_not_in_it(tmp_path: Path) -> None:
-    found = manifest(launch(allow_cpu=True, threads_per_rank=3, nproc_per_node=2), tmp_path / "run")
-    assert found["metadata"]["labels"] == {"app.kubernetes.io/name": "megacore"}
-    pod = pod_of(found)
+def test_unset_options_are_absent_from_the_jobset(tmp_path: Path) -> None:
+    document = manifest(
+        launch(allow_cpu=True, threads_per_rank=3, nproc_per_node=2), tmp_path / "run"
+    )
+    assert document["metadata"]["labels"] == {"app.kubernetes.io/name": "megacore"}
+    pod = pod_of(document)
     assert not {"serviceAccountName", "nodeSelector"} & {*pod}
     assert pod["containers"][0]["resources"] == {"requests": {"cpu": 6}}
 
 
-def test_a_value_stays_a_value(tmp_path: Path) -> None:
-    own = dict.fromkeys(("image", "python", "gpu_resource"), PLANT) | {
-        "node_selector": {PLANT: PLANT}
+def test_values_cannot_inject_yaml_or_template_code(tmp_path: Path) -> None:
+    options = dict.fromkeys(("image", "python", "gpu_resource"), INJECTION) | {
+        "node_selector": {INJECTION: INJECTION}
     }
     job = RankJob(exit_directory=str(tmp_path / "exit"), ranks=8, threads_per_rank=1)
-    found = yaml.safe_load(show_batch(launch(own), "module", job, tmp_path / "run.json")[1])
-    pod = pod_of(found)
-    assert pod["containers"][0]["image"] == pod["containers"][0]["command"][0] == PLANT
-    assert pod["nodeSelector"] == {PLANT: PLANT}
-    assert "evil" not in found["metadata"] | pod | pod["containers"][0]
+    document = yaml.safe_load(show_batch(launch(options), "module", job, tmp_path / "run.json")[1])
+    pod = pod_of(document)
+    assert pod["containers"][0]["image"] == pod["containers"][0]["command"][0] == INJECTION
+    assert pod["nodeSelector"] == {INJECTION: INJECTION}
+    assert "evil" not in document["metadata"] | pod | pod["containers"][0]
 
 
-def test_the_users_template_is_taken(tmp_path: Path) -> None:
-    own = tmp_path / "mine.j2"
-    own.write_text("name: {{ name | json }}\nnodes: {{ nodes }}\n")
+def test_template_of_the_user_is_rendered(tmp_path: Path) -> None:
+    template = tmp_path / "mine.j2"
+    template.write_text("name: {{ name | json }}\nnodes: {{ nodes }}\n")
     job = RankJob(exit_directory=str(tmp_path / "exit"), ranks=8, threads_per_rank=1)
-    text = show_batch(launch({"template": str(own)}), "module", job, tmp_path / "run.json")[1]
+    text = show_batch(launch({"template": str(template)}), "module", job, tmp_path / "run.json")[1]
     assert yaml.safe_load(text)["nodes"] == 1
-    own.write_text("name: {{ nmae }}\n")
+    template.write_text("name: {{ nmae }}\n")
     with pytest.raises(ConfigError, match=r"mine\.j2 cannot be filled: 'nmae' is undefined"):
-        show_batch(launch({"template": str(own)}), "module", job, tmp_path / "run.json")
+        show_batch(launch({"template": str(template)}), "module", job, tmp_path / "run.json")
 
 
 @pytest.mark.parametrize(
@@ -176,18 +178,18 @@ def test_the_users_template_is_taken(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_missing_is_said_before_anything_runs(settings: LaunchConfig, text: str) -> None:
+def test_incomplete_configuration_is_refused(settings: LaunchConfig, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         check_batch(settings)
 
 
-def test_a_missing_kubectl_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_kubectl_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="kubectl is not installed here"):
         check_batch(launch())
 
 
-def test_a_job_outside_the_workspace_is_refused(
+def test_job_file_outside_the_workspace_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "elsewhere"))
@@ -197,15 +199,15 @@ def test_a_job_outside_the_workspace_is_refused(
         manifest(launch(), tmp_path / "run")
 
 
-def test_a_pod_finds_its_place(tmp_path: Path) -> None:
-    own = spec(launch(nnodes=2), tmp_path)
-    node = kubernetes_node(own, "set", {"JOB_COMPLETION_INDEX": "1"})
+def test_pod_derives_its_rank_and_hosts_from_its_index(tmp_path: Path) -> None:
+    batch_spec = spec(launch(nnodes=2), tmp_path)
+    node = kubernetes_node(batch_spec, "set", {"JOB_COMPLETION_INDEX": "1"})
     assert (node.rank, node.names) == (1, ["set-node-0-0.set", "set-node-0-1.set"])
-    assert kubernetes_node(own, "set", {"JOB_COMPLETION_INDEX": "0"}).port == 29500
+    assert kubernetes_node(batch_spec, "set", {"JOB_COMPLETION_INDEX": "0"}).port == 29500
     with pytest.raises(
         LaunchError, match=r"JOB_COMPLETION_INDEX is '2' in this pod, and launch\.nnodes is 2"
     ):
-        kubernetes_node(own, "set", {"JOB_COMPLETION_INDEX": "2"})
+        kubernetes_node(batch_spec, "set", {"JOB_COMPLETION_INDEX": "2"})
 
 
 def terminated(reason: str) -> dict[str, Any]:
@@ -234,7 +236,7 @@ def look_at(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Look:
-    """What the follower makes of kubectl's answers."""
+    """Return the follower's view of the job for these answers of kubectl."""
     job = KubernetesJob(spec(launch(nnodes=2), tmp_path))
     items = [
         {"metadata": {"name": f"pod-{n}"}, "spec": {"nodeName": f"w{n}"}, "status": pod}
@@ -242,14 +244,14 @@ def look_at(
     ]
 
     def answer(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
-        said = {"items": items} if "pods" in command else jobset
-        return subprocess.CompletedProcess(command, 0, json.dumps(said), "")
+        reply = {"items": items} if "pods" in command else jobset
+        return subprocess.CompletedProcess(command, 0, json.dumps(reply), "")
 
     monkeypatch.setattr("megacore.cluster.batch.kubernetes.run", answer)
     monkeypatch.setattr(KubernetesJob, "_follow_logs", lambda self, pods: None)
-    found = job.look()
-    assert found is not None
-    return found
+    look = job.look()
+    assert look is not None
+    return look
 
 
 FAILED = {"status": {"conditions": [{"type": "Failed", "status": "True", "reason": "FailedJobs"}]}}
@@ -272,7 +274,7 @@ FAILED = {"status": {"conditions": [{"type": "Failed", "status": "True", "reason
         ({**terminated("Error"), "reason": "Evicted"}, RankLostError, "(Evicted)"),
     ],
 )
-def test_what_kubernetes_did_to_a_pod_is_said(
+def test_pod_ended_by_kubernetes_is_reported_with_its_cause(
     status: dict[str, Any],
     kind: type[MegacoreError],
     text: str,
@@ -285,7 +287,7 @@ def test_what_kubernetes_did_to_a_pod_is_said(
     assert text in str(end.error)
 
 
-def test_a_pod_that_failed_by_itself_says_so_by_its_code(
+def test_failed_pod_ends_the_job_with_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = look_at(FAILED, [terminated("Error"), {"phase": "Running"}], tmp_path, monkeypatch).end
@@ -293,7 +295,7 @@ def test_a_pod_that_failed_by_itself_says_so_by_its_code(
 
 
 @pytest.mark.parametrize("reason", ["ImagePullBackOff", "InvalidImageName"])
-def test_an_image_that_is_not_there_ends_the_attempt(
+def test_missing_image_ends_the_attempt(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = look_at({"status": {}}, [waiting(reason), {"phase": "Running"}], tmp_path, monkeypatch)
@@ -304,7 +306,7 @@ def test_an_image_that_is_not_there_ends_the_attempt(
     )
 
 
-def test_what_a_pod_waits_for() -> None:
+def test_waits_for_describes_a_pending_pod() -> None:
     scheduled = {
         "type": "PodScheduled",
         "status": "False",
@@ -319,13 +321,13 @@ def test_what_a_pod_waits_for() -> None:
     assert waits_for({"status": {"phase": "Pending"}}) == "Pending"
 
 
-def test_the_work_pool_is_one_that_prefect_takes() -> None:
+def test_prefect_accepts_the_work_pool() -> None:
     template = json.loads((DEPLOY / "work-pool.json").read_text(encoding="utf-8"))
     WorkPoolCreate(name="kubernetes", type="kubernetes", base_job_template=template)
     jsonschema.Draft202012Validator.check_schema(template["variables"])
-    placed = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
-    assert placed == set(template["variables"]["properties"]), (
-        "a variable that stands nowhere does nothing"
+    used_variables = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    assert used_variables == set(template["variables"]["properties"]), (
+        "the job configuration uses every variable"
     )
     for name, variable in template["variables"]["properties"].items():
         assert variable["description"], name
@@ -333,13 +335,13 @@ def test_the_work_pool_is_one_that_prefect_takes() -> None:
             jsonschema.validate(variable["default"], variable)
 
 
-def test_the_work_pool_says_what_prefects_worker_reads() -> None:
+def test_work_pool_has_the_keys_of_prefects_kubernetes_worker() -> None:
     import prefect.server.api.collections_data.views as views
 
-    known = json.loads(
+    worker_metadata = json.loads(
         (Path(views.__path__[0]) / "aggregate-worker-metadata.json").read_text(encoding="utf-8")
     )
-    default = known["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
+    default = worker_metadata["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
     template = json.loads((DEPLOY / "work-pool.json").read_text(encoding="utf-8"))
     assert set(template["job_configuration"]) == set(default["job_configuration"])
     pod = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
@@ -351,10 +353,10 @@ def test_the_work_pool_says_what_prefects_worker_reads() -> None:
     assert env["MEGACORE_WORKSPACE"] == template["variables"]["properties"]["workspace"]["default"]
 
 
-def test_the_flows_role_allows_what_kubectl_is_asked_for() -> None:
+def test_role_of_the_flows_allows_the_kubectl_commands() -> None:
     documents = list(yaml.safe_load_all((DEPLOY / "rbac.yaml").read_text(encoding="utf-8")))
     rules = {rule["resources"][0]: set(rule["verbs"]) for rule in documents[1]["rules"]}
-    # apply is get, then create or patch
+    # `kubectl apply` is get, then create or patch.
     assert rules["jobsets"] >= {"create", "get", "patch", "delete"}
     assert rules["pods"] >= {"get", "list", "delete"}
     assert rules["pods/log"] == {"get"}

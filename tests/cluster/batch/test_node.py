@@ -1,4 +1,4 @@
-"""One machine's part of a batch job, as a pod starts it."""
+"""The process of one host in a batch job, started as in a pod."""
 
 import json
 import os
@@ -35,22 +35,22 @@ def spec(directory: Path, **launch: Any) -> BatchSpec:
 
 
 @contextmanager
-def node(own: BatchSpec, does: str) -> Iterator["subprocess.Popen[str]"]:
-    """A pod's process."""
-    RankJob(exit_directory=own.exit_directory, ranks=9, threads_per_rank=9).write(
-        Path(own.job_file)
+def node(batch_spec: BatchSpec, behaviour: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run the process of one pod."""
+    RankJob(exit_directory=batch_spec.exit_directory, ranks=9, threads_per_rank=9).write(
+        Path(batch_spec.job_file)
     )
-    own.write()
-    words = [
+    batch_spec.write()
+    command = [
         sys.executable,
         "-m",
         "megacore.cluster.batch.node",
         "kubernetes",
-        f"--spec={own.path}",
+        f"--spec={batch_spec.path}",
     ]
     process = subprocess.Popen(
-        [*words, "--token=mine", "--jobset=set"],
-        env={**environment(), "JOB_COMPLETION_INDEX": "0", "MEGACORE_RANK_DOES": does},
+        [*command, "--token=mine", "--jobset=set"],
+        env={**environment(), "JOB_COMPLETION_INDEX": "0", "MEGACORE_RANK_DOES": behaviour},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -62,74 +62,76 @@ def node(own: BatchSpec, does: str) -> Iterator["subprocess.Popen[str]"]:
         process.communicate(timeout=LIMIT)
 
 
-def rank_of(own: BatchSpec) -> int:
-    path = Path(own.job_file).parent / "pid_0"
+def rank_of(batch_spec: BatchSpec) -> int:
+    path = Path(batch_spec.job_file).parent / "pid_0"
     wait_until(path.exists, LIMIT, "the rank started")
     return int(path.read_text())
 
 
-def test_ranks_get_a_job_for_the_machines_that_there_are(tmp_path: Path) -> None:
-    own = spec(tmp_path, threads_per_rank=2)
-    left = tmp_path / "exit" / "rank_7.json"
-    left.parent.mkdir()
-    left.write_text("of an earlier start of the same job")
-    with node(own, "end") as process:
-        said = process.communicate(timeout=LIMIT)[0]
-    assert process.returncode == 0, said
-    assert "rank 0 of 1, 2 threads" in said
-    assert not left.exists()
+def test_job_of_the_ranks_is_adapted_to_the_allocated_hosts(tmp_path: Path) -> None:
+    batch_spec = spec(tmp_path, threads_per_rank=2)
+    stale = tmp_path / "exit" / "rank_7.json"
+    stale.parent.mkdir()
+    stale.write_text("of an earlier start of the same job")
+    with node(batch_spec, "end") as process:
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 0, output
+    assert "rank 0 of 1, 2 threads" in output
+    assert not stale.exists()
     assert json.loads((tmp_path / "run.json").read_text())["ranks"] == 9
 
 
-def test_what_a_rank_exits_with_is_what_the_machine_does(tmp_path: Path) -> None:
+def test_node_exits_with_the_code_of_its_rank(tmp_path: Path) -> None:
     with node(spec(tmp_path), "fail") as process:
-        said = process.communicate(timeout=LIMIT)[0]
-    assert process.returncode == 7, said
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 7, output
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 0)])
-def test_signals_reach_the_rank(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    own = spec(tmp_path)
-    with node(own, "wait") as process:
-        pid = rank_of(own)
+def test_node_forwards_signals_to_its_rank(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    batch_spec = spec(tmp_path)
+    with node(batch_spec, "wait") as process:
+        pid = rank_of(batch_spec)
         process.send_signal(number)
-        said = process.communicate(timeout=LIMIT)[0]
-    assert process.returncode == code, said
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == code, output
     none_alive([pid], 1)
     assert [reason.message for reason in read_reasons(tmp_path / "exit")] == [
         f"stopped by {number.name}"
     ]
 
 
-def test_a_killed_machines_process_takes_its_ranks_along(tmp_path: Path) -> None:
-    own = spec(tmp_path)
-    with node(own, "wait") as process:
-        pid = rank_of(own)
+def test_sigkill_of_the_node_process_ends_its_ranks(tmp_path: Path) -> None:
+    batch_spec = spec(tmp_path)
+    with node(batch_spec, "wait") as process:
+        pid = rank_of(batch_spec)
         process.kill()
         none_alive([pid], 10)
 
 
-def test_the_follower_says_save_and_over(tmp_path: Path) -> None:
-    own = spec(tmp_path, stop_grace=1.0)
+def test_end_announced_by_the_follower_stops_the_ranks(tmp_path: Path) -> None:
+    batch_spec = spec(tmp_path, stop_grace=1.0)
     (tmp_path / "batch").mkdir()
-    beat = FollowerBeat(own.folder, "mine")
+    beat = FollowerBeat(batch_spec.folder, "mine")
     beat.beat()
-    with node(own, "nothing") as process:
-        pid = rank_of(own)
+    with node(batch_spec, "nothing") as process:
+        pid = rank_of(batch_spec)
         beat.over = True
         beat.beat()
-        said = process.communicate(timeout=LIMIT)[0]
+        output = process.communicate(timeout=LIMIT)[0]
     none_alive([pid], 1)
     assert process.returncode == 143
-    assert "the job has ended for its follower" in said
+    assert "the job has ended for its follower" in output
     assert read_launcher_reason(tmp_path / "exit") is None
 
 
-def test_without_a_follower_it_ends(tmp_path: Path) -> None:
-    own = spec(tmp_path).model_copy(update={"follower_limit": 1.0})
-    with node(own, "wait") as process:
-        said = process.communicate(timeout=LIMIT)[0]
-    assert process.returncode == 8, said
+def test_node_ends_with_a_retryable_reason_if_no_follower_beats(tmp_path: Path) -> None:
+    batch_spec = spec(tmp_path).model_copy(update={"follower_limit": 1.0})
+    with node(batch_spec, "wait") as process:
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 8, output
     reason = read_launcher_reason(tmp_path / "exit")
     assert "nobody followed the batch job for 1 s" in str(reason)
     assert reason is not None
@@ -140,22 +142,24 @@ def job_node(nodes: int, rank: int = 0) -> JobNode:
     return JobNode(rank, [f"n{number}" for number in range(nodes)], 4, "127.0.0.1", 1)
 
 
-def test_fewer_machines_take_part_where_more_do_not_divide(tmp_path: Path) -> None:
-    """A global batch of 8 in micro batches of 2 is divided by 1, 2 and 4 ranks."""
+def test_largest_number_of_hosts_that_divides_the_batch_takes_part(tmp_path: Path) -> None:
+    """A global batch of 8 in micro batches of 2 is divisible among 1, 2 and 4 ranks."""
     run = _runs.config(launch={"kind": "slurm", "nnodes": "2:4", "nproc_per_node": 1})
-    own = spec(tmp_path).model_copy(update={"launch": run.launch})
-    _runs.job(run, tmp_path, tmp_path, ranks=4).write(Path(own.job_file))
-    assert [len(_taking_part(own, job_node(nodes)).names) for nodes in (2, 3, 4)] == [2, 2, 4]
+    batch_spec = spec(tmp_path).model_copy(update={"launch": run.launch})
+    _runs.job(run, tmp_path, tmp_path, ranks=4).write(Path(batch_spec.job_file))
+    assert [len(_taking_part(batch_spec, job_node(nodes)).names) for nodes in (2, 3, 4)] == [
+        2,
+        2,
+        4,
+    ]
     with pytest.raises(LaunchError, match=r"gave 5 machines and launch\.nnodes is 2:4"):
-        _taking_part(own, job_node(5))
+        _taking_part(batch_spec, job_node(5))
     odd = run.launch.model_copy(update={"nnodes": "3:4"})
-    with pytest.raises(
-        ParallelLayoutError, match="gave 3 machines, and by the ranks of none of 3 to 3"
-    ):
-        _taking_part(own.model_copy(update={"launch": odd}), job_node(3))
+    with pytest.raises(ParallelLayoutError, match="divide by the ranks of no number from 3 to 3"):
+        _taking_part(batch_spec.model_copy(update={"launch": odd}), job_node(3))
 
 
-def test_the_interface_is_the_users_the_named_one_or_the_one_that_leads_there(
+def test_interface_is_from_environment_setting_or_route(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -173,10 +177,10 @@ def test_the_interface_is_the_users_the_named_one_or_the_one_that_leads_there(
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_a_name_that_the_cluster_learns_later_is_asked_for_again(
+def test_unresolved_peer_name_is_retried_until_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The names of pods are known some seconds after these have begun."""
+    """The names of pods resolve only some seconds after the pods have started."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     answers = iter([None, None, "eth0"])

@@ -7,7 +7,7 @@ from megacore.cluster.batch import scheduler as rendering
 from megacore.cluster.batch.scheduler import TEMPLATES, render
 from megacore.errors import ConfigError, LaunchError
 
-PLANTS = (
+INJECTIONS = (
     "$(touch pwned)",
     "; touch pwned",
     "`touch pwned`",
@@ -23,53 +23,60 @@ def filled(text: str, tmp_path: Path, **values: object) -> str:
     return render(str(path), "train.sbatch.j2", "launch.slurm.template", values)
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-def test_a_value_is_one_word_of_the_script(plant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("injection", INJECTIONS)
+def test_value_cannot_inject_shell_or_template_code(injection: str, tmp_path: Path) -> None:
     text = filled(
-        "printf '%s\\n' {{ one | word }} {{ more | words }}\n",
+        "printf '%s\\n' {{ single | word }} {{ several | words }}\n",
         tmp_path,
-        one=plant,
-        more=[plant, "b c"],
+        single=injection,
+        several=[injection, "b c"],
     )
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True
     )
-    assert done.stdout.splitlines() == [plant, plant, "b c"]
+    assert result.stdout.splitlines() == [injection, injection, "b c"]
     assert not list(tmp_path.glob("pwned"))
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\x00b", "\x1b[2J"])
-def test_what_could_begin_another_line_is_refused(value: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot stand in a batch script"):
+def test_control_characters_in_a_value_are_refused(value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written into a batch script"):
         filled("{{ one | word }}", tmp_path, one=value)
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "message"),
     [
         ("{{ nmae }}", "'nmae' is undefined"),
         ("a\n{% if %}\n", "line 2,"),
         ("{{ name | wrod }}", "No filter named 'wrod'"),
     ],
 )
-def test_a_template_that_cannot_be_filled_is_named(text: str, what: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=what) as raised:
+def test_error_in_a_template_is_reported_with_its_path(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         filled(text, tmp_path, name="x")
     assert "mine.j2" in str(raised.value)
     assert "see megacore/cluster/batch/templates/train.sbatch.j2" in str(raised.value)
 
 
-def test_templates_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_template_of_the_user_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"launch\.slurm\.template is no/such, which cannot be read"
     ):
         render("no/such", "train.sbatch.j2", "launch.slurm.template", {})
+
+
+def test_missing_built_in_template_is_reported_as_broken_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendering, "TEMPLATES", tmp_path)
     with pytest.raises(LaunchError, match="is missing: install megacore again"):
         render(None, "train.sbatch.j2", "launch.slurm.template", {})
 
 
-def test_the_templates_are_installed_with_the_package() -> None:
+def test_templates_are_part_of_the_package_data() -> None:
     from tests.launch._processes import REPOSITORY
 
     assert sorted(path.name for path in TEMPLATES.iterdir()) == [

@@ -1,4 +1,4 @@
-"""What the follower makes of Slurm's answers; test_slurm_jobs.py asks a real one."""
+"""Jobs of Slurm with scripted answers of its commands; test_slurm_jobs.py runs a real Slurm."""
 
 import re
 import subprocess
@@ -52,14 +52,14 @@ def spec(settings: LaunchConfig, directory: Path) -> BatchSpec:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, str, str]]:
-    """Exit code, output and errors of each of Slurm's commands; those that are not in it fail."""
-    said: dict[str, tuple[int, str, str]] = {}
+    """Provide exit code, output and errors of each of Slurm's commands; commands not in it fail."""
+    results: dict[str, tuple[int, str, str]] = {}
 
     def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
-        return subprocess.CompletedProcess(command, *said.get(command[0], (1, "", "not there")))
+        return subprocess.CompletedProcess(command, *results.get(command[0], (1, "", "not there")))
 
     monkeypatch.setattr("megacore.cluster.batch.slurm.run", run)
-    return said
+    return results
 
 
 def answer(
@@ -69,7 +69,7 @@ def answer(
 
 
 @pytest.mark.parametrize(
-    ("said", "state", "detail"),
+    ("reply", "state", "detail"),
     [
         (answer("PENDING", "Resources", "(null)"), "queued", "PENDING (Resources)"),
         (answer("CONFIGURING"), "queued", "CONFIGURING"),
@@ -80,21 +80,21 @@ def answer(
         (answer("PENDING", "BeginTime", restarts=1), "queued", "PENDING (BeginTime), start 2"),
     ],
 )
-def test_a_job_that_goes_on(
-    said: tuple[int, str, str],
+def test_unfinished_job_is_described_by_its_state(
+    reply: tuple[int, str, str],
     state: str,
     detail: str,
     answers: dict[str, tuple[int, str, str]],
     tmp_path: Path,
 ) -> None:
-    answers["scontrol"] = said
+    answers["scontrol"] = reply
     look = SlurmJob(spec(launch(), tmp_path)).look()
     assert look is not None
     assert (look.state, look.detail, look.end) == (state, detail, None)
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "text", "retryable"),
+    ("reply", "kind", "text", "retryable"),
     [
         (answer("TIMEOUT", "TimeLimit"), RankLostError, "reached its time limit (12:00:00)", True),
         (
@@ -121,15 +121,15 @@ def test_a_job_that_goes_on(
         ),
     ],
 )
-def test_a_job_that_slurm_ended(
-    said: tuple[int, str, str],
+def test_job_ended_by_slurm_is_reported_with_its_cause(
+    reply: tuple[int, str, str],
     kind: type[MegacoreError],
     text: str,
     retryable: bool,
     answers: dict[str, tuple[int, str, str]],
     tmp_path: Path,
 ) -> None:
-    answers["scontrol"] = said
+    answers["scontrol"] = reply
     answers["sinfo"] = (0, "n2\n", "")
     look = SlurmJob(spec(launch(), tmp_path)).look()
     assert look is not None
@@ -138,7 +138,7 @@ def test_a_job_that_slurm_ended(
     assert text in str(look.end.error)
     assert look.end.error.retryable is retryable
     assert look.end.code != 0
-    assert look.end.on_request is ("CANCELLED" in said[1])
+    assert look.end.on_request is ("CANCELLED" in reply[1])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_job_that_slurm_ended(
         ("FAILED", "0:0", End(1)),
     ],
 )
-def test_a_job_that_ended_by_itself(
+def test_finished_job_ends_with_its_exit_code(
     state: str, code: str, end: End, answers: dict[str, tuple[int, str, str]], tmp_path: Path
 ) -> None:
     answers["scontrol"] = answer(state, code=code)
@@ -159,10 +159,10 @@ def test_a_job_that_ended_by_itself(
     assert look.end == end
 
 
-def test_a_job_that_slurm_has_forgotten(
+def test_end_of_a_forgotten_job_is_read_from_accounting(
     answers: dict[str, tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    """Its accounting says how it ended where there is one; without it a retry finds out."""
+    """Accounting gives the end of the job; without accounting the end is a retryable error."""
     job = SlurmJob(spec(launch(), tmp_path))
     answers["scontrol"] = (1, "", "slurm_load_jobs error: Invalid job id specified")
     look = job.look()
@@ -181,26 +181,25 @@ def test_a_job_that_slurm_has_forgotten(
     assert look.end == End(0)
 
 
-def test_accounting_is_asked_for_fields_that_every_version_has(
+def test_accounting_requests_only_fields_of_every_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """sacct refuses a whole question for one field that it does not know; Restarts came after
-    22.05."""
-    asked: list[str] = []
+    """sacct fails if it does not know one of the fields; Restarts is newer than Slurm 22.05."""
+    fields: list[str] = []
 
     def run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        asked.extend(command[-1].partition("=")[2].split(","))
+        fields.extend(command[-1].partition("=")[2].split(","))
         return subprocess.CompletedProcess(command, 0, "COMPLETED|0:0|n1|12:00:00\n", "")
 
     monkeypatch.setattr("megacore.cluster.batch.slurm.run", run)
     assert accounted("7")["JobState"] == "COMPLETED"
-    assert set(asked) <= {"State", "ExitCode", "NodeList", "Timelimit"}
+    assert set(fields) <= {"State", "ExitCode", "NodeList", "Timelimit"}
 
 
-def test_an_earlier_job_is_gone_only_when_slurm_says_so(
+def test_earlier_job_is_removed_only_on_a_positive_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, tuple[int, str, str]]
 ) -> None:
-    """A busy controller must not lead to a second job."""
+    """A busy controller must not result in a second job."""
     monkeypatch.setattr("megacore.cluster.batch.slurm._PAUSE", 0.01)
     monkeypatch.setattr("megacore.cluster.batch.slurm.REMOVE_LIMIT", 0.05)
     job, known, unknown = (
@@ -208,9 +207,9 @@ def test_an_earlier_job_is_gone_only_when_slurm_says_so(
         Submission("t", "7"),
         Submission("t", None),
     )
-    for left in (known, unknown):  # nothing answers
+    for submission in (known, unknown):  # no command succeeds
         with pytest.raises(LaunchError, match="or Slurm does not answer"):
-            job.remove(left)
+            job.remove(submission)
     answers["squeue"] = (0, "", "")
     with pytest.raises(LaunchError, match="job 7 of an earlier attempt does not end"):
         job.remove(known)
@@ -224,12 +223,12 @@ def test_an_earlier_job_is_gone_only_when_slurm_says_so(
         job.remove(known)
 
 
-def test_output_on_a_share_that_stumbles_comes_later(
+def test_output_is_copied_after_a_read_error_has_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     job = SlurmJob(spec(launch(), tmp_path))
     job._output = tmp_path / "out"
-    job._output.mkdir()  # any refusal of the file system
+    job._output.mkdir()  # a directory: any error of the file system
     job.copy_output()
     job._output.rmdir()
     job._output.write_bytes(b"one\n")
@@ -240,7 +239,7 @@ def test_output_on_a_share_that_stumbles_comes_later(
     assert capfdbinary.readouterr().out == b"one\ntwo\n"
 
 
-def test_a_controller_that_does_not_answer_is_asked_again(
+def test_silent_controller_gives_no_state_and_its_error(
     answers: dict[str, tuple[int, str, str]], tmp_path: Path
 ) -> None:
     answers["scontrol"] = (
@@ -253,7 +252,7 @@ def test_a_controller_that_does_not_answer_is_asked_again(
     assert "Unable to contact slurm controller" in job.silence
 
 
-def test_the_script_asks_for_what_is_configured(tmp_path: Path) -> None:
+def test_batch_script_requests_the_configured_resources(tmp_path: Path) -> None:
     slurm = {
         "partition": "a100",
         "account": "nlp",
@@ -263,26 +262,23 @@ def test_the_script_asks_for_what_is_configured(tmp_path: Path) -> None:
     }
     settings = launch(slurm=slurm, nnodes="2:4", threads_per_rank=12)
     text = SlurmJob(spec(settings, tmp_path / "50% done")).text("abcd")
-    asked = [
+    options = [
         line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")
     ]
-    assert asked[1:] == [
-        *(
-            "--nodes=2-4",
-            "--ntasks-per-node=1",
-            "--cpus-per-task=96",
-            "--gpus-per-node=8",
-            "--partition=a100",
-        ),
-        *(
-            "--account=nlp",
-            "--qos=high",
-            "--time=2-00:00:00",
-            "--signal=USR1@300",
-            "--requeue",
-            "--open-mode=append",
-        ),
-        *(f"--output='{tmp_path}/50%% done/batch/slurm-%j.out'", "--chdir=/"),
+    assert options[1:] == [
+        "--nodes=2-4",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=96",
+        "--gpus-per-node=8",
+        "--partition=a100",
+        "--account=nlp",
+        "--qos=high",
+        "--time=2-00:00:00",
+        "--signal=USR1@300",
+        "--requeue",
+        "--open-mode=append",
+        f"--output='{tmp_path}/50%% done/batch/slurm-%j.out'",
+        "--chdir=/",
     ]
     assert (
         subprocess.run(["bash", "-n"], input=text, text=True, timeout=20, check=False).returncode
@@ -290,7 +286,7 @@ def test_the_script_asks_for_what_is_configured(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_not_configured_is_not_asked_for(tmp_path: Path) -> None:
+def test_unset_options_are_absent_from_the_batch_script(tmp_path: Path) -> None:
     text = SlurmJob(spec(launch(slurm={"signal_before": 0}, allow_cpu=True), tmp_path)).text("abcd")
     for option in ("--gpus", "--partition", "--account", "--qos", "--time", "--signal"):
         assert option not in text
@@ -299,22 +295,19 @@ def test_what_is_not_configured_is_not_asked_for(tmp_path: Path) -> None:
     )
 
 
-def test_credentials_of_the_flow_do_not_go_into_the_job() -> None:
+def test_credentials_of_the_flow_are_not_exported_to_the_job() -> None:
     environment = {
-        **{
-            "PATH": "/bin",
-            "HOME": "/h",
-            "PYTHONPATH": "/p",
-            "SLURM_CONF": "/c",
-            "SBATCH_ACCOUNT": "a",
-        },
-        **{
-            "PREFECT_API_KEY": "s",
-            "HF_TOKEN": "s",
-            "AWS_SECRET_ACCESS_KEY": "s",
-            "MEGACORE_JOB": "mark",
-        },
-        **{"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3"},
+        "PATH": "/bin",
+        "HOME": "/h",
+        "PYTHONPATH": "/p",
+        "SLURM_CONF": "/c",
+        "SBATCH_ACCOUNT": "a",
+        "PREFECT_API_KEY": "s",
+        "HF_TOKEN": "s",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "MEGACORE_JOB": "mark",
+        "SLURM_JOB_ID": "7",
+        "CUDA_VISIBLE_DEVICES": "3",
     }
     assert {*exported(environment)} == {
         "PATH",
@@ -336,19 +329,26 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_is_missing_is_said_before_anything_runs(
-    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_batch(launch())
+@pytest.mark.usefixtures("programs")
+def test_auto_nproc_per_node_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"launch\.nproc_per_node is auto, and which machines slurm will give"
     ):
         check_batch(launch(nproc_per_node="auto"))
+
+
+@pytest.mark.usefixtures("programs")
+def test_missing_template_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"launch\.slurm\.template is 'no/such', and there is no such file"
     ):
         check_batch(launch(slurm={"template": "no/such"}))
-    for word in (
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize(
+    "option",
+    [
         "--array=1-3",
         "--output=elsewhere",
         "--out=x",
@@ -357,26 +357,40 @@ def test_what_is_missing_is_said_before_anything_runs(
         "--job-name=x",
         "--clusters=all",
         "--wait",
+    ],
+)
+def test_arguments_that_hide_the_job_from_the_follower_are_refused(option: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"launch\.slurm\.arguments has {option}, with which the job could not be",
     ):
-        with pytest.raises(
-            ConfigError,
-            match=rf"launch\.slurm\.arguments has {word}, with which the job could not be",
-        ):
-            check_batch(launch(slurm={"arguments": ["--exclusive", word]}))
+        check_batch(launch(slurm={"arguments": ["--exclusive", option]}))
+
+
+@pytest.mark.usefixtures("programs")
+def test_value_without_its_option_is_refused() -> None:
     with pytest.raises(
         ConfigError,
         match=r"has 'h100', which is no option: write each option with its value as one",
     ):
         check_batch(launch(slurm={"arguments": ["--constraint", "h100"]}))
+
+
+@pytest.mark.usefixtures("programs")
+def test_other_arguments_are_accepted() -> None:
+    check_batch(launch())
     check_batch(
         launch(slurm={"arguments": ["--wait-all-nodes=1", "--no-requeue", "--exclusive", "-Ch100"]})
     )
+
+
+def test_missing_sbatch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="sbatch is not installed here"):
         check_batch(launch())
 
 
-def test_a_start_writes_what_the_follower_reads(
+def test_start_batch_writes_the_spec_of_the_follower(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -403,7 +417,7 @@ def test_a_start_writes_what_the_follower_reads(
         BatchSpec.read(tmp_path / "run.json")
 
 
-def test_a_dry_run_writes_nothing(programs: Path, tmp_path: Path) -> None:
+def test_dry_run_writes_nothing(programs: Path, tmp_path: Path) -> None:
     job = RankJob(exit_directory=str(tmp_path / "exit"), ranks=8, threads_per_rank=1)
     settings = launch(slurm={"arguments": ["--exclusive", "--comment=two words"]})
     command, text = show_batch(settings, "module", job, tmp_path / "run" / "run.json")
@@ -413,11 +427,11 @@ def test_a_dry_run_writes_nothing(programs: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_number_of_machines_that_does_not_divide_is_refused_before_it_is_waited_for(
+def test_number_of_hosts_that_does_not_divide_the_batch_is_refused(
     programs: Path, tmp_path: Path
 ) -> None:
     settings = launch(nnodes="3:4", nproc_per_node=1)
-    run = _runs.config(launch=settings.model_dump())  # a global batch of 8 in micro batches of 2
+    run = _runs.config(launch=settings.model_dump())  # global batch 8, micro batch 2
     job = _runs.job(run, tmp_path, tmp_path / "run", ranks=4)
     with pytest.raises(
         ConfigError, match=r"launch\.nnodes is 3:4, and slurm may give 3 machines: .*8"
@@ -425,7 +439,7 @@ def test_a_number_of_machines_that_does_not_divide_is_refused_before_it_is_waite
         start_batch(settings, "module", job, tmp_path / "run" / "run.json")
 
 
-def test_a_process_finds_its_place_among_the_machines(
+def test_slurm_node_reads_its_rank_and_hosts_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "bin"
@@ -442,23 +456,23 @@ def test_a_process_finds_its_place_among_the_machines(
         "SLURM_JOB_NODELIST": "n[1-2]",
     }
     variables |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_CPUS_ON_NODE": "1"}
-    own = spec(launch(nnodes=2), tmp_path)
-    node = slurm_node(own, variables)
+    batch_spec = spec(launch(nnodes=2), tmp_path)
+    node = slurm_node(batch_spec, variables)
     assert (node.rank, node.names, node.cpus, node.address) == (1, ["n1", "n2"], 1, "127.0.0.1")
-    first = slurm_node(own, {**variables, "SLURM_NODEID": "0"})
+    first = slurm_node(batch_spec, {**variables, "SLURM_NODEID": "0"})
     assert (first.address, first.port > 1024) == ("127.0.0.1", True)
     with pytest.raises(
         LaunchError, match=re.escape("Slurm started 16 processes on 2 machines (n[1-2])")
     ):
-        slurm_node(own, {**variables, "SLURM_NTASKS": "16"})
+        slurm_node(batch_spec, {**variables, "SLURM_NTASKS": "16"})
     with pytest.raises(
-        LaunchError, match="this process is to be started by srun, and 'SLURM_NODEID' is not"
+        LaunchError, match="this process must be started by srun, and 'SLURM_NODEID' is not"
     ):
-        slurm_node(own, {})
+        slurm_node(batch_spec, {})
 
 
-def test_variables_of_sbatch_are_those_with_which_the_job_is_found() -> None:
-    """sbatch puts them before the lines of the script."""
+def test_sbatch_variables_that_hide_the_job_are_not_exported() -> None:
+    """sbatch prefers these variables to the options in the script."""
     hiding = {
         "SBATCH_JOB_NAME": "x",
         "SBATCH_ARRAY_INX": "0-3",

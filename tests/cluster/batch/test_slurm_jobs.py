@@ -1,4 +1,4 @@
-"""Batch jobs of a real Slurm with two nodes, which are both this machine."""
+"""Batch jobs of a real Slurm with two nodes, both on this host."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from tests.launch._processes import REPOSITORY, alive, none_alive, wait_until
 from tests.train import _runs
 
 ITERATIONS, SAMPLES = 120, 16
-"""Of a training that is still at work when it is preempted; samples of each iteration."""
+"""Size of a run that is long enough to be preempted; SAMPLES is its global batch size."""
+pytestmark = pytest.mark.slow
 TRAIN = {"train_iters": ITERATIONS, "global_batch_size": SAMPLES, "eval_interval": 1000}
 
 
@@ -40,24 +41,26 @@ def slurm(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
 
 
 def launch(*, slurm: dict[str, Any] | None = None, **values: Any) -> LaunchConfig:
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "kind": "slurm",
         "nproc_per_node": 1,
         "threads_per_rank": 1,
         "allow_cpu": True,
     }
-    return LaunchConfig.model_validate({**own, "stop_grace": 10.0, "slurm": slurm or {}, **values})
+    return LaunchConfig.model_validate(
+        {**defaults, "stop_grace": 10.0, "slurm": slurm or {}, **values}
+    )
 
 
 def fake(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
-    does: str,
+    behaviour: str,
     settings: LaunchConfig | None = None,
 ) -> Attempt:
-    """An attempt whose ranks only do what they are told."""
-    monkeypatch.setenv("MEGACORE_RANK_DOES", does)
-    return Attempt.of(settings or launch(), directory)
+    """Start an attempt with fake ranks of one behaviour."""
+    monkeypatch.setenv("MEGACORE_RANK_DOES", behaviour)
+    return Attempt.with_fake_ranks(settings or launch(), directory)
 
 
 def training(directory: Path, data: Path, settings: LaunchConfig, ranks: int) -> Attempt:
@@ -77,16 +80,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_two_nodes_train_as_one_does_also_after_a_preemption(
+def test_losses_of_two_nodes_equal_one_process_after_a_preemption(
     slurm: Slurm, data: Path, tmp_path: Path
 ) -> None:
-    """Queued, running, preempted by a job of a better partition, queued, running from the last
-    checkpoint, ended."""
+    """The preempted job is queued again and resumes from its last checkpoint."""
     attempt = training(tmp_path / "two", data, launch(nnodes=2), 2)
     checkpoints = tmp_path / "two" / "checkpoints"
     wait_until(lambda: any(checkpoints.glob("iter_*")) or attempt.ended, LIMIT, "a checkpoint")
     job = next(iter(slurm.jobs()))
-    words = (
+    command = (
         "sbatch",
         "--parsable",
         "--partition=urgent",
@@ -94,14 +96,14 @@ def test_two_nodes_train_as_one_does_also_after_a_preemption(
         "--exclusive",
         "--output=/dev/null",
     )
-    urgent = slurm.run(*words, "--wrap=sleep 600").strip()
+    urgent = slurm.run(*command, "--wrap=sleep 600").strip()
     attempt.wait_for("PENDING")
     slurm.run("scancel", urgent)
     wait_until(lambda: slurm.jobs().get(job) == "PENDING", LIMIT, "queued again")
-    # Slurm lets a preempted job wait two minutes
+    # Slurm delays the start of a preempted job by two minutes.
     slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now")
-    assert attempt.end() is None, attempt.said
-    assert "RUNNING on node-[1-2], start 2" in attempt.said
+    assert attempt.join() is None, attempt.log_text
+    assert "RUNNING on node-[1-2], start 2" in attempt.log_text
     assert attempt.states[0] == "queued: submitted"
     assert any(state == "running: RUNNING on node-[1-2]" for state in attempt.states), (
         attempt.states
@@ -111,33 +113,33 @@ def test_two_nodes_train_as_one_does_also_after_a_preemption(
     starts = [event["iteration"] for event in _runs.events(tmp_path / "two", "start")]
     assert len(starts) == 2
     assert starts[1] > 0
-    alone = tmp_path / "one"
-    alone.mkdir()
+    single = tmp_path / "one"
+    single.mkdir()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    _runs.train(_runs.config(train=TRAIN, checkpoint={"save_interval": 1000}), data, alone)
+    _runs.train(_runs.config(train=TRAIN, checkpoint={"save_interval": 1000}), data, single)
     torch.set_num_threads(threads)
-    assert _runs.losses(tmp_path / "two") == pytest.approx(_runs.losses(alone), rel=1e-5)
+    assert _runs.losses(tmp_path / "two") == pytest.approx(_runs.losses(single), rel=1e-5)
 
 
-def test_a_failed_rank_says_why(
+def test_error_of_a_rank_is_raised(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = fake(tmp_path / "run", monkeypatch, "fail")
-    error = attempt.end()
-    assert isinstance(error, LossError), (error, attempt.said)
+    error = attempt.join()
+    assert isinstance(error, LossError), (error, attempt.log_text)
     assert str(error) == "rank 0: the loss is nan"
-    assert "rank 0 of 1, 1 threads" in attempt.said
-    assert "FAILED" in attempt.said
+    assert "rank 0 of 1, 1 threads" in attempt.log_text
+    assert "FAILED" in attempt.log_text
 
 
-def test_a_cancelled_run_ends_its_job(
+def test_cancellation_stops_the_ranks_and_ends_the_job(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = fake(tmp_path / "run", monkeypatch, "wait")
     pid = attempt.rank_pid()
     attempt.stop()
-    assert isinstance(attempt.end(), StoppedByTestError)
+    assert isinstance(attempt.join(), StoppedByTestError)
     none_alive([pid], 1)
     assert slurm.jobs() == {}
     assert (
@@ -147,53 +149,53 @@ def test_a_cancelled_run_ends_its_job(
     assert not (tmp_path / "run" / "batch" / "submission.json").exists()
 
 
-def test_sigusr1_reaches_the_ranks_from_both_sides(
+def test_sigusr1_of_scheduler_and_follower_reaches_the_ranks(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, signalled in enumerate(("the scheduler", "the follower")):
+    for number, sender in enumerate(("the scheduler", "the follower")):
         attempt = fake(tmp_path / f"run{number}", monkeypatch, "wait")
         attempt.rank_pid()
         job = next(iter(slurm.jobs()))
-        if signalled == "the scheduler":  # as --signal=USR1@120 does before the time limit
+        if sender == "the scheduler":  # like --signal=USR1@120 before the time limit
             slurm.run("scancel", "--signal=USR1", job)
         else:
             os.kill(follower_pid(attempt), signal.SIGUSR1)
-        error = attempt.end()
-        assert isinstance(error, PreemptedError), (error, attempt.said)
+        error = attempt.join()
+        assert isinstance(error, PreemptedError), (error, attempt.log_text)
         assert str(error) == "stopped by SIGUSR1"
 
 
 def follower_pid(attempt: Attempt) -> int:
     for pid in descendants(os.getpid()):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        mine = {
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        is_follower = {
             b"megacore.cluster.batch.follow",
             f"--spec={attempt.directory}/batch/spec.json".encode(),
-        } <= {*words}
-        if mine and b"megacore.launch.guard" not in words:
+        } <= {*arguments}
+        if is_follower and b"megacore.launch.guard" not in arguments:
             return pid
     raise AssertionError("there is no follower")
 
 
-def test_a_job_that_somebody_cancels_is_not_started_again(
+def test_job_cancelled_by_a_user_is_not_retryable(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = fake(tmp_path / "run", monkeypatch, "wait")
     attempt.rank_pid()
     slurm.run("scancel", next(iter(slurm.jobs())))
-    error = attempt.end()
-    assert type(error) is LaunchError, (error, attempt.said)
+    error = attempt.join()
+    assert type(error) is LaunchError, (error, attempt.log_text)
     assert not error.retryable
     assert "was cancelled" in str(error)
 
 
-def test_a_preemption_without_requeue_may_be_tried_again(
+def test_preemption_without_requeue_is_retryable(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = launch(slurm={"partition": "spot", "arguments": ["--no-requeue"]}, stop_grace=1.0)
     attempt = fake(tmp_path / "run", monkeypatch, "nothing", settings)
     pid = attempt.rank_pid()
-    words = (
+    command = (
         "sbatch",
         "--parsable",
         "--partition=urgent",
@@ -201,64 +203,64 @@ def test_a_preemption_without_requeue_may_be_tried_again(
         "--exclusive",
         "--output=/dev/null",
     )
-    slurm.run(*words, "--wrap=sleep 600")
-    error = attempt.end()
-    assert isinstance(error, RankLostError), (error, attempt.said)
+    slurm.run(*command, "--wrap=sleep 600")
+    error = attempt.join()
+    assert isinstance(error, RankLostError), (error, attempt.log_text)
     assert re.search(r"Slurm preempted job \d+ on node-\d without queueing it again", str(error))
     none_alive([pid], 1)
 
 
-def test_a_killed_follower_leaves_no_job(
+def test_next_attempt_ends_the_job_of_a_killed_follower(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job ends itself, or the next attempt ends it first; a job is never there twice."""
+    """The next attempt ends the job of the killed follower before it submits another."""
     attempt = fake(tmp_path / "run", monkeypatch, "wait")
-    first = attempt.rank_pid()
+    first_rank = attempt.rank_pid()
     job = next(iter(slurm.jobs()))
     os.kill(follower_pid(attempt), signal.SIGKILL)
-    assert isinstance(attempt.end(), RankLostError)
-    assert alive(first)
+    assert isinstance(attempt.join(), RankLostError)
+    assert alive(first_rank)
     (tmp_path / "run" / "pid_0").unlink()
     attempt = fake(tmp_path / "run", monkeypatch, "wait")
     attempt.wait_for(f"an earlier attempt submitted {job}")
-    second = attempt.rank_pid()
-    assert not alive(first)
+    second_rank = attempt.rank_pid()
+    assert not alive(first_rank)
     assert list(slurm.jobs()) != [job]
     attempt.stop()
-    attempt.end()
-    none_alive([second], 1)
+    attempt.join()
+    none_alive([second_rank], 1)
 
 
-def test_a_job_that_nobody_follows_ends_itself(
+def test_job_without_a_follower_ends(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megacore.cluster.batch.start.FOLLOWER_LIMIT", 3.0)
     attempt = fake(tmp_path / "run", monkeypatch, "wait")
     pid = attempt.rank_pid()
     os.kill(follower_pid(attempt), signal.SIGKILL)
-    attempt.end()
+    attempt.join()
     none_alive([pid], 15)
     wait_until(lambda: slurm.jobs() == {}, 15, "the job ended")
 
 
-def test_an_elastic_job_takes_the_nodes_that_are_free(
+def test_elastic_job_runs_on_the_free_nodes(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.run(
         "sbatch", "--nodelist=node-2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"
     )
     attempt = fake(tmp_path / "run", monkeypatch, "end", launch(nnodes="1:2", nproc_per_node=1))
-    assert attempt.end() is None, attempt.said
+    assert attempt.join() is None, attempt.log_text
     assert "#SBATCH --nodes=1-2" in (tmp_path / "run" / "batch" / "job.sbatch").read_text()
-    assert "rank 0 of 1" in attempt.said
+    assert "rank 0 of 1" in attempt.log_text
 
 
-def test_what_sbatch_refuses_is_said(
+def test_refusal_of_sbatch_is_reported(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = fake(
         tmp_path / "run", monkeypatch, "end", launch(slurm={"partition": "no $(such) 'one'"})
     )
-    error = attempt.end()
-    assert type(error) is LaunchError, (error, attempt.said)
+    error = attempt.join()
+    assert type(error) is LaunchError, (error, attempt.log_text)
     assert "invalid partition specified: no $(such) 'one'" in str(error)

@@ -1,7 +1,4 @@
-"""One host's agent, with the test as its head.
-
-What it says, and that its ranks end whatever becomes of the head.
-"""
+"""The agent of one host, with the test as its head: its messages and the end of its ranks."""
 
 import base64
 import json
@@ -25,7 +22,7 @@ RANKS = str(Path(__file__).parent.with_name("_host_ranks.py"))
 
 
 class Head:
-    """Talks with an agent, and beats for as long as it is asked to wait."""
+    """A head that starts an agent and sends beats while it waits for messages."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -39,7 +36,7 @@ class Head:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.channel = Channel(self.process.stdout.fileno(), self.process.stdin.fileno())
-        self.heard: list[Message | str] = []
+        self.received: list[Message | str] = []
         self._unread: list[Message | str] = []
 
     def wait_for(self, kind: str, seconds: float = 15.0, *, beat: bool = True) -> Message:
@@ -49,12 +46,12 @@ class Head:
                 self.channel.send("beat")
             self._unread += self.channel.receive()
             while self._unread:
-                said = self._unread.pop(0)
-                self.heard.append(said)
-                if not isinstance(said, str) and said["kind"] == kind:
-                    return said
+                message = self._unread.pop(0)
+                self.received.append(message)
+                if not isinstance(message, str) and message["kind"] == kind:
+                    return message
             time.sleep(0.05)
-        raise AssertionError(f"no {kind} within {seconds} s, but {self.heard}")
+        raise AssertionError(f"no {kind} within {seconds} s, but {self.received}")
 
     def prepare(self, **changes: Any) -> Message:
         values = {"peer": "127.0.0.1", "interface": "auto", "port": True, "host_timeout": 1.5}
@@ -63,9 +60,9 @@ class Head:
 
     def start(self, behaviour: str, **changes: Any) -> None:
         exit_directory = self.directory / "exit"
-        words = ["ranks", behaviour, str(self.directory), str(exit_directory), "2", "2"]
+        arguments = ["ranks", behaviour, str(self.directory), str(exit_directory), "2", "2"]
         values = {
-            "command": [sys.executable, RANKS, *words],
+            "command": [sys.executable, RANKS, *arguments],
             "environment": {},
             "grace": 5.0,
             "ranks": [2, 2],
@@ -96,63 +93,68 @@ class Head:
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[Head]:
     (tmp_path / "exit").mkdir()
-    found = Head(tmp_path)
-    yield found
-    found.close()
+    running_head = Head(tmp_path)
+    yield running_head
+    running_head.close()
 
 
-def test_hello_says_what_the_host_is(head: Head) -> None:
+def test_hello_contains_versions_interface_and_port(head: Head) -> None:
     started = time.monotonic()
     hello = head.prepare()
-    assert time.monotonic() - started < 3, "it loads nothing heavy"
+    assert time.monotonic() - started < 3, "the agent imports no heavy package"
     assert hello["versions"] == versions()
     assert hello["versions"]["torch"] != "none"
     assert (hello["interface"], hello["problem"]) == ("lo", None)
     assert 0 < hello["port"] < 2**16
 
 
-def test_an_interface_that_is_not_there_is_a_problem(head: Head) -> None:
+def test_missing_interface_is_reported_as_a_problem(head: Head) -> None:
     assert "it has no interface 'eth77' (it has " in head.prepare(interface="lo,eth77")["problem"]
 
 
-def test_an_agent_without_a_head_ends(head: Head) -> None:
+def test_agent_ends_if_its_head_closes_the_connection(head: Head) -> None:
     head.prepare()
     assert head.process.stdin is not None
     head.process.stdin.close()
     assert head.process.wait(timeout=5) == 0
 
 
-def test_the_end_says_the_code(head: Head) -> None:
+def test_end_contains_the_exit_code_and_follows_the_log_lines(head: Head) -> None:
     head.prepare()
     head.start("quick")
     assert head.wait_for("end") | {"kind": "end"} == {"kind": "end", "code": 0, "memory": None}
-    logged = [said for said in head.heard if not isinstance(said, str) and said["kind"] == "log"]
-    lines = [line for said in logged for line in said["lines"]]
+    logs = [
+        message
+        for message in head.received
+        if not isinstance(message, str) and message["kind"] == "log"
+    ]
+    lines = [line for log in logs for line in log["lines"]]
     assert sorted(lines) == ["rank 2 is here", "rank 3 is here"]
     assert head.process.wait(timeout=5) == 0
 
 
-def test_a_command_that_is_not_there(head: Head) -> None:
+def test_missing_command_ends_with_code_127(head: Head) -> None:
     head.prepare()
     head.start("quick", command=["/nowhere/torchrun"])
     assert head.wait_for("end")["code"] == 127
-    assert any("cannot start /nowhere/torchrun" in str(said) for said in head.heard)
+    assert any("cannot start /nowhere/torchrun" in str(message) for message in head.received)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [True, False])
-def test_a_head_that_is_gone_ends_stubborn_ranks(head: Head, silent: bool) -> None:
+def test_loss_of_the_head_ends_ranks_that_ignore_sigterm(head: Head, silent: bool) -> None:
     head.prepare()
     head.start("stubborn")
     pids = head.ranks()
     assert head.process.stdin is not None
     if not silent:
         head.process.stdin.close()
-    # 1.5 s of silence, then SIGTERM, and SIGKILL after 5 s, whatever the grace is.
+    # 1.5 s of silence, then SIGTERM, and SIGKILL 5 s later, independent of the grace.
     assert none_alive(pids, 10) > 4
     assert head.process.wait(timeout=5) == 0
 
 
-def test_a_killed_agent_takes_its_ranks_along(head: Head) -> None:
+def test_sigkill_of_the_agent_ends_its_ranks(head: Head) -> None:
     head.prepare()
     head.start("waits")
     pids = head.ranks()
@@ -160,7 +162,7 @@ def test_a_killed_agent_takes_its_ranks_along(head: Head) -> None:
     none_alive(pids, 5)
 
 
-def test_it_stops_with_the_grace_and_without(head: Head) -> None:
+def test_stop_with_grace_lets_the_ranks_save(head: Head) -> None:
     head.prepare()
     head.start("saves")
     pids = head.ranks()
@@ -170,7 +172,7 @@ def test_it_stops_with_the_grace_and_without(head: Head) -> None:
     assert all((head.directory / f"rank_{rank}.saved").exists() for rank in (2, 3))
 
 
-def test_it_stops_at_once(head: Head) -> None:
+def test_stop_without_grace_kills_the_ranks(head: Head) -> None:
     head.prepare()
     head.start("stubborn")
     head.ranks()
@@ -180,7 +182,7 @@ def test_it_stops_at_once(head: Head) -> None:
     assert time.monotonic() - started < 3
 
 
-def test_a_notice_reaches_the_ranks(head: Head) -> None:
+def test_notice_reaches_the_ranks(head: Head) -> None:
     head.prepare()
     head.start("notified")
     head.ranks()
@@ -188,7 +190,7 @@ def test_a_notice_reaches_the_ranks(head: Head) -> None:
     assert head.wait_for("end")["code"] == 0
 
 
-def test_files_are_copied_to_another_workspace_and_old_ones_forgotten(head: Head) -> None:
+def test_files_of_the_ranks_are_copied_and_stale_files_removed(head: Head) -> None:
     (head.directory / "exit" / "rank_2.json").write_text("old")
     (head.directory / "exit" / "rank_7.json").write_text("older")
     (head.directory / "exit" / "rank_2.json.tmp-1").write_text("unfinished")
@@ -196,17 +198,17 @@ def test_files_are_copied_to_another_workspace_and_old_ones_forgotten(head: Head
     head.start("watched", copy_files=True)
     head.ranks()
     assert not (head.directory / "exit" / "rank_7.json").exists()
-    found = {}
-    while len(found) < 4:
-        said = head.wait_for("file")
-        found[said["name"]] = base64.b64decode(said["data"])
-    assert sorted(found) == [
+    files = {}
+    while len(files) < 4:
+        message = head.wait_for("file")
+        files[message["name"]] = base64.b64decode(message["data"])
+    assert sorted(files) == [
         "rank_00002.beat",
         "rank_00002.stack",
         "rank_00003.beat",
         "rank_00003.stack",
     ]
-    assert b"forward-compute" in found["rank_00003.beat"]
+    assert b"forward-compute" in files["rank_00003.beat"]
 
 
 def test_no_file_is_copied_in_a_shared_workspace(head: Head) -> None:
@@ -217,7 +219,7 @@ def test_no_file_is_copied_in_a_shared_workspace(head: Head) -> None:
         head.wait_for("file", 2.5)
 
 
-def test_a_rank_that_is_gone_is_reported_with_the_stacks_of_the_others(head: Head) -> None:
+def test_stopped_ranks_are_reported_as_trouble_with_their_stacks(head: Head) -> None:
     head.prepare()
     head.start("watched-stopped", stall_limit=1.5)
     trouble = head.wait_for("trouble")
@@ -228,7 +230,7 @@ def test_a_rank_that_is_gone_is_reported_with_the_stacks_of_the_others(head: Hea
     assert "SIGSTOP" in states[3]["stack"]
 
 
-def test_what_carries_a_mark_is_killed_and_nothing_else(head: Head, tmp_path: Path) -> None:
+def test_end_option_kills_only_processes_with_the_mark(head: Head, tmp_path: Path) -> None:
     head.prepare()
     head.start("stubborn")
     pids = head.ranks()
@@ -237,8 +239,8 @@ def test_what_carries_a_mark_is_killed_and_nothing_else(head: Head, tmp_path: Pa
         [sys.executable, "-c", "import time; time.sleep(60)"], env={JOB_VARIABLE: f"{head.mark}0"}
     )
     try:
-        words = [sys.executable, "-m", "megacore.cluster.hosts.agent", "--end", head.mark]
-        assert subprocess.run(words, timeout=20, check=False).returncode == 0
+        command = [sys.executable, "-m", "megacore.cluster.hosts.agent", "--end", head.mark]
+        assert subprocess.run(command, timeout=20, check=False).returncode == 0
         none_alive([*pids, head.process.pid], 3)
         assert other.poll() is None
     finally:
@@ -246,12 +248,12 @@ def test_what_carries_a_mark_is_killed_and_nothing_else(head: Head, tmp_path: Pa
         other.wait(timeout=10)
 
 
-def test_the_agent_reads_nothing_but_messages(head: Head) -> None:
+def test_agent_ignores_input_that_is_no_message(head: Head) -> None:
     os.write(head.channel.outgoing, b'\x1e{"kind": 1}\nwelcome\n\x1e{broken\n')
     assert head.prepare()["problem"] is None
 
 
-def test_messages_survive_noise_and_pieces(tmp_path: Path) -> None:
+def test_message_in_pieces_is_separated_from_text(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     channel = Channel(reader, os.open(os.devnull, os.O_WRONLY))
     text = (
@@ -270,7 +272,7 @@ def test_messages_survive_noise_and_pieces(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_a_side_that_takes_nothing_blocks_nobody() -> None:
+def test_send_does_not_block_if_the_other_side_reads_nothing() -> None:
     reader, writer = os.pipe()
     channel = Channel(os.open(os.devnull, os.O_RDONLY), writer)
     for _ in range(64):

@@ -1,4 +1,4 @@
-"""Messages over a pipe: what is said in pieces, and what is none."""
+"""Messages over a pipe: messages in pieces, and lines that are no message."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from megacore.cluster.hosts.channel import Channel
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[Channel, int]]:
-    """A channel, and where the other side writes."""
+    """Provide a channel and the descriptor that the other side writes to."""
     reader, writer = os.pipe()
     sink = os.open(os.devnull, os.O_WRONLY)
     yield Channel(reader, sink), writer
@@ -19,7 +19,7 @@ def pipe() -> Iterator[tuple[Channel, int]]:
         os.close(descriptor)
 
 
-def test_a_message_may_come_in_pieces_between_lines_of_text(pipe: tuple[Channel, int]) -> None:
+def test_message_in_pieces_between_lines_of_text_is_received(pipe: tuple[Channel, int]) -> None:
     channel, writer = pipe
     os.write(writer, b'Welcome!\r\n\x1e{"kind": "e')
     assert list(channel.receive()) == ["Welcome!"]
@@ -28,13 +28,13 @@ def test_a_message_may_come_in_pieces_between_lines_of_text(pipe: tuple[Channel,
 
 
 @pytest.mark.parametrize("line", [b"\x1e{", b"\x1e[1]", b"\x1e{}", b"\x1e" + b"[" * 20000, b"\xff"])
-def test_what_is_no_message_is_text(line: bytes, pipe: tuple[Channel, int]) -> None:
+def test_invalid_message_is_received_as_text(line: bytes, pipe: tuple[Channel, int]) -> None:
     channel, writer = pipe
     os.write(writer, line + b"\n")
     assert list(channel.receive()) == [line.decode(errors="replace")]
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory(
+def test_length_of_a_line_without_an_end_is_limited(
     pipe: tuple[Channel, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel_module, "LONGEST", 1000)

@@ -1,4 +1,4 @@
-"""Which hosts of an elastic run an attempt takes."""
+"""Choice of the hosts of one attempt of an elastic run."""
 
 import logging
 from pathlib import Path
@@ -25,19 +25,20 @@ def choose(
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Hosts that do not answer."""
-    found: set[str] = set()
+    """Provide a set of hosts that do not answer."""
+    silent_hosts: set[str] = set()
 
     def answer(ssh: Any, hosts: list[str], words: Any, *, timeout: float) -> list[HostResult]:
         return [
-            HostResult(host, 255 if host in found else 0, b"", "No route to host") for host in hosts
+            HostResult(host, 255 if host in silent_hosts else 0, b"", "No route to host")
+            for host in hosts
         ]
 
     monkeypatch.setattr(elastic, "run_on_hosts", answer)
-    return found
+    return silent_hosts
 
 
-def test_the_first_that_answer_are_taken(
+def test_first_hosts_that_answer_are_chosen(
     tmp_path: Path, silent: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose(tmp_path, "1:2") == {"worker-1": 1, "worker-2": 1}
@@ -51,8 +52,8 @@ def test_the_first_that_answer_are_taken(
     assert "worker-1: ssh cannot reach it: No route to host" in caplog.text
 
 
-def test_hosts_whose_ranks_do_not_divide_the_batch_wait(tmp_path: Path, silent: set[str]) -> None:
-    # 8 sequences in micro-batches of 2: 3 ranks would not do.
+def test_number_of_chosen_hosts_divides_the_batch(tmp_path: Path, silent: set[str]) -> None:
+    # A batch of 8 in micro batches of 2 is not divisible among 3 ranks.
     assert choose(tmp_path, "1:4") == {f"worker-{number}": 1 for number in range(1, 5)}
     silent.add("worker-3")
     assert choose(tmp_path, "1:4") == {"worker-1": 1, "worker-2": 1}
@@ -60,7 +61,9 @@ def test_hosts_whose_ranks_do_not_divide_the_batch_wait(tmp_path: Path, silent: 
         choose(tmp_path, "3:4")
 
 
-def test_too_few_are_named(tmp_path: Path, silent: set[str]) -> None:
+def test_too_few_hosts_are_refused_and_retryable_after_the_first_attempt(
+    tmp_path: Path, silent: set[str]
+) -> None:
     silent |= {"worker-1", "worker-2", "worker-4"}
     message = (
         r"launch\.nnodes is 2:4 and 1 of 4 hosts can take part \(worker-1: ssh cannot reach it: No "
@@ -69,17 +72,17 @@ def test_too_few_are_named(tmp_path: Path, silent: set[str]) -> None:
     with pytest.raises(LaunchError, match=message) as caught:
         choose(tmp_path, "2:4")
     assert not caught.value.retryable
-    with pytest.raises(HostLostError, match=message):  # they were there before, and may come back
+    with pytest.raises(HostLostError, match=message):  # an earlier attempt had them
         choose(tmp_path, "2:4", attempt=2)
 
 
-def test_a_fixed_number_is_not_probed(tmp_path: Path, silent: set[str]) -> None:
+def test_fixed_number_of_hosts_is_chosen_without_probing(tmp_path: Path, silent: set[str]) -> None:
     silent.add("worker-1")
     assert choose(tmp_path, 2) == {"worker-1": 1, "worker-2": 1}
     assert choose_hosts(_runs.config()) == {}
 
 
-def test_real_hosts_are_asked_through_ssh(hosts: Hosts) -> None:
+def test_real_hosts_are_probed_through_ssh(hosts: Hosts) -> None:
     launch = {
         "hostfile": str(hosts.hostfile("gone", "one", "two")),
         "nnodes": "1:3",

@@ -1,7 +1,4 @@
-"""A job on two hosts through a real sshd.
-
-What ends on one ends on both, and is told with the host's name.
-"""
+"""A job on two hosts through a real sshd: its start, its failures and its end on both hosts."""
 
 import json
 import os
@@ -65,7 +62,7 @@ def run(
     on_poll: Callable[[], None] = lambda: None,
     **changes: Any,
 ) -> str:
-    """Run two fake ranks, one on each host; returns the log."""
+    """Run two fake ranks, one on each host, and return the log."""
     written = plan(machines, directory, behaviour, **changes)
     written.write(directory / "hosts.json")
     supervise(
@@ -85,7 +82,7 @@ def run(
 
 
 def agent_of(rank: int) -> int:
-    """The agent above a rank."""
+    """Return the process id of the agent that started a rank."""
     pid = rank
     while b"megacore.cluster.hosts.agent" not in Path(f"/proc/{pid}/cmdline").read_bytes():
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -93,8 +90,8 @@ def agent_of(rank: int) -> int:
     return pid
 
 
-class Once:
-    """Does something when both ranks run."""
+class OnceRunning:
+    """A poll callback that runs an action once both ranks run."""
 
     def __init__(self, directory: Path, action: Callable[[list[int]], None]) -> None:
         self.directory, self.action = directory, action
@@ -110,23 +107,21 @@ class Once:
             self.action(self.pids)
 
 
-def test_ranks_of_both_hosts_run_and_their_lines_have_the_hosts_name(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_log_lines_of_the_ranks_have_the_name_of_their_host(hosts: Hosts, tmp_path: Path) -> None:
     log = run(hosts, tmp_path, "quick")
     assert "hosts: one (rank 0 through lo), two (rank 1 through lo); they meet at 127.0.0.1:" in log
     assert "one: rank 0 is here\n" in log
     assert "two: rank 1 is here\n" in log
 
 
-def test_what_the_ranks_find_in_their_environment(
+def test_ranks_get_only_the_forwarded_environment_variables(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "two words\n; $(touch pwned)")
     monkeypatch.setenv("SOME_SECRET", "hidden")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("OWN_NAME", "given")
-    (tmp_path / "variables").write_text("# ours\nDATA_TOKEN=a b=c\n\n")
+    monkeypatch.setenv("OWN_NAME", "value")
+    (tmp_path / "variables").write_text("# a comment\nDATA_TOKEN=a b=c\n\n")
     changes = {
         "env_file": str(tmp_path / "variables"),
         "own_env": ["OWN_NAME"],
@@ -135,7 +130,7 @@ def test_what_the_ranks_find_in_their_environment(
     run(hosts, tmp_path, "quick", **changes)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert second["NCCL_DEBUG"] == "two words\n; $(touch pwned)"
-    assert second["OWN_NAME"] == "given"
+    assert second["OWN_NAME"] == "value"
     assert second["DATA_TOKEN"] == "a b=c"
     assert "SOME_SECRET" not in second
     assert (second["GLOO_SOCKET_IFNAME"], second["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
@@ -148,7 +143,7 @@ def test_what_the_ranks_find_in_their_environment(
     assert "a b=c" not in (tmp_path / "hosts.json").read_text()
 
 
-def test_the_users_interface_stays(
+def test_interface_in_the_environment_is_not_replaced(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0")
@@ -195,8 +190,8 @@ def test_no_rank_starts_when_a_host_cannot_take_part(
     assert list(tmp_path.glob("rank_*")) == []
 
 
-def test_a_killed_agent_is_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
-    once = Once(tmp_path, lambda pids: os.kill(agent_of(pids[1]), signal.SIGKILL))
+def test_killed_agent_is_reported_as_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
+    once = OnceRunning(tmp_path, lambda pids: os.kill(agent_of(pids[1]), signal.SIGKILL))
     with pytest.raises(
         HostLostError, match=r"lost host two: the connection to it ended.*a retry resumes"
     ):
@@ -205,8 +200,11 @@ def test_a_killed_agent_is_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
     assert time.monotonic() - once.at < 10
 
 
-def test_a_frozen_agent_is_a_lost_host_and_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
-    once = Once(tmp_path, lambda pids: os.kill(agent_of(pids[1]), signal.SIGSTOP))
+@pytest.mark.slow
+def test_frozen_agent_is_reported_as_a_lost_host_and_its_ranks_end(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    once = OnceRunning(tmp_path, lambda pids: os.kill(agent_of(pids[1]), signal.SIGSTOP))
     with pytest.raises(
         HostLostError, match=r"lost host two: nothing was heard from it for .*host_timeout = 1\.5 s"
     ):
@@ -215,7 +213,8 @@ def test_a_frozen_agent_is_a_lost_host_and_leaves_nothing(hosts: Hosts, tmp_path
     assert time.monotonic() - once.at < 10
 
 
-def test_ranks_that_fail_since_a_host_is_silent_are_not_taken_for_the_reason(
+@pytest.mark.slow
+def test_silent_host_is_the_reason_despite_ranks_that_fail_after_it(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     def freeze_one_and_fail_the_other(pids: list[int]) -> None:
@@ -223,7 +222,7 @@ def test_ranks_that_fail_since_a_host_is_silent_are_not_taken_for_the_reason(
         time.sleep(2.0)
         os.kill(pids[1], signal.SIGKILL)
 
-    once = Once(tmp_path, freeze_one_and_fail_the_other)
+    once = OnceRunning(tmp_path, freeze_one_and_fail_the_other)
     with pytest.raises(
         HostLostError,
         match=r"lost host one: nothing was heard from it for launch.host_timeout = 6 s",
@@ -232,8 +231,9 @@ def test_ranks_that_fail_since_a_host_is_silent_are_not_taken_for_the_reason(
     assert not any(map(alive, once.pids))
 
 
-def test_hosts_that_fall_silent_together_are_named_together(hosts: Hosts, tmp_path: Path) -> None:
-    once = Once(
+@pytest.mark.slow
+def test_hosts_that_are_silent_at_the_same_time_are_all_named(hosts: Hosts, tmp_path: Path) -> None:
+    once = OnceRunning(
         tmp_path, lambda pids: [os.kill(agent_of(pid), signal.SIGSTOP) for pid in pids] and None
     )
     with pytest.raises(
@@ -245,7 +245,7 @@ def test_hosts_that_fall_silent_together_are_named_together(hosts: Hosts, tmp_pa
 
 
 def fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """A machine `strange` that behaves as `script`."""
+    """Install a fake ssh that runs `script` for any host."""
     (directory / "bin").mkdir()
     program = directory / "bin" / "ssh"
     program.write_text(
@@ -273,7 +273,7 @@ def fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
         ),
     ],
 )
-def test_a_host_that_does_not_speak_as_an_agent_is_named(
+def test_host_with_an_invalid_agent_is_named(
     script: str, message: str, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ssh(tmp_path, monkeypatch, script)
@@ -281,23 +281,23 @@ def test_a_host_that_does_not_speak_as_an_agent_is_named(
         run(hosts, tmp_path, "quick", hosts={"strange": 1})
 
 
-def test_the_end_waits_for_what_is_left_on_a_lost_host_as_long_as_it_is_told(
+def test_end_of_processes_on_a_lost_host_has_a_time_limit(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
-    found = HostSet(plan(hosts, tmp_path, "quick", hosts={"strange": 1}), {})
-    (connection,) = found.connect()
+    host_set = HostSet(plan(hosts, tmp_path, "quick", hosts={"strange": 1}), {})
+    (connection,) = host_set.connect()
     started = time.monotonic()
-    found.end_what_is_left(connection, 0.5)
-    found.wait_for_the_rest()
+    host_set.kill_remaining(connection, 0.5)
+    host_set.wait_for_kills()
     assert 0.4 < time.monotonic() - started < 5
     connection.close()
     connection.process.wait(timeout=10)
     connection.channel.send("beat")
-    assert connection.channel.waiting == 0, "its descriptors may be those of other files by now"
+    assert connection.channel.waiting == 0, "other files may use its descriptors by now"
 
 
-def test_a_host_may_write_the_files_of_its_own_ranks_alone(
+def test_host_may_write_only_the_files_of_its_ranks(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ssh(tmp_path, monkeypatch, "exec sleep 60")
@@ -320,21 +320,22 @@ def test_a_host_may_write_the_files_of_its_own_ranks_alone(
             connection.process.wait(timeout=10)
 
 
-def test_a_lost_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> None:
+def test_sigkill_of_the_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> None:
     def kill_the_head(pids: list[int]) -> None:
-        words = b"hosts.json"
+        plan_name = b"hosts.json"
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             line = path.read_bytes()
-            if words in line and str(tmp_path).encode() in line and b"guard" not in line:
+            if plan_name in line and str(tmp_path).encode() in line and b"guard" not in line:
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
-    once = Once(tmp_path, kill_the_head)
+    once = OnceRunning(tmp_path, kill_the_head)
     with pytest.raises(RankLostError, match="SIGKILL"):
         run(hosts, tmp_path, "stubborn", once)
     assert none_alive(once.pids, 10) < 10
 
 
-def test_a_frozen_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_frozen_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> None:
     stopped: list[int] = []
 
     def freeze_the_head(pids: list[int]) -> None:
@@ -346,29 +347,28 @@ def test_a_frozen_head_ends_the_ranks(hosts: Hosts, tmp_path: Path) -> None:
         none_alive(pids, 12)
         os.kill(stopped[0], signal.SIGCONT)
 
-    once = Once(tmp_path, freeze_the_head)
+    once = OnceRunning(tmp_path, freeze_the_head)
     with pytest.raises(HostLostError):
         run(hosts, tmp_path, "waits", once, host_timeout=1.5)
     assert stopped
 
 
-def test_a_host_whose_ranks_fail_ends_the_others(hosts: Hosts, tmp_path: Path) -> None:
-    once = Once(tmp_path, lambda pids: None)
+def test_failed_rank_ends_the_ranks_of_other_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    once = OnceRunning(tmp_path, lambda pids: None)
     with pytest.raises(RankLostError, match=r"exited with code 9 without giving a reason"):
         run(hosts, tmp_path, "fails", once)
     pids = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]
     assert not any(map(alive, pids))
 
 
-def test_the_reason_of_a_rank_goes_before_all(hosts: Hosts, tmp_path: Path) -> None:
+def test_reason_of_a_rank_is_raised_from_another_host(hosts: Hosts, tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"rank 1: tokens\.bin is damaged"):
         run(hosts, tmp_path, "reasons")
     assert read_launcher_reason(tmp_path / "exit") is None
 
 
-def test_a_rank_that_stands_still_on_another_host_is_seen_there(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_stalled_rank_on_another_host_is_reported_with_stacks(hosts: Hosts, tmp_path: Path) -> None:
     with pytest.raises(
         RankStalledError,
         match=r"rank.* 1 .*furthest behind is rank 1 on .* in phase forward-compute",
@@ -380,11 +380,11 @@ def test_a_rank_that_stands_still_on_another_host_is_seen_there(
     assert "the process is stopped (SIGSTOP), so it cannot write one" in text
 
 
-def test_a_cancelled_job_gives_the_ranks_time_to_save(hosts: Hosts, tmp_path: Path) -> None:
+def test_cancelled_job_lets_the_ranks_save(hosts: Hosts, tmp_path: Path) -> None:
     def cancel(pids: list[int]) -> None:
         raise KeyboardInterrupt
 
-    once = Once(tmp_path, cancel)
+    once = OnceRunning(tmp_path, cancel)
     with pytest.raises(KeyboardInterrupt):
         run(hosts, tmp_path, "saves", once, stop_grace=4.0)
     assert [(tmp_path / f"rank_{rank}.saved").exists() for rank in range(2)] == [True, True]
@@ -392,38 +392,39 @@ def test_a_cancelled_job_gives_the_ranks_time_to_save(hosts: Hosts, tmp_path: Pa
     assert time.monotonic() - once.at < 9
 
 
-def test_a_signal_to_the_flow_reaches_the_ranks_of_every_host(hosts: Hosts, tmp_path: Path) -> None:
-    once = Once(tmp_path, lambda pids: os.kill(os.getpid(), signal.SIGUSR1))
+def test_sigusr1_to_the_flow_reaches_the_ranks_of_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    once = OnceRunning(tmp_path, lambda pids: os.kill(os.getpid(), signal.SIGUSR1))
     run(hosts, tmp_path, "notified", once)
     assert once.pids
     assert not any(map(alive, once.pids))
 
 
-def test_nothing_of_a_flood_is_lost(hosts: Hosts, tmp_path: Path) -> None:
+def test_all_lines_of_a_large_output_are_logged_in_order(hosts: Hosts, tmp_path: Path) -> None:
     log = run(hosts, tmp_path, "floods").splitlines()
     for rank, host in enumerate(("one", "two")):
-        said = [line for line in log if line.startswith(f"{host}: line ")]
-        assert said == [f"{host}: line {number} of rank {rank}" for number in range(20000)]
+        lines = [line for line in log if line.startswith(f"{host}: line ")]
+        assert lines == [f"{host}: line {number} of rank {rank}" for number in range(20000)]
 
 
-def test_a_host_alone_needs_no_way_to_others(hosts: Hosts, tmp_path: Path) -> None:
+def test_single_remote_host_runs_all_ranks(hosts: Hosts, tmp_path: Path) -> None:
     log = run(hosts, tmp_path, "quick", hosts={"two": 2})
     assert "hosts: two (ranks 0-1 through lo); they meet at 127.0.0.1:" in log
 
 
-def test_two_jobs_do_not_end_each_other(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_lost_host_of_one_job_does_not_end_another_job(hosts: Hosts, tmp_path: Path) -> None:
     directories = [tmp_path / name for name in ("first", "second")]
     for directory in directories:
         directory.mkdir()
 
     def run_first() -> None:
-        with pytest.raises(RankLostError):  # it is ended at last
+        with pytest.raises(RankLostError):  # the signals below end it
             run(hosts, directories[0], "waits")
 
     thread = threading.Thread(target=run_first, daemon=True)
     thread.start()
     pids = rank_pids(directories[0])
-    once = Once(directories[1], lambda pids: os.kill(agent_of(pids[1]), signal.SIGKILL))
+    once = OnceRunning(directories[1], lambda pids: os.kill(agent_of(pids[1]), signal.SIGKILL))
     with pytest.raises(HostLostError):
         run(hosts, directories[1], "waits", once)
     assert all(map(alive, pids))
@@ -432,9 +433,9 @@ def test_two_jobs_do_not_end_each_other(hosts: Hosts, tmp_path: Path) -> None:
     wait_until(lambda: not thread.is_alive(), 20, "the first job ended")
 
 
-def test_a_host_with_another_torch_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    found = HostSet(plan(hosts, tmp_path, "quick"), {})
-    connections = found.connect()
+def test_host_with_a_different_torch_is_refused_and_named(hosts: Hosts, tmp_path: Path) -> None:
+    host_set = HostSet(plan(hosts, tmp_path, "quick"), {})
+    connections = host_set.connect()
     try:
         for connection in connections:
             connection.hello = {
@@ -443,7 +444,7 @@ def test_a_host_with_another_torch_is_named(hosts: Hosts, tmp_path: Path) -> Non
                 "port": 29500,
                 "problem": None,
             }
-        messages = found.start_messages(connections, {"NCCL_DEBUG": "INFO"})
+        messages = host_set.start_messages(connections, {"NCCL_DEBUG": "INFO"})
         assert [message["ranks"] for message in messages] == [[0, 1], [1, 1]]
         assert all("--master-port=29500" in message["command"] for message in messages)
         assert connections[1].hello is not None
@@ -451,7 +452,7 @@ def test_a_host_with_another_torch_is_named(hosts: Hosts, tmp_path: Path) -> Non
         with pytest.raises(
             LaunchError, match=r"host two has torch 1\.0 and this machine .*: install the same"
         ):
-            found.start_messages(connections, {})
+            host_set.start_messages(connections, {})
     finally:
         for connection in connections:
             connection.close()

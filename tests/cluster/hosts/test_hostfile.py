@@ -1,4 +1,4 @@
-"""Hostfiles: what is read, and what each mistake is told."""
+"""Hostfiles: reading them, choosing hosts and slots, and errors in them."""
 
 import socket
 from pathlib import Path
@@ -27,7 +27,7 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_hosts_keep_their_order_and_comments_are_left_out(tmp_path: Path) -> None:
+def test_hosts_are_read_in_order_without_comments(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "# two racks\nworker-2 slots=8  # the new one\n\n  me@10.0.0.7\tslots=4\n"
@@ -38,7 +38,6 @@ def test_hosts_keep_their_order_and_comments_are_left_out(tmp_path: Path) -> Non
         ("me@10.0.0.7", 4),
         ("worker-1", 8),
     ]
-    assert read_hostfile(write(tmp_path, "a slots=2\nb slots=2\n"), 2) == {"a": 2, "b": 2}
 
 
 @pytest.mark.parametrize(
@@ -64,47 +63,60 @@ def test_hosts_keep_their_order_and_comments_are_left_out(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_mistake_is_named_with_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_hostfile(write(tmp_path, text))
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_missing_hostfile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"absent cannot be read: No such file or directory: correct launch\.hostfile",
     ):
         read_hostfile(tmp_path / "absent")
+
+
+def test_binary_hostfile_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="binary cannot be read: it is no text"):
         read_hostfile(tmp_path / "binary")
 
 
-def test_nproc_per_node_must_be_the_slots(tmp_path: Path) -> None:
+def test_nproc_per_node_must_equal_the_slots(tmp_path: Path) -> None:
+    assert read_hostfile(write(tmp_path, "a slots=2\nb slots=2\n"), 2) == {"a": 2, "b": 2}
     with pytest.raises(ConfigError, match=r"launch\.nproc_per_node is 4 and b has 2 slots"):
         read_hostfile(write(tmp_path, "a slots=4\nb slots=2\n"), 4)
 
 
-def test_what_is_here() -> None:
-    name = socket.gethostname()
-    assert all(map(is_this_machine, ("localhost", "127.0.0.1", name)))
+def test_names_of_this_host_are_recognized() -> None:
+    assert all(map(is_this_machine, ("localhost", "127.0.0.1", socket.gethostname())))
     assert not is_this_machine("worker-1")
+
+
+def test_slots_of_this_host_are_found_among_other_hosts() -> None:
+    name = socket.gethostname()
     assert local_slots({"worker-1": 8, name: 4}) == 4
     assert is_only_here({"localhost": 2})
     assert not is_only_here({"worker-1": 8, name: 4})
 
 
-def test_hosts_are_listed_by_one_side() -> None:
+def test_hostfile_with_a_scheduler_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"hostfile is 'hosts', and slurm chooses the machines itself"
     ):
         LaunchConfig(kind="slurm", hostfile="hosts")
+
+
+def test_nnodes_without_a_hostfile_is_refused() -> None:
     with pytest.raises(ValueError, match=r"launch\.nnodes is 2 without launch\.hostfile"):
         LaunchConfig(nnodes=2)
+
+
+def test_hostfile_sets_nproc_per_node_to_auto() -> None:
     assert LaunchConfig(kind="deepspeed", hostfile="hosts").nproc_per_node == "auto"
 
 
-def test_a_job_has_the_slots_of_all_hosts_and_its_threads_those_of_this_one(tmp_path: Path) -> None:
+def test_launch_has_ranks_of_all_hosts_and_threads_of_the_local_slots(tmp_path: Path) -> None:
     def resolve(
         text: str, hardware: Hardware, nproc_per_node: int | str = "auto"
     ) -> tuple[int, int]:
@@ -115,31 +127,31 @@ def test_a_job_has_the_slots_of_all_hosts_and_its_threads_those_of_this_one(tmp_
         }
         return resolve_launch(_runs.config(launch=launch), hardware)
 
-    two = Hardware(cores=8, memory=2**34, gpus=(Gpu("a", 2**34), Gpu("b", 2**34)))
-    here = socket.gethostname()
-    assert resolve(f"worker slots=2\n{here} slots=2\n", two, 2) == (4, 4)
-    assert resolve("one slots=1\ntwo slots=1\n", two) == (2, 8), (
-        "a machine that only starts the others"
+    two_gpus = Hardware(cores=8, memory=2**34, gpus=(Gpu("a", 2**34), Gpu("b", 2**34)))
+    local_name = socket.gethostname()
+    assert resolve(f"worker slots=2\n{local_name} slots=2\n", two_gpus, 2) == (4, 4)
+    assert resolve("one slots=1\ntwo slots=1\n", two_gpus) == (2, 8), (
+        "this host starts the other hosts and has no ranks"
     )
-    assert resolve("one slots=4\n", two) == (4, 2), "its own GPUs are not those of the other"
+    assert resolve("one slots=4\n", two_gpus) == (4, 2), "the local GPUs do not limit another host"
     with pytest.raises(
         ParallelLayoutError, match=r"slots of this machine in .*hosts is 4 and .* 2 visible GPUs"
     ):
-        resolve("localhost slots=4\n", two)
+        resolve("localhost slots=4\n", two_gpus)
     with pytest.raises(
         ParallelLayoutError, match="micro_batch_size 2 x 8 data-parallel ranks = 16"
     ):
-        resolve("one slots=4\ntwo slots=4\n", two)
+        resolve("one slots=4\ntwo slots=4\n", two_gpus)
 
 
-THREE = "worker-1 slots=4\nworker-2 slots=4 # new\nworker-3 slots=2\n"
+THREE_HOSTS = "worker-1 slots=4\nworker-2 slots=4 # new\nworker-3 slots=2\n"
 
 
-def launch(tmp_path: Path, text: str = THREE, **values: object) -> LaunchConfig:
+def launch(tmp_path: Path, text: str = THREE_HOSTS, **values: object) -> LaunchConfig:
     return LaunchConfig.model_validate({"hostfile": str(write(tmp_path, text)), **values})
 
 
-def test_no_hostfile_no_hosts() -> None:
+def test_launch_without_a_hostfile_has_no_hosts() -> None:
     assert hosts_of(LaunchConfig()) == {}
     assert devices_of(LaunchConfig()) == {}
 
@@ -177,21 +189,21 @@ def test_no_hostfile_no_hosts() -> None:
         ),
     ],
 )
-def test_who_takes_part(
+def test_include_exclude_and_nnodes_select_hosts_and_devices(
     values: dict[str, object],
     hosts: dict[str, int],
     devices: dict[str, tuple[int, ...]],
     tmp_path: Path,
 ) -> None:
-    found = launch(tmp_path, **values)
-    assert list(hosts_of(found).items()) == list(hosts.items())
-    assert devices_of(found) == devices
+    config = launch(tmp_path, **values)
+    assert list(hosts_of(config).items()) == list(hosts.items())
+    assert devices_of(config) == devices
 
 
-def test_all_that_may_take_part(tmp_path: Path) -> None:
-    found = launch(tmp_path, nnodes="1:2", exclude=["worker-1:0"])
-    all_of_them = {host: len(slots) for host, slots in slots_of(found, limited=False).items()}
-    assert all_of_them == {"worker-1": 3, "worker-2": 4, "worker-3": 2}
+def test_unlimited_slots_include_hosts_beyond_nnodes(tmp_path: Path) -> None:
+    config = launch(tmp_path, nnodes="1:2", exclude=["worker-1:0"])
+    slot_counts = {host: len(slots) for host, slots in slots_of(config, limited=False).items()}
+    assert slot_counts == {"worker-1": 3, "worker-2": 4, "worker-3": 2}
 
 
 @pytest.mark.parametrize(
@@ -230,17 +242,19 @@ def test_all_that_may_take_part(tmp_path: Path) -> None:
         ({"nproc_per_node": 4}, r"nproc_per_node is 4 and worker-3 has 2 slots"),
     ],
 )
-def test_a_wrong_choice_is_named(values: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_invalid_selection_of_hosts_is_refused(
+    values: dict[str, object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         hosts_of(launch(tmp_path, **values))
 
 
-def test_a_launcher_is_called_a_kind() -> None:
+def test_former_key_launcher_is_refused_with_its_new_name() -> None:
     with pytest.raises(ValueError, match=r"launch\.launcher is called launch\.kind: rename it"):
         LaunchConfig.model_validate({"launcher": "deepspeed"})
 
 
-def test_a_schedulers_machines_have_the_ranks_that_are_given() -> None:
+def test_ranks_of_a_scheduler_follow_nproc_per_node_and_nnodes() -> None:
     def resolve(**values: object) -> tuple[int, int]:
         return resolve_launch(
             _runs.config(launch={"kind": "slurm", **values}), Hardware(cores=8, memory=2**34)
@@ -251,7 +265,7 @@ def test_a_schedulers_machines_have_the_ranks_that_are_given() -> None:
     assert resolve(nproc_per_node=1, nnodes="1:2") == (2, 8)
     with pytest.raises(
         ConfigError,
-        match=r"nproc_per_node is auto and launch\.kind is slurm, whose machines nobody",
+        match=r"nproc_per_node is auto and launch\.kind is slurm, whose machines are not known yet",
     ):
         resolve(nproc_per_node="auto")
     with pytest.raises(ValueError, match="micro_batch_size 2 x 8 data-parallel ranks = 16"):

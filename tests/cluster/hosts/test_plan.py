@@ -1,4 +1,4 @@
-"""What the head of a job is told, the variables of its ranks, and where they meet."""
+"""Plan of a job on several hosts: commands, environment variables and rendezvous address."""
 
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,12 @@ def plan(**changes: Any) -> Plan:
     return Plan(**values | changes)
 
 
-def test_a_plan_is_read_back(tmp_path: Path) -> None:
+def test_plan_round_trips(tmp_path: Path) -> None:
     plan().write(tmp_path / "hosts.json")
     assert Plan.read(tmp_path / "hosts.json") == plan()
 
 
-def test_variables_pass_by_name_and_by_their_beginning(tmp_path: Path) -> None:
+def test_variables_are_selected_by_name_and_by_prefix(tmp_path: Path) -> None:
     environment = {
         "NCCL_DEBUG": "INFO",
         "NCC": "1",
@@ -71,14 +71,18 @@ def test_variables_pass_by_name_and_by_their_beginning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["no equals", "1A=2", "=x", "A B=secret", "A-B=secret"])
-def test_a_line_that_is_no_variable_is_named_without_its_value(line: str, tmp_path: Path) -> None:
+def test_invalid_line_of_an_env_file_is_refused_without_its_value(
+    line: str, tmp_path: Path
+) -> None:
     (tmp_path / "env").write_text(f"GOOD=1\n{line}\n")
     with pytest.raises(ConfigError, match=r"env, line 2 is not of the form NAME=VALUE") as caught:
         read_env_file(tmp_path / "env")
     assert "secret" not in str(caught.value)
 
 
-def test_where_the_file_of_variables_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_file_is_searched_in_working_directory_and_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("home", "work"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -91,9 +95,9 @@ def test_where_the_file_of_variables_is(tmp_path: Path, monkeypatch: pytest.Monk
     assert env_file_of("mine") == str(tmp_path / "work" / "mine")
 
 
-def test_torchruns_command_on_each_host() -> None:
-    words = plan().command(1, "10.0.0.1", 29500)
-    assert words[1:3] == ["-m", "torch.distributed.run"]
+def test_torchrun_command_has_rank_and_ports_of_its_host() -> None:
+    command = plan().command(1, "10.0.0.1", 29500)
+    assert command[1:3] == ["-m", "torch.distributed.run"]
     for word in (
         "--nnodes=2",
         "--node-rank=1",
@@ -101,22 +105,24 @@ def test_torchruns_command_on_each_host() -> None:
         "--rdzv-backend=static",
         "--max-restarts=0",
     ):
-        assert word in words
-    assert {"--master-addr=10.0.0.1", "--master-port=29500"} <= set(words)
-    assert words[-4:] == ["-m", "megacore.ranks.pretrain", "--config", "/runs/7/run.json"]
+        assert word in command
+    assert {"--master-addr=10.0.0.1", "--master-port=29500"} <= set(command)
+    assert command[-4:] == ["-m", "megacore.ranks.pretrain", "--config", "/runs/7/run.json"]
     assert plan().gpus("two") == {"CUDA_VISIBLE_DEVICES": "0,2,3"}
     assert plan().gpus("one") == {}
 
 
-def test_deepspeeds_command_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_command_has_all_hosts_and_the_rank_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import base64
     import json
 
-    words = plan(kind="deepspeed").command(1, "10.0.0.1", 29500)
+    command = plan(kind="deepspeed").command(1, "10.0.0.1", 29500)
     assert {"--master_addr=10.0.0.1", "--master_port=29500", "--node_rank=1", "--module"} <= set(
-        words
+        command
     )
-    (world,) = [word for word in words if word.startswith("--world_info=")]
+    (world,) = [word for word in command if word.startswith("--world_info=")]
     assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {
         "one": [0, 1],
         "two": [0, 2, 3],
@@ -124,22 +130,26 @@ def test_deepspeeds_command_on_each_host(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("setting", "expected"),
     [(None, (None, None)), ("node-1", ("node-1", None)), ("node-1:29500", ("node-1", 29500))],
 )
-def test_an_endpoint(said: str | None, found: tuple[str | None, int | None]) -> None:
-    assert endpoint(said) == found
+def test_endpoint_is_split_into_host_and_port(
+    setting: str | None, expected: tuple[str | None, int | None]
+) -> None:
+    assert endpoint(setting) == expected
 
 
-@pytest.mark.parametrize("said", ["node-1:", ":29500", "node-1:0", "node-1:70000", "node-1:x"])
-def test_what_is_no_endpoint(said: str) -> None:
+@pytest.mark.parametrize("setting", ["node-1:", ":29500", "node-1:0", "node-1:70000", "node-1:x"])
+def test_invalid_endpoint_is_refused(setting: str) -> None:
     with pytest.raises(
         ConfigError, match=r"launch\.rdzv_endpoint is .*: write `host` or `host:port`"
     ):
-        endpoint(said)
+        endpoint(setting)
 
 
-def test_where_the_hosts_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_meet_at_the_first_host_or_the_configured_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "config"
     config.write_text(
         "Host worker-1\n  HostName 127.0.0.21\nHost worker-2\n  HostName 127.0.0.22\n"
@@ -149,16 +159,23 @@ def test_where_the_hosts_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert meeting_addresses(ssh, ["worker-1", "worker-2"], "head:29500") == ("head", "127.0.0.22")
     assert meeting_addresses(ssh, ["worker-1"], None) == ("127.0.0.1", "127.0.0.1")
     monkeypatch.setattr(plan_module, "is_this_machine", lambda host: host == "worker-1")
-    # The kernel's way from here to 127.0.0.22 begins at 127.0.0.1.
+    # The kernel's route from this host to 127.0.0.22 starts at 127.0.0.1.
     assert meeting_addresses(ssh, ["worker-1", "worker-2"], None) == ("127.0.0.1", "127.0.0.22")
+
+
+def test_unreachable_host_is_reported_with_the_setting_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
     config.write_text("Host worker-2\n  HostName 0.0.0.256\n")
+    monkeypatch.setattr(plan_module, "is_this_machine", lambda host: host == "worker-1")
     with pytest.raises(
         LaunchError, match=r"no way leads from here to worker-2 .*set launch\.rdzv_endpoint"
     ):
         meeting_addresses(Ssh(config), ["worker-1", "worker-2"], None)
 
 
-def test_the_way_to_another_machine() -> None:
+def test_interface_and_address_follow_the_route_to_a_host() -> None:
     assert local_address("127.0.0.9") == "127.0.0.1"
     assert interface_to("127.0.0.9") == "lo"
     assert interface_problem("lo") is None

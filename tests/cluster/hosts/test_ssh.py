@@ -1,4 +1,4 @@
-"""Commands on other machines: what interrupts the waiting ends them."""
+"""Commands on other hosts: input, time limit and interruption."""
 
 import signal
 import time
@@ -9,21 +9,21 @@ import pytest
 from megacore.cluster.hosts.ssh import Ssh, run_on_hosts
 
 
-def test_each_host_has_its_words_and_its_stdin() -> None:
-    words = {"localhost": ["cat"], "127.0.0.1": ["sh", "-c", "echo no >&2; exit 3"]}
+def test_each_host_gets_its_command_and_its_stdin() -> None:
+    commands = {"localhost": ["cat"], "127.0.0.1": ["sh", "-c", "echo no >&2; exit 3"]}
     first, second = run_on_hosts(
-        Ssh(), [*words], words, stdin={"localhost": b"in", "127.0.0.1": b""}, timeout=10
+        Ssh(), [*commands], commands, stdin={"localhost": b"in", "127.0.0.1": b""}, timeout=10
     )
     assert (first.output, first.problem) == (b"in", None)
     assert second.problem == "the command ended with code 3: no"
 
 
-def test_a_host_that_does_not_answer_in_time_is_left() -> None:
-    (found,) = run_on_hosts(Ssh(), ["localhost"], ["sleep", "60"], timeout=0.2)
-    assert found.problem == "it did not answer in time"
+def test_host_that_exceeds_the_time_limit_has_a_problem() -> None:
+    (result,) = run_on_hosts(Ssh(), ["localhost"], ["sleep", "60"], timeout=0.2)
+    assert result.problem == "it did not answer in time"
 
 
-def test_what_interrupts_the_waiting_ends_the_commands() -> None:
+def test_interruption_ends_the_commands() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 

@@ -1,8 +1,6 @@
-"""What a job's files are, and what another machine is asked and does for them, without another
-machine."""
+"""Files that a job reads, and requests that check and copy them, without another host."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -32,27 +30,27 @@ from tests.train import _runs
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Tokens, tokenizer and index maps, the maps with a manifest."""
+    """Provide tokens, tokenizer and index maps, the maps with a manifest."""
     _runs.write_data(tmp_path / "data", _runs.config())
     seal(tmp_path / "data" / "index", StageKey("index", 1, {}, {}), {}, 0.0)
     return tmp_path / "data"
 
 
 def job(data: Path, run: Path, **sections: Any) -> TrainJob:
-    (run).mkdir(parents=True, exist_ok=True)
-    made = _runs.job(_runs.config(**sections), data, run)
-    made.write(run / "run.json")
-    return made
+    run.mkdir(parents=True, exist_ok=True)
+    written = _runs.job(_runs.config(**sections), data, run)
+    written.write(run / "run.json")
+    return written
 
 
-def elsewhere(question: dict[str, Any], here: Path, there: Path) -> dict[str, Any]:
-    """A question about the files below `here`, for a machine whose files lie below `there`."""
-    moved: dict[str, Any] = json.loads(json.dumps(question).replace(str(here), str(there)))
+def moved_to_host(request: dict[str, Any], local: Path, remote: Path) -> dict[str, Any]:
+    """Return a request about files in `local`, changed for a host that has them in `remote`."""
+    moved: dict[str, Any] = json.loads(json.dumps(request).replace(str(local), str(remote)))
     return moved
 
 
 def begin(items: list[Any], run: Path, keep: str = "") -> dict[str, Any]:
-    told = {
+    run_paths = {
         "proof": str(run / "no-proof"),
         "exit": str(run / "exit"),
         "root": str(run / "checkpoints"),
@@ -62,21 +60,19 @@ def begin(items: list[Any], run: Path, keep: str = "") -> dict[str, Any]:
         "action": "begin",
         "items": [item.to_json() for item in items],
         "token": "t",
-        "run": told,
+        "run": run_paths,
     }
 
 
-def test_a_job_reads_its_maps_tokens_tokenizer_and_job_file_and_a_checkpoint(
-    data: Path, tmp_path: Path
-) -> None:
+def test_job_reads_index_maps_checkpoint_tokens_and_job_file(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    made = job(data, run)
-    assert loaded_checkpoints(made) == []
+    train_job = job(data, run)
+    assert loaded_checkpoints(train_job) == []
     for iteration in (1, 2):
         save_checkpoint(run / "checkpoints", iteration, {"model.a": torch.ones(3)}, {})
     newest = run / "checkpoints" / "iter_0000002"
-    assert loaded_checkpoints(made) == [newest]
-    items = items_of(made, loaded_checkpoints(made))
+    assert loaded_checkpoints(train_job) == [newest]
+    items = items_of(train_job, loaded_checkpoints(train_job))
     assert [(item.directory, item.whole) for item in items] == [
         (data / "index", True),
         (newest, True),
@@ -86,85 +82,78 @@ def test_a_job_reads_its_maps_tokens_tokenizer_and_job_file_and_a_checkpoint(
     assert sorted(items[2].entries) == ["tokens_text_document.bin", "tokens_text_document.idx"]
     assert sorted(items[1].entries) == [".metadata", "__0_0.distcp", "complete.json", "state.json"]
     assert list(items[3].entries) == ["run.json"]
-    scored = EvaluateJob(
-        **made.model_dump(), checkpoints=(str(newest),), output=str(run / "o.json")
+    evaluate_job = EvaluateJob(
+        **train_job.model_dump(), checkpoints=(str(newest),), output=str(run / "o.json")
     )
-    assert loaded_checkpoints(scored) == [newest]
+    assert loaded_checkpoints(evaluate_job) == [newest]
 
 
-def test_a_run_without_checkpoints_loads_the_one_that_its_configuration_names(
-    data: Path, tmp_path: Path
-) -> None:
+def test_new_run_loads_the_configured_checkpoint(data: Path, tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "other" / "checkpoints", 7, {"model.a": torch.ones(3)}, {})
-    made = job(data, tmp_path / "run", resume={"checkpoint": str(path)})
-    assert loaded_checkpoints(made) == [path]
+    train_job = job(data, tmp_path / "run", resume={"checkpoint": str(path)})
+    assert loaded_checkpoints(train_job) == [path]
 
 
-def test_what_this_machine_lacks_is_said_before_others_are_asked(
-    data: Path, tmp_path: Path
-) -> None:
-    made = job(data, tmp_path / "run")
+def test_missing_or_damaged_local_files_are_refused(data: Path, tmp_path: Path) -> None:
+    train_job = job(data, tmp_path / "run")
     shutil.rmtree(data / "index")
     with pytest.raises(
         LaunchError, match=rf"index maps: {data}/index is not there on this machine"
     ):
-        items_of(made, [])
+        items_of(train_job, [])
     (data / "index").mkdir()
     (data / "index" / "manifest.json").write_text("{")
     with pytest.raises(LaunchError, match=r"index maps: .*manifest\.json is damaged"):
-        items_of(made, [])
+        items_of(train_job, [])
 
 
-def test_a_crash_between_copying_and_renaming_leaves_nothing_that_looks_whole(
+def test_crash_during_a_copy_leaves_no_partial_file_under_a_final_name(
     data: Path, tmp_path: Path
 ) -> None:
-    """The files are copied by hand here, as rsync does between the two questions."""
-    items = items_of(job(data, tmp_path / "here"), [])
-    there = tmp_path / "there"
-    shutil.copytree(data, there / "data")
-    wrong = there / "data" / "index" / "train_shuffle_idx.npy"
-    (there / "data" / "index").mkdir(exist_ok=True)
-    victim = sorted(path for path in (there / "data" / "index").iterdir() if path.suffix == ".npy")[
-        0
-    ]
-    content = bytearray(victim.read_bytes())
+    """The test copies the files between the two requests, instead of rsync."""
+    items = items_of(job(data, tmp_path / "local"), [])
+    remote = tmp_path / "remote"
+    shutil.copytree(data, remote / "data")
+    damaged = min((remote / "data" / "index").glob("*.npy"))
+    content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
-    victim.write_bytes(content)
-    assert wrong.parent == victim.parent
-    question = elsewhere(begin(items, tmp_path / "here"), tmp_path, there)
-    said = answer(question)
-    assert [sorted(each["wrong"]) for each in said["items"]] == [[victim.name], [], ["run.json"]]
-    assert "has another content" in said["items"][0]["wrong"][victim.name]
-    temporary = Path(said["items"][0]["temporary"])
-    assert victim.name not in {path.name for path in temporary.iterdir()}
-    shutil.copy(data / "index" / victim.name, temporary)  # and now the crash
-    assert bytes(content) == victim.read_bytes()
-    os.utime(temporary / victim.name)
+    damaged.write_bytes(content)
+    request = moved_to_host(begin(items, tmp_path / "local"), tmp_path, remote)
+    reply = answer(request)
+    assert [sorted(item["wrong"]) for item in reply["items"]] == [[damaged.name], [], ["run.json"]]
+    assert "has other content" in reply["items"][0]["wrong"][damaged.name]
+    temporary = Path(reply["items"][0]["temporary"])
+    assert damaged.name not in {path.name for path in temporary.iterdir()}
+    shutil.copy(data / "index" / damaged.name, temporary)
+    # A crash at this moment leaves the damaged file under its final name.
+    assert bytes(content) == damaged.read_bytes()
     shutil.rmtree(temporary)
-    again = answer(elsewhere(begin(items, tmp_path / "here"), tmp_path, there))
-    shutil.copy2(data / "index" / victim.name, again["items"][0]["temporary"])
-    asked = {
+    second_reply = answer(moved_to_host(begin(items, tmp_path / "local"), tmp_path, remote))
+    shutil.copy2(data / "index" / damaged.name, second_reply["items"][0]["temporary"])
+    finish = {
         "action": "finish",
         "items": [items[0].to_json()],
         "token": "t",
-        "copied": [[victim.name]],
+        "copied": [[damaged.name]],
     }
-    assert answer(elsewhere(asked, tmp_path, there)) == {}
-    assert victim.read_bytes() == (data / "index" / victim.name).read_bytes()
-    assert [path.name for path in (there / "data").glob("*.tmp-copy-*")] == []
+    assert answer(moved_to_host(finish, tmp_path, remote)) == {}
+    assert damaged.read_bytes() == (data / "index" / damaged.name).read_bytes()
+    assert [path.name for path in (remote / "data").glob("*.tmp-copy-*")] == []
 
 
-def test_what_another_job_has_brought_meanwhile_is_left_to_it(data: Path, tmp_path: Path) -> None:
-    (item, *_) = items_of(job(data, tmp_path / "here"), [])
-    there = tmp_path / "there"
+def test_directory_copied_by_another_job_is_not_replaced(data: Path, tmp_path: Path) -> None:
+    (item, *_) = items_of(job(data, tmp_path / "local"), [])
+    remote = tmp_path / "remote"
     for token in ("first", "second"):
-        asked = elsewhere(begin([item], tmp_path / "here") | {"token": token}, tmp_path, there)
-        (said,) = answer(asked)["items"]
-        assert said["wrong"]
-        shutil.copytree(item.directory, said["temporary"], dirs_exist_ok=True)
+        request = moved_to_host(
+            begin([item], tmp_path / "local") | {"token": token}, tmp_path, remote
+        )
+        (item_reply,) = answer(request)["items"]
+        assert item_reply["wrong"]
+        shutil.copytree(item.directory, item_reply["temporary"], dirs_exist_ok=True)
     finish = {"action": "finish", "items": [item.to_json()], "copied": [[*item.entries]]}
-    finish = elsewhere(finish, tmp_path, there)
-    target = Path(str(item.directory).replace(str(tmp_path), str(there)))
+    finish = moved_to_host(finish, tmp_path, remote)
+    target = Path(str(item.directory).replace(str(tmp_path), str(remote)))
     assert answer(finish | {"token": "first"}) == {}
     before = target.stat().st_ino
     assert answer(json.loads(json.dumps(finish)) | {"token": "second"}) == {}
@@ -172,71 +161,70 @@ def test_what_another_job_has_brought_meanwhile_is_left_to_it(data: Path, tmp_pa
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
-def test_a_file_that_arrives_damaged_is_refused(data: Path, tmp_path: Path) -> None:
-    items = items_of(job(data, tmp_path / "here"), [])[:1]
-    there = tmp_path / "there"
-    said = answer(elsewhere(begin(items, tmp_path / "here"), tmp_path, there))
-    names = list(said["items"][0]["wrong"])
+def test_file_damaged_during_the_copy_is_refused(data: Path, tmp_path: Path) -> None:
+    items = items_of(job(data, tmp_path / "local"), [])[:1]
+    remote = tmp_path / "remote"
+    reply = answer(moved_to_host(begin(items, tmp_path / "local"), tmp_path, remote))
+    names = list(reply["items"][0]["wrong"])
     assert names == list(items[0].entries)
-    target = Path(said["items"][0]["temporary"])
+    target = Path(reply["items"][0]["temporary"])
     for name in names:
         shutil.copy2(data / "index" / name, target / name)
     content = bytearray((target / names[0]).read_bytes())
     content[-1] ^= 1
     (target / names[0]).write_bytes(content)
-    asked = {"action": "finish", "items": [items[0].to_json()], "token": "t", "copied": [names]}
-    problem = answer(elsewhere(asked, tmp_path, there))["problem"]
+    finish = {"action": "finish", "items": [items[0].to_json()], "token": "t", "copied": [names]}
+    problem = answer(moved_to_host(finish, tmp_path, remote))["problem"]
     assert problem == (
-        f"{there}/data/index/{names[0]} has another content than it should have after it was copied"
+        f"{remote}/data/index/{names[0]} has other content than it should have after it was copied"
     )
-    assert not (there / "data" / "index").exists()
+    assert not (remote / "data" / "index").exists()
 
 
-def test_copies_that_were_broken_off_go_and_those_under_way_stay(
+def test_only_stale_temporary_copies_are_removed(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    items = items_of(job(data, tmp_path / "here"), [])[:1]
+    items = items_of(job(data, tmp_path / "local"), [])[:1]
     other = data / "index.tmp-copy-of-another"
     other.mkdir()
-    answer(begin(items, tmp_path / "here"))
+    answer(begin(items, tmp_path / "local"))
     assert other.exists()
     now = time.time()
     monkeypatch.setattr(place_check.time, "time", lambda: now + 2 * place_check._STALE_SECONDS)
-    answer(begin(items, tmp_path / "here"))
+    answer(begin(items, tmp_path / "local"))
     assert not other.exists()
 
 
-def test_the_very_files_of_this_machine_are_left_alone(data: Path, tmp_path: Path) -> None:
-    """A host whose workspace is this machine's after all has every checkpoint of the run, and keeps
-    it."""
+def test_shared_files_are_neither_copied_nor_deleted(data: Path, tmp_path: Path) -> None:
+    """A host that shares the workspace of this host has all checkpoints and deletes none."""
     run = tmp_path / "run"
-    made = job(data, run)
+    train_job = job(data, run)
     for iteration in (1, 2):
         save_checkpoint(run / "checkpoints", iteration, {"model.a": torch.ones(3)}, {})
-    items = items_of(made, loaded_checkpoints(made))
-    asked = begin(items, run, keep="iter_0000002")
+    items = items_of(train_job, loaded_checkpoints(train_job))
+    request = begin(items, run, keep="iter_0000002")
     (run / "no-proof").touch()
-    said = answer(asked)
-    assert not any(each["wrong"] for each in said["items"])
+    reply = answer(request)
+    assert not any(item["wrong"] for item in reply["items"])
     assert sorted(path.name for path in (run / "checkpoints").glob("iter_*")) == [
         "iter_0000001",
         "iter_0000002",
     ]
 
 
-def test_a_disk_without_room_is_said(
+def test_full_disk_is_reported_before_the_copy(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    items = items_of(job(data, tmp_path / "here"), [])
+    items = items_of(job(data, tmp_path / "local"), [])
     monkeypatch.setattr(
         place_check.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 100)
     )  # type: ignore[attr-defined]
-    said = answer(elsewhere(begin(items, tmp_path / "here"), tmp_path, tmp_path / "there"))
-    assert "free some space" in said["problem"]
-    assert not (tmp_path / "there").exists()
+    reply = answer(moved_to_host(begin(items, tmp_path / "local"), tmp_path, tmp_path / "remote"))
+    assert "free some space" in reply["problem"]
+    assert not (tmp_path / "remote").exists()
 
 
-def test_a_directory_that_is_not_shared_is_said(tmp_path: Path) -> None:
+def test_directory_that_is_not_shared_is_reported(tmp_path: Path) -> None:
     proof = {"directory": str(tmp_path), "name": ".placement-x", "answer": ".placement-x-0"}
     look = {"action": "look", "items": [], "proofs": [proof]}
     assert (
@@ -244,7 +232,7 @@ def test_a_directory_that_is_not_shared_is_said(tmp_path: Path) -> None:
         in answer(dict(look))["proofs"][0]
     )
     (tmp_path / ".placement-x").touch()
-    assert "has another content than was written" in answer(dict(look))["proofs"][0]
+    assert "has other content than was written" in answer(dict(look))["proofs"][0]
     assert not (tmp_path / ".placement-x-0").exists()
     (tmp_path / ".placement-x").write_text(".placement-x")
     assert answer(dict(look)) == {"missing": [], "proofs": [None]}
@@ -254,20 +242,19 @@ def test_a_directory_that_is_not_shared_is_said(tmp_path: Path) -> None:
     ]
 
 
-def test_an_answer_that_this_machine_does_not_see_is_said(
+def test_directory_shared_in_one_direction_is_refused(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host reads what is written here, and what it writes is not seen here: mounted the wrong
-    way round."""
+    """The host sees files of this host, but this host does not see files of the host."""
     monkeypatch.setattr(placement, "_SETTLES", 0.2)
-    asked = []
+    requests = []
 
     def run_on_hosts(ssh: Ssh, hosts: list[str], words: object, **rest: Any) -> list[HostResult]:
-        asked.append(
+        requests.append(
             (hosts, {json.loads(question)["action"] for question in rest["stdin"].values()})
         )
-        told = json.dumps({"missing": [], "proofs": [None]}).encode()
-        return [HostResult(host, 0, b"Welcome!\n" + told + b"\n", "") for host in hosts]
+        reply = json.dumps({"missing": [], "proofs": [None]}).encode()
+        return [HostResult(host, 0, b"Welcome!\n" + reply + b"\n", "") for host in hosts]
 
     monkeypatch.setattr(placement, "run_on_hosts", run_on_hosts)
     with pytest.raises(
@@ -277,10 +264,10 @@ def test_an_answer_that_this_machine_does_not_see_is_said(
             job(data, tmp_path / "run"), {"localhost": 1, "b": 1, "c": 1}, Ssh(), checkpoints=[]
         )
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
-    assert asked == [(["b", "c"], {"look"}), (["b", "c"], {"clean"})], "all hosts at once"
+    assert requests == [(["b", "c"], {"look"}), (["b", "c"], {"clean"})], "one request to all hosts"
 
 
-def test_what_a_host_says_instead_of_an_answer_is_shown() -> None:
+def test_invalid_answer_of_a_host_is_quoted() -> None:
     with pytest.raises(LaunchError, match="host b answers 'Please change your password' instead"):
         placement._answer(HostResult("b", 0, b"Please change your password\n", ""), known=True)
     with pytest.raises(
@@ -291,25 +278,27 @@ def test_what_a_host_says_instead_of_an_answer_is_shown() -> None:
         placement._answer(HostResult("b", -1, b"", "", timed_out=True), known=True)
 
 
-def test_no_host_is_asked_where_only_this_machine_takes_part(data: Path, tmp_path: Path) -> None:
+def test_job_on_this_host_sends_no_request(data: Path, tmp_path: Path) -> None:
     prepare_hosts(
         job(data, tmp_path / "run"), {"localhost": 2}, Ssh(Path("/nowhere")), checkpoints=[]
     )
 
 
-def test_rsync_has_each_path_as_one_word(tmp_path: Path) -> None:
+def test_rsync_command_quotes_paths(tmp_path: Path) -> None:
     ssh = Ssh(tmp_path / 'con fig"s')
     transfer = Transfer(
         "me@b", Path("/a b/$(touch x)"), ("f",), Path("/a b/$(touch x).tmp-copy-t"), 1
     )
-    words = rsync_command(ssh, transfer, Path("/list"))
-    assert words[-2:] == ["/a b/$(touch x)/", "me@b:/a b/$(touch x).tmp-copy-t/"]
-    assert "--protect-args" in words
-    (rsh,) = (word.removeprefix("--rsh=") for word in words if word.startswith("--rsh="))
+    command = rsync_command(ssh, transfer, Path("/list"))
+    assert command[-2:] == ["/a b/$(touch x)/", "me@b:/a b/$(touch x).tmp-copy-t/"]
+    assert "--protect-args" in command
+    (rsh,) = (word.removeprefix("--rsh=") for word in command if word.startswith("--rsh="))
     assert rsh.startswith(f'ssh -F "{tmp_path}/con fig""s" -o BatchMode=yes')
 
 
-def test_missing_rsync_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_rsync_is_reported_with_its_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(place_copy.shutil, "which", lambda name: "/usr/bin/rsync")
     check_rsync("b", there=True)
     with pytest.raises(
@@ -322,11 +311,11 @@ def test_missing_rsync_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(("code", "error"), [(23, LaunchError), (30, HostLostError)])
-def test_what_rsync_says_last_is_passed_on(
+def test_failure_of_rsync_is_reported_with_its_output(
     tmp_path: Path, code: int, error: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = [sys.executable, "-c", f"import sys; print('rsync: some reason'); sys.exit({code})"]
-    monkeypatch.setattr(place_copy, "rsync_command", lambda *_: said)
+    command = [sys.executable, "-c", f"import sys; print('rsync: some reason'); sys.exit({code})"]
+    monkeypatch.setattr(place_copy, "rsync_command", lambda *_: command)
     with pytest.raises(
         error,
         match=rf"host b: {tmp_path} cannot be copied to /t by rsync \(code {code}\): rsync: some",
@@ -334,7 +323,7 @@ def test_what_rsync_says_last_is_passed_on(
         Copier(Ssh()).copy({"b": [Transfer("b", tmp_path, ("f",), Path("/t"), 1)]})
 
 
-def test_what_interrupts_copying_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_ends_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "pid"
     sleeping = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     monkeypatch.setattr(place_copy, "rsync_command", lambda *_: [sys.executable, "-c", sleeping])
@@ -353,9 +342,7 @@ def test_what_interrupts_copying_ends_it(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_a_job_with_a_finished_model_reads_the_model_a_tokenizer_and_texts(
-    data: Path, tmp_path: Path
-) -> None:
+def test_zero_shot_job_reads_model_tokenizer_and_texts(data: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     (scratch / "job.json").write_text("{}")

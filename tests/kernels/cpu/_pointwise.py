@@ -1,4 +1,4 @@
-"""What tests of the kernels of rows have in common."""
+"""Checks shared by the tests of kernels that work on rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,13 +24,13 @@ Function = Callable[..., Tensor]
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normally distributed, as a leaf that wants a gradient."""
+    """Return normally distributed values as a leaf that requires a gradient."""
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
     return values.to(dtype).requires_grad_()
 
 
 def results(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """The output and each leaf's gradient, given the output's."""
+    """Return the output and the gradient of each leaf for a gradient of the output."""
     output = function(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
@@ -41,19 +41,19 @@ def check(
     leaves: Sequence[Tensor],
     view: Function | None = None,
     *,
-    kept_in_half: float = 0.0,
+    rounding_tolerance: float = 0.0,
 ) -> None:
     """Compare output and gradients with float64.
 
-    bf16 is rounded once, and nothing that is computed before shows.
+    Results in bf16 are rounded once, and intermediate values are not rounded.
 
     Args:
-        function: of all leaves.
-        reference: the same in plain torch.
-        leaves: the arguments, which all want gradients.
-        view: of the first leaf, which takes its place.
-        kept_in_half: what bf16 gradients may differ besides, where they are computed of outputs
-            that were rounded.
+        function: kernel of all leaves.
+        reference: the same function in plain torch.
+        leaves: arguments, all of which require gradients.
+        view: function of the first leaf; its result replaces the leaf.
+        rounding_tolerance: additional tolerance, relative to the largest element, of bf16 gradients
+            that are computed from rounded outputs.
     """
     if view is not None:
         leaves = [view(leaves[0]).detach().requires_grad_(), *leaves[1:]]
@@ -61,21 +61,21 @@ def check(
     output = reference(*exact)
     grad = random(*output.shape, dtype=leaves[0].dtype, seed=7).detach()
     expected = [output.detach(), *torch.autograd.grad(output, exact, grad.double())]
-    found = results(function, leaves, grad)
+    actual = results(function, leaves, grad)
     half = leaves[0].dtype == torch.bfloat16
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == leaves[0].dtype
-        largest = max(1.0, float(other.abs().max()))
+    for result, exact_result in zip(actual, expected, strict=True):
+        assert result.dtype == leaves[0].dtype
+        largest = max(1.0, float(exact_result.abs().max()))
         torch.testing.assert_close(
-            one.double(),
-            other,
+            result.double(),
+            exact_result,
             rtol=4e-3 if half else 2e-6,
-            atol=largest * (2e-4 + kept_in_half if half else 2e-6),
+            atol=largest * (2e-4 + rounding_tolerance if half else 2e-6),
         )
 
 
 def check_threads(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> None:
-    """One thread and two find the same bits."""
+    """Check that one thread and two threads give the same bits."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -88,8 +88,8 @@ def check_threads(function: Function, leaves: Sequence[Tensor], grad: Tensor) ->
 
 
 def check_compiled(function: Function, leaves: Sequence[Tensor], grad: Tensor) -> None:
-    """In a graph without breaks it finds the same bits."""
+    """Check that a graph without breaks gives the same bits."""
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    found, expected = results(compiled, leaves, grad), results(function, leaves, grad)
-    assert all(torch.equal(first, second) for first, second in zip(found, expected, strict=True))
+    actual, expected = results(compiled, leaves, grad), results(function, leaves, grad)
+    assert all(torch.equal(first, second) for first, second in zip(actual, expected, strict=True))

@@ -19,7 +19,7 @@ widths = pytest.mark.parametrize("width", [1, 17, 64, 250])
 @both_types
 @activations
 @widths
-def test_bias_activation(dtype: torch.dtype, kind: Activation, width: int) -> None:
+def test_bias_activation_equals_float64(dtype: torch.dtype, kind: Activation, width: int) -> None:
     x, bias = random(3, 29, width, dtype=dtype), random(width, dtype=dtype)
     check(
         lambda x: bias_activation(x, None, kind),
@@ -36,7 +36,7 @@ def test_bias_activation(dtype: torch.dtype, kind: Activation, width: int) -> No
 @both_types
 @gates
 @widths
-def test_gated(dtype: torch.dtype, kind: Activation, width: int) -> None:
+def test_gated_activation_equals_float64(dtype: torch.dtype, kind: Activation, width: int) -> None:
     gate, up = random(3, 29, width, dtype=dtype), random(3, 29, width, dtype=dtype, seed=1)
     check(lambda x, y: gated(x, y, kind), lambda x, y: plain.gated(x, y, kind), [gate, up])
 
@@ -50,9 +50,11 @@ def test_gated(dtype: torch.dtype, kind: Activation, width: int) -> None:
         ((32, 5, 7), lambda x: x.permute(1, 2, 0)),
         ((5, 1, 32), lambda x: x.expand(5, 7, 32)),
     ],
-    ids=["half of a projection", "part of each row", "columns apart", "expanded"],
+    ids=["half of a projection", "part of each row", "strided columns", "expanded"],
 )
-def test_any_strides(dtype: torch.dtype, shape: tuple[int, ...], view: object) -> None:
+def test_inputs_of_any_strides_are_accepted(
+    dtype: torch.dtype, shape: tuple[int, ...], view: object
+) -> None:
     x, up, bias = (
         random(*shape, dtype=dtype),
         random(5, 7, 32, dtype=dtype),
@@ -74,9 +76,8 @@ def test_any_strides(dtype: torch.dtype, shape: tuple[int, ...], view: object) -
 
 @both_types
 @pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "swiglu"])
-def test_every_magnitude(dtype: torch.dtype, kind: Activation) -> None:
-    """All through the range where the function bends, and far beyond it: slope 0 or 1, never
-    NaN."""
+def test_activations_of_every_magnitude_equal_float64(dtype: torch.dtype, kind: Activation) -> None:
+    """Check the range where the function bends, and far values, where the slope is 0 or 1."""
     x = (
         torch.cat([torch.linspace(-20, 20, 4001), torch.tensor([0.0, -0.0])])
         .to(dtype)
@@ -101,7 +102,7 @@ def test_every_magnitude(dtype: torch.dtype, kind: Activation) -> None:
 
 @both_types
 @pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "swiglu"])
-def test_what_is_no_number_remains_none(dtype: torch.dtype, kind: Activation) -> None:
+def test_nan_stays_nan(dtype: torch.dtype, kind: Activation) -> None:
     x = torch.tensor([math.nan, 1.0]).to(dtype)
     output = (
         gated(x, torch.ones_like(x), kind) if kind == "swiglu" else bias_activation(x, None, kind)
@@ -130,7 +131,7 @@ def test_threads_do_not_change_the_result(dtype: torch.dtype) -> None:
 
 
 @both_types
-def test_compiles(dtype: torch.dtype) -> None:
+def test_compiled_results_are_identical(dtype: torch.dtype) -> None:
     x, up, bias = (
         random(2, 9, 48, dtype=dtype),
         random(2, 9, 48, dtype=dtype, seed=1),

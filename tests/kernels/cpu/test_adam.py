@@ -1,4 +1,4 @@
-"""AdamW and the sum of squares in C++ against float64 and against torch's fused kernel."""
+"""AdamW and the sum of squares in C++, compared with float64 and with torch's fused kernel."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +25,7 @@ def _threads() -> Iterator[None]:
 
 
 def state(sizes: Sequence[int] = SIZES) -> State:
-    """Weights, gradients and moments as they are in the midst of training."""
+    """Return weights, gradients and moments as in the middle of training."""
     generator = torch.Generator().manual_seed(1)
 
     def random(scale: float) -> list[Tensor]:
@@ -37,7 +37,7 @@ def state(sizes: Sequence[int] = SIZES) -> State:
 def float64(
     parts: State, step: int, divisor: float
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Loshchilov and Hutter's algorithm 2, weights and moments."""
+    """Return weights and moments after an update by algorithm 2 of Loshchilov and Hutter."""
     results: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     beta1, beta2 = VALUES["beta1"], VALUES["beta2"]
     for tensors in zip(*parts, strict=True):
@@ -54,21 +54,21 @@ def float64(
 
 @pytest.mark.parametrize("step", [1, 7, 100_000])
 @pytest.mark.parametrize("divisor", [1.0, 3.7])
-def test_equals_float64(step: int, divisor: float) -> None:
+def test_updates_equal_float64(step: int, divisor: float) -> None:
     parts = state()
     expected = float64(parts, step, divisor)
     weights, gradients, first, second = parts
     before = [gradient.clone() for gradient in gradients]
     adamw_(weights, gradients, first, second, None, step=step, divisor=divisor, **VALUES)
-    for found, exact in zip((weights, first, second), expected, strict=True):
-        for one, other in zip(found, exact, strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-7)
+    for actual, exact in zip((weights, first, second), expected, strict=True):
+        for updated, expected_tensor in zip(actual, exact, strict=True):
+            torch.testing.assert_close(updated.double(), expected_tensor, rtol=1e-6, atol=1e-7)
     assert all(gradient.equal(old) for gradient, old in zip(gradients, before, strict=True))
 
 
 @pytest.mark.parametrize("divisor", [1.0, 3.7])
-def test_follows_torch(divisor: float) -> None:
-    """Fifty updates of both kernels from zero moments: they differ by roundings only."""
+def test_updates_stay_close_to_torch(divisor: float) -> None:
+    """Fifty updates from zero moments differ only by rounding."""
     ours, theirs = state((1000,)), state((1000,))
     generator = torch.Generator().manual_seed(2)
     for moments in (*ours[2:], *theirs[2:]):
@@ -87,34 +87,33 @@ def test_follows_torch(divisor: float) -> None:
             grad_scale=torch.tensor(divisor),
             **VALUES,
         )
-        for found, expected in zip((ours[0], *ours[2:]), (theirs[0], *theirs[2:]), strict=True):
-            torch.testing.assert_close(found[0], expected[0], rtol=2e-6, atol=1e-7)
+        for actual, expected in zip((ours[0], *ours[2:]), (theirs[0], *theirs[2:]), strict=True):
+            torch.testing.assert_close(actual[0], expected[0], rtol=2e-6, atol=1e-7)
 
 
-def test_place_and_division_change_nothing() -> None:
-    """Every element alone, and whole tensors cut into shards at odd places, have the bits of the
-    whole."""
-    whole, cut = state((5000,)), state((5000,))
+def test_division_into_shards_does_not_change_the_bits() -> None:
+    """Single elements, and shards cut at odd places, have the bits of undivided tensors."""
+    undivided, cut = state((5000,)), state((5000,))
     pieces = [1] * 40 + [7, 16, 33, 1000, 3904]
-    adamw_(*whole, None, step=3, divisor=1.9, **VALUES)
+    adamw_(*undivided, None, step=3, divisor=1.9, **VALUES)
     shards = tuple([shard for tensor in part for shard in tensor.split(pieces)] for part in cut)
     adamw_(*shards, None, step=3, divisor=1.9, **VALUES)
-    for one, other in zip(whole, cut, strict=True):
+    for one, other in zip(undivided, cut, strict=True):
         assert one[0].equal(other[0])
 
 
-def test_threads_change_nothing() -> None:
-    found = []
+def test_threads_do_not_change_the_result() -> None:
+    results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         parts = state()
         targets = [torch.empty(size, dtype=torch.bfloat16) for size in SIZES]
         adamw_(*parts, targets, step=3, **VALUES)
-        found.append([tensor for part in (*parts, targets) for tensor in part])
-    assert all(one.equal(two) for one, two in zip(*found, strict=True))
+        results.append([tensor for part in (*parts, targets) for tensor in part])
+    assert all(one.equal(two) for one, two in zip(*results, strict=True))
 
 
-def test_publishes_as_torch_rounds() -> None:
+def test_published_weights_are_rounded_as_by_torch() -> None:
     parts = state()
     targets = [torch.empty(size, dtype=torch.bfloat16) for size in SIZES]
     adamw_(*parts, targets, step=2, **VALUES)
@@ -124,9 +123,8 @@ def test_publishes_as_torch_rounds() -> None:
     )
 
 
-def test_rounds_ties_to_even() -> None:
-    """An update of nothing publishes the weights themselves: ties, the largest numbers, infinities
-    and NaN."""
+def test_ties_are_rounded_to_even() -> None:
+    """An update with lr 0 publishes the weights: ties, the largest numbers, infinities, NaN."""
     bits = [
         0x3F808000,
         0x3F818000,
@@ -147,14 +145,13 @@ def test_rounds_ties_to_even() -> None:
     assert target.view(torch.int16)[:2].tolist() == [0x3F80, 0x3F82]
 
 
-def test_leaves_the_modes_of_the_cpu_alone() -> None:
+def test_an_update_restores_the_floating_point_modes_of_the_cpu() -> None:
     parts = state((8,))
     adamw_(*parts, None, step=1, **VALUES)
     assert (torch.tensor([1e-40]) * 1.0).item() != 0.0
 
 
-def test_small_moments_vanish() -> None:
-    """Below the smallest normal number they are zero, on every thread alike."""
+def test_moments_below_the_smallest_normal_number_become_zero() -> None:
     parts = state((40,))
     for values in (parts[1][0], parts[2][0], parts[3][0]):
         values.fill_(1e-38)
@@ -164,26 +161,29 @@ def test_small_moments_vanish() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
-def test_sum_of_squares(scale: float) -> None:
+def test_sum_of_squares_equals_float64(scale: float) -> None:
     tensors = [scale * values for values in state()[0]]
     expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    found = sum_of_squares([*tensors, torch.empty(0)])
-    assert found.dtype == torch.float64
-    assert found.shape == ()
-    assert found.item() == pytest.approx(expected, rel=1e-13)
+    total = sum_of_squares([*tensors, torch.empty(0)])
+    assert total.dtype == torch.float64
+    assert total.shape == ()
+    assert total.item() == pytest.approx(expected, rel=1e-13)
 
 
-def test_sum_of_squares_by_any_threads() -> None:
-    found = []
+def test_threads_do_not_change_the_sum_of_squares() -> None:
+    sums = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(sum_of_squares(state()[0]))
-    assert found[0].equal(found[1])
+        sums.append(sum_of_squares(state()[0]))
+    assert sums[0].equal(sums[1])
+
+
+def test_sum_of_squares_accepts_no_tensors_and_nan() -> None:
     assert sum_of_squares([]).item() == 0.0
     assert sum_of_squares([torch.tensor([1.0, torch.nan])]).isnan()
 
 
-def test_compiles() -> None:
+def test_compiled_results_are_identical() -> None:
     def update(
         weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, target: Tensor
     ) -> Tensor:
@@ -199,7 +199,7 @@ def test_compiles() -> None:
     assert all(one.equal(other) for one, other in zip(graph, eager, strict=True))
 
 
-def test_refuses_what_does_not_fit() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     weights, gradients, first, second = state((30,))
     with pytest.raises(ConfigError, match=r"30 elements of torch\.float32"):
         adamw_(weights, [gradients[0][:29]], first, second, None, step=1, **VALUES)

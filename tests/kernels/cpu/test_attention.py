@@ -83,7 +83,7 @@ def exact(
     return [out.detach(), *torch.autograd.grad(out, doubles, grad.double())]
 
 
-def ours(
+def kernel_results(
     parts: list[Tensor], grad: Tensor, causal: bool, scale: float | None = None
 ) -> list[Tensor]:
     query, key, value = parts
@@ -91,68 +91,70 @@ def ours(
     return [out.detach(), *torch.autograd.grad(out, parts, grad)]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    """Relative to the expected tensor's norm."""
-    return float((found.detach().double() - expected.detach()).norm() / expected.norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Return the error relative to the norm of the expected tensor."""
+    return float((actual.detach().double() - expected.detach()).norm() / expected.norm())
 
 
 @needs_fp32
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_equals_float64_in_fp32(shape: tuple[Any, ...]) -> None:
+def test_attention_equals_float64_in_fp32(shape: tuple[Any, ...]) -> None:
     parts, grad = inputs(*shape[:6], FP32)
-    for found, expected in zip(
-        ours(parts, grad, shape[6]), exact(parts, grad, shape[6]), strict=True
+    for actual, expected in zip(
+        kernel_results(parts, grad, shape[6]), exact(parts, grad, shape[6]), strict=True
     ):
-        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 @needs_bf16
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_is_as_exact_as_torch_in_bf16(shape: tuple[Any, ...]) -> None:
+def test_attention_is_as_exact_as_torch_in_bf16(shape: tuple[Any, ...]) -> None:
     *sizes, causal = shape
     parts, grad = inputs(*sizes, BF16)
     out = F.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=sizes[1] != sizes[2])
-    torchs = [out, *torch.autograd.grad(out, parts, grad)]
-    for found, theirs, expected in zip(
-        ours(parts, grad, causal), torchs, exact(parts, grad, causal), strict=True
+    torch_results = [out, *torch.autograd.grad(out, parts, grad)]
+    for actual, torch_result, expected in zip(
+        kernel_results(parts, grad, causal), torch_results, exact(parts, grad, causal), strict=True
     ):
         if expected.norm() == 0:
-            assert found.norm() < 1e-2  # one key: what remains is the output's rounding
+            assert actual.norm() < 1e-2  # one key: what remains is the output's rounding
         else:
-            assert error(found, expected) <= 1.5 * error(theirs, expected) + 1e-4
+            assert error(actual, expected) <= 1.5 * error(torch_result, expected) + 1e-4
 
 
 @both_types
-def test_every_query_is_as_near_as_the_whole(dtype: torch.dtype) -> None:
+def test_the_error_of_every_query_is_small(dtype: torch.dtype) -> None:
     parts, grad = inputs(1, 2, 2, 150, 150, 32, dtype)
-    for found, expected in zip(ours(parts, grad, True), exact(parts, grad, True), strict=True):
+    for actual, expected in zip(
+        kernel_results(parts, grad, True), exact(parts, grad, True), strict=True
+    ):
         limit = 4e-6 if dtype == FP32 else 2e-2
         assert (
-            float((found.double() - expected).norm(dim=-1).max() / expected.norm(dim=-1).mean())
+            float((actual.double() - expected).norm(dim=-1).max() / expected.norm(dim=-1).mean())
             < limit
         )
 
 
 @both_types
 @pytest.mark.parametrize("scale", [0.05, 0.7, -0.3])
-def test_scale(dtype: torch.dtype, scale: float) -> None:
+def test_the_scale_is_applied(dtype: torch.dtype, scale: float) -> None:
     parts, grad = inputs(1, 2, 2, 40, 40, 32, dtype)
-    for found, expected in zip(
-        ours(parts, grad, True, scale), exact(parts, grad, True, scale), strict=True
+    for actual, expected in zip(
+        kernel_results(parts, grad, True, scale), exact(parts, grad, True, scale), strict=True
     ):
-        assert error(found, expected) < (2e-6 if dtype == FP32 else 8e-3)
+        assert error(actual, expected) < (2e-6 if dtype == FP32 else 8e-3)
 
 
 @both_types
-def test_memory_of_the_output_and_the_gradients_is_by_token(dtype: torch.dtype) -> None:
+def test_output_and_gradients_are_contiguous_by_token(dtype: torch.dtype) -> None:
     parts, grad = inputs(2, 4, 2, 24, 24, 16, dtype)
-    for x in ours(parts, grad, True):
+    for x in kernel_results(parts, grad, True):
         assert x.transpose(1, 2).is_contiguous()
 
 
 @both_types
 @pytest.mark.parametrize("causal", [True, False])
-def test_strides_make_no_difference(dtype: torch.dtype, causal: bool) -> None:
+def test_strides_do_not_change_the_result(dtype: torch.dtype, causal: bool) -> None:
     parts, grad = inputs(2, 4, 2, 50, 50, 24, dtype)
     wide = torch.full((3, 50, 2, 6, 31), torch.nan, dtype=dtype)
     strided = []
@@ -160,26 +162,28 @@ def test_strides_make_no_difference(dtype: torch.dtype, causal: bool) -> None:
         view = wide[i].transpose(0, 1).permute(0, 2, 1, 3)[:, : part.shape[1], :, 3:27]
         strided.append(view.copy_(part.detach()).requires_grad_())
     assert not any(part.transpose(1, 2).is_contiguous() for part in strided)
-    expected = ours(parts, grad, causal)
+    expected = kernel_results(parts, grad, causal)
     by_row = torch.empty(2, 4, 24, 50, dtype=dtype).transpose(2, 3).copy_(grad)
     for gradient in (grad.transpose(1, 2).contiguous().transpose(1, 2), by_row):
-        for found, wanted in zip(ours(strided, gradient, causal), expected, strict=True):
-            assert torch.equal(found, wanted)
+        for actual, expected_tensor in zip(
+            kernel_results(strided, gradient, causal), expected, strict=True
+        ):
+            assert torch.equal(actual, expected_tensor)
 
 
 @both_types
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_equals_unpacked(dtype: torch.dtype, causal: bool) -> None:
+def test_packed_attention_equals_attention(dtype: torch.dtype, causal: bool) -> None:
     (mixed, _, _), _ = inputs(2, 70, 1, 3 * 4, 1, 32, dtype)
     mixed = mixed.detach().view(2, 70, 4, 3, 32).requires_grad_()
     grad = inputs(2, 4, 4, 70, 70, 32, dtype)[1]
     out = packed_attention(mixed, causal=causal, scale=None)
-    (found,) = torch.autograd.grad(out, mixed, grad)
+    (gradient,) = torch.autograd.grad(out, mixed, grad)
     parts = [part.detach().requires_grad_() for part in mixed.permute(3, 0, 2, 1, 4)]
-    wanted = ours(parts, grad, causal)
-    assert found.is_contiguous()
-    assert torch.equal(out, wanted[0])
-    for part, expected in zip(found.permute(3, 0, 2, 1, 4), wanted[1:], strict=True):
+    unpacked = kernel_results(parts, grad, causal)
+    assert gradient.is_contiguous()
+    assert torch.equal(out, unpacked[0])
+    for part, expected in zip(gradient.permute(3, 0, 2, 1, 4), unpacked[1:], strict=True):
         assert torch.equal(part, expected)
 
 
@@ -187,23 +191,23 @@ def test_packed_equals_unpacked(dtype: torch.dtype, causal: bool) -> None:
 @pytest.mark.parametrize(
     "name", ["d32", "grouped", "one token", "several ranges of keys", "more keys"]
 )
-def test_threads_make_no_difference(dtype: torch.dtype, name: str) -> None:
+def test_threads_do_not_change_the_result(dtype: torch.dtype, name: str) -> None:
     *sizes, causal = SHAPES[name]
     parts, grad = inputs(*sizes, dtype)
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        results.append(ours(parts, grad, causal))
+        results.append(kernel_results(parts, grad, causal))
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
 @both_types
-def test_great_scores_are_finite(dtype: torch.dtype) -> None:
+def test_large_scores_give_finite_results(dtype: torch.dtype) -> None:
     parts, grad = inputs(1, 2, 2, 70, 70, 32, dtype, scale=300.0)
-    found, expected = ours(parts, grad, True), exact(parts, grad, True)
-    assert all(bool(x.isfinite().all()) for x in found)
-    assert error(found[0], expected[0]) < 1e-2
+    actual, expected = kernel_results(parts, grad, True), exact(parts, grad, True)
+    assert all(bool(x.isfinite().all()) for x in actual)
+    assert error(actual[0], expected[0]) < 1e-2
 
 
 @both_types
@@ -213,16 +217,16 @@ def test_a_score_of_minus_infinity_has_no_weight(dtype: torch.dtype) -> None:
     with torch.no_grad():
         query.fill_(1.0)
         key[:, :, 3:190] = -3e38
-    found = ours(parts, grad, False)
-    assert all(bool(x.isfinite().all()) for x in found)
+    actual = kernel_results(parts, grad, False)
+    assert all(bool(x.isfinite().all()) for x in actual)
     rest = [x.detach()[:, :, [*range(3), *range(190, 200)]] for x in parts[1:]]
     assert (
         error(
-            found[0], reference(query.detach().double(), rest[0].double(), rest[1].double(), False)
+            actual[0], reference(query.detach().double(), rest[0].double(), rest[1].double(), False)
         )
         < 1e-2
     )
-    assert not found[3][:, :, 3:190].any()
+    assert not actual[3][:, :, 3:190].any()
 
 
 @both_types
@@ -231,13 +235,13 @@ def test_all_scores_of_minus_infinity_give_zero(dtype: torch.dtype) -> None:
     with torch.no_grad():
         parts[0].fill_(1.0)
         parts[1].fill_(-3e38)
-    out, _, _, grad_value = ours(parts, grad, False)
+    out, _, _, grad_value = kernel_results(parts, grad, False)
     assert not out.any()
     assert not grad_value.any()
 
 
 @both_types
-def test_compiles(dtype: torch.dtype) -> None:
+def test_compiled_results_are_identical(dtype: torch.dtype) -> None:
     (x, _, _), grad = inputs(2, 20, 1, 4, 1, 3 * 16, dtype)
     grad = grad.detach()[..., :16].contiguous()
 
@@ -262,7 +266,7 @@ def test_compiles(dtype: torch.dtype) -> None:
 
 
 @both_types
-def test_operators_are_what_they_say(dtype: torch.dtype) -> None:
+def test_operators_match_their_schemas(dtype: torch.dtype) -> None:
     parts, grad = inputs(2, 4, 2, 9, 9, 16, dtype)
     query, key, value = (part.detach() for part in parts)
     mixed = inputs(2, 9, 1, 4, 1, 48, dtype)[0][0].detach().view(2, 9, 4, 3, 16)
@@ -283,18 +287,18 @@ def test_operators_are_what_they_say(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "shape", [(2, 9, 2, 3, 257), (0, 9, 2, 3, 16)], ids=["wide heads", "no samples"]
 )
-def test_what_the_kernel_does_not_take_is_left_to_torch(shape: tuple[int, ...]) -> None:
+def test_unsupported_shapes_are_left_to_torch(shape: tuple[int, ...]) -> None:
     mixed = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    found = choose_kernels(torch.device("cpu"), FP32).packed_attention(
+    actual = choose_kernels(torch.device("cpu"), FP32).packed_attention(
         mixed, causal=True, scale=None
     )
     torch.testing.assert_close(
-        found, plain_kernels().packed_attention(mixed, causal=True, scale=None)
+        actual, plain_kernels().packed_attention(mixed, causal=True, scale=None)
     )
 
 
 @needs_fp32
-def test_log_sum_exp() -> None:
+def test_log_sum_exp_equals_float64() -> None:
     (query, key, value), _ = inputs(1, 2, 2, 30, 30, 16, FP32)
     _, lse = torch.ops.megacore.attention_forward(
         query.detach(), key.detach(), value.detach(), False, 0.25
@@ -304,7 +308,7 @@ def test_log_sum_exp() -> None:
 
 
 @needs_fp32
-def test_supports() -> None:
+def test_only_valid_types_shapes_and_strides_are_supported() -> None:
     (query, key, value), _ = inputs(2, 4, 2, 9, 7, 16, FP32)
     assert supports(query, key, value)
     assert not supports(query.double(), key.double(), value.double())
@@ -319,7 +323,7 @@ def test_supports() -> None:
 
 
 @needs_fp32
-def test_refuses_what_it_cannot_do() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     (query, key, value), _ = inputs(2, 4, 2, 9, 7, 16, FP32)
     with pytest.raises(ConfigError, match="as many keys as queries"):
         attention(query, key, value, causal=True, scale=None)

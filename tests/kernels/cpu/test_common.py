@@ -1,5 +1,4 @@
-"""The generator must be torch's bit for bit: layouts and recomputation draw the same from the same
-seed."""
+"""The generator of dropout masks, which draws the same numbers as torch from the same seed."""
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 @both_types
 @pytest.mark.parametrize("drawn_before", [0, 1, 2, 311, 623, 624, 625])
 @pytest.mark.parametrize("count", [1, 15, 17, 312, 313, 5000])
-def test_the_same_numbers_and_the_same_state(
+def test_numbers_and_generator_state_equal_torchs(
     dtype: torch.dtype, drawn_before: int, count: int
 ) -> None:
     torch.manual_seed(7)
@@ -34,7 +33,7 @@ def test_the_same_numbers_and_the_same_state(
         assert torch.equal(torch.rand(3), following)
 
 
-def test_a_saved_normal_number_survives() -> None:
+def test_a_cached_normal_number_is_kept() -> None:
     torch.manual_seed(7)
     torch.normal(0.0, 1.0, (1,))
     before = torch.get_rng_state()
@@ -46,7 +45,7 @@ def test_a_saved_normal_number_survives() -> None:
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0**-53, 1.0 - 2.0**-53])
-def test_the_ends_of_the_range(p: float) -> None:
+def test_numbers_equal_torchs_at_the_limits_of_the_probability(p: float) -> None:
     torch.manual_seed(7)
     state, out = torch.get_rng_state(), torch.empty(2000)
     expected = torch.empty(2000).bernoulli_(p)
@@ -54,17 +53,17 @@ def test_the_ends_of_the_range(p: float) -> None:
     assert torch.equal(out, expected)
 
 
-def test_memory_order_of_a_transposed_tensor() -> None:
+def test_a_transposed_tensor_is_filled_in_torchs_order() -> None:
     x = torch.empty(6, 7, 8).transpose(0, 2)
     torch.manual_seed(7)
     expected = torch.empty_like(x).bernoulli_(0.5)
     torch.manual_seed(7)
-    found = kept_like(x, 0.5)
-    assert found.stride() == x.stride()
-    assert torch.equal(found, expected)
+    actual = kept_like(x, 0.5)
+    assert actual.stride() == x.stride()
+    assert torch.equal(actual, expected)
 
 
-def test_asking_leaves_the_generator_alone() -> None:
+def test_draws_as_torch_does_not_change_the_generator() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     draws_as_torch.cache_clear()
@@ -72,7 +71,7 @@ def test_asking_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_another_generator_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_draws_if_its_generator_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "draws_as_torch", lambda: False)
     monkeypatch.delattr(_kernels, "bernoulli")
     torch.manual_seed(7)

@@ -38,7 +38,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor) -> Tensor:
 @both_types
 @widths
 @pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm(dtype: torch.dtype, width: int, bias: bool) -> None:
+def test_layer_norm_equals_float64(dtype: torch.dtype, width: int, bias: bool) -> None:
     leaves = [
         random(3, 29, width, dtype=dtype),
         random(width, dtype=dtype),
@@ -49,7 +49,7 @@ def test_layer_norm(dtype: torch.dtype, width: int, bias: bool) -> None:
 
 @both_types
 @widths
-def test_rms_norm(dtype: torch.dtype, width: int) -> None:
+def test_rms_norm_equals_float64(dtype: torch.dtype, width: int) -> None:
     check(
         rms_norm_of,
         rms_norm_reference,
@@ -70,12 +70,14 @@ def test_rms_norm(dtype: torch.dtype, width: int) -> None:
     ids=[
         "heads of a mixed projection",
         "part of each row",
-        "columns apart",
+        "strided columns",
         "transposed",
         "expanded",
     ],
 )
-def test_any_strides(dtype: torch.dtype, shape: tuple[int, ...], view: object) -> None:
+def test_inputs_of_any_strides_are_accepted(
+    dtype: torch.dtype, shape: tuple[int, ...], view: object
+) -> None:
     x, weight, bias = (
         random(*shape, dtype=dtype),
         random(32, dtype=dtype),
@@ -93,8 +95,8 @@ def test_rows_of_zeros_and_of_large_numbers_stay_finite(dtype: torch.dtype) -> N
     x[2] *= 1e4
     x[3] += 1e3
     leaves = [x.requires_grad_(), random(64, dtype=dtype), random(64, dtype=dtype, seed=1)]
-    for found in results(layer_norm_of, leaves, torch.ones_like(x)):
-        assert found.isfinite().all()
+    for result in results(layer_norm_of, leaves, torch.ones_like(x)):
+        assert result.isfinite().all()
     assert torch.equal(layer_norm_of(*leaves)[0], leaves[2])
     assert torch.equal(layer_norm_of(*leaves)[1], leaves[2])
     assert not rms_norm_of(*leaves[:2])[0].any()
@@ -103,7 +105,7 @@ def test_rows_of_zeros_and_of_large_numbers_stay_finite(dtype: torch.dtype) -> N
 
 
 @both_types
-def test_no_rows(dtype: torch.dtype) -> None:
+def test_inputs_without_rows_give_zero_gradients(dtype: torch.dtype) -> None:
     leaves = [random(0, 20, dtype=dtype), random(20, dtype=dtype), random(20, dtype=dtype)]
     output, dx, dweight, dbias = results(layer_norm_of, leaves, torch.ones(0, 20, dtype=dtype))
     assert output.shape == dx.shape == (0, 20)
@@ -120,7 +122,7 @@ def test_threads_do_not_change_the_result(dtype: torch.dtype) -> None:
 
 
 @both_types
-def test_compiles(dtype: torch.dtype) -> None:
+def test_compiled_results_are_identical(dtype: torch.dtype) -> None:
     x, grad = random(2, 9, 48, dtype=dtype), random(2, 9, 48, dtype=dtype, seed=3).detach()
     weight, bias = random(48, dtype=dtype), random(48, dtype=dtype, seed=1)
     check_compiled(layer_norm_of, [x, weight, bias], grad)
@@ -128,7 +130,7 @@ def test_compiles(dtype: torch.dtype) -> None:
     check_compiled(rms_norm_of, [x, weight], grad)
 
 
-def test_weights_have_the_width_of_rows() -> None:
+def test_weights_must_have_the_width_of_rows() -> None:
     with pytest.raises(ConfigError, match=r"8 columns of \[2, 8\], not \[7\]"):
         rms_norm(torch.ones(2, 8), torch.ones(7), EPS)
     with pytest.raises(ConfigError, match=r"8 columns of \[2, 8\], not \[1\]"):

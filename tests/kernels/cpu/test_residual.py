@@ -16,7 +16,7 @@ def reference(
 
 @both_types
 @pytest.mark.parametrize("width", [1, 17, 64, 250])
-def test_without_dropout(dtype: torch.dtype, width: int) -> None:
+def test_sums_without_dropout_equal_float64(dtype: torch.dtype, width: int) -> None:
     leaves = [
         random(3, 29, width, dtype=dtype),
         random(3, 29, width, dtype=dtype, seed=1),
@@ -28,8 +28,9 @@ def test_without_dropout(dtype: torch.dtype, width: int) -> None:
 
 @both_types
 @pytest.mark.parametrize("bias", [True, False])
-def test_dropout_draws_what_torch_draws(dtype: torch.dtype, bias: bool) -> None:
-    """From the same state of the generator, which is then in the same state."""
+def test_dropout_draws_the_mask_and_leaves_the_state_of_torch(
+    dtype: torch.dtype, bias: bool
+) -> None:
     branch, residual = random(40, 33, dtype=dtype), random(40, 33, dtype=dtype, seed=1)
     leaves = [branch, residual, *([random(33, dtype=dtype)] if bias else [])]
     mask = _seeded(lambda: F.dropout(torch.ones_like(branch), 0.3)) > 0
@@ -50,7 +51,7 @@ def test_dropout_draws_what_torch_draws(dtype: torch.dtype, bias: bool) -> None:
 
 @both_types
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_any_strides(dtype: torch.dtype, p: float) -> None:
+def test_inputs_of_any_strides_are_accepted(dtype: torch.dtype, p: float) -> None:
     bias, other = random(32, dtype=dtype), random(5, 7, 32, dtype=dtype, seed=1)
     mask = _seeded(lambda: F.dropout(torch.ones(5, 7, 32, dtype=dtype), p)) > 0
 
@@ -86,7 +87,7 @@ def test_threads_do_not_change_the_result(dtype: torch.dtype, p: float) -> None:
 
 
 @both_types
-def test_compiles(dtype: torch.dtype) -> None:
+def test_compiled_results_are_identical(dtype: torch.dtype) -> None:
     leaves = [
         random(2, 9, 48, dtype=dtype),
         random(48, dtype=dtype),
@@ -109,7 +110,7 @@ def test_shapes_must_agree() -> None:
 
 
 @both_types
-def test_column_sums(dtype: torch.dtype) -> None:
+def test_column_sums_equal_float64(dtype: torch.dtype) -> None:
     x = random(700, 37, dtype=dtype).detach()
     expected = x.double().sum(0)
     torch.testing.assert_close(
@@ -123,7 +124,7 @@ def _seeded(function):  # type: ignore[no-untyped-def]
 
 
 @both_types
-def test_dropout_alone(dtype: torch.dtype) -> None:
+def test_dropout_without_a_residual_draws_the_mask_of_torch(dtype: torch.dtype) -> None:
     x = random(40, 33, dtype=dtype)
     mask = _seeded(lambda: F.dropout(torch.ones_like(x), 0.3)) > 0
     check(lambda x: _seeded(lambda: dropout(x, 0.3)), lambda x: x * mask / 0.7, [x])

@@ -16,16 +16,16 @@ def tables(
     return rotary_tables(positions, rotated, 10000.0, dtype)
 
 
-def exactly(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def in_float64(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return rotary[0].double(), rotary[1].double()
 
 
 VIEWS = {
-    "own memory": ((2, 3, 9, 24), lambda x: x),
+    "contiguous": ((2, 3, 9, 24), lambda x: x),
     "sequence before heads": ((2, 9, 3, 24), lambda x: x.transpose(1, 2)),
     "queries of a mixed projection": ((2, 9, 3, 3, 24), lambda x: x.unbind(3)[0].transpose(1, 2)),
     "keys of a mixed projection": ((2, 9, 3, 3, 24), lambda x: x.unbind(3)[1].transpose(1, 2)),
-    "columns apart": ((24, 2, 3, 9), lambda x: x.permute(1, 2, 3, 0)),
+    "strided columns": ((24, 2, 3, 9), lambda x: x.permute(1, 2, 3, 0)),
     "one group": ((2, 9, 1, 24), lambda x: x.transpose(1, 2)),
     "shared by heads": ((2, 1, 9, 24), lambda x: x.expand(2, 3, 9, 24)),
 }
@@ -35,10 +35,10 @@ VIEWS = {
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("rotated", [24, 10, 2])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_rotate(dtype: torch.dtype, name: str, rotated: int, batch: int) -> None:
+def test_rotation_equals_float64(dtype: torch.dtype, name: str, rotated: int, batch: int) -> None:
     shape, view = VIEWS[name]
     rotary = tables(9, rotated, dtype, batch)
-    exact = exactly(rotary)
+    exact = in_float64(rotary)
     check(
         lambda x: rotate(x, rotary),
         lambda x: reference(x, exact),
@@ -49,9 +49,9 @@ def test_rotate(dtype: torch.dtype, name: str, rotated: int, batch: int) -> None
 
 @both_types
 @pytest.mark.parametrize("size", [64, 96, 250])
-def test_sizes_of_heads(dtype: torch.dtype, size: int) -> None:
+def test_rotation_of_wide_heads_equals_float64(dtype: torch.dtype, size: int) -> None:
     rotary = tables(5, size, dtype)
-    exact = exactly(rotary)
+    exact = in_float64(rotary)
     check(
         lambda x: rotate(x, rotary),
         lambda x: reference(x, exact),
@@ -60,7 +60,7 @@ def test_sizes_of_heads(dtype: torch.dtype, size: int) -> None:
 
 
 @both_types
-def test_the_result_lies_in_memory_as_the_input(dtype: torch.dtype) -> None:
+def test_the_result_has_the_memory_layout_of_the_input(dtype: torch.dtype) -> None:
     rotary = tables(9, 16, dtype)
     x = random(2, 9, 3, 16, dtype=dtype).detach().transpose(1, 2)
     assert rotate(x, rotary).stride() == x.stride()
@@ -73,7 +73,7 @@ def test_the_result_lies_in_memory_as_the_input(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("sequence", "rotated", "batch"), [(4, 16, 1), (1, 16, 1), (5, 16, 3), (5, 18, 1)]
 )
-def test_tables_must_fit(sequence: int, rotated: int, batch: int) -> None:
+def test_tables_of_another_shape_are_refused(sequence: int, rotated: int, batch: int) -> None:
     with pytest.raises(ConfigError, match="do not rotate heads"):
         rotate(torch.ones(2, 3, 5, 16), tables(sequence, rotated, torch.float32, batch))
 
@@ -86,7 +86,7 @@ def test_threads_do_not_change_the_result(dtype: torch.dtype) -> None:
 
 
 @both_types
-def test_compiles(dtype: torch.dtype) -> None:
+def test_compiled_results_are_identical(dtype: torch.dtype) -> None:
     rotary = tables(9, 16, dtype)
     x, grad = random(2, 9, 3, 16, dtype=dtype), random(2, 3, 9, 16, dtype=dtype, seed=3).detach()
     check_compiled(lambda x: rotate(x.transpose(1, 2), rotary), [x], grad)

@@ -1,7 +1,4 @@
-"""`inspect` shows what BERT and T5 read of a sample.
-
-`verify` holds sentence maps against their sentences.
-"""
+"""`inspect` on samples of BERT and T5, and `verify` on sentence maps."""
 
 import json
 from pathlib import Path
@@ -33,7 +30,8 @@ def tokenizer(tmp_path: Path) -> Path:
 
 def build(tmp_path: Path, kind: Any, *, blend: bool = False) -> Path:
     prefixes = [
-        write_lengths(tmp_path / name, DOCUMENTS[place:]).prefix for place, name in enumerate("ab")
+        write_lengths(tmp_path / name, DOCUMENTS[first_document:]).prefix
+        for first_document, name in enumerate("ab")
     ]
     weighted = [Member(prefix, weight) for prefix, weight in zip(prefixes, (1.0, 2.0), strict=True)]
     mixture = Mixture.blend(weighted) if blend else Mixture.single(prefixes[0])
@@ -46,7 +44,9 @@ def build(tmp_path: Path, kind: Any, *, blend: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("blend", [False, True])
-def test_the_sentences_of_a_sample(tmp_path: Path, tokenizer: Path, blend: bool) -> None:
+def test_a_sample_of_bert_has_the_sentences_of_its_map(
+    tmp_path: Path, tokenizer: Path, blend: bool
+) -> None:
     directory = build(tmp_path, "bert", blend=blend)
     sample = find_sample(directory, "train", 7)
     rows = np.load(
@@ -58,40 +58,40 @@ def test_the_sentences_of_a_sample(tmp_path: Path, tokenizer: Path, blend: bool)
     assert [part.sequence for part in sample.parts] == list(range(first, end))
     assert all(part.start == 0 and part.stop == part.length for part in sample.parts)
     assert len({part.document for part in sample.parts}) == 1
-    found = report_sample(directory, "train", 7, tokenizer)
-    assert found["map"] == "sentence map"
-    made = found["made"]
-    assert made["reads"].startswith("[CLS] ")
-    assert made["reads"].count("[SEP]") == 2
-    assert made["sentence_label"] in (0, 1)
-    assert made["predicts"]
+    report = report_sample(directory, "train", 7, tokenizer)
+    assert report["map"] == "sentence map"
+    training_input = report["made"]
+    assert training_input["reads"].startswith("[CLS] ")
+    assert training_input["reads"].count("[SEP]") == 2
+    assert training_input["sentence_label"] in (0, 1)
+    assert training_input["predicts"]
     assert report_sample(directory, "train", 7, None)["made"] is None
     with pytest.raises(DataFormatError, match="has no sample 9999"):
         find_sample(directory, "train", 9999)
 
 
-def test_what_t5_writes(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_sample_of_t5_has_sentinels_and_spans(tmp_path: Path, tokenizer: Path) -> None:
     directory = build(tmp_path, "t5")
-    made = report_sample(directory, "valid", 1, tokenizer)["made"]
-    assert "<extra_id_0>" in made["reads"]
-    assert made["writes"].startswith("<extra_id_0> ")
-    assert made["writes"].endswith(" [SEP]")
-    assert made["options"]["mean_span_length"] == 3.0
+    training_input = report_sample(directory, "valid", 1, tokenizer)["made"]
+    assert "<extra_id_0>" in training_input["reads"]
+    assert training_input["writes"].startswith("<extra_id_0> ")
+    assert training_input["writes"].endswith(" [SEP]")
+    assert training_input["options"]["mean_span_length"] == 3.0
 
 
-def test_options_are_those_of_the_manifest(
+def test_masking_options_come_from_the_manifest(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = build(tmp_path, "bert")
     before = report_sample(directory, "train", 0, tokenizer)["made"]
-    given = {"masked_lm": {"masked_lm_prob": 0.5, "pairs": True}}
-    monkeypatch.setattr("megacore.inspect.report._parameters", lambda place: given)
-    made = report_sample(directory, "train", 0, tokenizer)["made"]
-    assert made["options"]["masked_lm_prob"] == 0.5
-    assert len(made["predicts"]) > len(before["predicts"])
+    parameters = {"masked_lm": {"masked_lm_prob": 0.5, "pairs": True}}
+    monkeypatch.setattr("megacore.inspect.report._parameters", lambda place: parameters)
+    after = report_sample(directory, "train", 0, tokenizer)["made"]
+    assert after["options"]["masked_lm_prob"] == 0.5
+    assert len(after["predicts"]) > len(before["predicts"])
 
 
-def test_in_a_terminal(tmp_path: Path, tokenizer: Path) -> None:
+def test_inspect_prints_the_input_and_labels_of_a_sample(tmp_path: Path, tokenizer: Path) -> None:
     directory = build(tmp_path, "bert")
     arguments = ["inspect", str(directory), "--sample", "2", "--tokenizer", str(tokenizer)]
     result = CliRunner().invoke(app, arguments)
@@ -105,18 +105,18 @@ def test_in_a_terminal(tmp_path: Path, tokenizer: Path) -> None:
     assert report_index(directory)["options"]["kind"] == "bert"
 
 
-def test_special_tokens_stand_between_spaces(tokenizer: Path) -> None:
-    given = load_tokenizer(tokenizer)
-    assert spelled(np.array([2, 7, 9, 400, 4, 3]), given) == "[CLS] t7t9 <extra_id_0> [MASK] [SEP]"
-    assert spelled(np.array([], np.int64), given) == ""
+def test_special_tokens_are_spelled_between_spaces(tokenizer: Path) -> None:
+    loaded = load_tokenizer(tokenizer)
+    assert spelled(np.array([2, 7, 9, 400, 4, 3]), loaded) == "[CLS] t7t9 <extra_id_0> [MASK] [SEP]"
+    assert spelled(np.array([], np.int64), loaded) == ""
 
 
 @pytest.mark.parametrize("blend", [False, True])
-def test_whole_maps_are_verified(tmp_path: Path, blend: bool) -> None:
+def test_undamaged_maps_pass_verification(tmp_path: Path, blend: bool) -> None:
     directory = build(tmp_path, "bert", blend=blend)
-    found = {check.name: check.result for check in verify(directory)}
-    assert found["train maps 0"].endswith("samples of 9 documents")
-    assert ("train blend" in found) == blend
+    results = {check.name: check.result for check in verify(directory)}
+    assert results["train maps 0"].endswith("samples of 9 documents")
+    assert ("train blend" in results) == blend
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_whole_maps_are_verified(tmp_path: Path, blend: bool) -> None:
         ([0, 9999, 20], "points beyond the 60 sentences"),
     ],
 )
-def test_damaged_maps_are_found(tmp_path: Path, row: list[int], message: str) -> None:
+def test_damaged_maps_are_refused(tmp_path: Path, row: list[int], message: str) -> None:
     directory = build(tmp_path, "bert")
     path = map_path(directory, "train", "sentence")
     rows = np.load(path)
@@ -145,7 +145,7 @@ def test_damaged_maps_are_found(tmp_path: Path, row: list[int], message: str) ->
         list(verify(directory))
 
 
-def test_a_map_of_another_length_is_found(tmp_path: Path) -> None:
+def test_a_map_of_another_length_is_refused(tmp_path: Path) -> None:
     directory = build(tmp_path, "t5")
     path = map_path(directory, "valid", "sentence")
     np.save(path, np.load(path)[:-1])

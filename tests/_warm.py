@@ -1,7 +1,4 @@
-"""What the server that forks cases imports once.
-
-A case then starts in milliseconds instead of seconds.
-"""
+"""Imports of the server that forks test processes, so that each starts in milliseconds."""
 # ruff: noqa: F401
 
 import torch

@@ -1,5 +1,4 @@
-"""The way back with what really writes it: collected, tokenized, sharded, merged, shuffled,
-indexed."""
+"""Provenance through the whole pipeline: collect, tokenize, shard, merge, shuffle and index."""
 
 import gzip
 import json
@@ -41,7 +40,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def write_source(directory: Path, kind: str) -> Source:
-    """The texts as a source; JSON Lines have lines that are none."""
+    """Write the texts as a source; JSON Lines also get lines without a text."""
     directory.mkdir()
     if kind == "parquet":
         pq.write_table(pa.table({"text": TEXTS}), directory / "a.parquet", row_group_size=7)
@@ -61,27 +60,27 @@ def write_source(directory: Path, kind: str) -> Source:
 
 
 def check_documents(prefix: str) -> None:
-    """Each document's tokens are those of the line that it is said to come from."""
+    """Check that each document's tokens are those of the line it is traced to."""
     dataset = IndexedDataset(prefix)
     origins = find_origins(prefix, dataset.documents)
     assert origins is not None
     path = find_tokenizer(prefix, origins)
     assert path is not None
     decode = open_decoder(path)
-    found = []
+    texts = []
     for document in range(dataset.documents):
         place = origins.place(document)
         assert place is not None
         text = read_document(place).text
         assert decode(document_tokens(dataset, document)) == text + END_OF_TEXT
-        found.append(text)
-    assert sorted(found) == sorted(TEXTS)
-    assert (found == TEXTS) == (origins.shuffle_seed is None)
+        texts.append(text)
+    assert sorted(texts) == sorted(TEXTS)
+    assert (texts == TEXTS) == (origins.shuffle_seed is None)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "source_tree"])
-def test_every_document_is_found_again(
+def test_every_document_is_traced_to_its_source(
     tmp_path: Path, tokenizer: Path, kind: str, seed: int | None
 ) -> None:
     for name in ("corpus", "tokens", "merged", "index"):
@@ -117,7 +116,9 @@ def test_every_document_is_found_again(
                 assert (tmp_path / "source" / source["named_source"]).read_text() == source["text"]
 
 
-def test_what_the_command_line_wrote_is_found_again(tmp_path: Path, tokenizer: Path) -> None:
+def test_documents_of_the_command_line_are_traced_to_their_source(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     write_source(tmp_path / "source", "jsonl")
     arguments = [
         "tokenize",

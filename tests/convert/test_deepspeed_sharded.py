@@ -1,4 +1,4 @@
-"""Models of ours in DeepSpeed's files, divided over tensor-parallel ranks and pipeline stages."""
+"""megacore's models in DeepSpeed files of tensor-parallel ranks and pipeline stages."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ TIED = f"tied_modules.{WORD_EMBEDDINGS.replace('.', '_')}.weight"
 
 
 def parts(spec: ModelSpec, tensors: dict[str, Tensor], tensor: int) -> list[dict[str, Tensor]]:
-    """What each tensor-parallel rank of ours holds."""
+    """Return the part of a model on each tensor-parallel rank of megacore."""
     cuts = partitions(build_bare(spec, ProcessMesh(tensor_parallel=ParallelGroup(size=tensor))))
     return [
         {
@@ -43,13 +43,13 @@ def state(ranks: int) -> dict[str, object]:
 def assert_read(directory: Path, tensors: dict[str, Tensor]) -> None:
     read = read_deepspeed(directory)
     assert (read.iteration, read.optimizer_steps) == (ITERATION, ITERATION)
-    for held, factor in (
+    for loaded, factor in (
         (read.tensors, 1.0),
         (read.moments["exp_avg"], 2.0),
         (read.moments["exp_avg_sq"], 4.0),
     ):
-        assert held.keys() == tensors.keys()
-        assert all(torch.equal(held[name], factor * value) for name, value in tensors.items())
+        assert loaded.keys() == tensors.keys()
+        assert all(torch.equal(loaded[name], factor * value) for name, value in tensors.items())
 
 
 def describe(folder: Path, spec: ModelSpec) -> None:
@@ -57,18 +57,18 @@ def describe(folder: Path, spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt-gated"])
-def test_tensor_parallel_ranks(tmp_path: Path, name: str) -> None:
+def test_tensor_parallel_ranks_are_joined(tmp_path: Path, name: str) -> None:
     spec = megatron_spec(name)
     tensors = weights(spec)
     describe(tmp_path, spec)
-    for rank, held in enumerate(parts(spec, tensors, 2)):
-        named = {f"module.model.{key}": value for key, value in held.items()}
-        halves = {f"model.{key}": value.bfloat16() for key, value in held.items()}
+    for rank, rank_part in enumerate(parts(spec, tensors, 2)):
+        named = {f"module.model.{key}": value for key, value in rank_part.items()}
+        halves = {f"model.{key}": value.bfloat16() for key, value in rank_part.items()}
         write_zero1(tmp_path, rank, named, state(2), halves)
     assert_read(tmp_path, tensors)
 
 
-def test_a_pipeline_of_stages_with_a_tied_table(tmp_path: Path) -> None:
+def test_pipeline_stages_with_a_tied_table_are_joined(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     tensors = weights(spec)
     describe(tmp_path, spec)
@@ -80,7 +80,7 @@ def test_a_pipeline_of_stages_with_a_tied_table(tmp_path: Path) -> None:
             else set()
         )
         last = {name for name in tensors if name.startswith("encoder.final")} if stage else set()
-        own = (
+        stage_names = (
             {
                 n
                 for n in tensors
@@ -89,7 +89,7 @@ def test_a_pipeline_of_stages_with_a_tied_table(tmp_path: Path) -> None:
             | first
             | last
         )
-        named = {f"{2 * stage + 1}.chunk.{name}": tensors[name] for name in own}
+        named = {f"{2 * stage + 1}.chunk.{name}": tensors[name] for name in stage_names}
         write_zero1(
             tmp_path, stage, {TIED: tensors[WORD_EMBEDDINGS], **named}, state(2) | DIMENSIONS, None
         )
@@ -99,19 +99,19 @@ def test_a_pipeline_of_stages_with_a_tied_table(tmp_path: Path) -> None:
 DIMENSIONS = {"checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": 1}}
 
 
-def test_ranks_that_differ_in_what_all_hold_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_differ_in_a_replicated_tensor_are_refused(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     describe(tmp_path, spec)
     norm = "encoder.final_layernorm.bias"
-    for rank, held in enumerate(parts(spec, weights(spec), 2)):
-        write_zero1(tmp_path, rank, held | {norm: held[norm] + rank}, state(2), held)
+    for rank, rank_part in enumerate(parts(spec, weights(spec), 2)):
+        write_zero1(tmp_path, rank, rank_part | {norm: rank_part[norm] + rank}, state(2), rank_part)
     with pytest.raises(
         CheckpointError, match=r"final_layernorm\.bias of tensor rank 1 differs from that of"
     ):
         read_deepspeed(tmp_path)
 
 
-def test_a_model_that_cannot_be_divided_so_is_refused(tmp_path: Path) -> None:
+def test_a_number_of_ranks_that_cannot_divide_the_model_is_refused(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     describe(tmp_path, spec)
     tensors = weights(spec)
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_be_divided_so_is_refused(tmp_path: Path) -> None:
         read_deepspeed(tmp_path)
 
 
-def test_flat_main_weights_without_zero_are_found(tmp_path: Path) -> None:
+def test_flat_main_weights_without_zero_are_read(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     tensors = {name: value + 0.001 for name, value in weights(spec).items()}
     describe(tmp_path, spec)
@@ -155,33 +155,35 @@ def test_flat_main_weights_without_zero_are_found(tmp_path: Path) -> None:
         read_deepspeed(tmp_path)
 
 
-def test_half_precision_alone_is_said(tmp_path: Path) -> None:
+def test_weights_only_in_half_precision_are_remarked(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     describe(tmp_path, spec)
     module = {name: (value % 128).bfloat16() for name, value in weights(spec).items()}
     torch.save({**state(1), "module": module}, tmp_path / "mp_rank_00_model_states.pt")
     read = read_deepspeed(tmp_path)
     assert "half precision" in read.remarks[0]
-    assert "weights alone are taken" in read.remarks[1]
+    assert "the weights are taken" in read.remarks[1]
     assert all(torch.equal(read.tensors[name], value.float()) for name, value in module.items())
 
 
 @needs_deepspeed
-def test_what_deepspeed_saves_of_our_engine_is_what_our_engine_saves(tmp_path: Path) -> None:
+def test_checkpoints_of_deepspeed_and_of_the_engine_are_equal(tmp_path: Path) -> None:
     (ours, _) = run_distributed(2, write_divided, str(tmp_path), timeout=120)
     for name, (_, zero_stage, _) in LAYOUTS.items():
-        own = read_tensors(Path(ours[name]))
+        expected = read_tensors(Path(ours[name]))
         shutil.copy(Path(ours[name]) / "state.json", tmp_path / name / "state.json")
         read = read_deepspeed(tmp_path / name)
-        found = {f"model.{key}": value for key, value in read.tensors.items()}
+        converted = {f"model.{key}": value for key, value in read.tensors.items()}
         for kind, moments in read.moments.items():
-            found |= {f"optimizer.{kind}.{key}": value for key, value in moments.items()}
+            converted |= {f"optimizer.{kind}.{key}": value for key, value in moments.items()}
         assert len(read.moments) == (2 if zero_stage else 0)
-        assert found.keys() == {key for key in own if zero_stage or key.startswith("model.")}
-        assert all(torch.equal(value, own[key]) for key, value in found.items()), name
+        assert converted.keys() == {
+            key for key in expected if zero_stage or key.startswith("model.")
+        }
+        assert all(torch.equal(value, expected[key]) for key, value in converted.items()), name
 
 
-def test_frozen_parameters_come_from_where_each_stage_keeps_them(tmp_path: Path) -> None:
+def test_frozen_parameters_of_every_zero_stage_are_read(tmp_path: Path) -> None:
     spec = megatron_spec("gpt")
     tensors = weights(spec)
     describe(tmp_path, spec)
@@ -201,7 +203,7 @@ def test_frozen_parameters_come_from_where_each_stage_keeps_them(tmp_path: Path)
 def _write_frozen_stage3(
     folder: Path, name: str, trained: Tensor, frozen: dict[str, Tensor]
 ) -> None:
-    """Two replicas with a half of one trained parameter and of each frozen one."""
+    """Write two replicas, each with half of a trained parameter and of the frozen ones."""
     folder.mkdir()
     for replica in range(REPLICAS):
         model = {

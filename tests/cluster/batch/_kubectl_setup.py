@@ -1,4 +1,4 @@
-"""Puts the stand-in for kubectl where programs are looked for."""
+"""Installation of the kubectl stand-in on PATH."""
 
 import contextlib
 import subprocess
@@ -12,7 +12,7 @@ STAND_IN = Path(__file__).with_name("_kubectl.py")
 
 
 def install(programs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `kubectl` be the stand-in, for a cluster in a folder."""
+    """Install the stand-in as `kubectl` for the cluster in a directory."""
     programs.mkdir()
     kubectl = programs / "kubectl"
     kubectl.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STAND_IN}" "{cluster}" "$@"\n')
@@ -22,7 +22,7 @@ def install(programs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @contextlib.contextmanager
 def serving(cluster: Path) -> Iterator[None]:
-    """The cluster itself, which is no part of the run that is followed."""
+    """Run the cluster as a separate process, outside the followed run."""
     server = subprocess.Popen([sys.executable, str(STAND_IN), str(cluster), "serve"])
     try:
         yield
@@ -33,5 +33,5 @@ def serving(cluster: Path) -> Iterator[None]:
 
 
 def run(cluster: Path, *words: str) -> None:
-    """One call of it."""
+    """Run one kubectl command."""
     subprocess.run([sys.executable, str(STAND_IN), str(cluster), *words], check=True, timeout=60)
