@@ -359,11 +359,14 @@ def _sentence(error: BaseException) -> str:
 
 @contextmanager
 def download_progress(name: str) -> Iterator[ProgressCallback]:
-    """Show the progress of the download `name`: a bar on a terminal, else log lines."""
+    """Show the progress of the download `name`: a bar on a terminal, else log lines.
+
+    A terminal that cannot redraw a line (TERM=dumb) gets log lines.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
-    with _bar(name, console) if console.is_terminal else _log(name) as report:
+    with _bar(name, console) if console.is_interactive else _log(name) as report:
         yield report
 
 

@@ -364,9 +364,23 @@ def test_progress_is_a_bar_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with fetch_module.download_progress("a[b].jsonl") as report:
         report(10, None)
         report(1_000_000, 2_000_000)
     shown = capsys.readouterr().err
     assert "a[b].jsonl" in shown
     assert "1.0/2.0 MB" in shown
+
+
+def test_progress_is_logged_on_a_terminal_that_cannot_draw(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    with (
+        caplog.at_level(logging.INFO, "megacore.corpus"),
+        fetch_module.download_progress("a.jsonl") as report,
+    ):
+        report(2_000_000, 2_000_000)
+    assert caplog.messages[-1].startswith("a.jsonl: 2.0 of 2.0 MB after ")
