@@ -83,9 +83,8 @@ def main() -> None:
         spec = ModelSpec.of(config, case.vocab_size, tokens)
         with Listening(directory / "run", attempt=1, rank=0, tensorboard=False) as recorder:
             recorder.intervals = []
-            Trainer(
-                config, engine, mesh, Datasets(*splits), recorder, directory / "run", spec=spec
-            ).run()
+            data = Datasets(*splits, splits[-1])
+            Trainer(config, engine, mesh, data, recorder, directory / "run", spec=spec).run()
         iteration, waiting = (
             statistics.median(column) for column in zip(*recorder.intervals[1:], strict=True)
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megacore.observe.logging import PPL_TOLERANCE, perplexity
 from tasks._mlflow import Tracking
 
 if TYPE_CHECKING:
@@ -72,9 +73,25 @@ def _validation_metrics(event: Mapping[str, Any]) -> dict[str, float]:
         return {
             f"valid_{name}": float(value) for name, value in values.items() if value is not None
         }
-    return (
-        {} if loss is None else {"valid_lm_loss": float(loss), "valid_ppl": perplexity(float(loss))}
-    )
+    return {} if loss is None else {"valid_ppl": perplexity(float(loss)), "valid_loss": float(loss)}
+
+
+def log_checkpoint_perplexity(tracking: Tracking, run_id: str, event: Mapping[str, Any]) -> None:
+    """Log a `perplexity` event to the LoggedModel of its checkpoint, if that is already recorded.
+
+    A checkpoint that is saved after the event brings the same values itself.
+    """
+    iteration = int(event["iteration"])
+    model = _find(tracking, run_id, iteration)
+    if model is not None:
+        log_model_metrics(
+            tracking,
+            run_id,
+            model,
+            {name: event[name] for name in ("valid_ppl", "valid_loss") if event[name] is not None},
+            step=iteration,
+            timestamp_ms=round(1000 * event["time"]),
+        )
 
 
 def mark_deleted(tracking: Tracking, run_id: str, iteration: int) -> None:
@@ -84,24 +101,30 @@ def mark_deleted(tracking: Tracking, run_id: str, iteration: int) -> None:
         tracking.client.set_logged_model_tags(model.model_id, {STATE_TAG: "deleted"})
 
 
-def log_test_perplexities(
-    tracking: Tracking, run_id: str, perplexities: Mapping[int, float], *, timestamp_ms: int
+def log_perplexities(
+    tracking: Tracking,
+    run_id: str,
+    perplexities: Mapping[int, Mapping[str, float]],
+    *,
+    timestamp_ms: int,
 ) -> None:
-    """Log `test_ppl` to the LoggedModels of the checkpoints at these iterations.
+    """Log evaluated perplexities by name to the LoggedModels of the checkpoints, by iteration.
 
-    A value that is already logged stays. Raises TrackingError.
+    A logged value that agrees with the evaluation stays; another one gets a successor, such as
+    after a change of `evaluate.max_samples`. Raises TrackingError.
     """
-    with tracking.errors("take the test perplexities"):
-        for iteration, ppl in perplexities.items():
+    with tracking.errors("take the perplexities"):
+        for iteration, values in perplexities.items():
             model = _find(tracking, run_id, iteration)
             if model is not None:
-                log_model_metrics(
-                    tracking,
-                    run_id,
-                    model,
-                    {"test_ppl": ppl},
-                    step=iteration,
-                    timestamp_ms=timestamp_ms,
+                logged = _logged(model)
+                changed = {
+                    name: value
+                    for name, value in values.items()
+                    if not math.isclose(value, logged.get(name, math.nan), rel_tol=PPL_TOLERANCE)
+                }
+                _send_metrics(
+                    tracking, run_id, model, changed, step=iteration, timestamp_ms=timestamp_ms
                 )
 
 
@@ -149,21 +172,34 @@ def log_model_metrics(
     timestamp_ms: int,
 ) -> None:
     """Log the metrics that the model lacks, for the model and its run."""
+    logged = _logged(model)
+    missing = {name: value for name, value in metrics.items() if name not in logged}
+    _send_metrics(tracking, run_id, model, missing, step=step, timestamp_ms=timestamp_ms)
+
+
+def _send_metrics(
+    tracking: Tracking,
+    run_id: str,
+    model: "LoggedModel",
+    metrics: Mapping[str, float],
+    *,
+    step: int,
+    timestamp_ms: int,
+) -> None:
     from mlflow.entities import Metric
 
-    logged = {metric.key for metric in model.metrics or []}
-    missing = [
-        Metric(name, value, timestamp_ms, step, model_id=model.model_id, run_id=run_id)
-        for name, value in metrics.items()
-        if name not in logged
-    ]
-    if missing:
-        tracking.client.log_batch(run_id, metrics=missing)
+    if metrics:
+        values = [
+            Metric(name, value, timestamp_ms, step, model_id=model.model_id, run_id=run_id)
+            for name, value in metrics.items()
+        ]
+        tracking.client.log_batch(run_id, metrics=values)
 
 
-def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+def _logged(model: "LoggedModel") -> dict[str, float]:
+    """Return the newest value of each metric of a model."""
+    metrics = sorted(model.metrics or [], key=lambda metric: metric.timestamp)
+    return {metric.key: metric.value for metric in metrics}
 
 
 def _find(tracking: Tracking, run_id: str, iteration: int) -> "LoggedModel | None":

@@ -18,7 +18,11 @@ from typing import Any
 from megacore.artifact.files import read_json, write_json
 from megacore.errors import DataFormatError, TrackingError
 from megacore.observe.events import EventReader
-from tasks._checkpoint_models import ensure_checkpoint_model, mark_deleted
+from tasks._checkpoint_models import (
+    ensure_checkpoint_model,
+    log_checkpoint_perplexity,
+    mark_deleted,
+)
 from tasks._doctor import send_preflight
 from tasks._flow_config import FlowConfig
 from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
@@ -52,11 +56,14 @@ CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "epoch",
         ),
     ),
-    "evaluation": ("valid", ("lm_loss", "loss", "ppl", *SENTENCE_LOSSES)),
+    "evaluation": ("validation", ("lm_loss", "loss", *SENTENCE_LOSSES)),
+    "perplexity": ("", ("valid_ppl", "valid_loss")),
     "test": ("test", ("loss",)),
     "epoch": ("epoch", ("train_seconds", "evaluation_seconds")),
 }
-"""Group of the metrics in MLflow, and the fields that become metrics, by kind of event."""
+"""Group of the metrics in MLflow (if any) and the fields that become metrics, by kind of event."""
+WITH_TOKENS = frozenset({"lm_loss", "loss", "ppl", "valid_loss", "valid_ppl"})
+"""Fields that have a second curve by consumed tokens."""
 METRICS = "metrics"
 """Field of a fine-tuning's evaluations with further metrics by name."""
 BY_TOKENS = "_by_tokens"
@@ -86,24 +93,28 @@ class Batch:
     points: list[Point] = field(default_factory=list)
     seen: set[tuple[str, int]] = field(default_factory=set)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    """Events of checkpoints: saved, measured, deleted."""
     files: list[str] = field(default_factory=list)
     """Paths of profiles, relative to the run directory."""
 
 
 def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
-    """Yield the metrics of an event of CURVES, by iteration and by consumed tokens.
+    """Yield the metrics of an event of CURVES by iteration, losses and perplexities also by tokens.
 
-    Metrics of an epoch have no curve by tokens. Values that are null are left out.
+    A checkpoint's perplexity by iteration is logged with its LoggedModel. Values that are null are
+    left out.
     """
     group, names = CURVES[event["kind"]]
+    prefix = f"{group}/" if group else ""
     timestamp = round(1000 * event["time"])
     values = dict(event.get(METRICS) or {}) | {name: event[name] for name in names if name in event}
     for name, value in values.items():
         if value is not None:
-            yield Point(f"{group}/{name}", float(value), timestamp, int(event["iteration"]))
-            if event["kind"] != "epoch":
+            if event["kind"] != "perplexity":
+                yield Point(f"{prefix}{name}", float(value), timestamp, int(event["iteration"]))
+            if name in WITH_TOKENS:
                 yield Point(
-                    f"{group}/{name}{BY_TOKENS}",
+                    f"{prefix}{name}{BY_TOKENS}",
                     float(value),
                     timestamp,
                     int(event["consumed_tokens"]),
@@ -115,6 +126,8 @@ def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
     batch = Batch(offset)
     for event, end in EventReader(events, offset):
         kind = event["kind"]
+        if kind == "perplexity":
+            batch.checkpoints.append(event)
         if kind in CURVES:
             identity = (kind, int(event["iteration"]))
             if identity not in seen and identity not in batch.seen:
@@ -359,6 +372,8 @@ class Forwarder:
             ensure_checkpoint_model(
                 self._tracking, self._run_id, self._config.name, event, self._directory
             )
+        elif event["kind"] == "perplexity":
+            log_checkpoint_perplexity(self._tracking, self._run_id, event)
         else:
             mark_deleted(self._tracking, self._run_id, int(event["iteration"]))
 

@@ -85,16 +85,16 @@ def read_curves(events: Path) -> Curves:
     ppl: dict[int, float] = {}
     tokens = 0.0
     for event, _ in EventReader(events):
-        if event["kind"] not in {"step", "evaluation"} or event["lm_loss"] is None:
+        target, name = {
+            "step": (train, "lm_loss"),
+            "evaluation": (loss, "lm_loss"),
+            "perplexity": (ppl, "valid_ppl"),
+        }.get(event["kind"], (None, ""))
+        if target is None or event[name] is None:
             continue
-        iteration = int(event["iteration"])
+        target.setdefault(int(event["iteration"]), float(event[name]))
         if event["kind"] == "step":
-            train.setdefault(iteration, float(event["lm_loss"]))
-            tokens = event["consumed_tokens"] / iteration
-        else:
-            loss.setdefault(iteration, float(event["lm_loss"]))
-            if event["ppl"] is not None:
-                ppl.setdefault(iteration, float(event["ppl"]))
+            tokens = event["consumed_tokens"] / event["iteration"]
     return Curves(Curve.of(train), Curve.of(loss), Curve.of(ppl), tokens)
 
 

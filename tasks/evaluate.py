@@ -105,4 +105,6 @@ def evaluation_summary(evaluation: Artifact) -> str:
     ]
     unigram = report["unigram"]
     lines.append(f"| unigram model | {unigram['valid']:.1f} | {unigram['test']:.1f} |")
+    disagreements = [row["disagreement"] for row in report["checkpoints"] if row["disagreement"]]
+    lines += ["", *disagreements] if disagreements else []
     return "\n".join(lines) + "\n"

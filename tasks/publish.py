@@ -11,7 +11,7 @@ from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, stage_task
-from tasks._checkpoint_models import log_test_perplexities
+from tasks._checkpoint_models import log_perplexities
 from tasks._mlflow import Tracking
 from tasks._pipeline import numbered
 from tasks._publication import build_publication, places, receipt_problem, tracking_of
@@ -103,8 +103,11 @@ def _send(
         *_length_pictures(tokens, scratch),
     ]
     rows = read_evaluation(evaluation)["checkpoints"]
-    perplexities = {int(row["iteration"]): float(row["test_ppl"]) for row in rows}
-    log_test_perplexities(tracking, run_id, perplexities, timestamp_ms=round(1000 * time.time()))
+    perplexities = {
+        int(row["iteration"]): {name: float(row[name]) for name in ("valid_ppl", "test_ppl")}
+        for row in rows
+    }
+    log_perplexities(tracking, run_id, perplexities, timestamp_ms=round(1000 * time.time()))
     counts = evaluation.counts
     return publish_model(
         tracking,

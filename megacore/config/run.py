@@ -100,6 +100,11 @@ class RunConfig(Section):
         return self.train.train_iters // self.train.eval_interval + 1
 
     @property
+    def checkpoint_rounds(self) -> int:
+        """Number of checkpoints of the run at most, including the last."""
+        return self.train.train_iters // self.checkpoint.save_interval + 1
+
+    @property
     def registered_model(self) -> str:
         """Name in the model registry, with the default filled in."""
         return self.tracking.registered_model or self.name

@@ -175,14 +175,16 @@ class ZeroShotConfig(Section):
 class EvaluateConfig(Section):
     """Evaluation of checkpoints: perplexities and zero-shot scores.
 
-    Perplexities are computed on both held-out splits for every kept checkpoint, zero-shot scores
-    for the best checkpoint only.
+    `valid_ppl` and `test_ppl` are exp of the mean loss over the first `max_samples` samples of a
+    single pass over a split. Training measures `valid_ppl` at each checkpoint, the stage `evaluate`
+    both for each kept checkpoint. Zero-shot scores are computed for the best checkpoint only.
     """
 
     micro_batch_size: int = unkeyed(16, gt=0)
     """Samples of one forward pass on one rank."""
-    max_samples: int | None = keyed(None, gt=0)
-    """Number of samples per split to evaluate, in shuffled order; null means all."""
+    max_samples: int | None = keyed(4096, gt=0)
+    """Number of samples per split to evaluate, in shuffled order; null means all. Training
+    evaluates as many validation samples at each checkpoint."""
     zero_shot: ZeroShotConfig = keyed(ZeroShotConfig(), key="zeroshot")
     """Zero-shot evaluation on texts outside the training data."""
 

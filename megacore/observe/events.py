@@ -19,6 +19,7 @@ _BLOCK = 1 << 16
 _NUMBERS = {
     "step": ("time", "iteration"),
     "evaluation": ("time", "iteration"),
+    "perplexity": ("time", "iteration"),
     "checkpoint": ("time", "iteration"),
     "checkpoint_deleted": ("iteration",),
 }

@@ -13,6 +13,9 @@ from megacore.redact import redact_log
 logger = logging.getLogger("megacore")
 """Parent of the library's loggers; users of the library configure it like any other logger."""
 
+PPL_TOLERANCE = 1e-4
+"""Relative difference of two measurements of one perplexity above which they disagree."""
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -112,6 +115,14 @@ def validation_line(iteration: int, losses: Mapping[str, float]) -> str:
     values = [f"lm loss value: {lm_loss[1]:.6E}", f"lm loss PPL: {perplexity(lm_loss[1]):.6E}"]
     values += [f"{display_name(name)} value: {loss:.6E}" for name, loss in further]
     return f" validation loss at iteration {iteration} | {' | '.join(values)} | "
+
+
+def perplexity_line(iteration: int, loss: float, *, samples: int, seconds: float) -> str:
+    """Return the log line of a checkpoint's perplexity on the validation split."""
+    return (
+        f" valid_ppl at iteration {iteration}: {perplexity(loss):.4f} | valid_loss: {loss:.6E} | "
+        f"samples: {samples} | seconds: {seconds:.1f} | "
+    )
 
 
 def display_name(name: str) -> str:

@@ -13,6 +13,7 @@ from megacore.observe.logging import (
     display_name,
     logger,
     perplexity,
+    perplexity_line,
     step_line,
     time_line,
     validation_line,
@@ -102,19 +103,46 @@ class Recorder:
         logger.info("-" * len(line))
         logger.info(line)
         logger.info("-" * len(line))
-        ppl = perplexity(losses["lm_loss"])
         self._events.write(
             "evaluation",
             iteration=iteration,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_tokens,
             **losses,
-            ppl=ppl,
             samples=samples,
         )
         if self._board:
             tags = {f"{display_name(name)} validation": loss for name, loss in losses.items()}
+            ppl = perplexity(losses["lm_loss"])
             self._board.scalars(tags | {"lm loss validation ppl": ppl}, iteration)
+
+    def perplexity(
+        self,
+        iteration: int,
+        loss: float,
+        *,
+        samples: int,
+        seconds: float,
+        consumed_samples: int,
+        consumed_tokens: int,
+    ) -> None:
+        """Record `valid_loss` and `valid_ppl` of the weights after an iteration."""
+        if not self._events:
+            return
+        ppl = perplexity(loss)
+        logger.info(perplexity_line(iteration, loss, samples=samples, seconds=seconds))
+        self._events.write(
+            "perplexity",
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            consumed_tokens=consumed_tokens,
+            valid_loss=loss,
+            valid_ppl=ppl,
+            samples=samples,
+            seconds=seconds,
+        )
+        if self._board:
+            self._board.scalars({"valid_loss": loss, "valid_ppl": ppl}, iteration)
 
     def close(self) -> None:
         """Close the files."""

@@ -27,16 +27,16 @@ _REMOTE_SILENCE = 3600.0
 def runs(workspace: Workspace) -> list[dict[str, Any]]:
     """Return the pretrainings and fine-tunings of a workspace, last updated first.
 
-    Each has name, key, state, iteration, train_iters, consumed_tokens, valid_ppl (of the last
-    validation), test_ppl, metric (of a fine-tuning's best model, as text), size_bytes, path and
-    updated (Unix seconds); unknown values are None. A run is `running` while a process holds its
-    lock, else `finished` if it has a manifest, else `incomplete`. It is `damaged` if its files
-    cannot be read.
+    Each has name, key, state, iteration, train_iters, consumed_tokens, valid_ppl (of the best
+    evaluated checkpoint, else of the newest), test_ppl, metric (of a fine-tuning's best model, as
+    text), size_bytes, path and updated (Unix seconds); unknown values are None. A run is
+    `running` while a process holds its lock, else `finished` if it has a manifest, else
+    `incomplete`. It is `damaged` if its files cannot be read.
     """
-    test_ppl = _test_perplexities(workspace)
+    evaluated = _evaluated_perplexities(workspace)
     folders = (workspace.folder("train"), workspace.folder("finetune"))
     descriptions = [
-        _describe(directory, test_ppl)
+        _describe(directory, evaluated)
         for folder in folders
         for directory in _run_directories(folder)
     ]
@@ -85,7 +85,7 @@ def _run_directories(folder: Path) -> Iterator[Path]:
                 yield directory
 
 
-def _describe(directory: Path, test_ppl: dict[str, float]) -> dict[str, Any]:
+def _describe(directory: Path, evaluated: dict[str, dict[str, float]]) -> dict[str, Any]:
     run: dict[str, Any] = {
         "name": None,
         "key": directory.name,
@@ -108,7 +108,7 @@ def _describe(directory: Path, test_ppl: dict[str, float]) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, DataFormatError, ArtifactError):
         return run
     if manifest is not None:
-        run["test_ppl"] = test_ppl.get(manifest.digest)
+        run.update(evaluated.get(manifest.digest, {}))
     run["state"] = _state(directory, finished=manifest is not None)
     return run
 
@@ -122,8 +122,10 @@ def _progress(events: Path) -> dict[str, Any]:
             progress["train_iters"] = event["total_iterations"]
         if event["kind"] == "step":
             progress.update(iteration=event["iteration"], consumed_tokens=event["consumed_tokens"])
-        elif event["kind"] == "evaluation":
-            progress["valid_ppl"] = (event.get("metrics") or event).get("ppl")
+        elif event["kind"] == "perplexity":
+            progress["valid_ppl"] = event["valid_ppl"]
+        elif event["kind"] == "evaluation" and "metrics" in event:  # of a fine-tuning
+            progress["valid_ppl"] = event["metrics"].get("ppl")
         elif event["kind"] == "best":
             progress["metric"] = f"{event['metric']} {event['value']:.4f}"
     return progress
@@ -171,19 +173,19 @@ def _size(directory: Path) -> int:
     return total
 
 
-def _test_perplexities(workspace: Workspace) -> dict[str, float]:
-    """Return the `test_ppl` of evaluations by the digest of the evaluated run.
+def _evaluated_perplexities(workspace: Workspace) -> dict[str, dict[str, float]]:
+    """Return `valid_ppl` and `test_ppl` of evaluations by the digest of the evaluated run.
 
     If there are several, the newest counts.
     """
-    perplexities: dict[str, float] = {}
+    perplexities: dict[str, dict[str, float]] = {}
     folder = workspace.folder("evaluate")
     for path in sorted(folder.glob(f"*/{MANIFEST_NAME}"), key=lambda path: path.stat().st_mtime):
         try:
             manifest = Manifest.read(path.parent)
-            ppl = manifest.counts.get("test_ppl")
         except ArtifactError:
             continue
-        if ppl is not None:
-            perplexities.update(dict.fromkeys(manifest.inputs.values(), float(ppl)))
+        names = ("valid_ppl", "test_ppl")
+        counts = {name: float(manifest.counts[name]) for name in names if name in manifest.counts}
+        perplexities.update(dict.fromkeys(manifest.inputs.values(), counts))
     return perplexities

@@ -24,13 +24,17 @@ _FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 
 
 def training_flops(config: RunConfig, vocab_size: int) -> int:
-    """Return the operations of the run over all ranks, with validations (Narayanan et al. 2021)."""
+    """Return the operations of the run over all ranks (Narayanan et al. 2021).
+
+    Includes validations, and the perplexity of each checkpoint over `evaluate.max_samples` samples.
+    """
     shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
     train = config.train
     consumed = BatchSchedule.of(train).consumed_after(train.train_iters)
     layers = recomputed_layers(chunks_of(config, vocab_size), train.recompute_num_layers)
     iterations = step_flops(shape, consumed, train.recompute, *layers)
     samples = config.eval_rounds * train.eval_iters * train.global_batch_size
+    samples += config.checkpoint_rounds * (config.evaluate.max_samples or 0)
     return iterations + step_flops(shape, samples, "none") // 3
 
 

@@ -25,6 +25,7 @@ def pretrain(job: TrainJob) -> None:
         WorkspaceError: the run directory cannot be written.
     """
     from megacore.data.build import open_split
+    from megacore.data.one_epoch import one_epoch
     from megacore.engine.build import build_engine
     from megacore.hardware import resolve_precision
     from megacore.kernels.choice import summary
@@ -67,12 +68,20 @@ def pretrain(job: TrainJob) -> None:
             )
             for name in ("train", "valid")
         ]
+        valid_pass = one_epoch(
+            job.token_prefixes,
+            job.index_directory,
+            "valid",
+            config,
+            Path(job.exit_directory),
+            tokenizer_directory=job.tokenizer_directory,
+        )
         board = config.tracking.tensorboard
         with Recorder(
             run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board
         ) as recorder:
             peak = peak_tflops(device, precision)
-            data = Datasets(*splits)
+            data = Datasets(*splits, valid_pass)
             trainer = Trainer(
                 config,
                 engine,

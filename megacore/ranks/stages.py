@@ -27,7 +27,7 @@ from megacore.plan.memory import GIB
 from megacore.ranks.operators import prepare_operators
 
 TRAIN_VERSION = 2
-EVALUATE_VERSION = 1
+EVALUATE_VERSION = 2
 CONVERT_VERSION = 2
 
 

@@ -13,6 +13,7 @@ from megacore.checkpoint.format import (
     Marker,
     complete_checkpoints,
     directory_name,
+    finite_or_none,
     iteration_of,
     read_state,
     reading,
@@ -27,13 +28,16 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.observe.logging import logger
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
+from megacore.train.evaluate import Evaluation
 from megacore.train.state import TrainState
 
 if TYPE_CHECKING:
     from megacore.config.difference import Change
 
-_PRECISION_KEY = "precision"
+PRECISION_KEY = "precision"
 """Key of a checkpoint's state: the precision of the run, since `auto` depends on the machine."""
+VALIDATION_KEY = "validation"
+"""Key of a checkpoint's state: loss and number of samples of the validation before the save."""
 _PROGRESS_INTERVAL = 5.0
 """Seconds between two progress events of a save in the background."""
 
@@ -117,9 +121,10 @@ class RunCheckpoints:
                 self._begin_with(first)
         return path
 
-    def save(self, state: TrainState, validation_loss: float | None) -> None:
+    def save(self, state: TrainState, validation: Evaluation | None) -> None:
         """Start saving a checkpoint of `state`; training may continue when this returns.
 
+        `validation` is the evaluation behind its `valid_ppl`, None if there was no time for it.
         Collective. Raises the error of the previous save, if it failed.
         """
         values = {
@@ -127,11 +132,17 @@ class RunCheckpoints:
             "engine": self._engine.state(),
             MODEL_KEY: self._spec.model_dump(mode="json"),
             CONFIG_KEY: self._config.model_dump(mode="json"),
-            _PRECISION_KEY: self._engine.precision,
+            PRECISION_KEY: self._engine.precision,
         }
+        loss = None if validation is None else validation.loss
+        if validation is not None:
+            values[VALIDATION_KEY] = {
+                "loss": finite_or_none(validation.loss),
+                "samples": validation.samples,
+            }
         self._consumed_samples[state.iteration] = state.consumed_samples
         started = self._saver.save(
-            state.iteration, self._engine.tensors(), values, validation_loss=validation_loss
+            state.iteration, self._engine.tensors(), values, validation_loss=loss
         )
         self._recorder.event(
             "checkpoint_started", iteration=state.iteration, stall_seconds=started.stall_seconds
@@ -208,7 +219,7 @@ class RunCheckpoints:
             )
         restored = TrainState.from_json(saved["train"])
         self._compare(
-            path, saved.get(CONFIG_KEY), saved.get(_PRECISION_KEY), another_run=another_run
+            path, saved.get(CONFIG_KEY), saved.get(PRECISION_KEY), another_run=another_run
         )
         check_skipped(self._config.train.skipped_ranges, restored, path)
         tensors = self._engine.tensors()

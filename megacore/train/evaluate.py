@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.config.run import RunConfig
 from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Dataset
 from megacore.errors import DataFormatError
@@ -102,6 +103,47 @@ def evaluate(
     return Evaluation(
         {name: loss / max(count, 1) for name, (loss, count) in sums.items()}, samples, tokens
     )
+
+
+def evaluate_split(
+    model: Scored,
+    split: Dataset,
+    config: RunConfig,
+    *,
+    micro_batch_size: int,
+    mesh: ProcessMesh,
+    device: torch.device,
+) -> Evaluation:
+    """Compute the losses that define `valid_ppl` and `test_ppl`.
+
+    Training calls this for each checkpoint and the stage `evaluate` again, so that both report the
+    same number.
+
+    Args:
+        model: this rank's part of the model.
+        split: a data set of `one_epoch`.
+        config: configuration of the run; its section `evaluate` limits the samples.
+        micro_batch_size: samples per forward pass.
+        mesh: the ranks that share the work; all get the same result.
+        device: device of the model.
+
+    Raises:
+        DataFormatError: no sample has a label that counts.
+    """
+    return evaluate(
+        model,
+        split,
+        samples=evaluated_samples(split, config),
+        micro_batch_size=micro_batch_size,
+        mesh=mesh,
+        device=device,
+    )
+
+
+def evaluated_samples(split: Dataset, config: RunConfig) -> int:
+    """Return the number of a split's samples that `evaluate.max_samples` selects."""
+    limit = config.evaluate.max_samples
+    return len(split) if limit is None else min(limit, len(split))
 
 
 def batches_of_rank(samples: int, micro_batch_size: int, rank: int, size: int) -> list[range]:

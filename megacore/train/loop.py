@@ -1,6 +1,7 @@
 """Training loop: resume, iterate, evaluate, save."""
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.checkpoints import RunCheckpoints
-from megacore.train.evaluate import evaluate
+from megacore.train.evaluate import Evaluation, evaluate, evaluate_split
 from megacore.train.loss_check import BadBatch, LossCheck
 from megacore.train.memory import memory_errors
 from megacore.train.profile import IterationProfiler
@@ -31,10 +32,13 @@ from megacore.train.stop import StopReason, StopRequest
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training and validation split."""
+    """Samples that a run reads."""
 
     train: Dataset
     valid: Dataset
+    """Samples of the validations every `train.eval_interval` iterations."""
+    valid_pass: Dataset
+    """A single pass over the validation split, on which `valid_ppl` of checkpoints is measured."""
 
 
 class Trainer:
@@ -165,13 +169,16 @@ class Trainer:
             self.state.iteration > 0
             and self.state.iteration % self._config.train.eval_interval == 0
         )
-        if path is not None and due and Marker.read(path).validation_loss is None:
-            self._evaluate()  # the attempt before skipped it because of a signal
+        if path is not None and Marker.read(path).validation_loss is None:
+            # The attempt before skipped them because of a signal.
+            if due:
+                self._evaluate()
+            self._measure_perplexity()
 
     def _iterate(self, batches: Iterator[Batch]) -> StopReason | None:
         """Run one iteration and the evaluation, logging and saving that are due after it.
 
-        Validation comes first, so that a checkpoint contains its loss.
+        Validation comes before saving, so that a checkpoint contains its loss.
 
         Returns:
             Reason to stop now, after the save; None to continue.
@@ -198,10 +205,13 @@ class Trainer:
         if evaluates or saves:
             with self._meter.paused():
                 # A signal leaves only a few seconds: they are for the checkpoint.
-                validation_loss = self._evaluate() if evaluates and reason != "signal" else None
+                in_time = reason != "signal"
+                if evaluates and in_time:
+                    self._evaluate()
                 if saves:
+                    validation = self._measure_perplexity() if in_time else None
                     self._mesh.beat("save")
-                    self._checkpoints.save(state, validation_loss)
+                    self._checkpoints.save(state, validation)
         return reason
 
     def _notices(self) -> tuple[bool, ...]:
@@ -221,12 +231,12 @@ class Trainer:
         if state.iteration % self._config.train.log_interval == 0:
             interval.clear()
 
-    def _evaluate(self) -> float | None:
-        """Return the validation loss over a fixed set of samples; None if the split is empty."""
+    def _evaluate(self) -> None:
+        """Report the loss over `train.eval_iters` validation batches, the same ones each time."""
         train, data = self._config.train, self._data.valid
         samples = min(train.eval_iters * train.global_batch_size, len(data))
         if samples == 0:
-            return None
+            return
         result = evaluate(
             self._engine,
             data,
@@ -242,7 +252,29 @@ class Trainer:
             consumed_samples=self.state.consumed_samples,
             consumed_tokens=self._consumed_tokens,
         )
-        return result.loss
+
+    def _measure_perplexity(self) -> Evaluation:
+        """Measure and report `valid_ppl` of the present weights."""
+        started = time.monotonic()
+        self._mesh.beat("validation")
+        result = evaluate_split(
+            self._engine,
+            self._data.valid_pass,
+            self._config,
+            # A larger batch might not fit next to the optimizer's state.
+            micro_batch_size=self._config.train.micro_batch_size,
+            mesh=self._mesh,
+            device=self._engine.device,
+        )
+        self._recorder.perplexity(
+            self.state.iteration,
+            result.loss,
+            samples=result.samples,
+            seconds=time.monotonic() - started,
+            consumed_samples=self.state.consumed_samples,
+            consumed_tokens=self._consumed_tokens,
+        )
+        return result
 
     def _last_good(self) -> str:
         """Describe the checkpoint from which a stopped run can be resumed.

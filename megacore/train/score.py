@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.collective import RankGroup, verify_together
-from megacore.checkpoint.format import reading
+from megacore.checkpoint.format import read_state, reading
 from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.shard import TensorShard
 from megacore.data.one_epoch import one_epoch, train_tokens
@@ -26,9 +26,10 @@ from megacore.hardware import resolve_precision
 from megacore.jobs.run import EvaluateJob
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
-from megacore.observe.logging import logger
+from megacore.observe.logging import PPL_TOLERANCE, logger, perplexity
 from megacore.parallel.mesh import ProcessMesh
-from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
+from megacore.train.checkpoints import PRECISION_KEY, VALIDATION_KEY
+from megacore.train.evaluate import batches_of_rank, evaluate_split, evaluated_samples
 
 _BLOCK_TOKENS = 1 << 24
 
@@ -48,13 +49,9 @@ class CheckpointScorer:
         self._config = job.config
         self._mesh = mesh
         self._device = device
-        # A GPU computes as in training; on a CPU fp32 costs little and gives the same result on all
-        # machines.
-        precision = (
-            resolve_precision(job.config.train.precision, device.type)
-            if device.type == "cuda"
-            else "fp32"
-        )
+        # As in training, so that both measure the same perplexity.
+        precision = resolve_precision(job.config.train.precision, device.type)
+        self._precision = precision
         self._stage = Stage(
             job.config,
             job.vocab_size,
@@ -84,6 +81,8 @@ class CheckpointScorer:
     def score(self, checkpoint: Path) -> dict[str, Any]:
         """Return the losses and perplexities of one checkpoint. Collective.
 
+        `disagreement` is None, or says that training measured another `valid_ppl`.
+
         Raises:
             CheckpointError: the checkpoint is damaged or of another model.
         """
@@ -99,7 +98,14 @@ class CheckpointScorer:
             parameter.data.copy_(self._weights[name])  # no copy in fp32: both are the same memory
         result: dict[str, Any] = {"iteration": iteration}
         for name, dataset in self._splits.items():
-            evaluation = self._evaluate(dataset)
+            evaluation = evaluate_split(
+                self._stage,
+                dataset,
+                self._config,
+                micro_batch_size=self._config.evaluate.micro_batch_size,
+                mesh=self._mesh,
+                device=self._device,
+            )
             result |= {
                 f"{name}_loss": evaluation.loss,
                 f"{name}_ppl": evaluation.ppl,
@@ -110,6 +116,11 @@ class CheckpointScorer:
                     if term != LM_LOSS
                 },
             }
+        result["disagreement"] = self._disagreement(
+            checkpoint, result["valid_ppl"], result["valid_samples"]
+        )
+        if result["disagreement"] and self._mesh.rank == 0:
+            logger.warning(result["disagreement"])
         logger.info(
             "iteration %d | test loss: %.6E | test PPL: %.4f | validation loss: %.6E | validation "
             "PPL: %.4f",
@@ -142,16 +153,15 @@ class CheckpointScorer:
     def _targets(self, dataset: Dataset) -> Iterator[npt.NDArray[np.int64]]:
         """Yield the labels that `score` counts, in parts."""
         for indices in batches_of_rank(
-            self._samples(dataset), self._config.evaluate.micro_batch_size, 0, 1
+            evaluated_samples(dataset, self._config),
+            self._config.evaluate.micro_batch_size,
+            0,
+            1,
         ):
             fields = self._stage.rules.read(torch.from_numpy(dataset.gather(indices)))
             yield (
                 fields.labels if fields.loss_mask is None else fields.labels[fields.loss_mask]
             ).numpy()
-
-    def _samples(self, dataset: Dataset) -> int:
-        limit = self._config.evaluate.max_samples
-        return len(dataset) if limit is None else min(limit, len(dataset))
 
     def _part(self, name: str, weight: Tensor) -> Tensor | TensorShard:
         """Return a weight in the form that the checkpoint loader takes."""
@@ -162,14 +172,26 @@ class CheckpointScorer:
             else TensorShard.of_runs([(0, weight)], weight.shape, weight.dtype, partition)
         )
 
-    def _evaluate(self, dataset: Dataset) -> Evaluation:
-        return evaluate(
-            self._stage,
-            dataset,
-            samples=self._samples(dataset),
-            micro_batch_size=self._config.evaluate.micro_batch_size,
-            mesh=self._mesh,
-            device=self._device,
+    def _disagreement(self, checkpoint: Path, valid_ppl: float, samples: int) -> str | None:
+        """Describe how `valid_ppl` differs from what training measured for this checkpoint.
+
+        None if they agree, or if training measured other samples or none.
+        """
+        state = read_state(checkpoint)
+        trained = state.get(VALIDATION_KEY) or {}
+        if trained.get("samples") != samples or trained.get("loss") is None:
+            return None
+        expected = perplexity(trained["loss"])
+        difference = abs(valid_ppl - expected) / expected
+        if difference <= PPL_TOLERANCE:
+            return None
+        return (
+            f"valid_ppl of {checkpoint.name} is {valid_ppl:.4f} in {self._precision}, but training "
+            f"measured {expected:.4f} in {state.get(PRECISION_KEY, 'an unknown precision')} on the "
+            f"same {samples} samples, a relative difference of {difference:.1e} where "
+            f"{PPL_TOLERANCE:.0e} is expected: the checkpoint, the layout or the kernels change "
+            "the model; evaluate again with train.kernels plain and with another "
+            "launch.nproc_per_node to find which"
         )
 
 

@@ -22,6 +22,9 @@ def record_run(directory: Path, rank: int, *, board: bool = False) -> None:
         recorder.evaluation(
             100, {"lm_loss": 5.0}, samples=640, consumed_samples=6400, consumed_tokens=6553600
         )
+        recorder.perplexity(
+            100, 5.0, samples=64, seconds=1.5, consumed_samples=6400, consumed_tokens=6553600
+        )
         recorder.warning("look here")
 
 
@@ -32,10 +35,19 @@ def test_rank_0_writes_events_and_lines(tmp_path: Path, caplog: pytest.LogCaptur
         json.loads(line)
         for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    assert [event["kind"] for event in events] == ["start", "step", "evaluation", "warning"]
+    assert [event["kind"] for event in events] == [
+        "start",
+        "step",
+        "evaluation",
+        "perplexity",
+        "warning",
+    ]
     assert events[1]["lr"] == REPORT.lr
-    assert events[2]["ppl"] == pytest.approx(148.413, abs=1e-3)
+    assert "ppl" not in events[2]
+    assert events[3]["valid_ppl"] == pytest.approx(148.413, abs=1e-3)
+    assert (events[3]["valid_loss"], events[3]["samples"], events[3]["seconds"]) == (5.0, 64, 1.5)
     assert "validation loss at iteration 100" in caplog.text
+    assert "valid_ppl at iteration 100: 148.4132" in caplog.text
     assert "look here" in caplog.text
 
 
@@ -55,7 +67,6 @@ def test_each_further_loss_is_recorded_under_its_name(
     )
     assert (step["lm_loss"], step["sop_loss"]) == (REPORT.lm_loss, 0.75)
     assert {name: evaluation[name] for name in losses} == losses
-    assert evaluation["ppl"] == pytest.approx(148.413, abs=1e-3)
     assert "sop loss: 7.500000E-01" in caplog.text
     assert "sop loss value: 5.000000E-01" in caplog.text
 

@@ -27,12 +27,8 @@ def workspace(tmp_path: Path) -> Workspace:
     with EventWriter(directory / "events.jsonl", attempt=1) as events:
         for iteration in (10, 20):
             events.write("step", iteration=iteration, consumed_tokens=iteration * 32, lm_loss=4.0)
-            events.write(
-                "evaluation",
-                iteration=iteration,
-                consumed_tokens=iteration * 32,
-                ppl=100.0 / iteration,
-            )
+            events.write("evaluation", iteration=iteration, lm_loss=1.0)
+            events.write("perplexity", iteration=iteration, valid_ppl=100.0 / iteration)
     return workspace
 
 

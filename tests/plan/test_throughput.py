@@ -18,21 +18,28 @@ A100 = Gpu("NVIDIA A100-SXM4-40GB", 40 * GIB)
 
 
 def test_flops_with_recomputation_equal_narayanans_formula() -> None:
-    config = load_config("gpt2-345m", {"train.eval_interval": 500_001, "train.eval_iters": 1})
+    without_validation = {
+        "train.eval_interval": 500_001,
+        "train.eval_iters": 1,
+        "evaluate.max_samples": 1,
+    }
+    config = load_config("gpt2-345m", without_validation)
     batch, s, layers, h, v = 8, 1024, 24, 1024, 50_304
     iteration = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
     assert training_flops(config, 50_257) == pytest.approx(500_000 * iteration, rel=1e-5)
 
 
 def test_validations_count_as_forward_passes() -> None:
-    few = load_config(
-        "gpt2-tiny", {"train.train_iters": 100, "train.eval_interval": 100, "train.eval_iters": 30}
-    )
-    none = load_config(
-        "gpt2-tiny", {"train.train_iters": 100, "train.eval_interval": 101, "train.eval_iters": 1}
-    )
+    common = {"train.train_iters": 100, "evaluate.max_samples": None}
+    few = load_config("gpt2-tiny", common | {"train.eval_interval": 100, "train.eval_iters": 30})
+    none = load_config("gpt2-tiny", common | {"train.eval_interval": 101, "train.eval_iters": 1})
     forward_passes = few.eval_rounds * 30 - none.eval_rounds
     per_iteration = training_flops(none, 8192) / (100 + none.eval_rounds / 3)
+    checkpoints = training_flops(
+        load_config("gpt2-tiny", {"train.train_iters": 100, "evaluate.max_samples": 32}), 8192
+    ) - training_flops(load_config("gpt2-tiny", common), 8192)
+    batches = 32 * few.checkpoint_rounds / few.train.global_batch_size
+    assert checkpoints == pytest.approx(batches * per_iteration / 3)
     difference = training_flops(few, 8192) - training_flops(none, 8192)
     assert difference == pytest.approx(forward_passes * per_iteration / 3)
 

@@ -50,8 +50,19 @@ class EventLog:
             iteration,
             consumed_tokens=tokens,
             lm_loss=loss,
-            ppl=math.exp(loss),
             samples=8,
+        )
+
+    def perplexity(self, iteration: int, loss: float | None = 5.0) -> None:
+        """Append the event of a checkpoint's measured perplexity."""
+        self.write(
+            "perplexity",
+            iteration,
+            consumed_tokens=iteration * TOKENS_PER_ITERATION,
+            valid_loss=loss,
+            valid_ppl=None if loss is None else math.exp(loss),
+            samples=8,
+            seconds=0.1,
         )
 
     def checkpoint(self, iteration: int, loss: float | None = 5.0) -> None:

@@ -7,7 +7,7 @@ import pytest
 from mlflow.entities import LoggedModel
 
 from megacore.config import RunConfig
-from tasks._checkpoint_models import log_test_perplexities
+from tasks._checkpoint_models import log_perplexities
 from tasks._forward import OFFSET_FILE, Forwarder
 from tasks._mlflow import RunFacts, Tracking
 from tests.tasks.events import EventLog
@@ -53,16 +53,42 @@ def test_best_checkpoint_comes_first(
     assert metric(table[0], "valid_ppl") == pytest.approx(2.71828, abs=1e-4)
     assert table[0].tags["path"] == str(run_directory / "checkpoints" / "iter_0000200")
     assert table[0].tags["size_bytes"] == "1200"
-    log_test_perplexities(
-        tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0, 999: 1.0}, timestamp_ms=1
-    )
-    log_test_perplexities(tracking, run_id, {100: 5.0, 200: 7.0, 300: 6.0}, timestamp_ms=2)
+    test = {100: 5.0, 200: 7.0, 300: 6.0, 999: 1.0}
+    for timestamp in (1, 2):
+        values = {iteration: {"test_ppl": ppl} for iteration, ppl in test.items()}
+        log_perplexities(tracking, run_id, values, timestamp_ms=timestamp)
     by_test = kept_models(tracking, run_id, "test_ppl")
     assert iterations(by_test) == [100, 300, 200]
     assert [metric(model, "test_ppl") for model in by_test] == [5.0, 6.0, 7.0]
     assert len(tracking.client.get_metric_history(run_id, "test_ppl")) == 3
     outputs = tracking.client.get_run(run_id).outputs.model_outputs
     assert sorted(output.step for output in outputs) == [100, 200, 300]
+
+
+def test_perplexity_measured_after_the_save_reaches_the_checkpoint(
+    tracking: Tracking, log: EventLog, forward: Callable[[], str]
+) -> None:
+    log.checkpoint(100, loss=None)
+    log.perplexity(100, loss=1.0)
+    log.perplexity(200, loss=0.5)
+    run_id = forward()
+    (model,) = kept_models(tracking, run_id)
+    assert metric(model, "valid_ppl") == pytest.approx(2.71828, abs=1e-4)
+    assert metric(model, "valid_loss") == 1.0
+    assert [point.step for point in tracking.client.get_metric_history(run_id, "valid_ppl")] == [
+        100
+    ]
+
+
+def test_evaluation_replaces_only_a_perplexity_that_disagrees(
+    tracking: Tracking, log: EventLog, forward: Callable[[], str]
+) -> None:
+    log.checkpoint(100, loss=1.0)
+    run_id = forward()
+    for ppl in (2.71829, 3.0, 3.0):
+        log_perplexities(tracking, run_id, {100: {"valid_ppl": ppl}}, timestamp_ms=2 * 10**12)
+    history = tracking.client.get_metric_history(run_id, "valid_ppl")
+    assert [point.value for point in history] == pytest.approx([2.71828, 3.0], abs=1e-5)
 
 
 def test_repeated_delivery_changes_nothing(

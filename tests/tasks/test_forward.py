@@ -41,11 +41,12 @@ def history(tracking: Tracking, run_id: str, key: str = "train/lm_loss") -> dict
 
 
 def check(tracking: Tracking, run_id: str, iterations: list[int]) -> None:
-    """Assert that the written curves, on both axes, have exactly these points."""
+    """Assert that the written curves, of the loss on both axes, have exactly these points."""
     for name in ("lm_loss", "lr", "grad_norm"):
         assert sorted(history(tracking, run_id, f"train/{name}")) == iterations
-        steps = sorted(history(tracking, run_id, f"train/{name}_by_tokens"))
-        assert steps == [iteration * TOKENS_PER_ITERATION for iteration in iterations]
+    steps = sorted(history(tracking, run_id, "train/lm_loss_by_tokens"))
+    assert steps == [iteration * TOKENS_PER_ITERATION for iteration in iterations]
+    assert history(tracking, run_id, "train/lr_by_tokens") == {}
 
 
 def watch_log_batch(
@@ -87,9 +88,11 @@ def test_sentence_loss_has_separate_curves() -> None:
         "sop_loss": 0.5,
     }
     values = {point.key: (point.step, point.value) for point in points_of(event)}
-    assert values["valid/sop_loss"] == (3, 0.5)
-    assert values["valid/sop_loss_by_tokens"] == (96, 0.5)
-    assert "valid/nsp_loss" not in values
+    assert values == {
+        "validation/lm_loss": (3, 2.0),
+        "validation/lm_loss_by_tokens": (96, 2.0),
+        "validation/sop_loss": (3, 0.5),
+    }
     assert {point.key for point in points_of(event | {"kind": "step"})} >= {
         "train/lm_loss",
         "train/sop_loss",
@@ -107,14 +110,13 @@ def test_fine_tuning_events_give_metrics_and_epoch_seconds() -> None:
     }
     points = list(points_of(event | {"metrics": {"loss": 0.6, "f1": 0.5, "accuracy": None}}))
     assert {point.key: (point.step, point.value) for point in points} == {
-        "valid/loss": (4, 0.6),
-        "valid/loss_by_tokens": (64, 0.6),
-        "valid/f1": (4, 0.5),
-        "valid/f1_by_tokens": (64, 0.5),
+        "validation/loss": (4, 0.6),
+        "validation/loss_by_tokens": (64, 0.6),
+        "validation/f1": (4, 0.5),
     }
-    assert len(points) == 4
+    assert len(points) == 3
     points = list(points_of(event | {"metrics": {"loss": 0.6, "ppl": 1.8}}))
-    assert [point.value for point in points if point.key == "valid/ppl"] == [1.8]
+    assert [point.value for point in points if point.key == "validation/ppl"] == [1.8]
     epoch = {
         "kind": "epoch",
         "time": 1.0,
@@ -133,11 +135,16 @@ def test_curves_are_by_iteration_and_by_tokens(
     for iteration in (10, 20, 30):
         log.step(iteration, loss=6 - iteration / 10, mfu=None)
     log.evaluation(30, loss=3.5)
+    log.perplexity(30, loss=3.25)
+    log.checkpoint(30, loss=3.25)
     run_id = make_forwarder().finish()
     check(tracking, run_id, [10, 20, 30])
     assert history(tracking, run_id, "train/mfu") == {}
-    assert history(tracking, run_id, "valid/lm_loss_by_tokens") == {30 * TOKENS_PER_ITERATION: 3.5}
-    assert history(tracking, run_id, "valid/ppl")[30] == pytest.approx(33.115, abs=0.001)
+    tokens = 30 * TOKENS_PER_ITERATION
+    assert history(tracking, run_id, "validation/lm_loss_by_tokens") == {tokens: 3.5}
+    assert history(tracking, run_id, "valid_ppl") == {30: pytest.approx(25.790, abs=0.001)}
+    by_tokens = history(tracking, run_id, "valid_ppl_by_tokens")
+    assert by_tokens == {tokens: pytest.approx(25.790, abs=0.001)}
     (first, *_) = tracking.client.get_metric_history(run_id, "train/lm_loss")
     assert first.timestamp == 1_700_000_001_000
     assert tracking.client.get_run(run_id).info.status == "FINISHED"
@@ -309,7 +316,7 @@ def test_lost_offset_is_restored_from_the_store(
 
 def test_batches_contain_complete_events(log: EventLog) -> None:
     for iteration in range(1, 401):
-        log.step(iteration)
+        log.step(iteration, mfu=0.5, tflops=1.0)
     seen: set[tuple[str, int]] = set()
     sizes, offset = [], 0
     while (batch := next_batch(log.path, offset, seen)).end > offset:

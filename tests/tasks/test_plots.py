@@ -34,6 +34,7 @@ def test_curves_of_any_length_are_drawn(
         log.step(iteration, loss=9.0 / iteration**0.2)
     for index in range(1, evaluations + 1):
         log.evaluation(iterations * index // evaluations, loss=8.0 / index**0.2)
+        log.perplexity(iterations * index // evaluations, loss=8.0 / index**0.2)
     for path in plot_run(log.path, tmp_path, "gpt2-test"):
         pixels = imread(path)
         assert pixels.shape[:2] == (624, 1040)

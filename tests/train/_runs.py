@@ -12,6 +12,7 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
+from megacore.data.one_epoch import one_epoch
 from megacore.engine.build import build_engine
 from megacore.jobs.run import TrainJob
 from megacore.observe.recorder import Recorder
@@ -134,9 +135,24 @@ def trainer(
         GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
         for name in ("train", "valid")
     ]
+    valid_pass = one_epoch(
+        [str(data / "tokens_text_document")],
+        data / "index",
+        "valid",
+        run,
+        data,
+        tokenizer_directory=data,
+    )
     spec = ModelSpec.of(run, VOCAB_SIZE, TOKENS)
     return Trainer(
-        run, engine, process_mesh, Datasets(*splits), recorder, run_directory, spec=spec, peak=1.0
+        run,
+        engine,
+        process_mesh,
+        Datasets(*splits, valid_pass),
+        recorder,
+        run_directory,
+        spec=spec,
+        peak=1.0,
     )
 
 

@@ -59,7 +59,7 @@ def train(
         Stage(config, parity.VOCAB, mesh, special_tokens=parity.TOKENS), config, "fp32"
     )
     data, spec = (
-        Datasets(Rows(family), Rows(family)),
+        Datasets(Rows(family), Rows(family), Rows(family)),
         ModelSpec.of(config, parity.VOCAB, parity.TOKENS),
     )
     with Recorder(directory, attempt=attempt, rank=mesh.rank, tensorboard=False) as recorder:

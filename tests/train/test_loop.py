@@ -50,13 +50,15 @@ def assert_same_run(first: Path, second: Path, iteration: int) -> None:
     assert states[0] == states[1]
     for kind, values in (
         ("step", ("lm_loss", "grad_norm", "lr")),
-        ("evaluation", ("lm_loss", "ppl")),
+        ("evaluation", ("lm_loss",)),
+        ("perplexity", ("valid_loss", "valid_ppl", "samples")),
     ):
         reported = [
             [
                 [event[value] for value in ("iteration", *values)]
                 for event in _runs.events(directory, kind)
-                if event["iteration"] > 3
+                # a stop saves and measures at further iterations
+                if event["iteration"] > (3 if kind != "perplexity" else iteration - 1)
             ]
             for directory in (first, second)
         ]
@@ -156,11 +158,11 @@ def test_each_iteration_is_evaluated_and_saved_once(data: Path, tmp_path: Path) 
     _runs.train(_runs.config(train=train, checkpoint=keep_all), data, tmp_path, attempt=2)
     assert [event["iteration"] for event in _runs.events(tmp_path, "evaluation")] == [4, 6, 8]
     assert [event["samples"] for event in _runs.events(tmp_path, "evaluation")] == [8, 8, 8]
-    saved = [
-        (event["iteration"], event["validation_loss"] is None)
-        for event in _runs.events(tmp_path, "checkpoint")
+    measured, saved = (_runs.events(tmp_path, kind) for kind in ("perplexity", "checkpoint"))
+    assert [event["iteration"] for event in measured] == [3, 6, 8]
+    assert [(event["iteration"], event["validation_loss"]) for event in saved] == [
+        (event["iteration"], event["valid_loss"]) for event in measured
     ]
-    assert saved == [(3, True), (6, False), (8, False)]
 
 
 def test_finished_run_exits_without_training(data: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Scores of a run on a blend whose documents are separated by masks."""
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.format import STATE_NAME, FileRecord, Marker
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.data.build import open_split
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.data.one_epoch import one_epoch
 from megacore.engine.native import NativeEngine
 from megacore.jobs.run import EvaluateJob
 from megacore.models.build import build_model
@@ -67,11 +71,13 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
         open_split(prefixes, tmp_path / "index", name, run, tokenizer_directory=tmp_path)
         for name in ("train", "valid")
     ]
+    valid_pass = one_epoch(
+        prefixes, tmp_path / "index", "valid", run, tmp_path, tokenizer_directory=tmp_path
+    )
+    data = Datasets(*splits, valid_pass)
     with Recorder(tmp_path / "run", attempt=1, rank=0, tensorboard=False) as recorder:
         spec = ModelSpec.of(run, _runs.VOCAB_SIZE, _runs.TOKENS)
-        Trainer(
-            run, engine, mesh, Datasets(*splits), recorder, tmp_path / "run", spec=spec, peak=1.0
-        ).run()
+        Trainer(run, engine, mesh, data, recorder, tmp_path / "run", spec=spec, peak=1.0).run()
     values = _runs.job(run, tmp_path, tmp_path / "run", token_prefixes=prefixes).model_dump()
     checkpoint = str(tmp_path / "run/checkpoints/iter_0000006")
     return EvaluateJob(**values, checkpoints=(checkpoint,), output=str(tmp_path / "scores.json"))
@@ -142,3 +148,31 @@ def test_unigram_perplexity_uses_frequencies_of_the_train_split(
         assert perplexities[name] == pytest.approx(
             math.exp(-log_probability[labels].mean()), rel=1e-9
         )
+
+
+def test_score_agrees_with_the_perplexity_of_training(job: EvaluateJob) -> None:
+    scorer = CheckpointScorer(job, ProcessMesh.serial(), torch.device("cpu"))
+    scores = scorer.score(Path(job.checkpoints[0]))
+    measured = _runs.events(Path(job.run_directory), "perplexity")[-1]
+    assert (measured["iteration"], measured["samples"]) == (6, scores["valid_samples"])
+    assert measured["valid_ppl"] == pytest.approx(scores["valid_ppl"], rel=1e-6)
+    assert scores["disagreement"] is None
+
+
+def test_score_reports_a_disagreement_with_training(job: EvaluateJob) -> None:
+    checkpoint = Path(job.checkpoints[0])
+    state = json.loads((checkpoint / STATE_NAME).read_text())
+    state["validation"]["loss"] += 2e-4
+    (checkpoint / STATE_NAME).write_text(json.dumps(state))
+    marker = Marker.read(checkpoint)
+    record = FileRecord.of(checkpoint / STATE_NAME)
+    replace(marker, files=marker.files | {STATE_NAME: record}).write(checkpoint)
+    scores = CheckpointScorer(job, ProcessMesh.serial(), torch.device("cpu")).score(checkpoint)
+    assert "valid_ppl of iter_0000006 is" in scores["disagreement"]
+    assert "difference of 2.0e-04" in scores["disagreement"]
+    limited = job.config.evaluate.model_copy(update={"max_samples": 2})
+    config = job.config.model_copy(update={"evaluate": limited})
+    scorer = CheckpointScorer(
+        job.model_copy(update={"config": config}), ProcessMesh.serial(), torch.device("cpu")
+    )
+    assert scorer.score(checkpoint)["disagreement"] is None

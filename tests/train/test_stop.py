@@ -129,9 +129,11 @@ def test_resumed_run_does_the_validation_a_signal_prevented(data: Path, tmp_path
     config = run(eval_interval=3)
     with pytest.raises(PreemptedError):
         train_with_action(3, lambda: os.kill(os.getpid(), signal.SIGTERM), config, data, tmp_path)
-    assert _runs.events(tmp_path, "evaluation") == []
+    kinds = ("evaluation", "perplexity")
+    assert [_runs.events(tmp_path, kind) for kind in kinds] == [[], []]
     _runs.train(config, data, tmp_path, attempt=2)
-    assert [event["iteration"] for event in _runs.events(tmp_path, "evaluation")] == [3, 6]
+    for kind in kinds:
+        assert [event["iteration"] for event in _runs.events(tmp_path, kind)] == [3, 6]
 
 
 def stop_two_ranks(data: Path, root: Path) -> list[str]:
