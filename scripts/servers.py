@@ -41,7 +41,7 @@ from megacore.artifact.files import write_json  # noqa: E402
 from megacore.errors import ConfigError, LaunchError, MegacoreError  # noqa: E402
 from megacore.redact import redact  # noqa: E402
 from tasks._environment import prepare_environment  # noqa: E402
-from tasks._mlflow import create_store  # noqa: E402
+from tasks._mlflow import create_store, page_url  # noqa: E402
 
 HOST = "127.0.0.1"
 WORK_POOL = "local"
@@ -99,7 +99,7 @@ class Servers:
         """Return the addresses and commands for a user."""
         tracked = f"track    export MLFLOW_TRACKING_URI={self.mlflow_url}\n" if self.tracked else ""
         return (
-            f"Prefect  {self.prefect_url}\nMLflow   {self.mlflow_url}\n{tracked}"
+            f"Prefect  {self.prefect_url}\nMLflow   {page_url(self.mlflow_url)}\n{tracked}"
             "run      .venv/bin/prefect deployment run pretrain/gpt2-tiny --watch\n"
             "end      make stop"
         )

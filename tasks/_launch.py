@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.theme import Theme
 
 from megacore.observe.events import EventReader
+from tasks._perplexity import PerplexityTable
 
 _WIDE = re.compile(r"(?:\S+: +)?(?:\[|time \(ms\))")
 """Start of a wide log line, which follows the host's name when there are several hosts."""
@@ -103,6 +104,8 @@ class TrainingMonitor:
         self.forwarder = forwarder
         self.label = label
         self._offset = _end_of_events(events)
+        self._perplexities = PerplexityTable(events.parent)
+        self._ppl = ""
         self._artifact: Any = None
         self._updated = 0.0
         self._first: tuple[float, int] | None = None
@@ -147,6 +150,9 @@ class TrainingMonitor:
         self.forwarder.poll()
 
     def _show(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "perplexity":
+            self._perplexities.measured(event)
+            self._ppl = f", valid_ppl {event['valid_ppl']:.2f}" if event["valid_ppl"] else ""
         if event["kind"] != "step":
             return
         iteration = int(event["iteration"])
@@ -160,8 +166,12 @@ class TrainingMonitor:
         if now - self._updated < ARTIFACT_INTERVAL and iteration < total:
             return
         self._updated = now
-        progress = f"{name.replace('_', ' ')} {loss}, {self._eta(now, iteration, total)} left"
-        self._update_artifact(iteration, total, progress)
+        rate = event.get("tokens_per_second")
+        tokens = "" if rate is None else f", {rate:,.0f} tokens/s"
+        progress = f"{name.replace('_', ' ')} {loss}{self._ppl}{tokens}"
+        self._update_artifact(
+            iteration, total, f"{progress}, {self._eta(now, iteration, total)} left"
+        )
 
     def _eta(self, now: float, iteration: int, total: int) -> str:
         started, first = self._first or (now, iteration)

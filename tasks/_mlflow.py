@@ -41,6 +41,8 @@ _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
 _DIGEST_LENGTH = 36
 _SQLITE = "sqlite:///"
+_TAG_KIND = "mlflow.experimentKind"
+"""Tag by which MLflow's UI chooses the views of an experiment."""
 _TAG_TOKEN = "megacore.run_token"
 _TAG_CONFIG = "megacore.config_sha256"
 _TAG_CHANGED = "changed."
@@ -114,7 +116,9 @@ class Tracking:
             if experiment is None:
                 try:
                     return self.client.create_experiment(
-                        self.experiment, artifact_location=self._artifact_location()
+                        self.experiment,
+                        artifact_location=self._artifact_location(),
+                        tags={_TAG_KIND: "custom_model_development"},
                     )
                 except MlflowException as error:
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
@@ -178,6 +182,14 @@ def create_store(uri: str) -> None:
         finally:
             engine.dispose()
         os.replace(temporary, path)
+
+
+def page_url(server: str, route: str = "experiments") -> str:
+    """Return the address of a page of MLflow's UI, with the views of model training.
+
+    Without this parameter MLflow 3 shows its views for generative AI, which are empty here.
+    """
+    return f"{server}/#/{route}?workflowType=machine_learning"
 
 
 def ensure_run(tracking: Tracking, run_directory: Path, config: FlowConfig, facts: RunFacts) -> str:

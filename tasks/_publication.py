@@ -13,7 +13,7 @@ from tasks._cache import StageResult, artifact_directory, artifact_problem, buil
 from tasks._environment import mlflow_server
 from tasks._flow_config import FlowConfig
 from tasks._forward import Forwarder, RunFacts
-from tasks._mlflow import Tracking, end_run
+from tasks._mlflow import Tracking, end_run, page_url
 from tasks._registry import published_exists
 
 RECEIPT = "receipt.json"
@@ -105,7 +105,7 @@ def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
             f"- registered: `{receipt['uri']}` (alias candidate)",
             f"- MLflow run `{receipt['run_id']}`: `make server` shows it in a browser",
         ]
-    model = f"{server}/#/models/{receipt['model_name']}/versions/{receipt['version']}"
+    model = page_url(server, f"models/{receipt['model_name']}/versions/{receipt['version']}")
     return [
         f"- registered: [{receipt['uri']}]({model}) (alias candidate)",
         f"- MLflow run: [{receipt['run_id']}]({run_url(tracking, server, receipt['run_id'])})",
@@ -127,4 +127,4 @@ def run_url(tracking: Tracking, server: str, run_id: str) -> str:
     """Return the address of a run's page on a server, in any experiment."""
     with tracking.errors(f"look up run {run_id}"):
         experiment = tracking.client.get_run(run_id).info.experiment_id
-    return f"{server}/#/experiments/{experiment}/runs/{run_id}"
+    return page_url(server, f"experiments/{experiment}/runs/{run_id}")

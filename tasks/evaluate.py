@@ -12,6 +12,7 @@ from megacore.jobs.run import EvaluateJob
 from megacore.ranks import stages
 from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
+from tasks._perplexity import PerplexityTable
 from tasks.train import make_job
 
 REPORT = "evaluation.json"
@@ -50,7 +51,11 @@ def evaluate(
         return _report(directory, scores["checkpoints"], scores["unigram"])
 
     with lock(trained.directory, shared=True):
-        return build(config, key, fill)
+        result = build(config, key, fill)
+    if result.ran:
+        rows = read_evaluation(result.artifact)["checkpoints"]
+        PerplexityTable(trained.directory).evaluated(rows)
+    return result
 
 
 def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) -> dict[str, Any]:

@@ -80,6 +80,27 @@ def test_progress_shows_an_event_without_a_loss(
     assert shown == ["iteration 10 of 20, lm loss -, unknown left"]
 
 
+def test_progress_names_loss_perplexity_and_tokens_per_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: dict[str, str] = {}
+    monkeypatch.setattr(_launch, "get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr(_launch, "create_progress_artifact", lambda **values: shown.update(values))
+    monkeypatch.setattr(_launch.PerplexityTable, "measured", lambda self, event: None)
+    forwarder = SimpleNamespace(poll=lambda: None)
+    events = tmp_path / "events.jsonl"
+    with _launch.TrainingMonitor(tmp_path / "log", events, 20, forwarder) as monitor:
+        events.write_text(
+            '{"kind": "perplexity", "time": 1.0, "iteration": 10, "valid_ppl": 77.9}\n'
+            '{"kind": "step", "time": 1.0, "iteration": 10, "lm_loss": 4.5, "tokens_per_second": '
+            "12345.6}\n"
+        )
+        monitor.poll()
+    assert shown["description"] == (
+        "iteration 10 of 20, lm loss 4.500, valid_ppl 77.90, 12,346 tokens/s, unknown left"
+    )
+
+
 def test_progress_of_a_fine_tuning_uses_the_length_in_its_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from tasks._mlflow import (
     ensure_run,
     flatten,
     git_facts,
+    page_url,
     redact,
 )
 from tests.tasks.conftest import KilledError, make_config
@@ -57,6 +58,14 @@ def test_store_is_created_atomically(tmp_path: Path) -> None:
     assert path.read_bytes() == written
     assert [file.name for file in path.parent.iterdir() if "tmp" in file.name] == []
     create_store("http://127.0.0.1:1")
+
+
+def test_pages_open_with_the_views_of_model_training(tracking: Tracking) -> None:
+    experiment = tracking.client.get_experiment(tracking.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert page_url("http://host:5000", "experiments/1/runs/2") == (
+        "http://host:5000/#/experiments/1/runs/2?workflowType=machine_learning"
+    )
 
 
 def test_run_has_config_versions_and_data_sets(

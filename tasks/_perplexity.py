@@ -1,0 +1,119 @@
+"""Perplexities of a run's checkpoints in Prefect: a table that grows, and an event for each."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger
+from prefect.artifacts import create_table_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.events import emit_event
+
+from megacore.observe.events import EventReader
+
+KEY = "perplexity"
+"""Key of the table among Prefect's artifacts."""
+EVALUATED = "megacore.checkpoint.evaluated"
+"""Event of Prefect on which an automation can act, with both perplexities in its payload."""
+
+
+@dataclass
+class Measured:
+    """Perplexities of one checkpoint; None where they are not measured."""
+
+    tokens: int | None = None
+    """Tokens consumed before the checkpoint."""
+    valid_ppl: float | None = None
+    test_ppl: float | None = None
+    time: float | None = None
+    """Time of the measurement in training, in Unix seconds."""
+
+    def cells(self, iteration: int) -> dict[str, Any]:
+        """Return the row of the table."""
+        return {
+            "iteration": iteration,
+            "tokens": "-" if self.tokens is None else f"{self.tokens:,}",
+            "valid PPL": _text(self.valid_ppl),
+            "test PPL": _text(self.test_ppl),
+            "measured": "-"
+            if self.time is None
+            else datetime.fromtimestamp(self.time).isoformat(" ", "seconds"),
+        }
+
+
+class PerplexityTable:
+    """Table artifact with one row for each measured checkpoint of a run.
+
+    A table that cannot be stored is reported as a warning: a display must not end a training.
+    """
+
+    def __init__(self, run_directory: Path) -> None:
+        """Begin with the checkpoints that earlier attempts measured."""
+        self._run = run_directory.name
+        self._rows: dict[int, Measured] = {}
+        self._artifact: UUID | None = None
+        events = run_directory / "events.jsonl"
+        if events.exists():
+            for event, _ in EventReader(events):
+                if event["kind"] == "perplexity":
+                    self._set(event)
+
+    def measured(self, event: Mapping[str, Any]) -> None:
+        """Show a `perplexity` event of the training."""
+        self._set(event)
+        self._publish(int(event["iteration"]))
+
+    def evaluated(self, rows: list[dict[str, Any]]) -> None:
+        """Show what the stage `evaluate` measured: one row for each checkpoint of its report."""
+        for row in rows:
+            known = self._rows.setdefault(int(row["iteration"]), Measured())
+            known.valid_ppl, known.test_ppl = row["valid_ppl"], row["test_ppl"]
+        self._publish(*(int(row["iteration"]) for row in rows))
+
+    def _set(self, event: Mapping[str, Any]) -> None:
+        self._rows[int(event["iteration"])] = Measured(
+            tokens=event["consumed_tokens"], valid_ppl=event["valid_ppl"], time=event["time"]
+        )
+
+    def _publish(self, *iterations: int) -> None:
+        try:
+            for iteration in iterations:
+                self._announce(iteration)
+            self._store()
+        except Exception as error:
+            get_run_logger().warning("the table of perplexities was not stored: %s", error)
+
+    def _announce(self, iteration: int) -> None:
+        row = self._rows[iteration]
+        emit_event(
+            EVALUATED,
+            resource={
+                "prefect.resource.id": f"megacore.checkpoint.{self._run}.{iteration}",
+                "prefect.resource.name": f"{self._run} iter_{iteration:07d}",
+            },
+            payload={
+                "run": self._run,
+                "iteration": iteration,
+                "valid_ppl": row.valid_ppl,
+                "test_ppl": row.test_ppl,
+            },
+        )
+
+    def _store(self) -> None:
+        table = [self._rows[iteration].cells(iteration) for iteration in sorted(self._rows)]
+        if self._artifact is None:
+            self._artifact = create_table_artifact(
+                table, key=KEY, description=f"perplexity of the checkpoints of {self._run}"
+            )
+        else:
+            with get_client(sync_client=True) as client:
+                client.update_artifact(self._artifact, ArtifactUpdate(data=json.dumps(table)))
+
+
+def _text(ppl: float | None) -> str:
+    return "-" if ppl is None else f"{ppl:.2f}"
