@@ -186,9 +186,9 @@ def _artifact(role: str, directory: Path, full: bool) -> Item:
 
 
 def _checkpoint(directory: Path) -> Item:
-    """Return the item of a checkpoint, which is always compared by digests.
+    """Return the item of a checkpoint.
 
-    Each rank verifies and reads its part on its own host.
+    It is always compared by digests, because each rank verifies and reads its part on its own host.
     """
     marker = Marker.read(directory)
     entries = {name: Entry(file.size, 0, file.sha256) for name, file in marker.files.items()}
