@@ -149,7 +149,7 @@ def names(facts: "Facts") -> Finding | None:
             judgement.warn(
                 host,
                 f"the host's own name leads to {addresses[0]}, where no other host reaches it: "
-                "megacore does not need it, but other launchers do not; give the name its real "
+                "megacore does not need it, but other launchers do; give the name its real "
                 "address in /etc/hosts",
             )
         for peer, resolved in value["peers"].items():

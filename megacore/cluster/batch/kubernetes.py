@@ -208,7 +208,7 @@ class KubernetesJob:
         if reason == "OOMKilled":
             return MemoryExhaustedError(
                 f"{where} needed more memory than its limit "
-                f"({self._spec.launch.kubernetes.memory or 'the node'}'s): raise "
+                f"({self._spec.launch.kubernetes.memory or 'that of the node'}): raise "
                 "launch.kubernetes.memory"
             )
         if why in _LOST_WITH_NODE:
