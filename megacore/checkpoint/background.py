@@ -144,8 +144,8 @@ class CheckpointSaver:
             validation_loss: validation loss at this iteration, if measured.
 
         Raises:
-            CheckpointError: `state` is not JSON, a value is no tensor, or there is not enough host
-                memory for the copy.
+            CheckpointError: `state` is not JSON, a value is not a tensor, or host memory does not
+                suffice for the copy.
             MegacoreError, RuntimeError: the previous save failed, or this one if it is synchronous.
         """
         began = time.monotonic()

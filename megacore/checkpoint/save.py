@@ -64,8 +64,8 @@ def save_checkpoint(
 
     Collective over `group` (None: the default group, or a single rank). Tensors are saved under
     their global names, which may differ between ranks. If several ranks hold a plain tensor or a
-    rectangle of a TensorShard, the one with the least to write writes it. `state` must be valid
-    JSON; the first rank's is written. An existing checkpoint of this iteration is replaced.
+    rectangle of a TensorShard, it is written by the rank with the least data. `state` is JSON; the
+    first rank's is written. An existing checkpoint of this iteration is replaced.
 
     Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is
     left visible.

@@ -349,7 +349,7 @@ class Head:
 
 
 def _write_reason(directory: Path | str, error: MegacoreError) -> None:
-    """Write the launcher's reason; if that fails, print it, so that the job still ends in order."""
+    """Write the launcher's reason; if that fails, print it, so that the ranks are still ended."""
     try:
         write_launcher_reason(directory, error)
     except MegacoreError as unwritable:

@@ -148,7 +148,7 @@ def loaded_checkpoints(job: Job) -> list[Path]:
 
 
 _Read = tuple[str, Path, list[Path]]
-"""Role, directory and, if the directory is no artifact, its files."""
+"""Role, directory and files; the files count only if the directory is not an artifact."""
 
 
 def _read_by(job: Job) -> Iterator[_Read]:

@@ -3,7 +3,7 @@
 ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) concatenates the parameters of a group and assigns
 a slice of the result to each replica (stage 1 and 2), or assigns a slice of each parameter to each
 replica (stage 3). Without ZeRO, the fp32 main weights have no names. They are identified by the
-half-precision weights to which they round; equal weights are told apart by the parameters' order.
+half-precision weights to which they round, and equal weights by the order of the parameters.
 """
 
 import math
