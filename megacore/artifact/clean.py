@@ -160,7 +160,10 @@ def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
 
 
 def remove(items: list[Removable]) -> None:
-    """Delete each item, an artifact by an atomic rename first. Raises WorkspaceError."""
+    """Delete each item. Raises WorkspaceError.
+
+    Directories other than temporaries are renamed first, so that no reader sees them half deleted.
+    """
     for item in items:
         with workspace_errors(item.path):
             if not item.path.is_dir() or _TEMPORARY in item.path.name:

@@ -259,7 +259,7 @@ def ports(facts: "Facts") -> Finding | None:
 def _reached(judgement: Judgement, facts: "Facts", host: str, reached: dict[str, Any]) -> None:
     """Note the peers that a host reaches, and add an error for each that it does not reach.
 
-    Peers that could not open their port are left out, because they have an error already.
+    Peers that could not open their port are left out, because that is reported for them already.
     """
     closed = {
         name
