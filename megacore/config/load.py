@@ -84,7 +84,7 @@ def load_config(
 def load_finetune_config(
     conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = FINETUNE_DIR
 ) -> FinetuneConfig:
-    """Read a YAML file of the flow finetune like `load_config` reads one of the flow pretrain.
+    """Read a YAML file of the flow finetune, as `load_config` does for the flow pretrain.
 
     The files named by `launch.accelerate_config` and `launch.deepspeed_config` are read too. The
     configuration contains their content, so that other processes need not read them.
@@ -95,7 +95,7 @@ def load_finetune_config(
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read a validated configuration back from JSON. Raises ConfigError."""
+    """Read and validate a configuration that was saved as JSON. Raises ConfigError."""
     try:
         return parse_config(read_json(path), origin=str(path))
     except (OSError, ValueError) as error:
@@ -213,10 +213,10 @@ def _has(values: Any, key: str) -> bool:
 
 
 def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
-    """Replace the path in `deepspeed.config` by the content of the file.
+    """Replace the path in `deepspeed.config` with the content of the file.
 
-    The other processes then need not read the file. The path may be relative to the working
-    directory, to the directory of the configuration, or to the parent of `conf_dir`.
+    Other processes then need not read the file. The path may be relative to the working directory,
+    to the directory of the configuration, or to the parent of `conf_dir`.
     """
     section = values.get("deepspeed")
     if (

@@ -75,7 +75,7 @@ class T5Stages:
     """Layers per stage, parallel.pipeline_partition."""
 
     def splits(self) -> list[int]:
-        """Return the possible first stages of the decoder; empty if `problem` reports one."""
+        """Return the stages at which the decoder may begin; empty if no division works."""
         return [
             split
             for split in range(1, self.stages)

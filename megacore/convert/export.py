@@ -74,13 +74,13 @@ class Samples:
 def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) -> ParityReport:
     """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
 
-    The weights are the checkpoint's fp32 main weights, written in `export.dtype`. When the gate
-    fails its report is also left in `job.exit_directory`, because a failed stage's output is
-    discarded. `beat` is called with the name of each phase, in long phases for every tensor and
-    batch.
+    The weights are the checkpoint's fp32 main weights, written in `export.dtype`. If the gate
+    fails, its report is also left in `job.exit_directory`, because a failed stage's output is
+    discarded. `beat` is called with the name of each phase; in long phases it is called again for
+    every tensor or batch.
 
     Raises:
-        ConversionError: if the model has no counterpart, or the export differs from it.
+        ConversionError: if transformers has no such model, or the export differs from the model.
         CheckpointError: if the checkpoint is damaged or of another model.
         DataFormatError: if the validation split has no samples.
     """
@@ -213,7 +213,7 @@ def _round(model: Model, dtype: torch.dtype) -> None:
 
 
 def _device() -> torch.device:
-    """Return the GPU if there is one: it scores a test split in seconds."""
+    """Return the GPU if there is one, because it scores a test split in seconds; else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
 ProgressCallback = Callable[[int, int | None], None]
-"""Callback that receives the bytes so far and the total size, or None if that is unknown."""
+"""Callback that receives the number of bytes so far and the total, which is None if unknown."""
 _LOG_SECONDS = 10.0
 _logger = logging.getLogger("megacore.corpus")
 _CHUNK = 1 << 20
@@ -92,7 +92,8 @@ def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIE
 
     An existing file is reused if it has the `sha256`, or, without a `sha256`, if the server reports
     that it is unchanged. Raises DataFormatError if the address does not answer with a file or the
-    digest differs (the file is removed), DownloadError if the attempts fail, WorkspaceError.
+    digest differs (the file is removed), DownloadError if all attempts fail, and WorkspaceError if
+    `target` cannot be written.
     """
     with workspace_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ class Mapper:
 
 
 def workers_of(choice: int | str) -> int:
-    """Return the number of processes that `data.workers` stands for."""
+    """Return the number of processes for a value of `data.workers`; auto means one per core."""
     return choice if isinstance(choice, int) else len(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""Batch jobs of Slurm, through sbatch, scontrol, scancel and, if there is accounting, sacct."""
+"""Batch jobs of Slurm, managed with sbatch, scontrol, scancel and, if available, sacct."""
 
 import fnmatch
 import os
@@ -22,7 +22,7 @@ from megacore.errors import (
 from megacore.launch.guard import JOB_VARIABLE
 
 REMOVE_LIMIT = 180.0
-"""Seconds for an earlier job to be gone after it was cancelled."""
+"""Seconds to wait until the cancelled job of an earlier attempt has ended."""
 
 _EXPORTED = (
     *(
@@ -63,7 +63,8 @@ _HIDING = {
     ),
     "SBATCH_ERROR",
 }
-"""Variables of sbatch that override lines of the script, so that the job could not be found."""
+"""Variables of sbatch that the script does not get: they would override its lines by which the job
+is found."""
 _ENDED = {
     *(
         "COMPLETED",
@@ -85,7 +86,7 @@ _RESUMES = "a retry submits it again and resumes from the last complete checkpoi
 
 
 class SlurmJob:
-    """Slurm's batch job of a specification."""
+    """The Slurm batch job of a specification."""
 
     def __init__(self, spec: BatchSpec) -> None:
         """Keep `spec`; nothing is submitted yet."""
@@ -284,7 +285,7 @@ class SlurmJob:
         run(["scancel", *(["--signal=KILL"] if at_once else []), self._job])
 
     def close(self) -> None:
-        """Copy the last of the output, which a shared file system may show late."""
+        """Copy the rest of the output, which a shared file system may show late."""
         size_before = -1
         for _ in range(5):
             if size_before == self._read and self._read:

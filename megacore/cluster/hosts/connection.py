@@ -1,6 +1,6 @@
-"""Connections of a job's head to its hosts: an agent on each, through ssh except on the head's.
+"""Connections of a job's head to the agents on its hosts, through ssh except on the head's host.
 
-A job's `HostSet` starts the agents, chooses the rendezvous, and builds the messages to them.
+A job's `HostSet` starts the agents, chooses the rendezvous, and builds the messages to the agents.
 """
 
 import contextlib
@@ -277,8 +277,8 @@ def start_quietly(command: list[str], stdin: int = subprocess.PIPE) -> "subproce
 def _ignore_signals() -> None:
     """Ignore the signals that end a job.
 
-    The guard's SIGTERM is for the head, which then tells the agents. ssh keeps the signals ignored
-    that were ignored at its start.
+    The guard's SIGTERM is for the head, which then tells the agents. ssh continues to ignore the
+    signals that were ignored when it started.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -158,7 +158,7 @@ def read_rank_file(path: Path) -> RankFile:
     """Read one file; its tensors are memory-mapped, except in the format of torch before 1.6.
 
     Raises:
-        CheckpointError: if the file cannot be read, asks for a name that could execute code, or
+        CheckpointError: if the file cannot be read, refers to a name that could execute code, or
             contains no model.
         ConversionError: if it is from Megatron core, or its checkpoint_version is unknown.
     """
