@@ -22,7 +22,8 @@ _BF16 = torch.bfloat16
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if `attention` accepts these tensors.
 
-    They must be [b, n, s, d] on a CPU with the instructions, d contiguous and at most 256.
+    They must be [b, n, s, d] of one dtype for which the CPU has the instructions, with d contiguous
+    and at most 256.
     """
     return (
         query.device.type == "cpu"
