@@ -194,7 +194,7 @@ class MaskedLmHead(nn.Module):
         return {"bias": Partition(0, self.tp.rank, self.tp.size)}
 
     def partial_gradients(self) -> frozenset[str]:
-        """Return the parameters that see only the rank's positions with sequence parallelism."""
+        """Return the parameters whose gradients are partial with sequence parallelism."""
         return parameters_of(self, "dense", "layernorm") if self.sequence_parallel else frozenset()
 
 

@@ -116,7 +116,7 @@ class Embedding(nn.Module):
             return self.kernels.dropout(x, self.hidden_dropout)
 
     def partial_gradients(self) -> frozenset[str]:
-        """Return the parameters that see only the rank's positions with sequence parallelism."""
+        """Return the parameters whose gradients are partial with sequence parallelism."""
         if not self.sequence_parallel:
             return frozenset()
         return parameters_of(self, "position_embeddings", "tokentype_embeddings", "layernorm")
