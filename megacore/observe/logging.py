@@ -62,7 +62,7 @@ class StepReport:
 
 
 def configure_logging(rank: int) -> None:
-    """Log to standard output: rank 0 everything from INFO, other ranks only warnings."""
+    """Log to standard output: on rank 0 from level INFO, on other ranks from level WARNING."""
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
