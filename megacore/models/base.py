@@ -26,7 +26,7 @@ SENTENCE_LOSSES = {"sop": "sop_loss", "nsp": "nsp_loss"}
 
 
 class LossTerm(NamedTuple):
-    """One loss of a micro batch. Training minimises the sum of the means of all terms."""
+    """One loss of a micro batch. Training minimizes the sum of the means of all terms."""
 
     losses: Tensor
     """Loss of each label [b, s] or of each sample [b], fp32, in nats."""
@@ -54,7 +54,7 @@ Losses = dict[str, LossTerm]
 class Model(nn.Module, ABC):
     """A whole model, or one chunk of it.
 
-    Parameters are fp32 and uninitialised; `models.build.build_model` also initialises them. Their
+    Parameters are fp32 and uninitialized; `models.build.build_model` also initializes them. Their
     names are those of the whole model, whatever the chunk. A chunk in which a stack begins has the
     `embedding`. A chunk with the head has a copy of the token table, or its own `output_layer`.
     """

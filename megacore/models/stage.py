@@ -52,7 +52,7 @@ class Stage:
             special_tokens: ids of the special tokens.
             device: device of the parameters.
             kernels: kernels to compute with; None means plain torch.
-            initial_weights: initialise the parameters; otherwise they are left uninitialised.
+            initial_weights: initialize the parameters; otherwise they are left uninitialized.
 
         Raises:
             ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the
@@ -115,7 +115,7 @@ class Stage:
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses in the minimised sum, `lm_loss` first."""
+        """Names of the losses in the minimized sum, `lm_loss` first."""
         return self.chunks[0].loss_names
 
     @property

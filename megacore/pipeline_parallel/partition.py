@@ -110,7 +110,7 @@ def gpt_chunks(
         num_layers: number of layers of the model.
         stages: number of stages (pp).
         chunks: chunks per stage (v).
-        style: balanced minimises the cost of the most expensive stage, uniform gives every chunk
+        style: balanced minimizes the cost of the most expensive stage, uniform gives every chunk
             the same number of layers, and a list holds the number of layers of each chunk.
         layer_cost: cost of one layer, in any unit.
         embedding_cost: cost of the embedding, in that unit; used only by balanced.
@@ -378,7 +378,7 @@ class _Problem:
         return cls(sums, stages, tuple(extra), tuple(least))
 
     def consecutive(self) -> tuple[int, ...]:
-        """Return the layers per part that minimise the largest part, then the sum of squares.
+        """Return the layers per part that minimize the largest part, then the sum of squares.
 
         Uses dynamic programming from the last part to the first: `best[i]` is for layers i to the
         end in the current and the following parts.

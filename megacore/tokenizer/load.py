@@ -21,8 +21,8 @@ TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 MODEL_NAME = "tokenizer.model"
 """Name of a SentencePiece model, as used by Hugging Face."""
 _BATCH_CHARACTERS = 1 << 19
-"""Characters that `tokenizers` encodes in one call; a token takes about 100 bytes until it returns.
-"""
+"""Characters that `tokenizers` encodes in one call. Until the call returns, a token takes about 100
+bytes."""
 SpecialTokenRoles = Mapping[str, str | Sequence[str]]
 """Special tokens by their key in tokenizer_config.json."""
 _TEXTS = 256

@@ -129,7 +129,7 @@ def _heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty_heads(like: Tensor) -> Tensor:
-    """Return an uninitialised [b, n, s, d], a view of new memory [b, s, n, d]."""
+    """Return an uninitialized [b, n, s, d], a view of new memory [b, s, n, d]."""
     b, n, s, d = like.shape
     return like.new_empty((b, s, n, d)).transpose(1, 2)
 

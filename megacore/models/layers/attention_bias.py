@@ -112,7 +112,7 @@ def _additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """T5's relative position bias: one number per head and bucket of distances, left uninitialised.
+    """T5's relative position bias: one number per head and bucket of distances, left uninitialized.
 
     A stack's layers share it. The table is [buckets, n]; each rank has the columns of its heads.
 

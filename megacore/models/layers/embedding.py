@@ -123,7 +123,7 @@ class Embedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Weights [v, h] of an untied output layer; left uninitialised.
+    """Weights [v, h] of an untied output layer; left uninitialized.
 
     Each rank has v / t of the rows.
 
