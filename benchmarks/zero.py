@@ -55,7 +55,7 @@ class Measured:
         self.memory.append(max(results, key=lambda rank: float(rank["training_mb"])))
 
     def peak(self, moment: str) -> float:
-        """Return resident memory in MB, median over the rounds."""
+        """Return the resident memory in MB at `moment`, as the median over the rounds."""
         return statistics.median(each[f"{moment}_mb"] for each in self.memory)
 
     def ratio(self, other: "Measured") -> float:
@@ -132,7 +132,7 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
 
 
 def speed_table(measured: dict[str, Measured]) -> list[str]:
-    """Return the rows of a Markdown table."""
+    """Return the rows of a Markdown table of speed and peak memory."""
     rows = [
         (
             "| variant | tokens/s | to native | to native, distributed optimizer | before the "

@@ -47,7 +47,7 @@ HOPS = (
     "megacore.engine.native:update",
     "megacore.optim.adam:step",
 )
-"""Files that calls pass from the flow to the optimizer step, with the function in each."""
+"""Files through which calls pass from the flow to the optimizer step, with the function in each."""
 QUICKSTART = (
     "train.train_iters=4",
     "train.eval_interval=4",
@@ -315,7 +315,7 @@ def signatures(house: House) -> Iterator[Figure]:
 
 
 def hops(house: House, path: Iterable[str] = HOPS) -> Iterator[Figure]:
-    """Count the files that calls pass from the flow to the optimizer step, and check the path.
+    """Count the files through which calls pass from flow to optimizer step; check the path.
 
     Each file must define the named function. An earlier file of the path must import its module,
     pass the module's name to a launcher, or call the function as a method of an object.

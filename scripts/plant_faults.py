@@ -3,8 +3,8 @@
     python scripts/plant_faults.py [NAME ...] [--suite test|test-all] [--whole] [--jobs 2] [--list]
 
 Each fault of `faults.toml` replaces one line in a copy of the repository. The tests listed with it
-run first; a failure means that the fault is caught. With `--whole` a fault that they miss runs all
-tests of the suite. The exit status is 1 if a fault is missed.
+run first; a failure means that the fault is caught. With `--whole`, all tests of the suite run for
+a fault that they miss. The exit status is 1 if a fault is missed.
 """
 
 import argparse

@@ -404,7 +404,7 @@ def least_samples(
 
 
 def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[float]:
-    """Normalise weights so that they add up to 1.
+    """Normalize weights so that they add up to 1.
 
     The sum is NumPy's, or with "neox" Python's as in GPT-NeoX (the last bits differ).
     """
@@ -437,7 +437,7 @@ def build_blend(
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
     """Return (dataset index, dataset sample index) of `size` samples.
 
-    The weights are normalised even if they already add up to 1, because Megatron core does so.
+    The weights are normalized even if they already add up to 1, because Megatron core does so.
     """
     if size == 0:
         return np.empty(0, np.int16), np.empty(0, np.int64)

@@ -373,7 +373,7 @@ def _check_distances(
 ) -> None:
     """Check that row i is i x seq_length tokens into the documents.
 
-    Only the last row may be nearer, after a partial sample.
+    Only the last row may be earlier, because the last sample may be partial.
     """
     row, before = 0, 0
     for start in range(0, len(document), _BLOCK):

@@ -1,4 +1,7 @@
-"""Common frame of the entry points that a launcher starts once per rank; imports no torch."""
+"""Common part of the entry points that a launcher starts once per rank.
+
+This module does not import torch.
+"""
 
 import argparse
 import faulthandler
@@ -108,7 +111,7 @@ def _leave() -> NoReturn:
     """End a rank that has finished its work, without the interpreter's teardown.
 
     torch's communication threads may abort the teardown ("terminate called without an active
-    exception"), and the finished rank would count as lost.
+    exception"), and the finished rank would then count as lost.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -166,7 +166,7 @@ class Trainer:
             and self.state.iteration % self._config.train.eval_interval == 0
         )
         if path is not None and due and Marker.read(path).validation_loss is None:
-            self._evaluate()  # the attempt before skipped it because of a signal
+            self._evaluate()  # the previous attempt skipped it because of a signal
 
     def _iterate(self, batches: Iterator[Batch]) -> StopReason | None:
         """Run one iteration and the evaluation, logging and saving that are due after it.
@@ -197,7 +197,7 @@ class Trainer:
         saves = state.iteration % config.checkpoint.save_interval == 0 or last or reason is not None
         if evaluates or saves:
             with self._meter.paused():
-                # A signal leaves only a few seconds: they are for the checkpoint.
+                # A signal leaves only a few seconds, which the checkpoint needs.
                 validation_loss = self._evaluate() if evaluates and reason != "signal" else None
                 if saves:
                     self._mesh.beat("save")

@@ -34,7 +34,7 @@ _BLOCK_TOKENS = 1 << 24
 
 
 class CheckpointScorer:
-    """Scorer of a run's checkpoints, which it loads into one model in turn.
+    """Scorer of a run's checkpoints, which it loads into one model, one after another.
 
     Every rank scores its share of the samples.
     """
@@ -177,7 +177,7 @@ class UnigramModel:
     """Unigram model with add-one-smoothed token frequencies."""
 
     def __init__(self, tokens: Iterable[tuple[str, npt.NDArray[Any]]], vocab_size: int) -> None:
-        """Count tokens, given as pairs of a token file prefix and the tokens of it that count.
+        """Count the tokens, which are given in parts, each with the prefix of its token files.
 
         Raises DataFormatError for an id that is not below `vocab_size`.
         """
@@ -188,10 +188,7 @@ class UnigramModel:
         self._log_probability = np.log(counts + 1.0) - np.log(counts.sum() + vocab_size)
 
     def perplexity(self, targets: Iterable[npt.NDArray[Any]]) -> float:
-        """Return the perplexity of token ids, given in parts of any shape.
-
-        Infinite without tokens.
-        """
+        """Return the perplexity of token ids, given in parts of any shape; infinite without any."""
         counts = sum(
             (self._count(part.reshape(-1), "the split") for part in targets),
             np.zeros(self._vocab_size, int),

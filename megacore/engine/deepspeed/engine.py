@@ -239,7 +239,7 @@ class DeepSpeedBase(StageEngine, ABC):
 
 
 class MicroBatch(nn.Module):
-    """Wrapper of a model for DeepSpeed: ids of a micro batch in, minimised loss out."""
+    """Wrapper of a model for DeepSpeed: ids of a micro batch in, minimized loss out."""
 
     def __init__(self, model: Model, rules: InputRules) -> None:
         super().__init__()
