@@ -205,8 +205,9 @@ class UnigramModel:
         for start in range(0, len(tokens), _BLOCK_TOKENS):
             block = tokens[start : start + _BLOCK_TOKENS]
             if block.min() < 0 or block.max() >= self._vocab_size:
+                wrong = block.min() if block.min() < 0 else block.max()
                 raise DataFormatError(
-                    f"{origin} holds the token id {block.max()}, but the vocabulary has "
+                    f"{origin} holds the token id {wrong}, but the vocabulary has "
                     f"{self._vocab_size} entries: use the tokenizer that these tokens were made "
                     "with"
                 )
