@@ -64,8 +64,9 @@ def save_checkpoint(
 
     Collective over `group` (None: the default group, or a single rank). Tensors are saved under
     their global names, which may differ between ranks. If several ranks hold a plain tensor or a
-    rectangle of a TensorShard, it is written by the rank with the least data. `state` is JSON; the
-    first rank's is written. An existing checkpoint of this iteration is replaced.
+    rectangle of a TensorShard, it is written by the rank with the least data. `state` is JSON, as
+    Python writes it: numbers may be NaN or infinite. The first rank's is written. An existing
+    checkpoint of this iteration is replaced.
 
     Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is
     left visible.
@@ -144,7 +145,10 @@ def check_types(tensors: Tensors) -> None:
 
 
 def encode_state(state: Mapping[str, Any], iteration: int) -> str:
-    """Return the state as JSON. Raises CheckpointError."""
+    """Return the state as JSON. Raises CheckpointError.
+
+    An applied iteration may have an infinite loss, so NaN and infinite numbers are written too.
+    """
     try:
         return json.dumps(dict(state), indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:
