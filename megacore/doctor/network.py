@@ -293,15 +293,17 @@ def bandwidth(facts: "Facts") -> Finding | None:
         judgement.warn(
             "", f"{count} were not measured in time: examine fewer hosts at a time (launch.include)"
         )
-    for pair in facts.pairs:
-        if pair.problem is not None and pair not in unmeasured:
+    for candidate in facts.pairs:
+        if candidate.problem is not None and candidate not in unmeasured:
             ranks = (
-                f"two ranks of {pair.first}" if pair.local else f"{pair.first} and {pair.second}"
+                f"two ranks of {candidate.first}"
+                if candidate.local
+                else f"{candidate.first} and {candidate.second}"
             )
             judgement.error(
-                pair.first,
-                f"{ranks} do not exchange data over {pair.backend} ({pair.problem}): open all "
-                "ports between the hosts, and see that launch.interface is right",
+                candidate.first,
+                f"{ranks} do not exchange data over {candidate.backend} ({candidate.problem}): open "
+                "all ports between the hosts, and see that launch.interface is right",
             )
     between = [pair for pair in facts.pairs if not pair.local and pair.problem is None]
     rates = host_medians(between, lambda pair: pair.bandwidth())

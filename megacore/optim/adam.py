@@ -156,15 +156,15 @@ class ShardedWeights:
             parameter.data = view
         self.weights = [
             MainWeight(
-                piece.name,
-                piece.start,
-                piece.of(main),
-                piece.of(bucket.reduced),
-                piece.of(exp_avg),
-                piece.of(exp_avg_sq),
-                None if is_fp32 else piece.of(shard),
+                part.name,
+                part.start,
+                part.of(main),
+                part.of(bucket.reduced),
+                part.of(exp_avg),
+                part.of(exp_avg_sq),
+                None if is_fp32 else part.of(shard),
             )
-            for piece in pieces
+            for part in pieces
         ]
 
     def publish(self) -> Pending:

@@ -166,7 +166,7 @@ def _read_by(job: Job) -> Iterator[_Read]:
 
 def _tokenizer(directory: str) -> _Read:
     path = Path(directory).absolute()
-    return "tokenizer", path, sorted(path for path in path.glob("*") if path.is_file())
+    return "tokenizer", path, sorted(file for file in path.glob("*") if file.is_file())
 
 
 def _below(directory: Path) -> list[Path]:
