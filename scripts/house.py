@@ -75,7 +75,7 @@ def leave(code, _exit=os._exit):
     _exit(code)
 
 atexit.register(write)
-os._exit = leave  # a rank that has done its work ends by this
+os._exit = leave  # ranks end with os._exit, which skips atexit
 """
 """Source of a run's sitecustomize.py, which writes the files that rank 0 has loaded when it
 ends."""

@@ -126,8 +126,8 @@ def _mixture(data: list[str] | None, by_split: Mapping[str, list[str] | None]) -
     options = [f"--{name}-data-prefix" for name, values in by_split.items() if values]
     if data and options:
         raise ConfigError(
-            f"--data-prefix and {options[0]} are given: the first stands for all splits, leave one "
-            "out"
+            f"--data-prefix and {options[0]} are given, but --data-prefix is for all splits: leave "
+            "one out"
         )
     if data:
         return Mixture.blend(parse_members(data, "--data-prefix"))

@@ -45,8 +45,8 @@ def run_rank(
         metavar="N",
         help=(
             "this rank's number on its machine, as DeepSpeed's and PyTorch's older launchers pass "
-            "it; it stands in for the variable LOCAL_RANK where a launcher sets none, and must "
-            "agree with it where one does"
+            "it; replaces the variable LOCAL_RANK where a launcher sets none, and must agree "
+            "with it where one does"
         ),
     )
     options = parser.parse_args(arguments)

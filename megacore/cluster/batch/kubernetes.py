@@ -57,8 +57,8 @@ class KubernetesJob:
         self._gone = False
         if not Path(spec.job_file).is_relative_to(spec.workspace):
             raise ConfigError(
-                f"{spec.job_file} is not in the workspace {spec.workspace}, which is what pods "
-                "see: set MEGACORE_WORKSPACE to the directory that "
+                f"{spec.job_file} is not in the workspace {spec.workspace}, the only directory "
+                "that pods see: set MEGACORE_WORKSPACE to the directory that "
                 "launch.kubernetes.workspace_claim is mounted at"
             )
 

@@ -248,9 +248,9 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
             layout_of(config, nodes * spec.ranks_per_node, values.get("vocab_size"))
             return replace(node, names=node.names[:nodes])
     raise ParallelLayoutError(
-        f"the scheduler gave {len(node.names)} machines, and the model and its batch divide by the "
-        f"ranks of no number from {minimum} to {len(node.names)}: correct launch.nnodes or "
-        "train.global_batch_size"
+        f"the scheduler gave {len(node.names)} machines, and no number of machines from {minimum} "
+        f"to {len(node.names)} gives ranks by which the model and its batch divide: correct "
+        "launch.nnodes or train.global_batch_size"
     )
 
 

@@ -118,8 +118,8 @@ def rank_files(directory: Path) -> dict[tuple[int, int], Path]:
             continue
         if match[3]:
             raise ConversionError(
-                f"{folder} is divided by a third number next to tensor and pipeline rank, as "
-                "experts are, which no model of megacore has"
+                f"{folder} is divided by a third number in addition to tensor and pipeline rank, "
+                "as experts are, which no model of megacore has"
             )
         rank = int(match[1]), int(match[2] or 0)
         if rank in files:
