@@ -109,8 +109,9 @@ def _copy_repository(target: Path) -> None:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
-    for git in (["init", "-q"], ["add", "--all"]):
-        subprocess.run(["git", *git], cwd=target, check=True)
+    identity = ["-c", "user.name=plant_faults", "-c", "user.email="]
+    for git in (["init", "-q"], ["add", "--all"], ["commit", "-q", "--no-gpg-sign", "-m", "copy"]):
+        subprocess.run(["git", *identity, *git], cwd=target, check=True)
 
 
 def _first_failure(directory: Path, tests: Sequence[str], suite: Suite, limit: float) -> str | None:

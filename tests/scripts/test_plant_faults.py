@@ -74,7 +74,7 @@ def test_missed_faults_meet_all_tests_in_a_repository_but_those_of_the_script(
     (repository / script.OWN_TESTS).write_text("def test_texts():\n    assert False\n")
     (repository / "tests" / "test_copy.py").write_text(
         "import os\nimport subprocess\n\n\ndef test_files():\n"
-        "    assert 'sums.py' in subprocess.check_output(['git', 'ls-files'], text=True)\n"
+        "    assert 'sums.py' in subprocess.check_output(['git', 'ls-tree', 'HEAD'], text=True)\n"
         f"    assert os.environ['MEGACORE_SHARED'] == {str(tmp_path / 'shared')!r}\n"
     )
     tests = ("tests/test_copy.py",)
