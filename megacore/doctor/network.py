@@ -302,8 +302,8 @@ def bandwidth(facts: "Facts") -> Finding | None:
             )
             judgement.error(
                 candidate.first,
-                f"{ranks} do not exchange data over {candidate.backend} ({candidate.problem}): open "
-                "all ports between the hosts, and see that launch.interface is right",
+                f"{ranks} do not exchange data over {candidate.backend} ({candidate.problem}): "
+                "open all ports between the hosts, and see that launch.interface is right",
             )
     between = [pair for pair in facts.pairs if not pair.local and pair.problem is None]
     rates = host_medians(between, lambda pair: pair.bandwidth())
