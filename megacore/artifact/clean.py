@@ -86,7 +86,7 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
         for path, manifest in manifests.items()
         if manifest.stage not in REBUILDABLE or path.stat().st_mtime >= limit
     ]
-    queue += [path for path in _read_by_unfinished_runs(workspace) if path in manifests]
+    queue += [path for path in _inputs_of_unfinished_runs(workspace) if path in manifests]
     needed: set[Path] = set()
     while queue:
         path = queue.pop()
@@ -138,7 +138,7 @@ def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
     return removables
 
 
-def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
+def _inputs_of_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
     """Yield the input directories that the job files of runs name.
 
     A run that is active or was interrupted has a job file but no manifest yet.

@@ -309,7 +309,7 @@ def _hint(location: Location, schema: type[BaseModel]) -> str:
             for field_name, field in section.model_fields.items()
         }
     )
-    return _elsewhere(name, schema) or nearest(name, known)
+    return _hint_of_other_section(name, schema) or nearest(name, known)
 
 
 def _location(item: Any, schema: type[BaseModel]) -> Location:
@@ -383,7 +383,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
 
 
-def _elsewhere(name: str, schema: type[BaseModel]) -> str:
+def _hint_of_other_section(name: str, schema: type[BaseModel]) -> str:
     """Return a hint if another section has a field `name`."""
     for section, field in schema.model_fields.items():
         if any(name in model.model_fields for model in _models_in(field.annotation)):

@@ -90,7 +90,9 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     with reading(Path(job.checkpoint)):
         beat("verify")
         marker = verify(Path(job.checkpoint))
-        tensors = _Told(CheckpointTensors(Path(job.checkpoint)), lambda: beat("read weights"))
+        tensors = _ObservedTensors(
+            CheckpointTensors(Path(job.checkpoint)), lambda: beat("read weights")
+        )
         write_export(directory, job, tensors)
         model = load_weights(job.spec, tensors, _device())
     report, exported = pass_gate(job, model, beat)
@@ -120,14 +122,14 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     return report
 
 
-class _Told(Mapping[str, Tensor]):
-    """Mapping of tensors that calls `tell` before each look-up."""
+class _ObservedTensors(Mapping[str, Tensor]):
+    """Mapping of tensors that calls `observe` before each look-up."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], tell: Callable[[], None]) -> None:
-        self._tensors, self._tell = tensors, tell
+    def __init__(self, tensors: Mapping[str, Tensor], observe: Callable[[], None]) -> None:
+        self._tensors, self._observe = tensors, observe
 
     def __getitem__(self, name: str) -> Tensor:
-        self._tell()
+        self._observe()
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:

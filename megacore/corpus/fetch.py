@@ -188,7 +188,7 @@ class _Download:
         self._client = client
         self._address, self._url = _without_user(url), shown(url)
         self._target = target
-        self._there = complete
+        self._complete = complete
         self._report = report
         self._about, self._part, self._about_part = _side_files(target)
         self._digest, self._size = hashlib.sha256(), 0
@@ -234,8 +234,8 @@ class _Download:
     def _attempt(self) -> Version:
         if self._version.size != self._size or not self._size:
             with self._client.stream("GET", self._address, headers=self._headers()) as response:
-                if response.status_code == 304 and self._there is not None:
-                    return self._there
+                if response.status_code == 304 and self._complete is not None:
+                    return self._complete
                 self._accept(response)
                 self._receive(response)
         if self._version.size not in (None, self._size):
@@ -246,10 +246,10 @@ class _Download:
         headers = {"Accept-Encoding": "identity"}
         if self._size and self._version.validator:
             return {**headers, "Range": f"bytes={self._size}-", "If-Range": self._version.validator}
-        if self._there is not None and self._there.etag:
-            headers["If-None-Match"] = self._there.etag
-        elif self._there is not None and self._there.last_modified:
-            headers["If-Modified-Since"] = self._there.last_modified
+        if self._complete is not None and self._complete.etag:
+            headers["If-None-Match"] = self._complete.etag
+        elif self._complete is not None and self._complete.last_modified:
+            headers["If-Modified-Since"] = self._complete.last_modified
         return headers
 
     def _accept(self, response: "httpx.Response") -> None:

@@ -57,7 +57,7 @@ class SentencePart:
     """First document."""
     last: int
     """Document after the last."""
-    wanted: int | None
+    requested: int | None
     """Minimum number of samples, for which as many whole epochs as necessary are used; None for
     one epoch."""
 
@@ -224,8 +224,8 @@ def _arguments(part: SentencePart, options: IndexOptions) -> tuple[Any, ...]:
     return (
         np.require(dataset.document_indices[part.first : part.last + 1], np.int64, ["C", "A"]),
         np.require(dataset.lengths, np.int32, ["C", "A"]),
-        _ENDLESS * 2**31 if part.wanted is None else part.wanted,
-        1 if part.wanted is None else _ENDLESS,
+        _ENDLESS * 2**31 if part.requested is None else part.requested,
+        1 if part.requested is None else _ENDLESS,
         options.seq_length - sentences.special_tokens,
         sentences.short_seq_prob,
         sentences.minimum_sentences,
@@ -235,7 +235,7 @@ def _arguments(part: SentencePart, options: IndexOptions) -> tuple[Any, ...]:
 
 def _check_count(part: SentencePart, options: IndexOptions, samples: int) -> None:
     """Raise DataFormatError if samples are requested but there are none."""
-    if samples or part.wanted == 0:
+    if samples or part.requested == 0:
         return
     if part.last <= part.first:
         raise DataFormatError(

@@ -158,7 +158,7 @@ class SlurmJob:
         """Cancel the job of an earlier follower, and wait until its processes have ended."""
         name = self.name(earlier.token)
         started = time.monotonic()
-        while jobs := self._there(earlier):
+        while jobs := self._unended_jobs(earlier):
             run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
             if time.monotonic() - started > REMOVE_LIMIT:
                 raise LaunchError(
@@ -168,7 +168,7 @@ class SlurmJob:
                 )
             time.sleep(_PAUSE)
 
-    def _there(self, earlier: Submission) -> set[str]:
+    def _unended_jobs(self, earlier: Submission) -> set[str]:
         """Return the ids of a submission's jobs that have not ended; its name if Slurm is silent.
 
         A job counts as ended only if Slurm says so. Otherwise a busy controller could lead to a
@@ -189,7 +189,7 @@ class SlurmJob:
     def look(self) -> Look | None:
         """Return the current state of the job; None if Slurm does not answer."""
         done = run([*_SHOW, self._job])
-        record = _told(done)
+        record = _record_of(done)
         if record is None:
             self.silence = one_line(done)
             return None
@@ -309,10 +309,10 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 def details(job: str) -> dict[str, str] | None:
     """Return Slurm's record of a job; empty if the job is unknown, None if Slurm is silent."""
-    return _told(run([*_SHOW, job]))
+    return _record_of(run([*_SHOW, job]))
 
 
-def _told(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
+def _record_of(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
     if done.returncode == 0:
         return dict(re.findall(r"(?:^| )(\w+)=(\S*)", done.stdout))
     return {} if "Invalid job id" in done.stderr else None
