@@ -55,7 +55,7 @@ ENTRIES = {
     "orchestration": Entry(
         ("benchmarks.orchestration",), "Orchestration", packages=("torch", "prefect")
     ),
-    "hosts": Entry(("benchmarks.hosts",), "Two machines"),
+    "hosts": Entry(("benchmarks.hosts",), "Two hosts"),
     "finetune-deberta": Entry(
         ("benchmarks.finetune", "speed", "--model", "deberta"),
         "Fine-tuning, DeBERTa",

@@ -1,6 +1,6 @@
 """Training of GPT-2 345M on one CUDA device.
 
-It measures all GPU figures of docs/benchmarks.md in one run of at most 10 minutes.
+One run of at most 10 minutes measures all GPU figures of docs/benchmarks.md.
 
     python -m benchmarks.gpu [--micro-batches 8 16 32 64]
         [--parts sweep contest recompute fp16 small]
@@ -80,7 +80,7 @@ class Bench:
 
     @contextmanager
     def running(self, work: Work, name: str = OURS) -> Iterator[Contestant]:
-        """Run one contestant, which has the device for itself.
+        """Run one contestant, which has the device to itself.
 
         Raises DeviceFullError from within the body.
         """
@@ -105,7 +105,7 @@ class Bench:
             return None
 
     def mfu(self, case: Case, seconds: float) -> float:
-        """Return the share of the measured rate of matrix products."""
+        """Return the MFU relative to the measured rate of matrix products."""
         return case.flops / seconds / 1e12 / self.peak
 
 

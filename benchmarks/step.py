@@ -4,12 +4,12 @@
     python -m benchmarks.step --losses 50 [--case tiny-bf16]
 
 The contestants are megacore's native engine as its launcher starts it; a plain torch GPT in
-nanoGPT's style, eager, compiled, with torch's fused AdamW, with glibc's own malloc and with the
-thresholds that megacore's launcher sets; and transformers' GPT-2 in Trainer's loop. All have the
-same weights, batches, learning rate, AdamW and clipping, and their first losses must agree. They
-are started first and then take turns of a few steps: ratios are taken within a round, and their
-median counts. `--losses` instead compares the losses of megacore in the case's precision with those
-of megacore in fp32.
+nanoGPT's style (eager or compiled, with or without torch's fused AdamW, with glibc's default malloc
+or the thresholds that megacore's launcher sets); and transformers' GPT-2 in Trainer's loop. All
+have the same weights, batches, learning rate, AdamW and clipping, and their first losses must
+agree. They are started first and then take turns of a few steps: ratios are taken within a round,
+and their median counts. `--losses` instead compares the losses of megacore in the case's precision
+with those of megacore in fp32.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GOALS: dict[str, dict[str, float]] = {
     "smoke-fp32": {EAGER: 0.001},
     "smoke-bf16": {EAGER: 0.001},
 }
-"""Least ratio of megacore's speed to each of these contestants."""
+"""Minimum ratio of megacore's speed to that of each of these contestants."""
 LINE_UP = {
     "tiny-fp32": [
         OURS,

@@ -42,7 +42,7 @@ class Measured:
     """Seconds of a step on the slowest rank, in each round."""
     memory: list[dict[str, float]] = field(default_factory=list)
     """Memory of the rank with the highest peak, in each round."""
-    found: dict[str, Any] = field(default_factory=dict)
+    rank_census: dict[str, Any] = field(default_factory=dict)
     """Census of the first rank."""
 
     def run(self, steps: int) -> None:
@@ -50,12 +50,12 @@ class Measured:
         with started(self.work) as ranks:
             ranks.ask("run 1")
             results = ranks.ask(f"run {steps}")
-            self.found = self.found or ranks.ask("census")[0]
+            self.rank_census = self.rank_census or ranks.ask("census")[0]
         self.seconds.append(max(rank["seconds"] for rank in results))
         self.memory.append(max(results, key=lambda rank: float(rank["training_mb"])))
 
     def peak(self, moment: str) -> float:
-        """Return resident memory in MB, median over the rounds."""
+        """Return the resident memory in MB at `moment`, as the median over the rounds."""
         return statistics.median(each[f"{moment}_mb"] for each in self.memory)
 
     def ratio(self, other: "Measured") -> float:
@@ -95,13 +95,14 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
     ]
     ratios = []
     for name, each in measured.items():
-        kinds, expected = dict(each.found["kinds"]), formula(each.work, each.found["psi"])
+        kinds = dict(each.rank_census["kinds"])
+        expected = formula(each.work, each.rank_census["psi"])
         known_bytes = sum(kinds.values())
         optimizer = (
             (census.MOMENTS,) if each.work.precision == "fp32" else (census.MAIN, census.MOMENTS)
         )
         offloaded = sum(
-            each.found["hosted"].get(kind, 0)
+            each.rank_census["hosted"].get(kind, 0)
             for kind in (census.PARAMETERS, census.GRADIENTS, *optimizer)
         )
         pairs = {
@@ -125,14 +126,14 @@ def state_table(measured: dict[str, Measured]) -> tuple[list[str], list[tuple[st
         ]
         cells += [
             ", ".join(further) or "-",
-            f"{known_bytes / (known_bytes + each.found['unknown']):.3%}",
+            f"{known_bytes / (known_bytes + each.rank_census['unknown']):.3%}",
         ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows, ratios
 
 
 def speed_table(measured: dict[str, Measured]) -> list[str]:
-    """Return the rows of a Markdown table."""
+    """Return the rows of a Markdown table of speed and peak memory."""
     rows = [
         (
             "| variant | tokens/s | to native | to native, distributed optimizer | before the "
@@ -146,7 +147,7 @@ def speed_table(measured: dict[str, Measured]) -> list[str]:
         tokens = (
             SIZES[work.size].seq_length * work.micro_batch_size * work.micro_batches * work.ranks
         )
-        known_bytes, heap = sum(each.found["kinds"].values()), each.found["allocated"]
+        known_bytes, heap = sum(each.rank_census["kinds"].values()), each.rank_census["allocated"]
         before, building, training = (
             each.peak(moment) for moment in ("before", "building", "training")
         )
@@ -197,7 +198,7 @@ def take_turns(measured: dict[str, Measured], number: int, steps: int) -> None:
         each.run(steps)
         sys.stderr.write(
             f"{each.work.precision} round {number + 1} {name}: {each.seconds[-1]:.2f} s, load "
-            f"before {load:.1f}, largest unknown {each.found['largest_unknown'][:1]}\n"
+            f"before {load:.1f}, largest unknown {each.rank_census['largest_unknown'][:1]}\n"
         )
 
 
@@ -214,8 +215,8 @@ def report(measured: dict[str, Measured]) -> Check:
     ]
     first = measured[REFERENCE]
     title = (
-        f"{first.work.precision}, {first.found['psi']:,} parameters; MB, and how many times the "
-        "formula:"
+        f"{first.work.precision}, {first.rank_census['psi']:,} parameters; MB, and how many times "
+        "the formula:"
     )
     sys.stdout.write("\n".join(["", title, "", *rows, "", *speed_table(measured), ""]))
     for line in beyond:

@@ -1,4 +1,4 @@
-"""Prefect flows: each one only orders tasks."""
+"""Prefect flows, which only define the order of the tasks."""
 
 import sys
 

@@ -16,7 +16,9 @@ from tasks.zeroshot import zeroshot, zeroshot_summary
 
 def zero_shot_stage(pipeline: StageRunner, *inputs: Artifact) -> Artifact | None:
     """Score the best checkpoint on the texts of `evaluate.zero_shot`; return None without texts."""
-    return pipeline.stage(zeroshot, *inputs) if pipeline.config.evaluate.zero_shot.wanted else None
+    return (
+        pipeline.stage(zeroshot, *inputs) if pipeline.config.evaluate.zero_shot.requested else None
+    )
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)

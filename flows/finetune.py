@@ -40,7 +40,7 @@ def finetune(
 
     `conf` is a name in conf/finetune/ or a path. `dry_run` shows keys and cached stages, and runs
     nothing. `find_batch_size` finds the largest micro batch that fits for each distribution, and
-    does not train further. A training that is stopped on request ends the run in the state Stopped.
+    then ends. A training that is stopped on request ends the run in the state Stopped.
     """
     if dry_run:
         finetune_dry_run(conf, overrides, find_batch_size=find_batch_size)

@@ -47,7 +47,7 @@ HOPS = (
     "megacore.engine.native:update",
     "megacore.optim.adam:step",
 )
-"""Files that calls pass from the flow to the optimizer step, with the function in each."""
+"""Files through which calls pass from the flow to the optimizer step, with the function in each."""
 QUICKSTART = (
     "train.train_iters=4",
     "train.eval_interval=4",
@@ -75,7 +75,7 @@ def leave(code, _exit=os._exit):
     _exit(code)
 
 atexit.register(write)
-os._exit = leave  # a rank that has done its work ends by this
+os._exit = leave  # ranks end with os._exit, which skips atexit
 """
 """Source of a run's sitecustomize.py, which writes the files that rank 0 has loaded when it
 ends."""
@@ -315,7 +315,7 @@ def signatures(house: House) -> Iterator[Figure]:
 
 
 def hops(house: House, path: Iterable[str] = HOPS) -> Iterator[Figure]:
-    """Count the files that calls pass from the flow to the optimizer step, and check the path.
+    """Count the files through which calls pass from flow to optimizer step; check the path.
 
     Each file must define the named function. An earlier file of the path must import its module,
     pass the module's name to a launcher, or call the function as a method of an object.

@@ -48,7 +48,7 @@ WORK_POOL = "local"
 PREFECT_TOML = ROOT / "prefect.toml"
 TOML_HEADER = "# Written by `make server`; `make stop` removes it."
 START_TIMEOUT = 120.0
-"""Most seconds of each step of a start."""
+"""Maximum number of seconds for each step of a start."""
 STOP_GRACE = {"deploy": 5.0, "worker": 28.0, "mlflow": 10.0, "prefect": 10.0}
 """Seconds of grace by process, in the order of stopping; the worker's runs need launch.stop_grace
 to end their ranks."""
@@ -334,7 +334,7 @@ def _write_prefect_toml(servers: Servers, workspace: Workspace) -> None:
 
 
 def deploy(workspace: Workspace) -> None:
-    """Put work pool, automation and deployments onto a server that was started elsewhere.
+    """Create the work pool, automation and deployments on a server that was started elsewhere.
 
     Raises LaunchError.
     """

@@ -24,7 +24,7 @@ from tasks._logging import UNLIMITED_RETRIES
 
 KeyFunction = Callable[..., StageKey]
 RetryCondition = Callable[[Any, Any, State[Any]], bool]
-"""Function of a task, its run and the failed state: True if the task is to be started again."""
+"""Function of a task, its run and the failed state that returns True if the task is retried."""
 logger = logging.getLogger("prefect.megacore")
 
 

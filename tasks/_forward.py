@@ -1,10 +1,10 @@
 """Forwarding of a training's events to MLflow, exactly once.
 
-For each (kind, iteration), the first event in `events.jsonl` is sent, in the file's order, with its
-own time as timestamp. A file in the run directory records the offset up to which the store has all
-events; it is updated after each batch. Events that may have arrived without being committed (after
-a start, a failure or a kill) are first compared with the store's history. Nothing here makes
-training wait: deliveries run in a thread, and failed deliveries are tried again later.
+For each (kind, iteration), the first event in `events.jsonl` is sent, in the file's order, with the
+event's time as timestamp. A file in the run directory records the offset up to which the store has
+all events; it is updated after each batch. Events that may have arrived without being committed
+(after a start, a failure or a kill) are first compared with the store's history. Training never
+waits: deliveries run in a thread, and failed deliveries are tried again later.
 """
 
 import logging
@@ -164,7 +164,10 @@ def _damaged(events: Path, end: int, reason: str) -> DataFormatError:
 
 
 class Forwarder:
-    """Sender of a run directory's events to its MLflow run, created when the store answers."""
+    """Sender of a run directory's events to its MLflow run.
+
+    The MLflow run is created once the store answers.
+    """
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class Forwarder:
             run_directory: directory of events.jsonl.
             config: configuration that is recorded with the run.
             facts: further facts that are recorded with the run.
-            interval: least seconds between two deliveries.
+            interval: minimum number of seconds between two deliveries.
         """
         self._tracking = tracking
         self._directory = run_directory
@@ -215,7 +218,7 @@ class Forwarder:
             self._start()
 
     def flush(self, timeout: float = 120.0) -> str:
-        """Deliver all events that are in events.jsonl by now, and return the run's id.
+        """Deliver all events written to events.jsonl so far, and return the run's id.
 
         Raises TrackingError when the store accepted nothing for `timeout` seconds, and
         DataFormatError when events.jsonl is damaged.
@@ -297,8 +300,8 @@ class Forwarder:
             try:
                 self._send(batch)
             except TrackingError:
-                # The store may have the batch anyway, or may have lost the run: ask before the
-                # next delivery.
+                # The store may have received the batch all the same, or may have lost the run.
+                # The next delivery checks both.
                 self._run_id = None
                 raise
             if not self._closed:
@@ -350,7 +353,7 @@ class Forwarder:
     def _send_file(self, path: Path) -> None:
         """Log a profile as an artifact of the run, in a separate folder.
 
-        A file that was removed in between is left out.
+        A file that no longer exists is left out.
         """
         assert self._run_id is not None
         if path.is_file():

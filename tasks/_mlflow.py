@@ -1,6 +1,6 @@
 """The MLflow store, and the single MLflow run of a training.
 
-`mlflow` is imported when the store is first used, never when this module is.
+`mlflow` is imported when the store is first used, not when this module is imported.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ class Tracking:
 
     @cached_property
     def experiment_id(self) -> str:
-        """Id of the experiment, created if absent.
+        """Id of the experiment, which is created if absent.
 
         Its files are in the workspace if the store is the workspace's own.
         """
@@ -193,7 +193,7 @@ def page_url(server: str, route: str = "experiments") -> str:
 
 
 def ensure_run(tracking: Tracking, run_directory: Path, config: FlowConfig, facts: RunFacts) -> str:
-    """Return the id of the run directory's MLflow run, which is then running and described.
+    """Return the id of the run directory's MLflow run; create, reopen or describe it if needed.
 
     The directory gets a random token before the run is created with that token as a tag: after a
     crash between creating the run and writing its id, the tag identifies the run. A run that the
@@ -241,7 +241,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def git_facts(repository: Path) -> dict[str, str]:
-    """Return the tags of a work tree's commit and of uncommitted changes; empty outside of git."""
+    """Return the tags of a work tree's commit and of uncommitted changes.
+
+    Outside of git, the commit is that of the variable MEGACORE_GIT_COMMIT, if it is set.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(repository), *arguments]
@@ -283,7 +286,7 @@ def _read_state(path: Path) -> dict[str, str | None]:
 
 
 def _recorded_run(tracking: Tracking, state: Mapping[str, str | None]) -> "Run | None":
-    """Return the run noted in the directory, or None if the store lost it or a user deleted it."""
+    """Return the run recorded in the directory, or None if it was lost or deleted in the store."""
     from mlflow.exceptions import MlflowException
 
     run_id = state["run_id"]

@@ -1,4 +1,4 @@
-"""Registry look-ups of the model that a fine-tuning begins with: its files and its lineage."""
+"""Look-ups of the model from which a fine-tuning starts: its files and its lineage."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCHEME = "models:/"
 _NAMED = 8
-"""Most registered models that an error message lists."""
+"""Maximum number of registered models that an error message lists."""
 _FORM = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[0-9]+))")
 
 
@@ -77,7 +77,8 @@ def parent_directory(config: FinetuneConfig) -> Path | None:
 
     A registered model whose files are on a server is downloaded once into the workspace.
 
-    Raises ConfigError for a model that is missing or has another form, and TrackingError.
+    Raises ConfigError for a model that is missing or is not a transformers model, and
+    TrackingError.
     """
     if not config.model.path.startswith(SCHEME):
         return local_directory(config.model.path)

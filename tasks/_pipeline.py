@@ -78,9 +78,9 @@ class StageRunner(Generic[Config]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """Show the table, also after a failure: it shows the failed stage and the finished ones.
+        """Show the table, which after a failure contains the finished stages and the failed one.
 
-        A training that was stopped on request is no failure: it ends in the state `ended`.
+        A training that was stopped on request has not failed: the flow ends in the state `ended`.
         """
         if self.rows and (error is None or isinstance(error, Exception)):
             self._report()

@@ -53,7 +53,7 @@ def publish_model(
     tags: Mapping[str, str],
     pictures: Sequence[Path] = (),
 ) -> dict[str, str]:
-    """Register an export as a version of model `name`, alias `candidate`.
+    """Register an export as a version of model `name`, with the alias `candidate`.
 
     Publishing the same export again returns the same version.
 

@@ -70,7 +70,7 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
     Args:
         run_directory: directory of the training.
         task_run: id of the task run, the same in all its attempts.
-        retries: most retries without a new checkpoint.
+        retries: maximum number of retries without a new checkpoint.
 
     Raises:
         MegacoreError: error of the body; the last one states how many retries brought no new

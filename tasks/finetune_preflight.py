@@ -98,7 +98,7 @@ def check_here(config: FinetuneConfig) -> None:
 
 
 def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -> str:
-    """Estimate the cost of the training, in one line.
+    """Return the estimated cost of the training as one line of text.
 
     Raises ConfigError where CPUs would need more than CPU_DAYS_LIMIT days and launch.allow_cpu is
     false.
@@ -241,7 +241,7 @@ def _processes(config: FinetuneConfig) -> str:
 
 
 def _commands(config: FinetuneConfig, artifacts: Mapping[str, Artifact]) -> list[str]:
-    """Return the commands that start the ranks; without its inputs, the run's key is `<key>`."""
+    """Return the commands that start the ranks, with `<key>` for a run key not yet known."""
     directory = Workspace.of().folder("finetune") / "<key>"
     if {"pretrained", "examples"} <= artifacts.keys():
         directory = run_directory(config, artifacts["pretrained"], artifacts["examples"])

@@ -89,7 +89,7 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
         PlannedStage("evaluate", evaluate_key, ("train", *data)),
         *(
             [PlannedStage("zeroshot", zeroshot_key, ("train", "evaluate", *data))]
-            if config.evaluate.zero_shot.wanted
+            if config.evaluate.zero_shot.requested
             else []
         ),
         PlannedStage("convert", convert_key, ("train", "evaluate", *data)),

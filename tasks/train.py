@@ -1,4 +1,4 @@
-"""Stage `train`: supervised distributed pretraining, resumed from its last checkpoint."""
+"""Stage `train`: distributed pretraining, which is watched and resumes from its last checkpoint."""
 
 import shutil
 import time
@@ -55,7 +55,7 @@ def run_key(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> StageKe
 
 
 def pretrained_digest(config: RunConfig) -> str | None:
-    """Return the digest of the initial weights, or None if the run draws its own.
+    """Return the digest of the initial weights, or None if the run starts with random weights.
 
     Raises ConfigError when the checkpoint does not exist.
     """
@@ -180,9 +180,9 @@ def _run(
 
 
 def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifact) -> None:
-    """Warn if an extended run differs from a run of the new length from the start.
+    """Warn if an extension of the run changes its learning rates or the order of its samples.
 
-    Its learning rates or the order of its samples then change at the old end.
+    The run then differs from one that had the new length from the start.
     """
     try:
         previous = TrainJob.read(directory / "run.json")

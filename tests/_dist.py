@@ -52,6 +52,8 @@ def run_distributed(
     with tempfile.TemporaryDirectory(prefix="megacore-dist-") as folder:
         directory = Path(folder)
         (directory / "call").write_bytes(pickle.dumps((fn, args, timeout)))
+        for rank in range(world_size):
+            (directory / f"output_{rank}").touch()  # a rank may die before it opens the file
         ranks = [_start(directory, rank, world_size) for rank in range(world_size)]
         try:
             late = _wait(ranks, timeout, directory / HEARTBEAT)

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,24 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     )
     for reason, count in reasons.most_common():
         terminalreporter.line(f"skipped {count}: {reason}")
+
+
+_ONE_THREAD = ("convert", "engine", "generate", "models", "parity", "train")
+"""Directories whose tests compute small tensors, which gain nothing from more threads."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compute with one thread in some directories, since busy cores make more threads slow."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] not in _ONE_THREAD:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -50,14 +50,14 @@ def test_an_exception_carries_its_rank_and_traceback() -> None:
 
 
 def test_a_heartbeat_extends_the_deadline() -> None:
-    run_distributed(2, _work_with_heartbeats, 8, 0.5, timeout=2)
+    run_distributed(2, _work_with_heartbeats, 8, 1.0, timeout=6)
 
 
 def test_a_hang_shows_every_stack_and_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(DistributedError) as failure:
-        run_distributed(2, _wait_for_nobody, tmp_path, timeout=5)
+        run_distributed(2, _wait_for_nobody, tmp_path, timeout=10)
     message = str(failure.value)
-    assert "no rank finished within 5 s" in message
+    assert "no rank finished within 10 s" in message
     assert message.count("in _wait_for_nobody") == 2
     for pid_file in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):

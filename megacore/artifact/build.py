@@ -127,7 +127,7 @@ def seal(
     duration: float,
     pattern: str = "**/*",
 ) -> Manifest:
-    """Sync every file of `directory` and write its manifest, which marks it as complete.
+    """Sync every file of `directory`, then mark it as complete by writing its manifest.
 
     The manifest lists the files that match `pattern`.
     """
@@ -159,7 +159,7 @@ def lock(target: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold the lock of `target` for the duration of the block.
 
     The lock is the file `.<name>.lock` next to `target`. The kernel releases it when the holder
-    dies. Any number of processes may hold a `shared` lock, to read what must not change.
+    dies. Any number of processes may hold a `shared` lock, to read files that must not change.
     """
     path = target.with_name(f".{target.name}.lock")
     with open(path, "w", encoding="ascii") as file:

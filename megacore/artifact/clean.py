@@ -1,4 +1,4 @@
-"""Search for deletable files of a workspace: stale temporaries, unused artifacts and downloads."""
+"""Deletable files of a workspace: stale temporaries, unused artifacts and old downloads."""
 
 import fcntl
 import itertools
@@ -86,7 +86,7 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
         for path, manifest in manifests.items()
         if manifest.stage not in REBUILDABLE or path.stat().st_mtime >= limit
     ]
-    queue += [path for path in _read_by_unfinished_runs(workspace) if path in manifests]
+    queue += [path for path in _inputs_of_unfinished_runs(workspace) if path in manifests]
     needed: set[Path] = set()
     while queue:
         path = queue.pop()
@@ -107,7 +107,7 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
 def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
     """Return the downloaded files that were neither fetched nor resumed for `days` days.
 
-    Artifacts have hard links to these files.
+    Artifacts hold hard links to these files, so deleting a download damages no artifact.
     """
     limit = time.time() - days * 86400
     removables = _old_caches(workspace, days)
@@ -138,10 +138,10 @@ def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
     return removables
 
 
-def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
-    """Yield the input directories of runs that are running or were interrupted.
+def _inputs_of_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
+    """Yield the input directories that the job files of runs name.
 
-    Such a run has no manifest yet, only its job file.
+    A run that is active or was interrupted has a job file but no manifest yet.
     """
     for job in itertools.chain(
         *((workspace.root / FOLDERS[stage]).glob("*/run.json") for stage in RUNS)
@@ -160,7 +160,10 @@ def _read_by_unfinished_runs(workspace: Workspace) -> Iterator[Path]:
 
 
 def remove(items: list[Removable]) -> None:
-    """Delete each item atomically. Raises WorkspaceError."""
+    """Delete each item. Raises WorkspaceError.
+
+    Directories other than temporaries are renamed first, so that no reader sees them half deleted.
+    """
     for item in items:
         with workspace_errors(item.path):
             if not item.path.is_dir() or _TEMPORARY in item.path.name:

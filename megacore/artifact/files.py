@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomically replaced files and JSON, and atomic directories.
+"""Atomic writes of files, JSON and directories, which leave no partial output after a crash.
 
 Data is written under a temporary name, synced, and renamed.
 """
@@ -110,7 +110,7 @@ def staged(output: Path) -> Iterator[Path]:
     If the block fails, the directory is removed.
 
     Raises:
-        ConfigError: `output` is a file or a directory that is not empty.
+        ConfigError: `output` is a file, or a directory that is not empty.
         WorkspaceError: `output` cannot be written.
     """
     check_output(output)
@@ -139,7 +139,7 @@ def staged(output: Path) -> Iterator[Path]:
 
 
 def check_output(output: Path) -> None:
-    """Refuse an output that is a file or a directory that is not empty. Raises ConfigError."""
+    """Refuse an output that is a file or a non-empty directory. Raises ConfigError."""
     for place in (output.absolute(), *output.absolute().parents):
         if place.exists() and not place.is_dir():
             raise ConfigError(f"{place} is a file: give another --output")

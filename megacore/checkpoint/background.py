@@ -121,7 +121,7 @@ class CheckpointSaver:
 
     @property
     def failed(self) -> bool:
-        """True if `wait` and `save` will raise; ranks can agree on it in an existing exchange."""
+        """True if `wait` and `save` will raise. Ranks can send it along with other values."""
         flight = self._flight
         return flight is not None and flight.failure is not None
 
@@ -144,8 +144,8 @@ class CheckpointSaver:
             validation_loss: validation loss at this iteration, if measured.
 
         Raises:
-            CheckpointError: `state` is not JSON, a value is no tensor, or there is not enough host
-                memory for the copy.
+            CheckpointError: `state` is not JSON, a value is not a tensor, or host memory does not
+                suffice for the copy.
             MegacoreError, RuntimeError: the previous save failed, or this one if it is synchronous.
         """
         began = time.monotonic()
@@ -186,8 +186,8 @@ class CheckpointSaver:
     def poll(self) -> SaveFinished | None:
         """Return the oldest finished save that was not returned before, or None.
 
-        Never raises, since ranks poll at different times. The error of a save comes from `wait` or
-        the next `save`.
+        Never raises, because ranks poll at different times. `wait` or the next `save` raises the
+        error of a save.
         """
         if self._flight is not None and self._flight.finished is not None:
             self._land()
@@ -199,9 +199,9 @@ class CheckpointSaver:
         return self._finished.popleft() if self._finished else None
 
     def progress(self) -> tuple[int, int] | None:
-        """Return the bytes written by all ranks and the total, on the first rank during a save.
+        """Return the bytes that all ranks have written, and the total.
 
-        Return None otherwise.
+        Return None on other ranks than the first, and if no save is in progress.
         """
         flight = self._flight
         if self._ranks.rank != 0 or flight is None or not _alive(flight):

@@ -285,14 +285,14 @@ def verify(directory: Path, mode: Literal["quick", "full"] = "full") -> Marker:
 
 
 def marker_problem(directory: Path, marker: Marker) -> str | None:
-    """Return an error if the marker does not belong to this directory, else None."""
+    """Return the problem if the marker does not belong to this directory, else None."""
     if iteration_of(directory) not in {None, marker.iteration}:
         return f"its marker is of iteration {marker.iteration}"
     return None
 
 
 def refuse(directory: Path, problem: str | None) -> None:
-    """Raise CheckpointError if there is a problem."""
+    """Raise CheckpointError if `problem` is not None."""
     if problem is not None:
         raise CheckpointError(
             f"checkpoint {directory} is damaged: {problem}: use another checkpoint"
@@ -317,10 +317,10 @@ def complete_checkpoints(
 
 
 def latest_complete(root: Path, *, log: Callable[[str], None] = _logger.warning) -> Path | None:
-    """Return the newest checkpoint in `root` whose files are all as recorded, or None.
+    """Return the newest checkpoint in `root` whose files all match its marker, or None.
 
-    Each newer one that is incomplete or damaged is skipped, after a call of `log` with a warning
-    that names the file. The tracker file is not trusted: a disagreement with it is only logged.
+    For each newer checkpoint that is incomplete or damaged, `log` receives a warning that names the
+    file. The tracker file is not trusted: a disagreement with it is only logged.
     """
     chosen = None
     for directory in reversed(checkpoint_directories(root)):

@@ -64,9 +64,9 @@ class CheckpointReader:
     def fill(self, tensors: Tensors) -> None:
         """Read the slices that belong to `tensors` into their memory, several in parallel.
 
-        Values of another dtype are converted in small blocks. torch reads the archive around each
-        slice with `weights_only` and without its data, which is then read from the file. Raises
-        CheckpointError for a damaged or foreign file.
+        Values of another dtype are converted in small blocks. For each slice, torch parses the
+        archive with `weights_only` and without the data; the data is then read directly from the
+        file. Raises CheckpointError for a damaged or foreign file.
         """
         try:
             self._fill(tensors)
@@ -127,16 +127,16 @@ def load_checkpoint(
     Args:
         path: checkpoint, written in any layout.
         tensors: this rank's tensors by global name, with the checkpoint's global shapes and dtypes;
-            of a TensorShard, the rectangles are filled.
+            a TensorShard has its rectangles filled.
         prefix: common prefix of the names to load, if only a part of the checkpoint is loaded.
         expected: names that all ranks together load (see `names_of_all`); None means those of
             `tensors`.
 
     Raises:
-        CheckpointError: `expected` are not exactly the checkpoint's names that start with `prefix`,
-            or a shape or dtype differs. The message shows both sides, and nothing was changed. Or a
-            file is damaged or contains other objects than tensors, or `path` is no complete
-            checkpoint.
+        CheckpointError: `expected` differs from the checkpoint's names that start with `prefix`, or
+            a shape or dtype differs; the message shows both sides, and `tensors` are unchanged.
+            Also if a file is damaged or contains objects other than tensors, or if `path` is not a
+            complete checkpoint.
     """
     with reading(path):
         reader = CheckpointReader(path)

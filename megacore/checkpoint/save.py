@@ -44,10 +44,10 @@ from megacore.checkpoint.shard import ShardSavePlanner, Tensors, TensorShard
 from megacore.errors import CheckpointError, WorkspaceError
 
 LEAST_FILE_BYTES = 64 << 20
-"""Minimum file size of a rank before its slices are spread over several files."""
+"""Lower bound of the size limit of a file: a rank with fewer bytes writes one file."""
 MOST_FILES = 16
-"""Approximate maximum of files per rank; hashing the last file then takes a small part of the
-time."""
+"""Approximate maximum number of files per rank. Hashing the last of so many files takes a small
+part of the time."""
 _StorageInfo = private_name("torch.distributed.checkpoint.filesystem._StorageInfo")
 
 
@@ -63,9 +63,10 @@ def save_checkpoint(
     """Save `tensors` and `state` as `root/iter_<iteration>`; return that path on every rank.
 
     Collective over `group` (None: the default group, or a single rank). Tensors are saved under
-    their global names, and each rank may have other names. A plain tensor or a rectangle of a
-    TensorShard that several ranks hold is written by the one with the least to write. `state` is
-    JSON; the first rank's is written. An existing checkpoint of this iteration is replaced.
+    their global names, which may differ between ranks. If several ranks hold a plain tensor or a
+    rectangle of a TensorShard, it is written by the rank with the least data. `state` is JSON, as
+    Python writes it: numbers may be NaN or infinite. The first rank's is written. An existing
+    checkpoint of this iteration is replaced.
 
     Raises WorkspaceError (disk full, not writable) or CheckpointError, on every rank; nothing is
     left visible.
@@ -76,7 +77,7 @@ def save_checkpoint(
         check_types(tensors)
         return encode_state(state, iteration) if ranks.rank == 0 else ""
 
-    # Separate from the writing: a rank that raised there would leave the others in its collectives.
+    # Check before writing: a rank that fails while writing leaves the others in a collective.
     encoded = ranks.everywhere(check)[0]
     path, _ = write_checkpoint(
         root, iteration, tensors, encoded, ranks, validation_loss=validation_loss
@@ -135,7 +136,7 @@ def write_checkpoint(
 
 
 def check_types(tensors: Tensors) -> None:
-    """Raise CheckpointError for a value that is no tensor."""
+    """Raise CheckpointError for a value that is not a tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor | TensorShard):
             raise CheckpointError(
@@ -144,7 +145,10 @@ def check_types(tensors: Tensors) -> None:
 
 
 def encode_state(state: Mapping[str, Any], iteration: int) -> str:
-    """Return the state as JSON. Raises CheckpointError."""
+    """Return the state as JSON. Raises CheckpointError.
+
+    An applied iteration may have an infinite loss, so NaN and infinite numbers are written too.
+    """
     try:
         return json.dumps(dict(state), indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:
@@ -171,7 +175,7 @@ def _open_staging(root: Path, iteration: int) -> Path:
 def _write_tensors(
     staging: Path, tensors: Tensors, ranks: RankGroup, progress: Callable[[], None]
 ) -> dict[str, FileRecord]:
-    """Write every rank's slices and `.metadata`, synced; return this rank's files. Collective."""
+    """Write and sync the slices and `.metadata`; return this rank's file records. Collective."""
     writer = CheckpointWriter(staging, ranks.rank, progress=progress)
     # Permanent, since a temporary filter would affect all threads. A single rank is intended here.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -265,7 +269,7 @@ class _Finisher:
         self._files: dict[str, tuple[futures.Future[FileRecord], futures.Future[None]]] = {}
 
     def add(self, path: Path) -> None:
-        """Start hashing and syncing a file, which must not change any more."""
+        """Start to hash and sync a file, which must not change any more."""
         hashing, syncing = self._pools
         self._files[path.name] = (
             hashing.submit(FileRecord.of, path),
@@ -273,7 +277,10 @@ class _Finisher:
         )
 
     def records(self, progress: Callable[[], None]) -> dict[str, FileRecord]:
-        """Wait for all files. Raises OSError, also for an earlier write that failed."""
+        """Wait for all files and return their records, by name.
+
+        Raises OSError, also for an earlier write that failed.
+        """
         records = {}
         for name, (record, synced) in self._files.items():
             records[name] = record.result()
@@ -322,7 +329,7 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 def _write_state(staging: Path, state: str) -> dict[str, FileRecord]:
-    """Write the state, synced; return the records of the state and metadata files."""
+    """Write and sync the state; return the records of the state and metadata files."""
     with workspace_errors(staging):
         with open(staging / STATE_NAME, "w", encoding="utf-8") as file:
             file.write(state)

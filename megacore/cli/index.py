@@ -109,7 +109,7 @@ def index(
         drop_last_partial=drop_last_partial,
         sentences=_sentences(kind, short_seq_prob),
     )
-    samples = _wanted(split, (train_samples, valid_samples, test_samples))
+    samples = _sample_counts(split, (train_samples, valid_samples, test_samples))
     _check_weights_count(mixture, samples)
     build = build_index_maps if kind == "gpt" else build_sentence_maps
     with _new_directory(output) as directory:
@@ -126,8 +126,8 @@ def _mixture(data: list[str] | None, by_split: Mapping[str, list[str] | None]) -
     options = [f"--{name}-data-prefix" for name, values in by_split.items() if values]
     if data and options:
         raise ConfigError(
-            f"--data-prefix and {options[0]} are given: the first stands for all splits, leave one "
-            "out"
+            f"--data-prefix and {options[0]} are given, but --data-prefix is for all splits: leave "
+            "one out"
         )
     if data:
         return Mixture.blend(parse_members(data, "--data-prefix"))
@@ -140,7 +140,7 @@ def _mixture(data: list[str] | None, by_split: Mapping[str, list[str] | None]) -
     )
 
 
-def _wanted(split: str | None, samples: tuple[int | None, ...]) -> tuple[int | None, ...]:
+def _sample_counts(split: str | None, samples: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """Return the number of samples per split; a split of weight 0 defaults to none."""
     from megacore.data.index_options import parse_split
 

@@ -20,7 +20,7 @@ CheckpointOption = Annotated[
     Path,
     typer.Option(
         "--checkpoint",
-        help="a checkpoint (iter_*), a directory of them, of which the newest counts, or an export",
+        help="a checkpoint (iter_*), a directory of them (the newest is used), or an export",
     ),
 ]
 TokenizerOption = Annotated[

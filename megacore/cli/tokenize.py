@@ -54,7 +54,7 @@ def tokenize(
         bool | None, typer.Option(help="bert-wordpiece: an uncased vocabulary (default yes)")
     ] = None,
     append_eod: Annotated[
-        bool, typer.Option("--append-eod", help="end each document with its token")
+        bool, typer.Option("--append-eod", help="end each document with the end-of-document token")
     ] = False,
     json_key: Annotated[str, typer.Option(help="field or column that holds the text")] = "text",
     split_sentences: Annotated[

@@ -31,7 +31,7 @@ def local_torchrun_command(
 
     Several ranks start through torchrun, on ports that the kernel chooses: no host name is looked
     up and no port can be in use. The rendezvous uses a file next to the config, because torchrun
-    unpickles its state, and over TCP anybody who reaches this host could write that. A single rank
+    unpickles its state, and over TCP anybody who reaches this host could write it. A single rank
     needs no rendezvous and starts as a plain process, which saves the launcher's import of torch.
 
     Args:

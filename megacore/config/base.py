@@ -91,7 +91,7 @@ def keyed(
         default: value of a field that the configuration omits.
         key: stages whose key contains the value unchanged.
         resolved: stages whose key contains a value that the stage derives from the field: the
-            content of the named file, the default that null stands for, or one value computed from
+            content of the named file, the default that replaces null, or one value computed from
             several fields.
         omit_default: True to leave the default out of the key. Use it for a new field whose default
             changes nothing: existing artifacts remain valid.

@@ -473,7 +473,7 @@ def most_noise(data: DataConfig) -> int:
 
 
 def most_spans(data: DataConfig) -> int:
-    """Return the maximum number of sentinels in a T5 sample."""
+    """Return the maximum number of spans in a T5 sample, each of which has a sentinel."""
     corruption = data.span_corruption
     if corruption.mean_span_length is not None:
         return max(1, round(most_noise(data) / corruption.mean_span_length))

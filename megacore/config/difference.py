@@ -43,8 +43,8 @@ class Change:
     def to_allow(self) -> str:
         """Name that allows the change in `resume.override`: the value's or its section's.
 
-        The section's name stands for a field that the new configuration lacks, because only
-        existing names are accepted.
+        If the new configuration lacks the field, this is the section's name, because only existing
+        names are accepted.
         """
         section = self.field.rpartition(".")[0]
         return section if self.now == _ABSENT and section else self.field

@@ -46,11 +46,11 @@ def read_files(values: dict[str, Any], roots: Sequence[Path]) -> dict[str, str]:
         return names
     launch = values["launch"] = dict(launch)
     if isinstance(launch.get("deepspeed_config"), str):
-        path = _found(DEEPSPEED, launch["deepspeed_config"], roots)
+        path = _settings_file(DEEPSPEED, launch["deepspeed_config"], roots)
         launch["deepspeed_config"] = read_settings_json(path, DEEPSPEED)
         names[DEEPSPEED] = str(path)
     if isinstance(launch.get("accelerate_config"), str):
-        path = _found(ACCELERATE, launch["accelerate_config"], roots)
+        path = _settings_file(ACCELERATE, launch["accelerate_config"], roots)
         launch["accelerate_config"], names[ACCELERATE] = _accelerate(path), str(path)
         roots = (*roots, path.parent)
     if isinstance(launch.get("accelerate_config"), dict):
@@ -124,7 +124,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _found(name: str, value: str, roots: Sequence[Path]) -> Path:
+def _settings_file(name: str, value: str, roots: Sequence[Path]) -> Path:
     candidates = list(dict.fromkeys(root / Path(value).expanduser() for root in roots))
     match = next((path for path in candidates if path.is_file()), None)
     if match is None:
@@ -152,7 +152,7 @@ def _read_named_json(launch: dict[str, Any], names: dict[str, str], roots: Seque
     name = f"deepspeed_config.deepspeed_config_file of {names.get(ACCELERATE, ACCELERATE)}"
     if isinstance(launch.get("deepspeed_config"), dict) and ACCELERATE not in names:
         return  # already read by the process that wrote this configuration
-    path = _found(name, json_file, roots)
+    path = _settings_file(name, json_file, roots)
     content = read_settings_json(path, name)
     if launch.get("deepspeed_config") not in (None, content):
         raise ConfigError(

@@ -84,7 +84,7 @@ def load_config(
 def load_finetune_config(
     conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = FINETUNE_DIR
 ) -> FinetuneConfig:
-    """Read a YAML file of the flow finetune like `load_config` reads one of the flow pretrain.
+    """Read a YAML file of the flow finetune, as `load_config` does for the flow pretrain.
 
     The files named by `launch.accelerate_config` and `launch.deepspeed_config` are read too. The
     configuration contains their content, so that other processes need not read them.
@@ -95,7 +95,7 @@ def load_finetune_config(
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read a validated configuration back from JSON. Raises ConfigError."""
+    """Read and validate a configuration that was saved as JSON. Raises ConfigError."""
     try:
         return parse_config(read_json(path), origin=str(path))
     except (OSError, ValueError) as error:
@@ -213,10 +213,10 @@ def _has(values: Any, key: str) -> bool:
 
 
 def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
-    """Replace the path in `deepspeed.config` by the content of the file.
+    """Replace the path in `deepspeed.config` with the content of the file.
 
-    The other processes then need not read the file. The path may be relative to the working
-    directory, to the directory of the configuration, or to the parent of `conf_dir`.
+    Other processes then need not read the file. The path may be relative to the working directory,
+    to the directory of the configuration, or to the parent of `conf_dir`.
     """
     section = values.get("deepspeed")
     if (
@@ -309,7 +309,7 @@ def _hint(location: Location, schema: type[BaseModel]) -> str:
             for field_name, field in section.model_fields.items()
         }
     )
-    return _elsewhere(name, schema) or nearest(name, known)
+    return _hint_of_other_section(name, schema) or nearest(name, known)
 
 
 def _location(item: Any, schema: type[BaseModel]) -> Location:
@@ -383,7 +383,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
 
 
-def _elsewhere(name: str, schema: type[BaseModel]) -> str:
+def _hint_of_other_section(name: str, schema: type[BaseModel]) -> str:
     """Return a hint if another section has a field `name`."""
     for section, field in schema.model_fields.items():
         if any(name in model.model_fields for model in _models_in(field.annotation)):

@@ -75,7 +75,7 @@ class T5Stages:
     """Layers per stage, parallel.pipeline_partition."""
 
     def splits(self) -> list[int]:
-        """Return the possible first stages of the decoder; empty if `problem` reports one."""
+        """Return the stages at which the decoder may begin; empty if no division works."""
         return [
             split
             for split in range(1, self.stages)
@@ -388,7 +388,7 @@ def _refused_schedule(
     if split is not None and family != "t5":
         return Refusal(
             f"parallel.pipeline_model_parallel_split_rank is {split} but family is "
-            f"{family}, which has no decoder next to an encoder",
+            f"{family}, which has no decoder after an encoder",
             "set it to null",
         )
     if layout.virtual == 1:

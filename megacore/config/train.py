@@ -167,7 +167,7 @@ class ZeroShotConfig(Section):
     windows without overlap."""
 
     @property
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         """True if there is a text to score."""
         return self.wikitext is not None or self.lambada is not None
 

@@ -100,7 +100,7 @@ class Obstacle(NamedTuple):
     """Name of the field of `model`."""
     value: str
     """Configured value."""
-    wanted: str
+    supported: str
     """Supported value to set instead."""
 
 
@@ -215,7 +215,9 @@ def counterpart(family: str, model: ModelConfig) -> Counterpart:
     if not conflicts:
         return nearest
     lacking = ", ".join(f"model.{obstacle.option} {obstacle.value}" for obstacle in conflicts)
-    changes = ", ".join(f"model.{obstacle.option} to {obstacle.wanted}" for obstacle in conflicts)
+    changes = ", ".join(
+        f"model.{obstacle.option} to {obstacle.supported}" for obstacle in conflicts
+    )
     raise ConversionError(
         "no class of transformers is a model of this configuration: the nearest, "
         f"{nearest.architecture}, has no {lacking}: set {changes}, or train by "

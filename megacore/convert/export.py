@@ -74,13 +74,13 @@ class Samples:
 def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) -> ParityReport:
     """Fill `job.output_directory` with `model/`, `parity.json` and `sample.txt`.
 
-    The weights are the checkpoint's fp32 main weights, written in `export.dtype`. When the gate
-    fails its report is also left in `job.exit_directory`, because a failed stage's output is
-    discarded. `beat` is called with the name of each phase, in long phases for every tensor and
-    batch.
+    The weights are the checkpoint's fp32 main weights, written in `export.dtype`. If the gate
+    fails, its report is also left in `job.exit_directory`, because a failed stage's output is
+    discarded. `beat` is called with the name of each phase; in long phases it is called again for
+    every tensor or batch.
 
     Raises:
-        ConversionError: if the model has no counterpart, or the export differs from it.
+        ConversionError: if transformers has no such model, or the export differs from the model.
         CheckpointError: if the checkpoint is damaged or of another model.
         DataFormatError: if the validation split has no samples.
     """
@@ -90,7 +90,9 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     with reading(Path(job.checkpoint)):
         beat("verify")
         marker = verify(Path(job.checkpoint))
-        tensors = _Told(CheckpointTensors(Path(job.checkpoint)), lambda: beat("read weights"))
+        tensors = _ObservedTensors(
+            CheckpointTensors(Path(job.checkpoint)), lambda: beat("read weights")
+        )
         write_export(directory, job, tensors)
         model = load_weights(job.spec, tensors, _device())
     report, exported = pass_gate(job, model, beat)
@@ -120,14 +122,14 @@ def export(job: ConvertJob, beat: Callable[[str], None] = lambda phase: None) ->
     return report
 
 
-class _Told(Mapping[str, Tensor]):
-    """Mapping of tensors that calls `tell` before each look-up."""
+class _ObservedTensors(Mapping[str, Tensor]):
+    """Mapping of tensors that calls `observe` before each look-up."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], tell: Callable[[], None]) -> None:
-        self._tensors, self._tell = tensors, tell
+    def __init__(self, tensors: Mapping[str, Tensor], observe: Callable[[], None]) -> None:
+        self._tensors, self._observe = tensors, observe
 
     def __getitem__(self, name: str) -> Tensor:
-        self._tell()
+        self._observe()
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -213,7 +215,7 @@ def _round(model: Model, dtype: torch.dtype) -> None:
 
 
 def _device() -> torch.device:
-    """Return the GPU if there is one: it scores a test split in seconds."""
+    """Return the GPU if there is one, because it scores a test split in seconds; else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

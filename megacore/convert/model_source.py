@@ -130,7 +130,7 @@ def _own_size(source: ModelSource) -> int | None:
 def tokenizer_directory(source: ModelSource, requested: Path | None) -> Path:
     """Return the tokenizer's directory.
 
-    It is `requested` if set, else the export's directory or the one that the checkpoint names.
+    It is `requested` if set, else the directory of the export, or that named by the checkpoint.
 
     Raises:
         ConfigError: if there is none.

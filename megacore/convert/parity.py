@@ -37,7 +37,7 @@ Score = Callable[[ModelInput], Mapping[str, Tensor]]
 """Function from a micro batch to the logits [b, s, v] of its labels, by the name of the model. One
 forward pass can yield logits for several names."""
 CONTINUATION_TOKENS = 32
-"""Greedy tokens per sample."""
+"""Number of greedy tokens per sample."""
 PROMPT_TOKENS = 128
 """Maximum prompt length of the greedy continuation; the logits cover later positions."""
 _GREEDY = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_k": 50}
@@ -52,7 +52,7 @@ Batches = Callable[[], Iterable[ModelInput]]
 
 @dataclass
 class Perplexities:
-    """Perplexities over all labels that count, by the name of the model."""
+    """Perplexities over the labels that the loss mask keeps, by the name of the model."""
 
     samples: int = 0
     labels: int = 0
@@ -68,7 +68,7 @@ def check_models(
 ) -> None:
     """Compare the exported model, loaded by transformers, with ours.
 
-    If the models differ, the function also determines the first differing layer.
+    If they differ, also find the first layer that differs.
 
     Args:
         report: report that receives the results. Problems that it already has remain.
@@ -419,7 +419,7 @@ def compare_tokenizers(
 def _words(ours: Tokenizer, special: SpecialTokens, sample: Sequence[int]) -> list[int]:
     """Return `sample` without special tokens.
 
-    A SentencePiece model decodes control symbols to no text, transformers to some.
+    A SentencePiece model decodes control symbols to no text; transformers decodes some to text.
     """
     roles = {
         ours.eod_id,

@@ -31,7 +31,7 @@ class BadLine:
     reason: str
     """Message with file and line, the problem and a remedy."""
     position: int
-    """Number of documents of the block before this line."""
+    """Number of valid documents of the block before this line."""
 
 
 class Block(ABC):
@@ -130,8 +130,9 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Yield the documents of the segments in order, in blocks of about `block_bytes` of input.
 
-    A longer line forms a separate block. Memory is that of one block. Raises DataFormatError for a
-    file that is missing, damaged, or changes while it is read; `Block.texts` returns the bad lines.
+    A longer line forms a separate block. Memory holds one block at a time. Raises DataFormatError
+    for a file that is missing or damaged, or that changes while it is read; `Block.texts` returns
+    the bad lines.
     """
     for segment in segments:
         file_format = file_format_of(segment.path)
@@ -142,7 +143,7 @@ def read_blocks(
 
 
 def iterate_texts(directory: Path, *, skip_bad_lines: bool = False) -> Iterator[str]:
-    """Yield the texts of a corpus directory in order; memory is that of one block.
+    """Yield the texts of a corpus directory in order, with one block in memory at a time.
 
     Raises DataFormatError, also for a bad line unless `skip_bad_lines` is set.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import httpx
 
 ProgressCallback = Callable[[int, int | None], None]
-"""Callback that receives the bytes so far and the total size, or None if that is unknown."""
+"""Callback that receives the number of bytes so far and the total, which is None if unknown."""
 _LOG_SECONDS = 10.0
 _logger = logging.getLogger("megacore.corpus")
 _CHUNK = 1 << 20
@@ -92,7 +92,8 @@ def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIE
 
     An existing file is reused if it has the `sha256`, or, without a `sha256`, if the server reports
     that it is unchanged. Raises DataFormatError if the address does not answer with a file or the
-    digest differs (the file is removed), DownloadError if the attempts fail, WorkspaceError.
+    digest differs (the file is removed), DownloadError if all attempts fail, and WorkspaceError if
+    `target` cannot be written.
     """
     with workspace_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +188,7 @@ class _Download:
         self._client = client
         self._address, self._url = _without_user(url), shown(url)
         self._target = target
-        self._there = complete
+        self._complete = complete
         self._report = report
         self._about, self._part, self._about_part = _side_files(target)
         self._digest, self._size = hashlib.sha256(), 0
@@ -233,8 +234,8 @@ class _Download:
     def _attempt(self) -> Version:
         if self._version.size != self._size or not self._size:
             with self._client.stream("GET", self._address, headers=self._headers()) as response:
-                if response.status_code == 304 and self._there is not None:
-                    return self._there
+                if response.status_code == 304 and self._complete is not None:
+                    return self._complete
                 self._accept(response)
                 self._receive(response)
         if self._version.size not in (None, self._size):
@@ -245,10 +246,10 @@ class _Download:
         headers = {"Accept-Encoding": "identity"}
         if self._size and self._version.validator:
             return {**headers, "Range": f"bytes={self._size}-", "If-Range": self._version.validator}
-        if self._there is not None and self._there.etag:
-            headers["If-None-Match"] = self._there.etag
-        elif self._there is not None and self._there.last_modified:
-            headers["If-Modified-Since"] = self._there.last_modified
+        if self._complete is not None and self._complete.etag:
+            headers["If-None-Match"] = self._complete.etag
+        elif self._complete is not None and self._complete.last_modified:
+            headers["If-Modified-Since"] = self._complete.last_modified
         return headers
 
     def _accept(self, response: "httpx.Response") -> None:

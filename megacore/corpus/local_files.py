@@ -125,7 +125,7 @@ def read_column(
 ) -> Iterator[Any]:
     """Yield column `key` of row groups start … stop-1 as arrow arrays of about `size` bytes.
 
-    Memory is that of one array and one page of the file. Raises DataFormatError.
+    Memory holds one array and one page of the file. Raises DataFormatError.
     """
     import pyarrow as pa
 

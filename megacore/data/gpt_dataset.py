@@ -45,7 +45,7 @@ class GPTDataset(MappedDataset):
         """
         self._paths = [map_path(index_directory, split_name, name) for name in MAP_NAMES]
         super().__init__(prefix, self._paths[2], seq_length=seq_length, width=seq_length + 1)
-        self._wanted = f"{seq_length} + {int(add_extra_token)}"
+        self._length = f"{seq_length} + {int(add_extra_token)}"
         document_index, sample_index, self._shuffle_index = maps = [
             load_map(path) for path in self._paths
         ]
@@ -67,7 +67,7 @@ class GPTDataset(MappedDataset):
 
     def _unreadable(self, sample: int) -> str:
         return (
-            f"{self._paths[1]}: sample {sample} does not have {self._wanted} tokens: the maps were "
+            f"{self._paths[1]}: sample {sample} does not have {self._length} tokens: the maps were "
             "built for another data.seq_length or other tokens; build them again"
         )
 

@@ -86,7 +86,7 @@ def member_directory(directory: str | Path, number: int) -> Path:
 def save_array(path: Path, values: npt.NDArray[Any]) -> None:
     """Write a C-contiguous array as `.npy` without a copy. Raises WorkspaceError."""
     with workspace_errors(path), open(path, "wb") as file:
-        # numpy.save reports a full disk as an error without errno, which cannot be recognised.
+        # numpy.save reports a full disk as an error without errno, which cannot be recognized.
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
         file.write(values.data)
 

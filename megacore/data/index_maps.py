@@ -9,12 +9,12 @@ With the style "neox" they equal `doc_idx`, `sample_idx` and `shuffle_idx` of GP
 (https://github.com/EleutherAI/gpt-neox, megatron/data/gpt2_dataset.py) for the same data, split,
 seq_length, seed and number of samples, in values and types, so that a GPT-NeoX run can be resumed.
 
-Both styles have in common: the seed and order of the shuffles of each data set and split, the least
-number of epochs, samples that overlap by one token. GPT-NeoX differs as follows: all epochs are
-always shuffled together; splits have other boundaries (see `split_ranges`); the sample index is i64
-from 2^30 samples on; a blend rounds differently (see `member_sizes`) and numbers its data sets with
-u8, for which i16 is used here. GPT-NeoX never uses the last entry of a shuffle index and then
-starts over; here that entry counts as a sample.
+Both styles use the same seed and order of shuffles for each data set and split, the least number of
+epochs, and samples that overlap by one token. GPT-NeoX differs as follows: all epochs are always
+shuffled together; splits have other boundaries (see `split_ranges`); the sample index is i64 from
+2^30 samples on; a blend rounds differently (see `member_sizes`) and numbers its data sets with u8,
+where this module uses i16. GPT-NeoX never uses the last entry of a shuffle index before it starts
+over; here that entry counts as a sample.
 """
 
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ _UINT32_MAX = 2**32 - 1
 def index_plan(
     mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
 ) -> dict[str, Any]:
-    """Return what determines the maps in addition to data, weights and options.
+    """Return the values that determine the maps together with data, weights and options.
 
     For each split, these are the epochs and the shuffling of the final epoch.
 

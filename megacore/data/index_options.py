@@ -25,7 +25,7 @@ MAX_MEMBERS = 2**15 - 1
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parse weights such as "949,50,1" and normalise them; missing ones are 0.
+    """Parse weights such as "949,50,1" and normalize them; missing ones are 0.
 
     Raises ConfigError.
     """

@@ -2,7 +2,7 @@
 
 Blends equal those of Megatron core (https://github.com/NVIDIA/Megatron-LM, core/datasets) bit for
 bit: sample i comes from the data set d with the largest weight_d x max(i, 1) - taken_d in double
-precision; of equals, the first.
+precision; if several are equal, from the first.
 """
 
 import math
@@ -48,7 +48,7 @@ class EpochPlan:
     separate_final_epoch: bool
     """True if the final epoch is shuffled separately, because only a small part of it is used."""
     samples: int
-    """Number of samples in all epochs; for whole documents (packing) its minimum."""
+    """Number of samples in all epochs; the minimum number if whole documents are packed."""
     samples_before_final_epoch: int
     """Number of samples shuffled together: those before a separate final epoch, else all."""
     partial_sample: bool = False
@@ -56,7 +56,7 @@ class EpochPlan:
 
 
 NO_EPOCH = EpochPlan(0, False, 0, 0)
-"""Plan of a split that has no samples and of which none are requested."""
+"""Plan of a split that has no samples and from which none are requested."""
 
 
 @dataclass(frozen=True)
@@ -313,8 +313,8 @@ def plan_epochs(
     """Plan the least number of epochs that yields `samples` samples (None: one epoch).
 
     The final epoch is separate if less than 80 % of it would be used; with GPT-NeoX's style
-    ("neox") it never is. With `keep_partial`, the tokens after the last full sample form one more.
-    Counts are exact integers; Megatron core uses 32-bit floats when it keeps a partial sample,
+    ("neox") it never is. With `keep_partial`, the tokens after the last full sample form a shorter
+    one. Counts are exact integers; Megatron core uses 32-bit floats when it keeps a partial sample,
     which is wrong beyond 2^24 tokens.
     """
     epochs = 1
@@ -404,7 +404,7 @@ def least_samples(
 
 
 def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[float]:
-    """Normalise weights so that they add up to 1.
+    """Normalize weights so that they add up to 1.
 
     The sum is NumPy's, or with "neox" Python's as in GPT-NeoX (the last bits differ).
     """
@@ -437,7 +437,7 @@ def build_blend(
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
     """Return (dataset index, dataset sample index) of `size` samples.
 
-    The weights are normalised, again if they already were, because Megatron core does so here.
+    The weights are normalized even if they already add up to 1, because Megatron core does so.
     """
     if size == 0:
         return np.empty(0, np.int16), np.empty(0, np.int64)

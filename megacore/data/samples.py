@@ -80,7 +80,7 @@ def as_array(indices: Indices) -> npt.NDArray[np.int64]:
 
 
 def empty_batch(samples: int, width: int) -> Batch:
-    """Return an uninitialised batch."""
+    """Return an uninitialized batch."""
     return np.empty((samples, width), np.int64)
 
 

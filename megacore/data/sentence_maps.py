@@ -2,7 +2,7 @@
 
 They equal Megatron core's (https://github.com/NVIDIA/Megatron-LM, `build_mapping` in
 core/datasets/helpers.cpp) bit for bit. A map has a row per sample: first sentence, sentence after
-the last, target length in tokens. Its token files contain a sequence per sentence
+the last, target length in tokens. The token files contain a sequence per sentence
 (`PREFIX_text_sentence`), and splits are ranges of documents.
 """
 
@@ -57,7 +57,7 @@ class SentencePart:
     """First document."""
     last: int
     """Document after the last."""
-    wanted: int | None
+    requested: int | None
     """Minimum number of samples, for which as many whole epochs as necessary are used; None for
     one epoch."""
 
@@ -76,8 +76,8 @@ def build_sentence_map(part: SentencePart, options: IndexOptions) -> npt.NDArray
 
     A sample takes whole sentences until it has its target length and at least `minimum_sentences`,
     provided that two or more sentences remain; otherwise it extends to the end of its document.
-    Documents with fewer than `minimum_sentences` are excluded, and so are documents of several
-    sentences one of which is longer than 512 tokens. Target lengths are drawn with the seed
+    Documents with fewer than `minimum_sentences` are excluded, as are documents of several
+    sentences if one is longer than 512 tokens. Target lengths are drawn with the seed
     (std::mt19937), the order with the seed plus 1 (std::mt19937_64).
 
     Raises:
@@ -103,7 +103,7 @@ def count_samples(part: SentencePart, options: IndexOptions) -> tuple[int, int]:
 def sentence_plan(
     mixture: Mixture, options: IndexOptions, samples: Sequence[int | None]
 ) -> dict[str, Any]:
-    """Return what determines the maps in addition to data, weights and options.
+    """Return the values that determine the maps together with data, weights and options.
 
     These are the epochs of each split, and the size of a blend.
 
@@ -224,8 +224,8 @@ def _arguments(part: SentencePart, options: IndexOptions) -> tuple[Any, ...]:
     return (
         np.require(dataset.document_indices[part.first : part.last + 1], np.int64, ["C", "A"]),
         np.require(dataset.lengths, np.int32, ["C", "A"]),
-        _ENDLESS * 2**31 if part.wanted is None else part.wanted,
-        1 if part.wanted is None else _ENDLESS,
+        _ENDLESS * 2**31 if part.requested is None else part.requested,
+        1 if part.requested is None else _ENDLESS,
         options.seq_length - sentences.special_tokens,
         sentences.short_seq_prob,
         sentences.minimum_sentences,
@@ -235,7 +235,7 @@ def _arguments(part: SentencePart, options: IndexOptions) -> tuple[Any, ...]:
 
 def _check_count(part: SentencePart, options: IndexOptions, samples: int) -> None:
     """Raise DataFormatError if samples are requested but there are none."""
-    if samples or part.wanted == 0:
+    if samples or part.requested == 0:
         return
     if part.last <= part.first:
         raise DataFormatError(

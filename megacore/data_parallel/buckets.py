@@ -118,8 +118,8 @@ def shard_of(length: int, group: ParallelGroup) -> range:
 def start_reduce_scatter_(buffer: Tensor, group: ParallelGroup) -> Pending:
     """Start summing this rank's part of a flat buffer over the ranks.
 
-    The other parts become undefined. gloo has no reduce-scatter (torch uses an all-reduce instead),
-    so there each rank sends the others their parts, with half the traffic of an all-reduce.
+    The other parts become undefined. Since gloo has no reduce-scatter (torch uses an all-reduce
+    instead), each rank on a CPU sends the others their parts: half the traffic of an all-reduce.
     """
     parts = buffer.chunk(group.size)
     local_part = parts[group.rank]

@@ -31,8 +31,8 @@ class Bucket:
     buffer: Tensor
     """Flat fp32 buffer of the gradients."""
     shard: range
-    """Part of the buffer that contains the sum over the replicas in the end: all of it, or this
-    rank's shard."""
+    """Part of the buffer that contains the sum over the replicas after the reduction: all of it, or
+    this rank's shard."""
     extra: tuple[ParallelGroup, ...]
     """Additional groups over which that part is summed."""
     expected: int | None = None
@@ -44,7 +44,7 @@ class Bucket:
 
     @property
     def reduced(self) -> Tensor:
-        """Part of the buffer that contains the sum over the replicas in the end."""
+        """Part of the buffer that contains the sum over the replicas after the reduction."""
         return self.buffer[self.shard.start : self.shard.stop]
 
 
@@ -67,10 +67,10 @@ class GradSync:
     the bucket, into which autograd accumulates without a copy; a gradient of lower precision is
     added to its view and dropped.
 
-    A bucket is full when it has as many contributions as in the first iteration, at whose end all
-    buckets are sent. Buckets are sent in the order in which that iteration filled them, on every
-    rank in the order of the first replica. So parameters that are used twice (tied weights) or not
-    at all cause no delay, and no rank waits for another's order.
+    The first iteration counts the contributions to each bucket and sends all buckets at its end.
+    From then on, a bucket is full when it has as many contributions. Every rank sends the buckets
+    in the order in which the first iteration filled them on the first replica. So parameters that
+    are used twice (tied weights) or not at all cause no delay, and collectives match on all ranks.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class GradSync:
     def _sum_extra(self) -> None:
         """Sum partial gradients over tensor-parallel ranks, then shared gradients over stages.
 
-        All ranks take the groups in the mesh's order, so that no rank waits for another's order.
+        All ranks take the groups in the mesh's order, so that the collectives cannot deadlock.
         """
         for groups in ((self.mesh.tensor_parallel,), tuple(self.mesh.copies.values())):
             pending = [

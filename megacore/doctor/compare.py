@@ -416,8 +416,8 @@ def speeds(facts: Facts) -> Finding | None:
 def slow_hosts(rates: Mapping[str, float], limit: float) -> dict[str, float]:
     """Return the slow hosts with the fraction of the usual rate that they reach.
 
-    A host is slow below `limit` times the median of all hosts, or with two hosts the rate of the
-    other.
+    A host is slow if its rate is below `limit` times the median of all hosts. With two hosts, the
+    rate of the faster host replaces the median.
     """
     if len(rates) < 2:
         return {}

@@ -53,12 +53,12 @@ class Judgement:
 
     def __init__(self, check: str) -> None:
         self.check = check
-        self._found: dict[str, str] = {}
+        self._notes: dict[str, str] = {}
         self._troubles: list[tuple[Verdict, str, str]] = []
 
     def note(self, host: str, text: str) -> None:
         """Add an observation of a host, after its earlier observations."""
-        self._found[host] = f"{self._found[host]}; {text}" if host in self._found else text
+        self._notes[host] = f"{self._notes[host]}; {text}" if host in self._notes else text
 
     def warn(self, host: str, advice: str) -> None:
         """Add a problem that does not prevent a run."""
@@ -97,7 +97,7 @@ class Judgement:
 
     def finding(self) -> Finding | None:
         """Return the finding; None if no host answered."""
-        if not self._found and not self._troubles:
+        if not self._notes and not self._troubles:
             return None
         verdict = worst(trouble[0] for trouble in self._troubles)
         ordered = sorted(self._troubles, key=lambda trouble: trouble[0] != "error")
@@ -110,7 +110,7 @@ class Judgement:
                 trouble[1] for trouble in self._troubles if trouble[0] == verdict and trouble[1]
             )
         )
-        return Finding(self.check, verdict, dict(self._found), advice, hosts)
+        return Finding(self.check, verdict, dict(self._notes), advice, hosts)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

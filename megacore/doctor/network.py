@@ -149,7 +149,7 @@ def names(facts: "Facts") -> Finding | None:
             judgement.warn(
                 host,
                 f"the host's own name leads to {addresses[0]}, where no other host reaches it: "
-                "megacore does not need it, but other launchers do not; give the name its real "
+                "megacore does not need it, but other launchers do; give the name its real "
                 "address in /etc/hosts",
             )
         for peer, resolved in value["peers"].items():
@@ -257,9 +257,9 @@ def ports(facts: "Facts") -> Finding | None:
 
 
 def _reached(judgement: Judgement, facts: "Facts", host: str, reached: dict[str, Any]) -> None:
-    """Add the ports that a host reaches and those that it does not.
+    """Note the peers that a host reaches, and add an error for each that it does not reach.
 
-    A port that cannot be opened is the other host's problem.
+    Peers that could not open their port are left out, because that is reported for them already.
     """
     closed = {
         name
@@ -293,15 +293,17 @@ def bandwidth(facts: "Facts") -> Finding | None:
         judgement.warn(
             "", f"{count} were not measured in time: examine fewer hosts at a time (launch.include)"
         )
-    for pair in facts.pairs:
-        if pair.problem is not None and pair not in unmeasured:
+    for candidate in facts.pairs:
+        if candidate.problem is not None and candidate not in unmeasured:
             ranks = (
-                f"two ranks of {pair.first}" if pair.local else f"{pair.first} and {pair.second}"
+                f"two ranks of {candidate.first}"
+                if candidate.local
+                else f"{candidate.first} and {candidate.second}"
             )
             judgement.error(
-                pair.first,
-                f"{ranks} do not exchange data over {pair.backend} ({pair.problem}): open all "
-                "ports between the hosts, and see that launch.interface is right",
+                candidate.first,
+                f"{ranks} do not exchange data over {candidate.backend} ({candidate.problem}): "
+                "open all ports between the hosts, and see that launch.interface is right",
             )
     between = [pair for pair in facts.pairs if not pair.local and pair.problem is None]
     rates = host_medians(between, lambda pair: pair.bandwidth())
@@ -379,7 +381,7 @@ def host_medians(
 
 
 def slow_links(rates: dict[str, float]) -> list[str]:
-    """Return the hosts, of three or more, below SLOW_LINK times the median rate of all."""
+    """Return the hosts below SLOW_LINK times the median rate; none with fewer than three hosts."""
     if len(rates) < 3:
         return []
     limit = SLOW_LINK * statistics.median(rates.values())
@@ -387,7 +389,7 @@ def slow_links(rates: dict[str, float]) -> list[str]:
 
 
 def late_links(latencies: dict[str, float]) -> list[str]:
-    """Return the hosts, of three or more, with a late link."""
+    """Return the hosts with a late link; none with fewer than three hosts."""
     if len(latencies) < 3:
         return []
     limit = max(LATE_AT_LEAST, LATE_LINK * statistics.median(latencies.values()))

@@ -124,7 +124,7 @@ def _connect(host: str, address: str, port: int, limit: float) -> dict[str, Any]
                 connection.sendall(f"{host}\n".encode())
             return {"seconds": round(seconds, 6), "address": address, "port": port, "problem": None}
         except TimeoutError:
-            problem = "no answer, such as behind a firewall that drops packets"
+            problem = "no answer: perhaps a firewall drops the packets"
         except ConnectionRefusedError:
             problem = "connection refused: nothing listens there, or a firewall rejects it"
         except OSError as error:

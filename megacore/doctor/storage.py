@@ -221,7 +221,7 @@ def _inodes(directory: Path) -> int | None:
 def file_system(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, str]:
     """Return type and source of the mount of a path.
 
-    Of several mounts it is the last one with the longest mount point.
+    If several mounts contain the path, use the last one with the longest mount point.
     """
     longest, mount = -1, ("unknown", "unknown")
     target = os.path.realpath(path)

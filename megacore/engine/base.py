@@ -22,7 +22,7 @@ class Update:
     """Result of one iteration, identical on every rank."""
 
     losses: tuple[float, ...]
-    """Minimised loss of each micro batch of the global batch, in sample order: the sum of its mean
+    """Minimized loss of each micro batch of the global batch, in sample order: the sum of its mean
     losses, in nats."""
     terms: Mapping[str, float]
     """Mean of each loss over the global batch, by name; `lm_loss` comes first, in nats per
@@ -42,7 +42,7 @@ class Update:
 
     @property
     def loss(self) -> float:
-        """Mean of the minimised loss over the global batch."""
+        """Mean of the minimized loss over the global batch."""
         return sum(self.losses) / len(self.losses)
 
 
@@ -80,7 +80,7 @@ class Engine(Protocol):
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses whose sum is minimised, `lm_loss` first."""
+        """Names of the losses whose sum is minimized, `lm_loss` first."""
         ...
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
@@ -243,5 +243,5 @@ class StageEngine:
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses whose sum is minimised, `lm_loss` first."""
+        """Names of the losses whose sum is minimized, `lm_loss` first."""
         return self._stage.loss_names

@@ -34,10 +34,10 @@ _UNCOMPILED = {
     MLP: ("columns",),
     TransformerLayer: ("seed",),
 }
-"""Methods that run uncompiled."""
+"""Methods that run uncompiled, by class."""
 _GRAPHS_OF_A_METHOD = 64
-"""Limit of compiled graphs of all layers together: in training and evaluation, with and without a
-bias, for each kind of layer."""
+"""Maximum number of compiled graphs of a method for all layers together: in training and in
+evaluation, with and without a bias, for each kind of layer."""
 Graph = Callable[..., Any]
 
 

@@ -6,9 +6,9 @@ writes `checkpoint-120/`: with DDP model.safetensors, optimizer.pt and scheduler
 `global_step120/*.pt`, and the random number state of each rank. A checkpoint can only be loaded
 with the same distribution and number of ranks.
 
-Only files of the run's own directory are read, after their hashes were compared. The Trainer reads
-them with `weights_only`. DeepSpeed unpickles its files, which can execute code: never load a
-checkpoint from an untrusted source.
+Only files of the run's own directory are read, and only after their hashes were verified. The
+Trainer reads them with `weights_only`. DeepSpeed unpickles its files, which can execute code: never
+load a checkpoint from an untrusted source.
 """
 
 import hashlib
@@ -142,7 +142,7 @@ def barrier() -> None:
 
 
 def silent(phase: str) -> None:
-    """Ignore a phase; used if nobody watches."""
+    """Ignore a phase; the default callback of a rank that is not watched."""
 
 
 Beat = Callable[[str], None]
@@ -168,7 +168,7 @@ class Progress:
     consumed_tokens: int = 0
     """Tokens read by all ranks together, without padding."""
     evaluation_due: bool = True
-    """True if the current model must be evaluated and was not evaluated yet."""
+    """True if the current model still has to be evaluated."""
     start_metrics: dict[str, float] | None = None
     """Metrics of the model before the first step."""
     metrics: dict[str, float] | None = None

@@ -247,8 +247,8 @@ _BY_HIDDEN_SIZE = frozenset(
 """Settings that Accelerate fills in, since they depend on the model's hidden size."""
 _ADAMS = ("adam", "adamw")
 _BUCKET = int(25 * 2**20 / 4)
-"""Elements of a communication bucket: 25 MiB of fp32, as in DDP. DeepSpeed's default takes 2 GB,
-however small the model."""
+"""Elements of a communication bucket: 25 MiB of fp32, as in DDP. DeepSpeed's default takes 2 GB
+even for a small model."""
 
 
 def deepspeed_json(

@@ -1,6 +1,6 @@
-"""Stage `examples`: tokenization of the rows.
+"""Stage `examples`: tokenization of a task's rows.
 
-Invalid data and models that do not fit the task are refused here.
+The stage refuses invalid data, and models that do not fit the task.
 """
 
 import difflib
@@ -37,7 +37,7 @@ SEGMENTS = "token_type_ids"
 LABELS = "labels"
 _ROWS_PER_READ = 10_000
 _ROWS_PER_WORKER = 5_000
-"""Minimum rows per process; with fewer, starting it takes longer than the work."""
+"""Minimum rows per process: with fewer rows, starting the process takes longer than its work."""
 
 Rows = Mapping[str, Sequence[Any]]
 
@@ -56,7 +56,7 @@ class Mapper:
         encode: Callable[[Rows], dict[str, Any]],
         columns: Sequence[str],
     ) -> "Dataset":
-        """Apply `encode` to batches of rows, and drop `columns`; other columns stay.
+        """Apply `encode` to batches of rows and drop `columns`; keep all other columns.
 
         Raises WorkerLostError, WorkspaceError.
         """
@@ -82,7 +82,7 @@ class Mapper:
 
 
 def workers_of(choice: int | str) -> int:
-    """Return the number of processes that `data.workers` stands for."""
+    """Return the number of processes for a value of `data.workers`; auto means one per core."""
     return choice if isinstance(choice, int) else len(os.sched_getaffinity(0))
 
 
@@ -104,7 +104,7 @@ def check_columns(
         rows: rows of one split.
         split: name of the split.
         texts: names of the text columns, by the field of `task` that names them.
-        others: names of the other columns, likewise.
+        others: names of columns of any other type, by the field of `task` that names them.
     """
     for field, column in {**texts, **(others or {})}.items():
         if column not in rows.column_names:
@@ -229,8 +229,8 @@ _AFTER_PADDING = frozenset(
     }
     | {"xlm-roberta", "xlm-roberta-xl", "xmod"}
 )
-"""Models that count positions from the padding id on, which makes the first entries of their
-position table unusable."""
+"""Models whose positions begin after the padding id, so that the first entries of their position
+table are unusable."""
 
 
 def check_fit(config: FinetuneConfig, model: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -422,7 +422,7 @@ def build_examples(
 
     Raises:
         ConfigError: the model cannot learn the task, or the package of a metric is missing.
-        DataFormatError: columns, labels or texts are not what the task needs.
+        DataFormatError: the columns, labels or texts do not fit the task.
         DownloadError: nltk's models are needed and cannot be downloaded.
         WorkerLostError: a tokenizing process was killed.
         WorkspaceError: a file cannot be written.
@@ -481,7 +481,7 @@ def read_task(directory: Path) -> dict[str, Any]:
 
 
 def _limited(config: FinetuneConfig, rows_directory: Path) -> "dict[str, Dataset]":
-    """Return the splits, limited to the first rows as `data` configures."""
+    """Return the splits, each limited to the number of rows that `data` allows."""
     limits = {
         "train": config.data.max_train_samples,
         "valid": config.data.max_valid_samples,

@@ -195,7 +195,7 @@ _TEXTS = 8
 
 @dataclass(frozen=True)
 class Exported:
-    """A transformers directory, loaded."""
+    """A loaded transformers directory."""
 
     model: Any
     """Model in fp32, in evaluation mode."""
@@ -205,9 +205,7 @@ class Exported:
 def load_exported(directory: Path, kind: str) -> Exported:
     """Load a transformers directory with the class for a kind of task.
 
-    No weight may be missing, unexpected, empty or not finite.
-
-    Raises ConversionError that names the problem.
+    Raises ConversionError if a weight is missing, unexpected, empty or not finite.
     """
     import transformers
 

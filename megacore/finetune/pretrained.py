@@ -37,7 +37,7 @@ def read_model_config(model: PretrainedConfig, pretrained_directory: Path) -> An
     directory = pretrained_directory / MODEL_DIRECTORY
     refuse_remote_code(model.path, directory)
     return _loaded(
-        model.path, "configuration", lambda: AutoConfig.from_pretrained(directory, **_OWN_CODE)
+        model.path, "configuration", lambda: AutoConfig.from_pretrained(directory, **_LOCAL_ONLY)
     )
 
 
@@ -79,7 +79,7 @@ def read_tokenizer(
     from transformers import AutoTokenizer
 
     directory = pretrained_directory / MODEL_DIRECTORY
-    load: Callable[[], Any] = lambda: AutoTokenizer.from_pretrained(directory, **_OWN_CODE)  # noqa: E731
+    load: Callable[[], Any] = lambda: AutoTokenizer.from_pretrained(directory, **_LOCAL_ONLY)  # noqa: E731
     tokenizer = _loaded(model.path, "tokenizer", load)
     if not len(tokenizer):
         raise ConfigError(
@@ -102,7 +102,7 @@ def read_tokenizer(
 def quiet() -> Iterator[None]:
     """Hide the progress bars and warnings of transformers and datasets in the body.
 
-    The relevant conditions are checked by this package.
+    This package checks the relevant conditions itself.
     """
     import datasets
     from transformers.utils import logging as transformers_logging
@@ -124,7 +124,7 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-_OWN_CODE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+_LOCAL_ONLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Options that prevent downloads and the execution of code that comes with a model."""
 
 
@@ -212,9 +212,9 @@ def _digest(path: Path, manifest: Manifest | None) -> str:
 
 
 def used_files(names: Iterable[str], *, weights: bool) -> list[str]:
-    """Return the names of the files that are used, sorted.
+    """Return the sorted names of the files needed from a transformers directory.
 
-    PyTorch's own weight files are used only if there are no safetensors.
+    PyTorch's own weight files are needed only if there are no safetensors.
     """
     names = list(names)
     patterns: tuple[str, ...] = _OTHERS
@@ -306,7 +306,7 @@ def require_weights(path: str, names: Iterable[str]) -> None:
 def _link(source: Path, target: Path) -> None:
     """Hard-link `source` as `target`, or copy it.
 
-    The hub's client stores symbolic links; the file they point to is linked.
+    The hub's cache contains symbolic links; the link is made to the file they point to.
     """
     source = source.resolve()
     try:
@@ -330,12 +330,10 @@ def _find_manifest(directory: Path) -> Manifest | None:
 
 
 def convert_torch_weights(path: str, source: Path, files: Sequence[str], target: Path) -> None:
-    """Write the weights of PyTorch's own files into `target` as safetensors.
+    """Convert PyTorch's own weight files to safetensors in `target`.
 
-    The type is bf16 if all tensors are bf16, otherwise fp32.
-
-    Tensors of integers, such as position ids, are left out. Tensors that share memory are written
-    once for each name.
+    The weights are written as bf16 if all of them are bf16, otherwise as fp32. Integer tensors,
+    such as position ids, are left out. Tensors that share memory are written once for each name.
 
     Args:
         path: name of the model as given by the user.

@@ -48,7 +48,7 @@ class FinetuneReport:
     """Loss scale of fp16, otherwise None."""
     samples_per_second: float
     tokens_per_second: float
-    """Rate without padding."""
+    """Rate of tokens, not counting padding."""
     ms_per_iteration: float
     memory_mb: float
     """Peak memory of this rank in MiB: allocated on the GPU, or resident on a CPU."""
@@ -167,10 +167,7 @@ gate."""
 
 
 class _EndedError(Exception):
-    """Exception that leaves the Trainer's loop.
-
-    The run is complete, or it was asked to stop.
-    """
+    """Exception that leaves the Trainer's loop when the run is complete or was asked to stop."""
 
     def __init__(self, reason: StopReason | None) -> None:
         super().__init__(reason)
@@ -210,7 +207,7 @@ class Finetuner:
             trainer: trainer that takes the optimizer steps.
             recorder: recorder of the run's events.
             run_directory: directory of the run, with its checkpoints, if any.
-            heartbeat: heartbeat of this rank, or None if nobody watches.
+            heartbeat: heartbeat of this rank, or None if the ranks are not watched.
             started: time.monotonic() at the start of this attempt; None means now.
 
         Raises:
@@ -241,11 +238,11 @@ class Finetuner:
     def run(self) -> None:
         """Train to the last step, or until the run is asked to stop.
 
-        A complete run returns at once.
+        Return at once if the run is complete.
 
         Raises:
-            TrainingStoppedError: the run was asked to end early; its newest checkpoint is that of
-                its last step.
+            TrainingStoppedError: the run was asked to end early; its newest checkpoint holds its
+                last step.
             TrainingError: a loss is not finite, or memory does not suffice.
             CheckpointError: the checkpoint to resume from has another number of ranks.
             WorkspaceError: a checkpoint, the best model or an event cannot be written.
@@ -262,7 +259,7 @@ class Finetuner:
             )
 
     def _train(self) -> StopReason | None:
-        """Resume from a checkpoint, if there is one, and train; return why the run ended early."""
+        """Resume from the newest checkpoint, if any, and train; return why the run ended early."""
         self.progress, path = self._checkpoints.resume()
         self._best.find()
         accelerator, schedule = self._trainer.accelerator, self._schedule
@@ -296,7 +293,7 @@ class Finetuner:
         A complete run whose best model was lost is evaluated again, too.
         """
         progress = self.progress
-        # Due at the beginning of the run, and after a signal that left no time for it.
+        # An evaluation is due when the run begins, and after a signal that left no time for it.
         due = progress.evaluation_due or (self._is_last and self._best.best is None)
         if due and not self._evaluate():
             if fresh:
@@ -312,7 +309,7 @@ class Finetuner:
         return self.progress.iteration >= self._schedule.total_steps
 
     def _after(self, step: Step) -> None:
-        """Count a step, then log, evaluate, save and stop as due."""
+        """Count a finished step, then log, evaluate, save or stop if any of these is due."""
         progress, train = self.progress, self._config.train
         progress.skipped = progress.skipped + 1 if step.skipped else 0
         self._check(step)
@@ -380,10 +377,8 @@ class Finetuner:
     def _evaluate(self) -> bool:
         """Evaluate the model on the validation split, and keep it if it is the best so far.
 
-        Its test scores are stored with it.
-
-        Returns False if a signal ended the evaluation: the few seconds left are needed for the
-        checkpoint.
+        The test scores of the best model are stored with it. Returns False if a signal ended the
+        evaluation, because the few seconds left are needed for the checkpoint.
         """
         progress, model = self.progress, self._trainer.model_wrapped
         score = self._scorer.score(model, self._beat, self._signalled)
@@ -476,7 +471,7 @@ class Finetuner:
     def _seconds_per_epoch(self) -> float:
         """Return the training time of an epoch.
 
-        It is the mean over complete epochs, or else extrapolated from the incomplete epoch.
+        It is the mean over the complete epochs; before the first is complete, an extrapolation.
         """
         progress = self.progress
         if progress.train_seconds:

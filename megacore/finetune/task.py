@@ -237,8 +237,8 @@ def padded(
 ) -> torch.Tensor:
     """Pad the ids of `key` of each row to one length: [b, s].
 
-    Padding is on the right, or on the left if `left`. The length is `length`, or that of the
-    longest row if it is None.
+    Padding is on the right, or on the left if `left` is true. The length is `length`, or that of
+    the longest row if `length` is None.
     """
     longest = length or max(len(row[key]) for row in rows)
     fills = [[value] * (longest - len(row[key])) for row in rows]
@@ -343,8 +343,8 @@ class SplitScorer:
         Args:
             model: prepared model.
             beat: callback, called with the current phase before each batch.
-            stopped: callback, called before each batch; if it returns True, which it must do on all
-                ranks alike, the evaluation stops.
+            stopped: callback, called before each batch. If it returns True, the evaluation stops.
+                It must return the same on all ranks.
 
         Returns:
             The score, or None if `stopped` ended the evaluation.

@@ -336,17 +336,15 @@ def _no_scale_left(config: FinetuneConfig) -> Iterator[None]:
 
 
 def check_finite(step: Step, iteration: int, skipped: int, precision: str) -> None:
-    """Raise LossError for a loss or a gradient norm that is not finite.
+    """Raise LossError, with advice, for a loss or a gradient norm that is not finite.
 
-    Steps skipped by fp16 are allowed, up to `MOST_SKIPPED` in a row.
+    fp16 may skip fewer than `MOST_SKIPPED` steps in a row.
 
     Args:
         step: latest step.
         iteration: number of the step.
         skipped: number of consecutive skipped steps, including this one.
         precision: fp32, bf16 or fp16.
-
-    Raises LossError that says what to change.
     """
     if step.skipped:
         if skipped < MOST_SKIPPED:

@@ -1,7 +1,8 @@
 """Reader of Accelerate's YAML, which `accelerate config` writes.
 
-Accelerate's own definitions give the existing keys. Each key is accepted, has no effect here, or is
-refused unless it requests nothing. Accelerate is imported only when a YAML is read.
+The set of keys comes from Accelerate's own definitions. A key is translated, ignored because it has
+no effect here, or refused unless its value requests nothing. Accelerate is imported only when a
+YAML is read.
 """
 
 import importlib.util
@@ -85,14 +86,14 @@ FSDP_HONOURED = {
 after a forward pass and activation checkpointing are read. The other keys do not change the
 results: they select how version 1 communicates, and the form of saved weights."""
 _FSDP_STRATEGIES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-"""Strategies of FSDP's version 1, with True if weights are divided again after a forward pass."""
+"""Strategies of FSDP's version 1, with True if weights are resharded after a forward pass."""
 
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
 _AUTOS = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
 )
 _LAUNCHERS = ("pdsh", "standard", "nossh")
-"""Launchers of other hosts that ssh replaces."""
+"""DeepSpeed's launchers for several hosts that are accepted; ssh replaces them."""
 _PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 _STAGES = {(0, False, False): "ddp", (2, False, False): "zero2", (3, False, False): "zero3"}
 _STAGES[3, True, True] = "zero3-offload"
@@ -119,7 +120,7 @@ def fsdp_defaults() -> dict[str, Any]:
 
 
 def named_json(content: Mapping[str, Any]) -> str | None:
-    """Return the path of DeepSpeed's JSON in the YAML; None if it names none."""
+    """Return the path of the DeepSpeed JSON that the YAML names, or None."""
     block = content.get("deepspeed_config")
     path = block.get("deepspeed_config_file") if isinstance(block, dict) else None
     return path if isinstance(path, str) and path not in _OFF else None
@@ -137,8 +138,8 @@ def read_accelerate(
 
     Args:
         content: content of the YAML.
-        launch: section `launch`. If no value of `launch.distributed` is equivalent, a DeepSpeed
-            JSON is added to it.
+        launch: section `launch` of the configuration. If no value of `launch.distributed` is
+            equivalent to the YAML, a DeepSpeed JSON is added to the section.
         name: name of the file in messages.
 
     Raises:
@@ -190,9 +191,9 @@ def read_accelerate(
 
 
 def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
-    """Yield the settings of the block fsdp_config in Accelerate's terms.
+    """Yield the settings of the block fsdp_config by Accelerate's names for them.
 
-    A name is, for example, `fsdp_config.fsdp_version`. Raises ValueError for a key that Accelerate
+    An example of a name is `fsdp_config.fsdp_version`. Raises ValueError for a key that Accelerate
     does not know, and for a value of the wrong type.
     """
     from accelerate.utils import constants
@@ -232,8 +233,8 @@ def read_fsdp(block: Any, name: str) -> Iterator[Claim]:
 def fsdp_settings(block: Any, name: str) -> dict[str, Any]:
     """Return the settings of the block fsdp_config by their names in transformers' Trainer.
 
-    Version 1 selects by a strategy whether weights stay gathered after a forward pass, which is
-    translated. Raises ValueError for unsupported settings.
+    Version 1 has a sharding strategy in place of `reshard_after_forward`; it is translated. Raises
+    ValueError for unsupported settings.
     """
     values = {
         claim.field.removeprefix("fsdp_config."): claim.value for claim in read_fsdp(block, name)
@@ -295,7 +296,7 @@ def _refuse(block: Mapping[str, Any], prefix: str, refused: _Refused, name: str)
 
 
 def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """Yield the number of ranks and hosts, and the address at which ranks connect."""
+    """Yield the claims for the number of ranks and hosts, and the address where ranks connect."""
     machines = _count(content, "num_machines", name)
     processes = _count(content, "num_processes", name)
     kind, on_cpu = content["distributed_type"], _flag(content, "use_cpu", name)
@@ -336,7 +337,7 @@ def _processes(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
 
 
 def _meeting(content: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """Yield the address of the first host; on a single host ranks connect at a free port."""
+    """Yield the claim for the address of the first host."""
     address, port = content.get("main_process_ip"), content.get("main_process_port")
     if address is None and port is not None:
         raise ValueError(
@@ -389,7 +390,7 @@ def _deepspeed(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> I
 
 
 def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Iterator[Claim]:
-    """Yield the ZeRO stage and the offload; they may be absent if a JSON gives them."""
+    """Yield the claims for the ZeRO stage and offload; both may be absent if a JSON sets them."""
     clauses, devices = dict[str, str](), dict[str, str]()
     for what in ("optimizer", "param"):
         key = f"offload_{what}_device"
@@ -424,7 +425,7 @@ def _stage(block: Mapping[str, Any], launch: dict[str, Any], name: str) -> Itera
 
 
 def _json(stage: int, on_cpu: list[str]) -> dict[str, Any]:
-    """Return DeepSpeed's JSON for offload of one part, which no `launch.distributed` expresses."""
+    """Return a DeepSpeed JSON that offloads one part, as no value of `launch.distributed` does."""
     offload = {f"offload_{what}": {"device": "cpu", "pin_memory": True} for what in on_cpu}
     return {
         **dict.fromkeys(_AUTOS.split(), "auto"),

@@ -200,7 +200,7 @@ def _refuse(name: str, value: Any, accepted: AcceptedKeys) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a flag or number that is given as text as its value, and other values unchanged."""
+    """Return the value of a flag or number given as text, and any other value unchanged."""
     if isinstance(value, str):
         for reader in (_flag, read_number):
             if (read := reader(value)) is not None:
@@ -209,7 +209,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_off(value: Any) -> bool:
-    """Return True if a switch, or every switch of a block, is off."""
+    """Return True if a switch is off, or a block is disabled or has only switches that are off."""
     if isinstance(value, dict):
         switches = value.values()
         return _plain(value.get("enabled")) is False or all(

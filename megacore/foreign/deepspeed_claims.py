@@ -72,6 +72,7 @@ _PASSED_HERE = {
     **{f"optimizer.params.{name}": Key("number") for name in _NUMBERS},
     **{f"optimizer.params.{name}": Key("flag") for name in _FLAGS},
 }
+"""Keys that a fine-tuning accepts and a pretraining does not."""
 _TORCH_ADAM = "optimizer.params.torch_adam"
 _COMPILED = "DeepSpeed's Adam would be compiled: set it to"
 _REFUSED_HERE = {
@@ -99,7 +100,7 @@ _FILLED = (
 
 
 def finetuning_keys(name: str) -> AcceptedKeys:
-    """Return the keys of a fine-tuning in the JSON that messages call `name`."""
+    """Return the keys that a fine-tuning accepts; `name` is the name of the file in messages."""
     known = definitions(name)
     blocks = tuple(f"{block}." for block in _BLOCKS)
     keys = {
@@ -172,7 +173,10 @@ def _number(
 
 
 def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """Yield the ZeRO stage and offload; `launch.distributed` fills what the JSON omits."""
+    """Yield the claims for the ZeRO stage and offload.
+
+    `launch.distributed` determines a stage that is missing or "auto", and a device that is "auto".
+    """
     key, distributed = "zero_optimization.stage", values["launch"].get("distributed")
     if flat.get(key, AUTO) == AUTO:
         if distributed is None:
@@ -216,7 +220,7 @@ def _zero(flat: dict[str, Any], values: Mapping[str, Any], name: str) -> Iterato
 
 
 def _precision(flat: Mapping[str, Any], values: Mapping[str, Any], name: str) -> Iterator[Claim]:
-    """Yield the precision: that of the enabled block, or fp32 if both are disabled."""
+    """Yield the claim for the precision: the enabled block's, or fp32 if both are disabled."""
     train = values.get("train")
     precision = train.get("precision") if isinstance(train, dict) else None
     fp16, bf16 = (flat.get(f"{kind}.enabled") for kind in ("fp16", "bf16"))

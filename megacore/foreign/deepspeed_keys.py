@@ -40,8 +40,8 @@ class Refused(NamedTuple):
     reason: str
     """Reason, and what to do instead."""
     off: tuple[Any, ...] = ()
-    """Values that request nothing and are dropped, in addition to auto and null. If empty, these
-    are false and a disabled block."""
+    """Values that request nothing and are dropped, in addition to auto and null. If there are none,
+    false and a disabled block are dropped."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Definitions:
         """Validate the blocks of a JSON with DeepSpeed's models.
 
         Args:
-            values: values by dotted name, each of its kind.
+            values: values by dotted name, each already parsed to the kind of its key.
             name: name of the file in messages.
 
         Raises:
@@ -122,7 +122,7 @@ _BY_HAND = {
     "log_level": Key("text", ("debug", "info", "warning", "error", "critical")),
     "scheduler.params.warmup_type": Key("text", ("linear", "log")),
 }
-"""Kinds that DeepSpeed's definitions lack, because it has no model or no type for these keys."""
+"""Kinds of the keys for which DeepSpeed has no model or no type."""
 
 _SPELLINGS = {
     "bfloat16": "bf16",
@@ -267,7 +267,11 @@ def _read_model(
 
 
 def _kind(kind: type, bounds: Iterable[Any], default: Any) -> Kind:
-    """Return the kind of a value; DeepSpeed does not bound every number that must be above 0."""
+    """Return the kind of a key.
+
+    An integer without bounds is a size if its default is not 0: DeepSpeed does not declare a bound
+    for every number that must be above 0.
+    """
     if issubclass(kind, bool):
         return "flag"
     if issubclass(kind, int):

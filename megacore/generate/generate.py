@@ -22,8 +22,8 @@ from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import stable_seed
 
 _READ_AT_ONCE = 256
-"""Prompt tokens per forward pass. It bounds the memory of the logits, of which only the last are
-used."""
+"""Prompt tokens per forward pass. It bounds the memory of the logits, although only those of the
+last token are used."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,11 @@ class EncodedBatch:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self._tokens, self._present = tokens, torch.arange(width, device=device) < lengths[:, None]
         self._written = torch.full((len(prompts), 1), start, device=device)
-        self._memory = model.encode(self._given())
+        self._memory = model.encode(self._model_input())
 
     def read_prompts(self) -> Tensor:
         """Return the logits [b, v] of the next token of each output."""
-        return self._model(self._given(), memory=self._memory)[:, -1]  # type: ignore[no-any-return]
+        return self._model(self._model_input(), memory=self._memory)[:, -1]  # type: ignore[no-any-return]
 
     def read(self, new: Tensor) -> Tensor:
         """Append the chosen ids [b, 1] and return the logits [b, v] of the next tokens."""
@@ -202,7 +202,7 @@ class EncodedBatch:
         self._tokens, self._present = self._tokens[chosen], self._present[chosen]
         self._written, self._memory = self._written[chosen], self._memory[chosen]
 
-    def _given(self) -> ModelInput:
+    def _model_input(self) -> ModelInput:
         return ModelInput(
             self._tokens,
             torch.zeros_like(self._written),

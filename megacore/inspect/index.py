@@ -169,7 +169,7 @@ def _parts(
     options = index.options
     packed = options.packing == "packed"
     room = options.seq_length + options.extra
-    # Without packing a sample ends before the next row's document.
+    # A sample of whole documents ends before the next row's document.
     stop = last + 1 if packed or last == first else last
     if not 0 <= first <= last or stop > len(document) or offset < 0 or end < 0:
         return None

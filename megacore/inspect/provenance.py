@@ -130,7 +130,7 @@ class Origins:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Path of the tokenizer's directory or file; None if not recorded or not existing."""
+        """Path of the tokenizer's directory or file; None if not recorded or no longer there."""
         name = self.tokenizer.get("directory")
         path = Path(os.path.normpath(self.path.parent / str(name)))
         return path if name and path.exists() else None
@@ -217,7 +217,7 @@ class SourceDocument:
 
 
 def read_document(place: DocumentPlace) -> SourceDocument:
-    """Read the document at a line or row of a file; memory is that of the line.
+    """Read the document at a line or row of a file, without keeping other lines in memory.
 
     Raises DataFormatError if the file is missing, has changed, or no longer has such a line.
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Decode = Callable[[npt.NDArray[Any]], str]
 """Function from an array of ids to their text, including special tokens."""
 _EDGE = "\N{REPLACEMENT CHARACTER}"
-"""Result of decoding a character of which the first or last token contains only a part."""
+"""Decoded form of a character of which the first or last token contains only a part."""
 Made = dict[str, Any]
 JsonReport = dict[str, Any]
 
@@ -82,9 +82,8 @@ def report_sample(
 ) -> JsonReport:
     """Return the documents and source lines of a sample.
 
-    The source lines of its first `sources` parts (default: all) are read.
-
-    Raises DataFormatError. A line that can no longer be read is reported as a problem of its part.
+    Source lines are read for its first `sources` parts, by default for all. A line that can no
+    longer be read is reported as a problem of its part. Raises DataFormatError.
     """
     sample = find_sample(directory, split, number)
     dataset = IndexedDataset(sample.prefix)
@@ -278,8 +277,8 @@ def _open_backend(path: Path) -> "tokenizers.Tokenizer":
 def find_tokenizer(prefix: str, origins: Origins | None) -> Path | None:
     """Return the directory of the tokenizer that produced token files, or None if not found.
 
-    The directory is recorded in `documents.json`. Otherwise, in a workspace, the manifest next to
-    the files records the digest of the tokenizer's manifest.
+    `documents.json` records the directory. Without it, the directory is searched in the workspace,
+    by the digest of the tokenizer's manifest in the manifest next to the files.
     """
     if origins is not None and origins.tokenizer_path is not None:
         return origins.tokenizer_path
@@ -315,10 +314,9 @@ def made_of(
 ) -> Made | None:
     """Return the text of the row that training reads for a sample of sentences.
 
-    Returns None for samples of tokens, and if `tokenizer_directory` is not a tokenizer's directory.
-
-    The options of `data.masked_lm` and `data.span_corruption` are those in the manifest next to the
-    maps, or the defaults. Raises DataFormatError.
+    The options of `data.masked_lm` and `data.span_corruption` come from the manifest next to the
+    maps, or are the defaults. Returns None for samples of tokens, and if `tokenizer_directory` is
+    not a tokenizer's directory. Raises DataFormatError.
     """
     sentences = index.options.sentences
     if sentences is None or not (tokenizer_directory / TOKENIZER_CONFIG_NAME).exists():

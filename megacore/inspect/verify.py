@@ -174,9 +174,9 @@ def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
                 f"{path} has {len(datasets)} samples, the other map {len(numbers)}: build them "
                 "again"
             )
-        if len(datasets) and not 0 <= int(datasets.min()) <= int(datasets.max()) < len(members):
+        if len(datasets) and (wrong := _outside(datasets, len(members))) is not None:
             raise DataFormatError(
-                f"{path} names data set {datasets.max()} of {len(members)}: build the maps again"
+                f"{path} names data set {wrong} of {len(members)}: build the maps again"
             )
         shares = []
         for place, member in enumerate(members):
@@ -184,9 +184,9 @@ def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
             available = len(
                 load_map(map_path(member_directory(directory, member), split, index.counting_map))
             )
-            if len(taken) and not 0 <= int(taken.min()) <= int(taken.max()) < available:
+            if len(taken) and (wrong := _outside(taken, available)) is not None:
                 raise DataFormatError(
-                    f"{path}: the blend takes sample {taken.max()} of member {member}, which has "
+                    f"{path}: the blend takes sample {wrong} of member {member}, which has "
                     f"{available}: build it again"
                 )
             shares.append(f"{len(taken) / max(1, len(datasets)):.1%} of member {member}")
@@ -373,7 +373,7 @@ def _check_distances(
 ) -> None:
     """Check that row i is i x seq_length tokens into the documents.
 
-    Only the last row may be nearer, after a partial sample.
+    Only the last row may be earlier, because the last sample may be partial.
     """
     row, before = 0, 0
     for start in range(0, len(document), _BLOCK):
@@ -398,9 +398,9 @@ def _check_distances(
 def _check_permutation(path: Path, shuffle: Map) -> None:
     seen = np.zeros(len(shuffle), np.bool_)
     for block in _blocks(shuffle):
-        if block.min() < 0 or block.max() >= len(seen):
+        if (wrong := _outside(block, len(seen))) is not None:
             raise DataFormatError(
-                f"{path} names sample {block.max()} of {len(seen)}: build the index maps again"
+                f"{path} names sample {wrong} of {len(seen)}: build the index maps again"
             )
         seen[block] = True
     if not seen.all():
@@ -408,6 +408,14 @@ def _check_permutation(path: Path, shuffle: Map) -> None:
             f"{path} lacks {np.count_nonzero(~seen)} of {len(seen)} samples, such as "
             f"{int(seen.argmin())}, and has others more than once: build the index maps again"
         )
+
+
+def _outside(numbers: Map, count: int) -> int | None:
+    """Return a number below 0, else one from `count` on; None if there is neither."""
+    lowest, highest = int(numbers.min()), int(numbers.max())
+    if lowest < 0:
+        return lowest
+    return highest if highest >= count else None
 
 
 def _blocks(values: Map) -> Iterator[Map]:

@@ -24,7 +24,7 @@ class FinetuneJob(RankJob):
     def _shown(self) -> dict[str, Any]:
         """Return the fields without credentials in names of data and models.
 
-        The ranks do not need them, because no rank downloads.
+        The ranks do not need them, because no rank downloads anything.
         """
         values = super()._shown()
         return values | {"config": redact_values(values["config"], environment=False)}

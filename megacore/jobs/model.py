@@ -1,6 +1,7 @@
 """Jobs on a finished model, independent of any run: generation and zero-shot evaluation.
 
-Imports no torch, so that a command line can check a job quickly before it starts processes.
+The module does not import torch, so that a command line can check a job quickly before it starts
+processes.
 """
 
 import math
@@ -48,7 +49,7 @@ class ModelJob(RankJob):
 
     @property
     def layout(self) -> RankLayout:
-        """Layout of the job's ranks. Raises ParallelLayoutError if it cannot use all of them."""
+        """Layout of the job's ranks. Raises ParallelLayoutError if it does not use all of them."""
         return RankLayout.of_world(self.ranks, tensor=self.tensor_model_parallel_size)
 
 
@@ -70,7 +71,7 @@ class GenerateOptions:
     """Total probability of the most probable tokens to draw from (Holtzman et al. 2019,
     arXiv:1904.09751)."""
     seed: int = 1234
-    """Seed of the draws; each prompt draws from its own generator, given by its number."""
+    """Seed of the draws. Each prompt has a generator, seeded with this value and its number."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -114,7 +115,7 @@ class GenerateJob(ModelJob):
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each prompt."""
     options: GenerateOptions
-    """Choice and number of new tokens."""
+    """Sampling method and limit of new tokens."""
     end: int | None
     """Id of the token that ends a text; null means that every prompt gets all its new tokens."""
 
@@ -135,7 +136,7 @@ class ZeroShotJob(ModelJob):
 
 
 def places(scratch: Path) -> dict[str, Any]:
-    """Return the fields of a job in `scratch` with the paths of its result and exit reasons."""
+    """Return the fields of a job that place its result and exit reasons in `scratch`."""
     return {"exit_directory": str(scratch / "exit"), "output": str(scratch / _OUTPUT)}
 
 

@@ -30,9 +30,9 @@ class RankJob(Section):
     names, if any."""
 
     def write(self, path: Path) -> None:
-        """Write the job as JSON, atomically, without the credentials of downloads.
+        """Write the job as JSON, atomically.
 
-        No rank needs them.
+        Credentials for downloads are left out, because no rank needs them.
         """
         write_json(path, self._shown())
 
@@ -51,7 +51,7 @@ class RankJob(Section):
 
 
 def _reason(error: Exception) -> str:
-    """Return the error as one line; only the first one of several invalid values."""
+    """Return the error as one line, with only the first of several invalid values."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -32,9 +32,9 @@ class Hyperparameters:
 
 
 class AdamTensors(NamedTuple):
-    """Tensors of an update; the tensors at the same position of all lists have one shape.
+    """Tensors of an update; tensors at the same position of the lists have the same shape.
 
-    They are contiguous, in host memory or on one GPU.
+    All are contiguous, in host memory or on one GPU.
     """
 
     weights: Sequence[Tensor]
@@ -91,7 +91,7 @@ def reference(tensors: AdamTensors, values: Hyperparameters, divisor: Tensor) ->
         amsgrad=False,
         maximize=False,
         # With grad_scale the kernel also writes the divided gradients back, which takes time. It is
-        # only left out on a CPU: on a GPU, reading the divisor would synchronize.
+        # left out only on a CPU, because reading a divisor on a GPU would synchronize.
         grad_scale=None if device.type == "cpu" and divisor == 1 else divisor,
     )
     _publish(tensors)
@@ -110,7 +110,7 @@ def _load_apex() -> AdamW:
         device = weights[0].device
         amp_C.multi_tensor_adam_capturable(
             _APEX_CHUNK,
-            # No overflow; with one, apex would skip the update.
+            # The overflow flag, which stays 0 because apex would skip the update.
             torch.zeros(1, dtype=torch.int32, device=device),
             [list(gradients), list(weights), list(exp_avgs), list(exp_avg_sqs)],
             torch.full((), values.lr, device=device),

@@ -1,6 +1,6 @@
-"""Attention, in one pass over blocks (Dao et al. 2022, arXiv:2205.14135) or with weights in memory.
+"""Attention, in one pass over blocks (Dao et al. 2022, arXiv:2205.14135) or with stored weights.
 
-With dropout or a bias the weights may be stored between two matmuls. Their softmax is then fused
+With dropout or a bias, the weights may be stored between two matmuls. Their softmax is then fused
 with scale, bias and dropout, as in Megatron-LM's scaled_masked_softmax.
 """
 
@@ -73,7 +73,8 @@ class ScaledMaskedSoftmax(Protocol):
 
         Args:
             scores: products of queries and keys.
-            bias: bias [b or 1, n or 1, s or 1, s_k]; of shape [1, n, s, s_k] it may be trained.
+            bias: bias [b or 1, n or 1, s or 1, s_k]; only one of shape [1, n, s, s_k] may be
+                trained.
             scale: factor on the scores.
             causal: a query sees only the keys up to its own position; the last query is at the
                 position of the last key.
@@ -127,7 +128,7 @@ def in_memory(
 ) -> Tensor:
     """Compute attention with two matmuls and a softmax between them, see `Attention`.
 
-    The weights are in memory in the type of `query`.
+    The weights are stored in the dtype of `query`.
     """
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1:
@@ -135,7 +136,7 @@ def in_memory(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query @ key.transpose(-1, -2)
     if bias is not None and bias.requires_grad and bias.shape != (1, *scores.shape[1:]):
-        # Its gradient is not only a sum over the batch, so torch computes it.
+        # The gradient of this bias is not only a sum over the batch, so torch computes it.
         scores, scale, bias = torch.add(bias, scores, alpha=scale), 1.0, None
     return softmax(scores, bias, scale=scale, causal=causal, dropout=dropout) @ value
 

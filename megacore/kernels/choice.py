@@ -89,8 +89,8 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool =
         }
     except ImportError as error:
         raise ConfigError(
-            f"A kernel cannot be loaded ({error}): install megacore again, which compiles its C++ "
-            "kernels, or set train.kernels to plain."
+            f"a kernel cannot be loaded ({error}): install megacore again, which compiles its C++ "
+            "kernels, or set train.kernels to plain"
         ) from error
     names = {operation: name for operation, (name, _) in chosen.items()}
     return _kernels(names, **{operation: function for operation, (_, function) in chosen.items()})

@@ -1,8 +1,8 @@
 """Cross entropy that overwrites the logits with its gradient.
 
-It needs no second tensor of the logits' size, and none in fp32. Half-precision logits are
-converted to fp32 a few rows at a time; the gradient is rounded once. The gradient is in place as
-in Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), and the vocabulary may be divided as in
+No second tensor of the logits' size is allocated. Half-precision logits are converted to fp32 a few
+rows at a time, and the gradient is rounded once. The gradient overwrites the logits as in Liger
+Kernel (Hsu et al. 2024, arXiv:2410.10989), and the vocabulary may be divided over ranks as in
 Megatron-LM.
 """
 
@@ -16,13 +16,15 @@ from torch import Tensor
 from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
 
 _CACHED_ELEMENTS = 1 << 17
-"""Logits per thread of a block that fits the cores' caches between passes: 512 KiB of fp32."""
+"""Logits of a block per thread. The block stays in the cores' caches between passes: 512 KiB of
+fp32."""
 _GPU_ELEMENTS = 1 << 25
-"""Logits of a block on a GPU, where launches cost more than memory traffic: 128 MiB of fp32."""
+"""Logits of a block on a GPU, where kernel launches cost more than memory traffic: 128 MiB of
+fp32."""
 
 
 class Statistics(Protocol):
-    """Interface of the statistics that ranks exchange to compute a loss of a divided vocabulary."""
+    """Interface of the row statistics that ranks exchange if the vocabulary is divided."""
 
     def __call__(self, logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
         """Compute statistics of each row of logits [n, w].
@@ -41,7 +43,7 @@ class Statistics(Protocol):
 
 
 class GradientInPlace(Protocol):
-    """Interface of the replacement of logits by the gradient of their row's loss."""
+    """Interface of the gradient of each row's loss, which overwrites the logits."""
 
     def __call__(
         self,
@@ -68,7 +70,7 @@ class GradientInPlace(Protocol):
 
 
 class LossInPlace(Protocol):
-    """Interface of loss and gradient in one call, for a vocabulary that is not divided."""
+    """Interface of the loss and its gradient in one call, for a vocabulary that is not divided."""
 
     def __call__(
         self, logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float
@@ -222,7 +224,7 @@ def whole_loss_(
 
 
 def compiled(backend: str = "inductor") -> CrossEntropy:
-    """Return the three functions without blocks, each through torch.compile."""
+    """Return the three functions without blocks, each compiled by torch.compile."""
     functions = (whole_statistics, whole_gradient_, whole_loss_)
     parts = [torch.compile(each, fullgraph=True, backend=backend) for each in functions]
     return CrossEntropy(*parts)  # type: ignore[arg-type]
@@ -249,7 +251,7 @@ def _maximum_and_total(exact: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _onehot(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return the one-hot matrix by comparison, which a compiler fuses."""
+    """Return the one-hot matrix, computed by a comparison that a compiler can fuse."""
     return torch.arange(logits.shape[1], device=logits.device) == columns.unsqueeze(1)
 
 

@@ -17,7 +17,7 @@ class LayerNorm(Protocol):
     """Interface of LayerNorm."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Normalise [..., h] to mean 0 and variance 1, then apply weight [h] and bias [h]."""
+        """Normalize [..., h] to mean 0 and variance 1, then apply weight [h] and bias [h]."""
         ...
 
 
@@ -25,7 +25,7 @@ class RMSNorm(Protocol):
     """Interface of RMSNorm."""
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise [..., h] to a mean square of 1, then apply weight [h]."""
+        """Normalize [..., h] to a mean square of 1, then apply weight [h]."""
         ...
 
 

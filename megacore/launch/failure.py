@@ -1,6 +1,6 @@
 """Translation of a failed job into one typed error.
 
-The sources are the ranks' reasons, the launcher's log and the heartbeats.
+The error is derived from the ranks' reasons, the launcher's log and the heartbeats.
 """
 
 import contextlib
@@ -148,7 +148,7 @@ class Attempt:
         else:
             first = furthest_behind(states)
             error = self._stalled(trouble, stall_limit, first, reasons)
-        return self._told(error, states, first)
+        return self._write_table(error, states, first)
 
     def _lost(self, first: RankState, reasons: list[ExitReason]) -> MegacoreError:
         silent = first.rank not in {reason.rank for reason in reasons}
@@ -183,12 +183,12 @@ class Attempt:
         if not states:
             return error
         first = next((state for state in states if state.rank == lost_rank), None)
-        return self._told(error, states, first)
+        return self._write_table(error, states, first)
 
-    def _told(
+    def _write_table(
         self, error: MegacoreError, states: list[RankState], first: RankState | None
     ) -> MegacoreError:
-        """Write the rank table next to the log and into it; return the error with its path."""
+        """Write the rank table to the log and next to it; return the error with its path."""
         rank_table = table(states, first, str(error))
         with contextlib.suppress(OSError), open(self.log, "a", encoding="utf-8") as log:
             log.write(rank_table)
@@ -243,7 +243,8 @@ def _ended(code: int, kills: KillCounter) -> str:
 
     Args:
         code: negative signal number, a shell's 128 + n, or an exit code.
-        kills: out-of-memory kills; if the kernel does not count them, SIGKILL gets a hint.
+        kills: counter of out-of-memory kills; if the kernel does not count them, the description of
+            SIGKILL mentions them as a possible cause.
     """
     number = -code if code < 0 else code - 128
     if number <= 0:

@@ -125,11 +125,11 @@ class _StopRequest:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing; with any handler the signal is written to the wake-up descriptor."""
+    """Do nothing: a signal that has a handler is written to the wake-up descriptor."""
 
 
 def _prctl() -> Callable[[int, int], None]:
-    """Look up the prctl system call, before any fork."""
+    """Return the prctl system call, which must be looked up before any fork."""
     function = ctypes.CDLL(None, use_errno=True).prctl
 
     def call(option: int, value: int) -> None:
@@ -168,12 +168,12 @@ class _Notice:
     """Delivery of SIGUSR1, once to every descendant of this process that catches it."""
 
     def __init__(self) -> None:
-        self._told: set[int] = set()
+        self._notified: set[int] = set()
 
     def spread(self) -> None:
         for pid in descendants(os.getpid()):
-            if pid not in self._told and catches(pid, signal.SIGUSR1):
-                self._told.add(pid)
+            if pid not in self._notified and catches(pid, signal.SIGUSR1):
+                self._notified.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
 
@@ -217,9 +217,9 @@ def end_all(find: Callable[[], list[int]], grace: float, reap: Callable[[], None
     """End the processes that `find` returns: SIGTERM, then SIGKILL after `grace` seconds.
 
     Args:
-        find: returns the ids of the live processes to end.
+        find: function that returns the ids of the live processes to end.
         grace: seconds between SIGTERM and SIGKILL.
-        reap: collects children that have ended.
+        reap: function that reaps children that have ended.
 
     Returns:
         Ids of the processes that survived SIGKILL for KILL_LIMIT seconds.

@@ -52,7 +52,7 @@ _WITHOUT_STACK = {
 
 @dataclass(frozen=True)
 class StateReport:
-    """State of a rank from its host's agent; the fields have the meaning of `RankState`'s."""
+    """State of a rank as its host's agent reports it; the fields are those of `RankState`."""
 
     state: str
     idle: float

@@ -1,6 +1,6 @@
 """Supervision of a launcher that runs under the guard.
 
-No process of the launcher outlives the call, and its failure is a typed error.
+No process of the launcher outlives the call of `supervise`. A failure raises a typed error.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from megacore.launch.watch import KillCounter, RankWatch, Trouble, oom_kills
 
 _GUARD_MARGIN = KILL_LIMIT + 0.5
 _REPORTED_END = 15.0
-"""Seconds for a launcher that has reported trouble to end its ranks on all hosts."""
+"""Time limit in seconds for a launcher that reported trouble to end its ranks on all hosts."""
 
 
 def supervise(
@@ -64,7 +64,7 @@ def supervise(
     Each rank that writes a heartbeat to `exit_directory` is watched. If it makes no progress for
     `stall_limit` seconds, or if it is gone and the job continues without it, the ranks of this host
     write their Python stacks, all processes are killed at once, and a table of the ranks is written
-    to the log and next to it, to `<log>-ranks.txt`. For a job on several `hosts` the command's
+    to the log and to `<log>-ranks.txt` next to it. For a job on several `hosts`, the command's
     agents do this on each host and report it in `exit_directory`. While the job is queued by its
     scheduler (`launcher_state`), no rank is watched and no time is counted.
 
@@ -82,9 +82,9 @@ def supervise(
         poll_interval: seconds between two polls.
         stall_limit: seconds without progress after which a rank is stalled; None means no limit.
         ranks: number of ranks; None if unknown.
-        hosts: hosts of a job on several hosts.
+        hosts: hosts of the job if there are several, otherwise empty.
         stop_margin: seconds that the command needs to stop, in addition to `stop_grace`.
-        count_oom_kills: returns the number of out-of-memory kills so far.
+        count_oom_kills: function that returns the number of out-of-memory kills so far.
 
     Raises:
         MegacoreError: the error that a rank, or else the launcher, wrote to `exit_directory`;
@@ -229,7 +229,7 @@ def _verdict(attempt: Attempt, code: int | None, stall_limit: float | None) -> M
 def _prepare(log: Path, exit_directory: Path) -> None:
     """Create the directories and remove the files of an earlier attempt.
 
-    They would count as files of this attempt.
+    They would be taken for files of this attempt.
     """
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,10 @@ from megacore.observe.heartbeat import ENDED, Beat, read_heartbeats
 INTERVAL = 1.0
 """Seconds between two checks."""
 LOST_LIMIT = 10.0
-"""Seconds for a job to notice a lost rank and end."""
+"""Seconds within which a job must notice a lost rank and end."""
 STANDSTILL = 5.0
-"""Seconds between two checks after which the watcher itself, perhaps the whole host, was suspended.
-"""
+"""Maximum seconds between two checks. After a longer time the watcher itself, perhaps the whole
+host, must have been suspended."""
 REMOTE_DELAY = 120.0
 """Seconds by which a shared file system may delay another host's heartbeat."""
 START_DELAY = 120.0
@@ -56,7 +56,7 @@ class RankWatch:
             ranks: number of ranks expected to write a heartbeat; None means that ranks without one
                 are not watched.
             only: ranks to watch, all expected to write a heartbeat; None means all.
-            elsewhere: True if agents watch all ranks, including those of this host, and are to
+            elsewhere: True if agents watch all ranks, including those of this host, and should
                 report first.
             clock: monotonic clock in seconds.
         """

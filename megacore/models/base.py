@@ -26,7 +26,7 @@ SENTENCE_LOSSES = {"sop": "sop_loss", "nsp": "nsp_loss"}
 
 
 class LossTerm(NamedTuple):
-    """One loss of a micro batch. Training minimises the sum of the means of all terms."""
+    """One loss of a micro batch. Training minimizes the sum of the means of all terms."""
 
     losses: Tensor
     """Loss of each label [b, s] or of each sample [b], fp32, in nats."""
@@ -54,9 +54,9 @@ Losses = dict[str, LossTerm]
 class Model(nn.Module, ABC):
     """A whole model, or one chunk of it.
 
-    Parameters are fp32 and uninitialised; `models.build.build_model` also initialises them. Their
+    Parameters are fp32 and uninitialized; `models.build.build_model` also initializes them. Their
     names are those of the whole model, whatever the chunk. A chunk in which a stack begins has the
-    `embedding`. A chunk with the head has a copy of its token table, or its own `output_layer`.
+    `embedding`. A chunk with the head has a copy of the token table, or its own `output_layer`.
     """
 
     has_decoder: bool = False
@@ -87,8 +87,8 @@ class Model(nn.Module, ABC):
 
         Args:
             model: model configuration.
-            padded_vocab_size: rows of the embedding (v); the rows of the padding are ordinary rows
-                that no text refers to.
+            padded_vocab_size: number of rows of the embedding (v); the rows of the padding are
+                ordinary rows that no token uses.
             max_position_embeddings: maximum sequence length, in tokens.
             chunk: part of the model to build; None means the whole model.
             recompute: part that the backward pass recomputes, see `TransformerLayer`.
@@ -155,7 +155,7 @@ class Model(nn.Module, ABC):
                 training with dropout.
 
         Returns:
-            The input of the next chunk, or from a chunk with the head the losses.
+            The input of the next chunk, or the losses if the chunk has the head.
         """
 
     @abstractmethod
@@ -191,7 +191,7 @@ class Model(nn.Module, ABC):
     ) -> Transformer:
         """Build the chunk's layers; the first `recomputed` of them (None: all) recompute.
 
-        `kind` has further arguments of `Transformer`.
+        `kind` holds further arguments of `Transformer`.
         """
         return Transformer(
             self.model,

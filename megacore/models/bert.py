@@ -29,7 +29,7 @@ SentenceTask = Literal["sop", "nsp"]
 
 
 class BertModel(Model):
-    """BERT, or a chunk of it: predicts masked tokens and if two segments belong together.
+    """BERT, or a chunk of it. It predicts masked tokens and whether two segments belong together.
 
     The token table is also the decoder of the masked-LM head.
     """
@@ -77,7 +77,8 @@ class BertModel(Model):
     def forward(self, inputs: ModelInput) -> tuple[Tensor, Tensor | None]:
         """Return the whole model's logits, gathered over the ranks.
 
-        They are [b, s, v] of the tokens and [b, 2] of the binary head, or None without this head.
+        These are the logits [b, s, v] of the tokens and [b, 2] of the binary head. The latter are
+        None without this head.
         """
         logits, answers = self._heads(self._hidden(inputs, None, None))
         return gather_from_tensor_parallel_region(logits, self.tp), answers
@@ -193,7 +194,7 @@ class MaskedLmHead(nn.Module):
         return {"bias": Partition(0, self.tp.rank, self.tp.size)}
 
     def partial_gradients(self) -> frozenset[str]:
-        """Return the parameters that see only the rank's positions with sequence parallelism."""
+        """Return the parameters whose gradients are partial with sequence parallelism."""
         return parameters_of(self, "dense", "layernorm") if self.sequence_parallel else frozenset()
 
 

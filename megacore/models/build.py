@@ -36,7 +36,7 @@ def build_model(
         device: device of the parameters; "meta" builds only shapes, for planning.
         chunk: part of the model to build; None means the whole model.
         kernels: kernels to compute with; None means plain torch.
-        initial_weights: initialise the parameters; otherwise they are left uninitialised.
+        initial_weights: initialize the parameters; otherwise they are left uninitialized.
 
     Raises:
         ParallelLayoutError: heads, widths or vocabulary cannot be divided over the ranks.
@@ -67,7 +67,7 @@ def build_model(
 
 
 def build_bare(spec: ModelSpec, mesh: ProcessMesh, *, device: torch.device | str = "meta") -> Model:
-    """Build a whole uninitialised model to load weights into; it is not for training.
+    """Build a whole uninitialized model to load weights into; it is not for training.
 
     Args:
         spec: description of the model in the checkpoint.

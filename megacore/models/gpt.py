@@ -40,7 +40,7 @@ class GPTModel(Model):
         Args:
             tokens: ids [b, s].
             position_ids: positions [b, s]; None continues after the tokens in the cache.
-            present: bool mask [b, s], with a cache of all its tokens and these: False for padding.
+            present: bool mask [b, s], False for padding. With a cache, s includes its tokens.
             cache: keys and values of the previous tokens; those of `tokens` are added.
 
         Returns:
@@ -71,7 +71,7 @@ class GPTModel(Model):
         *,
         dropout_seed: int | None = None,
     ) -> Tensor | Losses:
-        """Return activations [b, s, h]; from a chunk with the head the loss of each label, [b, s].
+        """Return activations [b, s, h], or the loss of each label [b, s] if the chunk has the head.
 
         With sequence parallelism activations are [b, s/t, h]. Losses are fp32; the logits are not
         gathered for them.

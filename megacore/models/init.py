@@ -25,13 +25,14 @@ elements, or one per row [rows, 1]."""
 def initialize(model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
     """Fill every parameter with its initial values.
 
-    Norms start with weights of one, biases with zeros, other weights with normal distributions.
+    The weights of norms are ones, biases are zeros, and other weights have normal distributions.
 
-    GPT (Radford et al. 2019): std init_method_std, for projections into the residual stream divided
-    by sqrt(2 x num_layers). BERT (Devlin et al. 2018): the same, undivided if norms come after the
-    sums. T5 (Raffel et al. 2019, as in the public Mesh TensorFlow code): std from the widths of
-    the matrices. The padding rows of the vocabulary are drawn after the others, so that the values
-    of the others do not depend on the amount of padding.
+    In GPT (Radford et al. 2019) the standard deviation is init_method_std, divided by
+    sqrt(2 x num_layers) for projections into the residual stream. In BERT (Devlin et al. 2018) it
+    is the same, but not divided if norms come after the sums. In T5 (Raffel et al. 2019, as in the
+    public Mesh TensorFlow code) it depends on the widths of the matrices. The padding rows of the
+    vocabulary are drawn after the others, so that the values of the others do not depend on the
+    amount of padding.
     """
     divided = partitions(model)
     for name, parameter in model.named_parameters():

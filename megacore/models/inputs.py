@@ -21,19 +21,19 @@ class ModelInput:
     """One micro batch in the form that the models take."""
 
     tokens: Tensor
-    """Ids [b, s], 0 at padding; T5: of the encoder."""
+    """Ids [b, s], 0 at padding; for T5, of the encoder."""
     labels: Tensor
-    """Ids to predict, [b, s], T5: [b, s_d]; 0 where there is nothing to predict."""
+    """Ids to predict, [b, s] or for T5 [b, s_d]; 0 where there is nothing to predict."""
     loss_mask: Tensor | None = None
-    """Bool mask of the labels' shape: True for labels that count; None: all count."""
+    """Bool mask of the labels' shape, True for labels that count; None means that all count."""
     position_ids: Tensor | None = None
-    """Positions [b, s]; None: 0 … s-1."""
+    """Positions [b, s]; None means 0 … s-1."""
     documents: Tensor | None = None
-    """Document numbers [b, s], which restrict attention to the token's document; None: a token sees
-    all previous ones."""
+    """Document numbers [b, s], which restrict attention to the token's document; None means that a
+    token sees all previous ones."""
     present: Tensor | None = None
-    """Bool mask [b, s]: True for tokens, False for padding; None: no padding. Used by BERT and T5's
-    encoder."""
+    """Bool mask [b, s], True for tokens and False for padding; None means no padding. Used by BERT
+    and T5's encoder."""
     tokentypes: Tensor | None = None
     """Segment number of each token [b, s], for BERT."""
     sentence_labels: Tensor | None = None

@@ -47,12 +47,12 @@ class Stage:
 
         Args:
             config: the run's configuration.
-            vocab_size: entries of the tokenizer, before padding.
-            mesh: this process's groups.
-            special_tokens: ids of the tokens with a role.
+            vocab_size: size of the tokenizer's vocabulary, before padding.
+            mesh: process groups of this rank.
+            special_tokens: ids of the special tokens.
             device: device of the parameters.
             kernels: kernels to compute with; None means plain torch.
-            initial_weights: initialise the parameters; otherwise they are left uninitialised.
+            initial_weights: initialize the parameters; otherwise they are left uninitialized.
 
         Raises:
             ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the
@@ -100,7 +100,7 @@ class Stage:
     def shared_parameters(self) -> dict[str, ParallelGroup]:
         """Groups of the parameters that other pipeline stages also have copies of, by name.
 
-        The mesh was built with all of these groups.
+        The mesh has all of these groups.
         """
         copied, rank = self.copied_parameters, self.mesh.pipeline_parallel.rank
         return {name: self.mesh.copies[stages] for name, stages in copied.items() if rank in stages}
@@ -115,7 +115,7 @@ class Stage:
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """Names of the losses in the minimised sum, `lm_loss` first."""
+        """Names of the losses in the minimized sum, `lm_loss` first."""
         return self.chunks[0].loss_names
 
     @property
@@ -127,14 +127,14 @@ class Stage:
     def reads_tokens(self) -> bool:
         """True if this rank needs the samples.
 
-        Middle stages take hidden states, and some need masks as well.
+        Middle stages take hidden states. They need the samples only for their masks, if any.
         """
         return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.for_every_stage
 
     def hidden_shape(self, samples: int, chunk: int) -> torch.Size:
-        """Return the shape [b, s(/t), h] of the hidden states that one of the model's chunks takes.
+        """Return the shape [b, s(/t), h] of the hidden states that the model's `chunk` takes.
 
-        T5's decoder chunks pass on the encoder's output with their own: [b, (s_e + s_d)(/t), h].
+        T5's decoder chunks also pass on the encoder's output: [b, (s_e + s_d)(/t), h].
         """
         data, parallel = self._config.data, self._config.parallel
         length = data.seq_length
@@ -160,7 +160,7 @@ class Stage:
             seeds: dropout seed of each micro batch.
             syncs: gradient synchronization of each chunk, which starts with the chunk's last
                 backward pass.
-            scale: factor on the loss of a micro batch, the sum of its mean losses.
+            scale: factor on the loss of a micro batch, which is the sum of its mean losses.
 
         Returns:
             The mean losses [terms] of each micro batch in the order of `loss_names`, on the last
@@ -175,7 +175,7 @@ class Stage:
 
     @torch.inference_mode()
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum and number of the values of each loss that count, without dropout.
+        """Return, for each loss, the sum and the number of the values that count, without dropout.
 
         Args:
             batches: ids [b, width] of each micro batch, on this rank's device; empty unless
@@ -210,7 +210,7 @@ class Stage:
     def _training_passes(self, micro_batches: int) -> tuple[Pass, ...]:
         """Return this rank's passes, built once for each number of micro batches.
 
-        A ramp-up of the batch size needs several.
+        During a ramp-up of the batch size, the number of micro batches grows.
         """
         if micro_batches not in self._passes:
             style = self._config.parallel.pipeline_schedule
@@ -226,7 +226,7 @@ class Stage:
 
 
 class _Work:
-    """Base of the computations of a schedule's passes."""
+    """Base class of the computations that the passes of a schedule run."""
 
     def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
         self._stage = stage
@@ -244,7 +244,7 @@ class _Work:
     def _run(self, chunk: int, hidden: Tensor | None, dropout_seed: int | None) -> Tensor | Losses:
         """Run a chunk on its next micro batch.
 
-        Return hidden states, or from a chunk with the head the losses.
+        Returns hidden states, or the losses if the chunk has the head.
         """
         batch = next(self._batches[chunk]) if chunk in self._batches else None
         with self._time("forward-compute"):

@@ -1,6 +1,6 @@
 """Writer and reader of `events.jsonl`: append-only, one JSON object per line.
 
-It is the only output channel of training.
+Through this file a training reports to the processes that supervise, plot and track it.
 """
 
 import json

@@ -19,17 +19,17 @@ class TransformerShape:
     """The sizes of a model that determine its operation count."""
 
     num_layers: int
-    """Number of layers; T5: of the encoder."""
+    """Number of layers; for T5, of the encoder."""
     hidden_size: int
     ffn_size: int
     seq_length: int
-    """Tokens per sample; T5: of the encoder."""
+    """Tokens per sample; for T5, of the encoder."""
     vocab_size: int
     """Size of the vocabulary, including padding."""
     key_value_size: int | None = None
-    """Width of the keys of all key-value heads (g x d); None: the same as the queries'."""
+    """Width of the keys of all key-value heads (g x d); None means the width of the queries."""
     query_size: int | None = None
-    """Width of all heads (n x d); None: hidden_size."""
+    """Width of the queries of all heads (n x d); None means hidden_size."""
     mlp_matrices: int = 2
     """Weight matrices per MLP: 2, or 3 if gated."""
     decoder_layers: int = 0
@@ -213,8 +213,8 @@ The first entry that matches counts. GeForce cards accumulate in fp32 at half th
 which is for accumulation in fp16.
 """
 _OTHER_CARDS = frozenset({"Laptop", "Mobile", "Max", "SUPER", "Ti", "D"})
-"""Words that denote a slower or faster variant of a card: an entry of the table without them does
-not match."""
+"""Words that denote a slower or faster variant of a card. An entry of the table without such a word
+does not match a device with it."""
 
 
 def peak_tflops(device: "torch.device", precision: str) -> float | None:

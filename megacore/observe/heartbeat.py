@@ -1,7 +1,7 @@
-"""Heartbeats: the current activity of a rank, in a small memory-mapped file.
+"""Heartbeat of a rank: its current activity, in a small memory-mapped file.
 
-Updating it takes no system call. Readers see the rank's iteration, phase and last collective
-without asking the rank, even if it hangs or has died. This module does not import torch.
+An update takes no system call. Readers see the rank's iteration, phase and last collective without
+asking the rank, even if it hangs or has died. This module does not import torch.
 """
 
 import contextlib

@@ -47,14 +47,14 @@ class StepReport:
     tflops: float
     """Rate per rank, including recomputation."""
     mfu: float | None
-    """Model FLOPs utilisation (Chowdhery et al. 2022) between 0 and 1; None if the peak rate is
+    """Model FLOPs utilization (Chowdhery et al. 2022) between 0 and 1; None if the peak rate is
     unknown."""
     exposed_communication_ms: float
     """Time per iteration in which this rank waits for others and computes nothing."""
     memory_mb: float
     """Peak memory of this rank in MiB: allocated on a GPU, resident on a CPU."""
     further_losses: Mapping[str, float] = field(default_factory=dict)
-    """Means of further minimised losses by name, such as `sop_loss`, in nats per sample."""
+    """Means of further minimized losses by name, such as `sop_loss`, in nats per sample."""
 
     @property
     def event(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class StepReport:
 
 
 def configure_logging(rank: int) -> None:
-    """Log to standard output: rank 0 everything from INFO, other ranks only warnings."""
+    """Log to standard output: on rank 0 from level INFO, on other ranks from level WARNING."""
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))

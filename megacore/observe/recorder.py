@@ -178,7 +178,7 @@ class TensorBoardWriter:
     """Writer of scalars by iteration, with the tags of Megatron-LM."""
 
     def __init__(self, directory: Path) -> None:
-        """Write into `directory`, starting with the first values.
+        """Prepare to write into `directory`; the first values create the file.
 
         Raises ConfigError if the package is missing.
         """

@@ -44,7 +44,7 @@ def runs(workspace: Workspace) -> list[dict[str, Any]]:
 
 
 def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
-    """Return the directory of the one run in `state` with the name, key or key prefix `name`.
+    """Return the directory of the only run in `state` whose name, key or key prefix is `name`.
 
     Raises ConfigError if there is none, or more than one.
     """
@@ -65,7 +65,7 @@ def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
 
 
 def is_training(directory: Path) -> bool:
-    """Return True if a task holds the run's lock or a manually started rank has a heartbeat."""
+    """Return True if a task holds the run's lock, or a rank started without a task is alive."""
     if _locked(directory.with_name(f".{directory.name}.lock")):
         return True
     beats = [beat for beat in read_heartbeats(directory / "exit") if beat.phase != ENDED]
@@ -114,7 +114,7 @@ def _describe(directory: Path, evaluated: dict[str, dict[str, float]]) -> dict[s
 
 
 def _progress(events: Path) -> dict[str, Any]:
-    """Return the progress of a run; for a repeated iteration the later event counts."""
+    """Return the progress of a run; if an iteration was repeated, its later event counts."""
     progress: dict[str, Any] = {}
     for event, _ in EventReader(events):
         progress["updated"] = event["time"]

@@ -3,8 +3,8 @@
 Gradients are clipped by their global norm (Pascanu et al. 2013) without a transfer to the host.
 Main weights and moments are either complete on each replica or divided over the replicas (ZeRO-1;
 Rajbhandari et al. 2020, arXiv:1910.02054). In the latter case each replica sums, updates and keeps
-in fp32 only its shard of every bucket, and all replicas gather the weights. An all-reduce of
-gradients would move as many bytes.
+in fp32 only its shard of every bucket, and all replicas gather the weights. This moves as many
+bytes as an all-reduce of the gradients.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,9 +55,9 @@ class ParamGroup:
 def has_weight_decay(name: str, parameter: Tensor) -> bool:
     """Return True if a parameter decays.
 
-    Biases and the gains of layer norms (all vectors) do not, as in Megatron-LM. `parameter` must be
-    the model's, whole or a tensor-parallel part: a flattened piece lacks the dimensions that
-    decide.
+    Biases and the gains of layer norms (all vectors) do not, as in Megatron-LM. `parameter` must
+    have the dimensions of the model's parameter or of a tensor-parallel part of it, because they
+    decide; a flattened piece has lost them.
     """
     return parameter.dim() > 1 and not name.endswith(".bias")
 
@@ -156,15 +156,15 @@ class ShardedWeights:
             parameter.data = view
         self.weights = [
             MainWeight(
-                piece.name,
-                piece.start,
-                piece.of(main),
-                piece.of(bucket.reduced),
-                piece.of(exp_avg),
-                piece.of(exp_avg_sq),
-                None if is_fp32 else piece.of(shard),
+                part.name,
+                part.start,
+                part.of(main),
+                part.of(bucket.reduced),
+                part.of(exp_avg),
+                part.of(exp_avg_sq),
+                None if is_fp32 else part.of(shard),
             )
-            for piece in pieces
+            for part in pieces
         ]
 
     def publish(self) -> Pending:
@@ -339,7 +339,7 @@ class MainWeightAdamW:
         )
 
     def _counted_runs(self, sync: GradSync) -> Iterator[Tensor]:
-        """Yield the gradients of `sync` that only this rank counts in the global norm."""
+        """Yield the gradients of `sync` that this rank, and no other, adds to the global norm."""
         counted_names = frozenset(
             name
             for name in sync.parameters

@@ -26,8 +26,8 @@ class DynamicLossScaler:
 
     The scale doubles after `window` steps without overflow and is halved after `hysteresis`
     overflows. The count of overflows is reset only when the scale grows, as in Megatron-LM: after
-    the first backoff each further overflow halves the scale. At its minimum the scale stays: if
-    `patience` iterations in a row overflow there, the scale is not the cause.
+    the first backoff each further overflow halves the scale. The scale never falls below its
+    minimum. If `patience` iterations in a row overflow there, the scale is not the cause.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:

@@ -70,7 +70,8 @@ class LrSchedule:
         rise = self.lr - self.init_lr
         if self.warmup_style == "linear":
             return self.init_lr + rise * step / self.warmup_steps
-        # Like DeepSpeed's WarmupLR: at the peak one step early, and at least two steps.
+        # As in DeepSpeed's WarmupLR, the peak is reached one step early, and the warm-up takes at
+        # least two steps.
         return self.init_lr + rise * min(
             1.0, math.log(step + 1) / math.log(max(2, self.warmup_steps))
         )
@@ -120,7 +121,7 @@ class WeightDecaySchedule:
 
         Args:
             optim: section of the configuration.
-            steps: optimizer steps that the change takes, those of the learning rate's decay.
+            steps: optimizer steps that the change takes, as many as the learning rate's decay.
         """
         first, last = optim.start_weight_decay, optim.end_weight_decay
         return cls(

@@ -20,7 +20,7 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 class Pending:
     """Collective in progress.
 
-    Its input must not be changed before `wait`, which is called once.
+    Its input must not be changed before `wait`, which must be called once.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ def _sum_of_parts(parts: Sequence[Tensor], rank: int, dim: int) -> Tensor:
 
 
 def _swaps(x: Tensor, group: ParallelGroup) -> bool:
-    """Return True if two ranks exchange plain messages.
+    """Return True if the group's two ranks should exchange plain messages.
 
     gloo's gather and scatter take twice as long (measured at 1–8 MiB).
     """

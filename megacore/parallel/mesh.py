@@ -22,13 +22,13 @@ from megacore.observe.timers import Timers
 from megacore.parallel.rank_layout import AXES, RankLayout
 
 CHANNELS = 4
-"""Number of channels: forward and backward messages, from even and from odd stages."""
+"""Number of channels: one for each direction, from even and from odd stages."""
 _TURNS = 2
-"""Slots of each rank, used in turn: the next collective is written while one is read."""
+"""Slots of each rank, used in turn: one collective may be written while the last is still read."""
 _MIB = 1 << 20
 _SECRET = 8
-"""Bytes at the end of the file that identify it, since another host may have a process with the
-same number."""
+"""Number of bytes at the end of the file that identify it: on another host, the same process id may
+belong to another process."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ProcessMesh:
     layout: RankLayout = field(default_factory=RankLayout)
     """Sizes of the axes."""
     rank: int = 0
-    """This process's number in the world."""
+    """This process's rank among all processes."""
     data_parallel: ParallelGroup = SINGLE_RANK
     """Ranks with the same weights and other samples."""
     pipeline_parallel: ParallelGroup = SINGLE_RANK
@@ -226,7 +226,7 @@ def _open_channels(
 ) -> None:
     """Exchange one message between every pair of neighbours, in the same order on all ranks.
 
-    NCCL's first message of a pair waits for both sides.
+    NCCL's first message between two ranks waits until both take part.
     """
     local_stage = layout.coordinate(dist.get_rank()).pipeline
     token = torch.zeros(1, device=device)
@@ -244,8 +244,8 @@ class SharedMemory:
     """Memory slots of the ranks of one group, which grow with the data.
 
     If the ranks cannot share memory, `put` returns None. A slot is written again two collectives
-    later. By then every rank has read it: each rank ends a collective before it starts the next
-    (`busy` until then), and it has started the collective in between.
+    later. By then every rank has read it, because every rank has started the collective in between,
+    and a rank ends one collective before it starts the next (`busy` is True until then).
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -261,8 +261,8 @@ class SharedMemory:
         """Write `x` into this rank's slot and return the slots of all ranks.
 
         They may be read once all ranks have notified each other. Every rank must call this with a
-        tensor of the same shape. Return None if there is no memory: the collective must then use
-        another way.
+        tensor of the same shape. Returns None if the slots are busy or the ranks cannot share
+        memory; the collective must then send messages instead.
         """
         if self.busy or not self._possible:
             return None

@@ -1,7 +1,8 @@
 """Rank arithmetic of 3D parallelism, without processes (Narayanan et al. 2021, arXiv:2104.04473).
 
-Ranks are numbered as in Megatron-LM: tensor parallel fastest, so that a group shares a host's
-links, then data parallel, then pipeline parallel. Every group is a slice of one reshaped arange.
+Ranks are numbered as in Megatron-LM: the tensor axis varies fastest, so that a tensor-parallel
+group shares a host's links, then the data axis, then the pipeline axis. Every group is a slice of
+one reshaped arange.
 """
 
 from dataclasses import dataclass

@@ -125,7 +125,7 @@ class StageWork(Protocol):
 
 
 class Executor:
-    """Executor of one rank's part of a pipeline; a single stage only runs the passes."""
+    """Executor of one rank's part of a pipeline; with a single stage there are no messages."""
 
     def __init__(
         self, mesh: ProcessMesh, pipeline: Pipeline, dtype: torch.dtype, device: torch.device

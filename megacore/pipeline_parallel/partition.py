@@ -55,7 +55,7 @@ class ModelChunk:
 
 
 def chunks_of(config: RunConfig, vocab_size: int) -> list[ModelChunk]:
-    """Return the chunks of a configuration's model by their number in the model.
+    """Return the chunks of a configuration's model, in the order of its layers.
 
     Chunk c is on stage c mod pp. The cost of a layer is that of its matrix products: forward,
     backward and, if all layers are recomputed, the recomputation. The head's cost is that of the
@@ -104,14 +104,14 @@ def gpt_chunks(
     embedding_cost: float = 0.0,
     head_cost: float = 0.0,
 ) -> list[ModelChunk]:
-    """Return the chunks of a model with one list of equal layers, by their number in the model.
+    """Return the chunks of a model with one stack of equal layers, in the order of the layers.
 
     Args:
         num_layers: number of layers of the model.
         stages: number of stages (pp).
         chunks: chunks per stage (v).
-        style: balanced minimises the largest stage's cost, uniform gives every chunk the same
-            number of layers, a list has each chunk's number of layers.
+        style: balanced minimizes the cost of the most expensive stage, uniform gives every chunk
+            the same number of layers, and a list holds the number of layers of each chunk.
         layer_cost: cost of one layer, in any unit.
         embedding_cost: cost of the embedding, in that unit; used only by balanced.
         head_cost: cost of final norm, output layer and loss.
@@ -145,10 +145,10 @@ def t5_chunks(
     decoder_cost: float = 1.0,
     head_cost: float = 0.0,
 ) -> list[ModelChunk]:
-    """Return the chunks of an encoder and a decoder, each with equal layers, by their stage.
+    """Return the chunks of an encoder and a decoder, each with equal layers, one for each stage.
 
-    If the split is not specified, it is the one with the cheapest largest stage and, among several,
-    the one with the most even stages (by the sum of squares).
+    If the split is not specified, the most expensive stage is as cheap as possible and, among
+    several such splits, the stages are as even as possible (by the sum of squares).
 
     Args:
         division: layers of both stacks, stages, and the kind of division.
@@ -244,7 +244,7 @@ def _nearest_layouts(num_layers: int, stages: int, chunks: int) -> str:
 def _check_list(sizes: Sequence[int], num_layers: int, stages: int, chunks: int) -> None:
     """Check a list of every chunk's number of layers.
 
-    Only the chunk with the head may have none.
+    Only the chunk with the head may have no layers.
     """
     parts, name = stages * chunks, f"parallel.pipeline_partition {list(sizes)}"
     if len(sizes) != parts:
@@ -378,7 +378,7 @@ class _Problem:
         return cls(sums, stages, tuple(extra), tuple(least))
 
     def consecutive(self) -> tuple[int, ...]:
-        """Return the layers per part that minimise the largest part, then the sum of squares.
+        """Return the layers per part that minimize the largest part, then the sum of squares.
 
         Uses dynamic programming from the last part to the first: `best[i]` is for layers i to the
         end in the current and the following parts.
@@ -388,10 +388,7 @@ class _Problem:
         segment = sums[None, :] - sums[:, None]
 
         def costs(part: int, limit: float) -> npt.NDArray[np.float64]:
-            """Return the costs of a part from layer i (rows) to before layer j (columns).
-
-            Infinite where that is not allowed.
-            """
+            """Return the cost of a part with layers i to j - 1 at [i, j]; infinite if invalid."""
             cost = segment + self.extra[part]
             return np.where((count >= self.least[part]) & (cost <= limit), cost, np.inf)
 
@@ -432,13 +429,16 @@ class _Problem:
         return tuple(sizes)
 
     def improved(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Move one layer between two parts, shifting the parts in between, while that helps."""
+        """Move one layer at a time from part to part, as long as that improves the rating.
+
+        The parts in between are shifted.
+        """
         while (better := min(self._neighbours(sizes), key=self._rating)) != sizes:
             sizes = better
         return sizes
 
     def _neighbours(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Yield the division and those that one move leads to."""
+        """Yield the division itself, and every division that one move of a layer produces."""
         yield sizes
         for giver, taker in permutations(range(len(sizes)), 2):
             if sizes[giver] > self.least[giver]:

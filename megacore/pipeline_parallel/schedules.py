@@ -52,11 +52,11 @@ class Message(NamedTuple):
     def channel(self) -> int:
         """Channel of the message, 0 to 3: two for each direction, by the parity of the sender.
 
-        NCCL takes the messages of two ranks in a process group in order, whoever sends. On one
-        channel, two stages only ever communicate one way: forward and backward messages are
-        separate, and if both stages send forward (pp 2 with v > 1: 0 to 1, and 1 to 0 at the wrap),
-        one of them is even. The remaining messages are sent and received in the same order, because
-        all stages take micro batches and chunks in the same order.
+        NCCL processes the messages between two ranks of a process group in order, whichever rank
+        sends. Two stages therefore use a channel in one direction only: forward and backward
+        messages are separate, and if both stages send forward (pp 2 with v > 1: 0 to 1, and 1 to 0
+        at the wrap), one of them is even. The messages of a channel are sent and received in the
+        same order, because all stages process micro batches and chunks in the same order.
         """
         return (2 if self.direction is Direction.BACKWARD else 0) + self.source % 2
 
@@ -90,14 +90,14 @@ class Pipeline:
     def receive(self, stage: int, each: Pass) -> Message | None:
         """Return the message that a pass of `stage` waits for.
 
-        None for the first chunk forward and for the last chunk backward.
+        Returns None for a forward pass of the first chunk and a backward pass of the last chunk.
         """
         return self._to(each.direction, each.micro_batch, self.model_chunk(stage, each.chunk))
 
     def send(self, stage: int, each: Pass) -> Message | None:
         """Return the message that a pass of `stage` sends.
 
-        None for the last chunk forward and for the first chunk backward.
+        Returns None for a forward pass of the last chunk and a backward pass of the first chunk.
         """
         step = 1 if each.direction is Direction.FORWARD else -1
         return self._to(
@@ -131,7 +131,7 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     """Return forward and backward passes in turn (PipeDream-flush).
 
-    See Narayanan et al. 2021 (arXiv:2104.04473). The bubble is GPipe's; a stage keeps the
+    See Narayanan et al. 2021 (arXiv:2104.04473). The bubble is that of GPipe, but a stage keeps the
     activations of at most min(m, pp - stage) micro batches.
     """
     _check_counts(stages, micro_batches, 1)
@@ -145,8 +145,8 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
 
     The order is Megatron-LM's. Micro batches are processed in groups of pp: a stage takes a group
     through its first chunk, then through the next. Stage i starts with 2 (pp - i - 1) + (v - 1) pp
-    forward passes and keeps the activations of at most one pass more. The bubble is (pp - 1) / (m
-    v) of the compute time: v times smaller, for v times as many messages.
+    forward passes and keeps the activations of at most one more pass. The bubble is
+    (pp - 1) / (m v) of the compute time: v times smaller, for v times as many messages.
 
     Raises:
         ParallelLayoutError: m is not a multiple of pp, or there is one stage.

@@ -29,7 +29,7 @@ COUNT = 3
 """Maximum number of settings in a message."""
 _STAGE = "zero_optimization.stage"
 _GATHERED = "zero_optimization.allgather_bucket_size"
-"""Key that ZeRO stage 3 does not have."""
+"""Key that is invalid with ZeRO stage 3."""
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
@@ -116,14 +116,14 @@ def savings(
         changed = _valid(dump, change.values)
         if changed is None:
             continue
-        target = _elsewhere(deployment, change.share)
+        target = _with_share(deployment, change.share)
         try:
             layout_of(changed, target.ranks, target.vocab_size)
             after = target.estimate(changed, rank if change.kind not in _MOVES else None)
         except ConfigError:  # invalid with this number of ranks or this vocabulary
             continue
         saving = Saving(
-            change.kind, _spoken(config, dump, change.values), before, after, change.share
+            change.kind, _as_text(config, dump, change.values), before, after, change.share
         )
         previous = best.get(change.kind)
         better = previous is None or (
@@ -180,8 +180,8 @@ def pair(before: int, after: int) -> str:
     return f"{before / unit:.{digits}f} -> {after / unit:.{digits}f} {name}"
 
 
-def _elsewhere(deployment: Deployment, share: float) -> Deployment:
-    """Return the deployment with the fraction `share` of its ranks."""
+def _with_share(deployment: Deployment, share: float) -> Deployment:
+    """Return the deployment with its number of ranks multiplied by `share`."""
     if share == 1:
         return deployment
     ranks = round(deployment.ranks * share)
@@ -253,9 +253,12 @@ def _divided_further(config: RunConfig, *, gpu: bool) -> Iterator[_Change]:
 def _asking(
     section: DeepSpeedConfig, asked: UserSettings | None, requested: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return values, by dotted name of the configuration, that request an option of DeepSpeed.
+    """Return the values of the configuration, by dotted name, that request DeepSpeed's options.
 
-    They are in the user's JSON if there is one.
+    Args:
+        section: section `deepspeed` of the configuration.
+        asked: settings of the user; None if the engine is not DeepSpeed.
+        requested: values by DeepSpeed's dotted keys; they are set in the user's JSON if it exists.
     """
     engine = {} if asked else {"engine": "deepspeed"}
     if requested.get(_STAGE) == 3 and asked is not None and _GATHERED in asked.values:
@@ -268,7 +271,7 @@ def _asking(
     assert isinstance(content, dict)
     return {
         f"deepspeed.{FIELD_BY_KEY[key]}"
-        if _found(content, key) == AUTO
+        if _value_at(content, key) == AUTO
         else f"deepspeed.config.{key}": value
         for key, value in requested.items()
     }
@@ -293,13 +296,13 @@ def _valid(dump: Mapping[str, Any], values: Mapping[str, Any]) -> RunConfig | No
     return config
 
 
-def _spoken(config: RunConfig, dump: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def _as_text(config: RunConfig, dump: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """Return changed values as text, such as `engine: native -> deepspeed`."""
     inside = "deepspeed.config."
     changes = []
     for key, value in values.items():
         name = f"{key.removeprefix(inside)} of deepspeed.config" if key.startswith(inside) else key
-        current = _found(dump, key)
+        current = _value_at(dump, key)
         if key.startswith(inside) and current is None:
             current = user_settings_of(config).values.get(key.removeprefix(inside))
         if current == value:
@@ -308,7 +311,7 @@ def _spoken(config: RunConfig, dump: Mapping[str, Any], values: Mapping[str, Any
     return ", ".join(changes)
 
 
-def _found(values: Mapping[str, Any], key: str) -> Any:
+def _value_at(values: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key; None if it is absent."""
     value: Any = values
     for part in key.split("."):

@@ -87,14 +87,14 @@ def estimate_stages(
 ) -> tuple[MemoryEstimate, ...]:
     """Return the peak memory of one rank of each pipeline stage.
 
-    A CPU has only one memory: what is offloaded to the CPU stays there and counts as device memory.
+    A CPU has only one memory: state offloaded to the CPU stays there and counts as device memory.
 
     Args:
         config: configuration of the run.
         vocab_size: entries of the vocabulary before padding.
         precision: data type of the computation: fp32, bf16 or fp16.
         device_type: cpu or cuda.
-        data_parallel_size: number of replicas, which share the batch and what ZeRO divides.
+        data_parallel_size: number of replicas, over which the batch is divided and, by ZeRO, state.
 
     Raises:
         ParallelLayoutError: layers or micro batches cannot be divided over the pipeline stages.
@@ -242,7 +242,7 @@ class Activations:
 
         With `cpu_checkpointing`, DeepSpeed stores the activations of full recomputation there.
         """
-        if not self._told("cpu_checkpointing") or self.config.train.recompute != "full":
+        if not self._has_option("cpu_checkpointing") or self.config.train.recompute != "full":
             return 0
         limit, sizes = self.config.train.recompute_num_layers, []
         for chunk in chunks:
@@ -348,7 +348,7 @@ class Activations:
 
     @property
     def _mask(self) -> int:
-        """Bytes per element of hidden dropout's mask."""
+        """Bytes per element of hidden dropout's mask; on CPUs it is as wide as an activation."""
         if not self.config.model.hidden_dropout:
             return 0
         return 1 if self.device_type == "cuda" else self.element
@@ -384,8 +384,7 @@ class Activations:
         """Return the bytes of attention scores that unfused attention stores.
 
         On CPUs, torch has no fused attention with dropout or with a trained bias. It then stores
-        softmax, mask and product in fp32, [b, n/t, s, keys] each, and the masks of hidden dropout
-        are as wide as activations instead of one byte.
+        the softmax and, with dropout, the mask and the product: fp32 [b, n/t, s, keys] each.
         """
         model = self.config.model
         trained = model.position_embedding_type == "relative"
@@ -401,7 +400,7 @@ class Activations:
             case "selective":
                 return full - attention
             case "full":
-                return 0 if self._told("cpu_checkpointing") else self._layer_input(tokens)
+                return 0 if self._has_option("cpu_checkpointing") else self._layer_input(tokens)
 
     def _layer_input(self, tokens: int) -> int:
         """Return the bytes that full recomputation stores for a layer.
@@ -409,10 +408,10 @@ class Activations:
         DeepSpeed's tensor-parallel ranks may divide them.
         """
         full = self._hidden(self.element, tokens)
-        return full // self._tensor if self._told("partition_activations") else full
+        return full // self._tensor if self._has_option("partition_activations") else full
 
-    def _told(self, name: str) -> bool:
-        """Return True if the option `name` of DeepSpeed's activation checkpointing is set."""
+    def _has_option(self, name: str) -> bool:
+        """Return True if DeepSpeed is used with this option of its activation checkpointing."""
         return self.config.engine == "deepspeed" and bool(
             user_settings_of(self.config).values.get(f"activation_checkpointing.{name}")
         )

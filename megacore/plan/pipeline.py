@@ -31,7 +31,7 @@ class PipelinePlan:
     memory: tuple[MemoryEstimate, ...]
     """Estimated memory of a rank of each stage."""
     timeline: Timeline
-    """Simulated step, with operations of the chunks as time and without latency."""
+    """Simulated step without latency; the duration of a pass is its number of operations."""
 
     @property
     def name(self) -> str:
@@ -101,8 +101,8 @@ class PipelinePlan:
 def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> PipelinePlan:
     """Divide a configuration's model and batch, and simulate a step.
 
-    The number of ranks is that of the hostfile or `launch.nproc_per_node`, whether this host has as
-    many or not. For auto it is the number of GPUs, or one replica without GPUs.
+    The number of ranks is that of the hostfile or `launch.nproc_per_node`, even if this host cannot
+    run as many. For auto it is the number of GPUs, or that of one replica without GPUs.
 
     Args:
         config: configuration of the run.

@@ -1,6 +1,6 @@
-"""Checks before the start that a configuration can run on this host, with estimates of its cost.
+"""Checks, before the start, that a configuration can run on this host, with estimates of its cost.
 
-A run that needs more memory than a rank has is refused with advice on what would make it fit.
+A run that needs more memory than a rank has is refused, with advice on how to make it fit.
 """
 
 import shutil
@@ -108,7 +108,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
     ranks, threads = resolve_launch(config, hardware, vocab_size if known else None)
-    ranks_per_host = _ranks_beside(config.launch, ranks)
+    ranks_per_host = _ranks_per_host(config.launch, ranks)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
     rate = assumed_flops_per_second(hardware, precision, ranks, threads)
@@ -157,7 +157,7 @@ def resolve_launch(
     Args:
         config: configuration of the run.
         hardware: hardware of this host; the other hosts are assumed to be equal.
-        vocab_size: entries of the tokenizer; None if not yet known.
+        vocab_size: size of the tokenizer's vocabulary; None if not yet known.
         hosts: participating hosts and their ranks; None means all hosts of the configuration.
 
     Raises:
@@ -184,7 +184,7 @@ def _unseen(launch: LaunchConfig, hardware: Hardware) -> str | None:
     )
 
 
-def _ranks_beside(launch: LaunchConfig, ranks: int) -> int:
+def _ranks_per_host(launch: LaunchConfig, ranks: int) -> int:
     """Return the number of ranks that share a host."""
     if launch.kind in ("slurm", "kubernetes") and launch.nproc_per_node != "auto":
         return launch.nproc_per_node
@@ -247,7 +247,7 @@ def check_memory(
         deployment: ranks and hardware for which changed configurations are estimated.
 
     Raises:
-        ConfigError: the run does not fit; the message has the numbers and what would help.
+        ConfigError: the run does not fit; the message has the numbers and the remedies.
     """
     if need.total > room.device:
         raise ConfigError(
@@ -293,7 +293,7 @@ def _check_nvme(run: str, directory: str | None, need: MemoryEstimate, room: Roo
 
 
 def _advice(config: RunConfig, room: Room, deployment: Deployment) -> str:
-    """Return the settings that each suffice, or those that save most if none does."""
+    """Return the settings that suffice on their own, or those that save most if none does."""
 
     def fits(saving: Saving) -> bool:
         return (

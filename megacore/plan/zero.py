@@ -184,11 +184,11 @@ class DeepSpeedMemory:
             return self._stage3(sizes, share)
         if self.stage:
             return self._stage1_and_2(sizes, share)
-        bucket = min(_ALLREDUCE_ELEMENTS, sum(sizes)) * self._travels
+        bucket = min(_ALLREDUCE_ELEMENTS, sum(sizes)) * self._communication_bytes
         return Buffers(bucket, 0 if self.precision == "fp32" else 4 * sum(sizes))
 
     def _stage1_and_2(self, sizes: Sequence[int], share: int) -> Buffers:
-        bucket = self._elements("reduce_bucket_size") * self._travels
+        bucket = self._elements("reduce_bucket_size") * self._communication_bytes
         offloads, widens = (
             self._offloaded("optimizer") != "none",
             self.gradient_bytes > self._element,
@@ -196,7 +196,9 @@ class DeepSpeedMemory:
         if self.stage == 1 and self.precision == "bf16" and widens and not offloads:
             # BF16_Optimizer accumulates in one flat buffer, of which the step uses its part
             # directly. The buffer persists.
-            return Buffers(min(bucket, sum(sizes) * self._travels) + sum(sizes) * self._element)
+            return Buffers(
+                min(bucket, sum(sizes) * self._communication_bytes) + sum(sizes) * self._element
+            )
         device = bucket * (2 if self._zero.get("overlap_comm") else 1)
         # Gradients that accumulate in a wider type are in one flat buffer of this rank's part, with
         # stage 2 permanently.
@@ -215,7 +217,10 @@ class DeepSpeedMemory:
         gathered = min(
             sum(sizes), max(self._elements("stage3_max_live_parameters"), max(sizes)) + persisted
         )
-        device = self._elements("reduce_bucket_size") * self._travels + gathered * self._element
+        device = (
+            self._elements("reduce_bucket_size") * self._communication_bytes
+            + gathered * self._element
+        )
         group = min(share, self._elements("sub_group_size"))
         optimizer_device, cpu = self._offloaded("optimizer"), 0
         if optimizer_device == "cpu":
@@ -237,7 +242,7 @@ class DeepSpeedMemory:
         return ELEMENT_BYTES[self.precision]
 
     @property
-    def _travels(self) -> int:
+    def _communication_bytes(self) -> int:
         """Bytes of a gradient in communication."""
         return ELEMENT_BYTES[self.settings["communication_data_type"]]
 

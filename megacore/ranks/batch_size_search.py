@@ -54,7 +54,7 @@ def method_config(config: FinetuneConfig, method: Distribution, batch: int) -> F
     settings.
 
     Raises:
-        ConfigError: the rest of the configuration is incompatible with them.
+        ConfigError: the rest of the configuration is incompatible with these values.
     """
     settings = config.launch.deepspeed_config if method == config.launch.distributed else None
     if isinstance(settings, dict):
@@ -138,8 +138,8 @@ def compare(
 ) -> dict[str, Any]:
     """Return the table row of one method: its largest micro batch and the result of an epoch.
 
-    If the epoch runs out of memory nevertheless, for example in its evaluation, the row contains
-    that failure.
+    If the epoch still runs out of memory, for example in its evaluation, the row contains this
+    failure.
 
     Args:
         config: configuration of the fine-tuning.
@@ -277,7 +277,7 @@ def measure_epoch(
 
 
 def _in_folder(job: FinetuneJob, folder: Path, batch: int) -> FinetuneJob:
-    """Create `folder` and return the job with it as its directory and with a micro batch."""
+    """Create `folder` and return the job that runs in it with the micro batch `batch`."""
     folder.mkdir(parents=True)
     train = job.config.train.model_copy(update={"micro_batch_size": batch})
     places = {"run_directory": str(folder), "exit_directory": str(folder / "exit")}

@@ -33,9 +33,9 @@ _QUIET = {
 def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbeat]]":
     """Join the job's other ranks and leave them when the body has succeeded.
 
-    A rank that fails does not leave: it ends, and the others notice. The heartbeat's phases are
-    start, rendezvous, build, and ended after the body has succeeded or training was stopped on
-    request.
+    A rank that fails does not leave: it ends, and the others notice. The heartbeat's phases before
+    the body are start, rendezvous and build. After the body they are leave and ended, or only ended
+    if training was stopped on request.
 
     Yields:
         This rank's number, its device and its heartbeat.

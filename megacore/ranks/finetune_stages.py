@@ -28,8 +28,8 @@ def finetune(job: FinetuneJob, on_poll: Callable[[], None] = nothing) -> None:
         RankLostError: a rank died without a reason.
         StageTimeoutError: the ranks exceeded `launch.timeout_minutes`.
         LaunchError: a launcher is missing, or a host does not see the directories.
-        MemoryExhaustedError: memory ran out; the message contains advice, also for a rank that the
-            kernel killed.
+        MemoryExhaustedError: memory ran out; the message contains advice, even if the kernel killed
+            the rank.
     """
     run_directory = Path(job.run_directory)
     log = attempt_log(job)
@@ -52,7 +52,7 @@ def run_ranks(
 ) -> None:
     """Start the job's ranks with the settings of `config.launch`, and supervise them.
 
-    First it checks that all hosts see the job's directories.
+    Before the start, all hosts are checked: each must see the job's directories.
 
     Args:
         job: the job of the ranks, already written to `job_file`.

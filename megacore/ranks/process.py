@@ -64,10 +64,10 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
 
     A rank that fails does not leave: it ends, and the others notice.
 
-    The mesh contains the step timer, which also measures how long a rank waits for others, and with
-    the timer the heartbeat of this rank, a file in the job's `exit_directory`. The heartbeat's
-    phases are start, rendezvous, build, and ended after the body has succeeded or training was
-    stopped on request.
+    The mesh contains the step timer, which also measures how long a rank waits for others. The
+    timer contains the heartbeat of this rank, a file in the job's `exit_directory`. The phases
+    before the body are start, rendezvous and build. After the body they are leave and ended, or
+    only ended if training was stopped on request.
 
     Raises:
         ParallelLayoutError: the number of started ranks differs from the job's, or they cannot

@@ -1,4 +1,7 @@
-"""Common frame of the entry points that a launcher starts once per rank; imports no torch."""
+"""Common part of the entry points that a launcher starts once per rank.
+
+This module does not import torch.
+"""
 
 import argparse
 import faulthandler
@@ -42,8 +45,8 @@ def run_rank(
         metavar="N",
         help=(
             "this rank's number on its machine, as DeepSpeed's and PyTorch's older launchers pass "
-            "it; it stands in for the variable LOCAL_RANK where a launcher sets none, and must "
-            "agree with it where one does"
+            "it; replaces the variable LOCAL_RANK where a launcher sets none, and must agree "
+            "with it where one does"
         ),
     )
     options = parser.parse_args(arguments)
@@ -108,7 +111,7 @@ def _leave() -> NoReturn:
     """End a rank that has finished its work, without the interpreter's teardown.
 
     torch's communication threads may abort the teardown ("terminate called without an active
-    exception"), and the finished rank would count as lost.
+    exception"), and the finished rank would then count as lost.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -59,7 +59,7 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
         StageTimeoutError: the ranks or the compilation exceeded their time limit.
         LaunchError: a launcher or a compiler is missing.
         MemoryExhaustedError: memory ran out; the message contains the predicted memory and advice,
-            also for a rank that the kernel killed.
+            even if the kernel killed the rank.
     """
     run_directory = Path(job.run_directory)
     with workspace_errors(run_directory):

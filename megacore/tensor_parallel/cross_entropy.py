@@ -40,8 +40,8 @@ def linear_cross_entropy(
     """Return the negative log-likelihood of each label under the logits hidden Wᵀ + b.
 
     The logits exist once, in the type of `hidden`. The forward pass already overwrites them with
-    their gradient, for an upstream gradient of one per token; the backward pass scales the rows of
-    the small factors by the actual upstream gradient.
+    their gradient, for an upstream gradient of one per token. The backward pass applies the actual
+    upstream gradient to the rows of smaller tensors, the layer's input and its gradient.
 
     Args:
         hidden: replicated, [b, s, h], or with sequence parallelism this rank's part of the
@@ -53,8 +53,7 @@ def linear_cross_entropy(
         sequence_parallel: True if `hidden` is a part of the sequence.
         kernel: implementation of the losses and the logits' gradients.
         label_smoothing: ε of the target (1 - ε) onehot + ε / v (Szegedy et al. 2016), as in
-            `torch.nn.CrossEntropyLoss`; v includes the padding, which is a row of logits like any
-            other here.
+            `torch.nn.CrossEntropyLoss`; v includes the padding rows, which count like all others.
         z_loss: factor of the added term logsumexp² (Chowdhery et al. 2022, section 5), which keeps
             logits near zero.
 

@@ -128,7 +128,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to [..., in_features / t]; return [..., out_features].
 
-        With sequence parallelism [b, s, …] -> [b, s/t, …].
+        With sequence parallelism, it maps [b, s, …] to [b, s/t, …].
         """
         partial = _linear(x, [(self.weight, self.bias)], self.tp, InputDistribution.LOCAL_FEATURES)[
             0
@@ -258,7 +258,7 @@ def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
 
 
 def _start_sum(dx: Tensor, tp: ParallelGroup, input_on: InputDistribution) -> Pending:
-    """Start summing the ranks' input gradients, if the reduction requires it."""
+    """Start summing the input gradients over the ranks, if the distribution requires it."""
     if input_on is InputDistribution.OWN_POSITIONS:
         return start_reduce_scatter(dx, tp, SEQUENCE)
     return start_all_reduce(dx, tp if input_on is InputDistribution.EVERY_RANK else SINGLE_RANK)
@@ -283,7 +283,7 @@ class GradSink(Protocol):
 def sink_of(weight: Tensor) -> GradSink | None:
     """Return the weight's sink, if any.
 
-    Call it in the forward pass: recomputation passes a weight without the sink.
+    Call this in the forward pass, because recomputation passes a weight without the sink.
     """
     sink: GradSink | None = getattr(weight, "grad_sink", None)
     return sink

@@ -2,9 +2,9 @@
 
 The names state the region that is entered or left; see Shoeybi et al. 2019, figure 3. Between the
 tensor-parallel regions of a sequence-parallel model (Korthikanti et al. 2022, arXiv:2205.05198,
-section 4.2.2) each rank has the positions r·s/t … of every sample: a gather and a reduce-scatter
-move as many bytes as the all-reduce they replace, while norms, dropout and residuals are divided by
-t. Each mapping is the identity for a group of one rank.
+section 4.2.2) rank r has the s/t positions from r·s/t on of every sample. A gather and a
+reduce-scatter move as many bytes as the all-reduce they replace, while norms, dropout and residuals
+are divided by t. Each mapping is the identity for a group of one rank.
 """
 
 from collections.abc import Callable

@@ -104,8 +104,8 @@ class IndexedDatasetWriter:
         Args:
             ids: tokens [n] of all sequences.
             lengths: number of tokens of each sequence [S].
-            sequences: number of sequences of each document [D]. If None, each length is that of a
-                document, and a length of 0 is an empty document.
+            sequences: number of sequences of each document [documents]. If None, each length is
+                that of a document, and a length of 0 is an empty document.
         """
         if sequences is None:
             sequences = (lengths > 0).astype(np.int64)
@@ -245,9 +245,10 @@ class IndexedDatasetWriter:
 def permute(
     dataset: IndexedDataset, order: npt.NDArray[np.int64], writer: IndexedDatasetWriter
 ) -> None:
-    """Append the documents of `dataset`, with all their sequences, to `writer` in `order` [D].
+    """Append the documents of `dataset`, with all their sequences, to `writer` in another order.
 
-    Reading is random, writing sequential; only a small part of the file is in memory at a time.
+    `order` [documents] has their numbers. Reads are random and writes sequential; only a small part
+    of the file is in memory at a time.
     """
     with open(bin_path(dataset.prefix), "rb", buffering=0) as file:
         for start in range(0, len(order), _GATHER_DOCUMENTS):

@@ -1,8 +1,8 @@
 """The tokenizer stage, whose output megacore and `transformers.AutoTokenizer` can load.
 
-The directory contains tokenizer_config.json and tokenizer.json, for a byte-level BPE also
-vocab.json and merges.txt, or tokenizer.model instead of tokenizer.json for a SentencePiece model.
-The tokenizer is trained, read from files, or downloaded from the Hugging Face hub.
+The directory contains tokenizer_config.json and tokenizer.json. A byte-level BPE also has
+vocab.json and merges.txt. A SentencePiece model has tokenizer.model in place of tokenizer.json. The
+tokenizer is trained, read from files, or downloaded from the Hugging Face hub.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -97,7 +97,7 @@ def first_difference(tokenizer: Tokenizer, encoder: Encoder, texts: Sequence[str
 
 
 def adversarial_texts(tokenizer: JsonTokenizer) -> list[str]:
-    """Return texts on which tokenizers tend to differ, also with the tokenizer's special tokens."""
+    """Return texts on which tokenizers tend to differ, some with the tokenizer's special tokens."""
     special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()][
         :64
     ]

@@ -1,4 +1,4 @@
-"""Tokenization of files outside a workspace, implementing `megacore tokenize`."""
+"""Tokenization of files outside a workspace, for the command `megacore tokenize`."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Tokenizers as the pipeline uses them: the interface, loading, and encoding in batches."""
+"""Interface of tokenizers, and functions to load them and to encode texts in batches."""
 
 import itertools
 import os
@@ -21,7 +21,8 @@ TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 MODEL_NAME = "tokenizer.model"
 """Name of a SentencePiece model, as used by Hugging Face."""
 _BATCH_CHARACTERS = 1 << 19
-"""Characters that `tokenizers` encodes in one call, in which a token takes about 100 bytes."""
+"""Characters that `tokenizers` encodes in one call. Until the call returns, a token takes about 100
+bytes."""
 SpecialTokenRoles = Mapping[str, str | Sequence[str]]
 """Special tokens by their key in tokenizer_config.json."""
 _TEXTS = 256
@@ -183,7 +184,7 @@ class JsonTokenizer(Tokenizer):
 
 @contextmanager
 def _numbered_errors(path: Path) -> Iterator[None]:
-    """Raise an OSError for a plain Exception of the bindings that names an OS error number."""
+    """Translate a plain Exception of the bindings that names an OS error number into an OSError."""
     try:
         yield
     except Exception as error:

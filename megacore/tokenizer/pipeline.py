@@ -44,10 +44,11 @@ def assemble(
     vocab_size: int,
     dtype: np.dtype[Any],
 ) -> TokenBatch:
-    """Assemble encoded texts into documents; document i has the next `pieces[i]` texts (None: one).
+    """Assemble encoded texts into documents.
 
-    A text without tokens gives no sequence, and a document without sequences gets no `eod_id`.
-    Raises DataFormatError for an id that is not in the vocabulary.
+    Document i consists of the next `pieces[i]` texts, or of one text if `pieces` is None. A text
+    without tokens gives no sequence, and a document without sequences gets no `eod_id`. Raises
+    DataFormatError for an id that is not in the vocabulary.
     """
     ids = encoded.ids
     if ids.size and (
@@ -138,10 +139,8 @@ def encode_blocks(
 class _OneThreadPerCall:
     """A context manager that keeps `tokenizers` from using every core for a single call.
 
-    The thread pool of `tokenizers` has no limit per call.
-
-    The setting is an environment variable of the process. The last of several concurrent users
-    restores its previous value.
+    The thread pool of `tokenizers` has no limit per call. The setting is an environment variable of
+    the process; the last of several concurrent users restores its previous value.
     """
 
     NAME = "TOKENIZERS_PARALLELISM"

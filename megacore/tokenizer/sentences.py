@@ -25,7 +25,7 @@ from megacore.tokenizer.load import text_batches
 VERSION = 1
 """Version of the punkt stage, increased whenever its output changes."""
 PIECE_CHARACTERS = 1_000_000
-"""Longer texts are first cut into pieces of this many characters, as in Megatron-LM."""
+"""Maximum length of a piece; longer texts are first cut into such pieces, as in Megatron-LM."""
 _MODELS = "tokenizers/punkt_tab"
 """Path of Punkt's models below a data directory of nltk."""
 _BATCH_CHARACTERS = 1 << 18

@@ -109,10 +109,10 @@ def tokenize_corpus(
 
     The files are `tokens_text_document.{bin,idx}`, or `tokens_text_sentence` if sentences are
     split. An empty document becomes a document entry without a sequence. The result does not depend
-    on `workers` (threads; None: one per core). For ready-made token files, the ids are checked and
-    the files are linked without reordering. Returns counts: documents, empty_documents, sequences,
-    tokens, vocab_size, skipped_lines. Raises DataFormatError, WorkspaceError, and WorkerLostError
-    if a process that splits sentences is killed.
+    on `workers`, the number of threads (by default one per core). For ready-made token files, the
+    ids are checked and the files are linked without reordering. Returns counts: documents,
+    empty_documents, sequences, tokens, vocab_size, skipped_lines. Raises DataFormatError,
+    WorkspaceError, and WorkerLostError if a process that splits sentences is killed.
     """
     tokenizer = load_tokenizer(tokenizer_directory)
     sources = read_sources(corpus_directory)
@@ -194,7 +194,7 @@ def write_tokens(
 
 
 def counts_of(writer: IndexedDatasetWriter, files: Sequence[FileRecord]) -> dict[str, int]:
-    """Return counts of what was written and of the skipped lines, and log the latter."""
+    """Return the counts of a finished writer and of skipped lines, and log the latter."""
     skipped = [
         f"{file.path}:{line}" for file in files for line in file.skipped_lines[:_SHOWN_LINES]
     ]
@@ -266,7 +266,7 @@ def documents_facts(
 class ShuffleOnExit:
     """A context manager that permutes token files after they were written in reading order.
 
-    It returns the prefix to write to. Without a shuffle seed that is the final prefix.
+    It returns the prefix to write to, which is the final one if there is no shuffle seed.
     """
 
     def __init__(self, directory: Path, options: TokenizeOptions) -> None:

@@ -97,7 +97,7 @@ def _backend(vocab: dict[str, int], *, lower_case: bool) -> tokenizers.Tokenizer
 
 
 def _alphabet(texts: Iterable[str], *, lower_case: bool) -> list[str]:
-    """Return the most frequent characters after normalisation, in the order of code points.
+    """Return the most frequent characters after normalization, in the order of code points.
 
     White space is excluded.
     """

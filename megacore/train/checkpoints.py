@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from megacore.config.difference import Change
 
 PRECISION_KEY = "precision"
-"""Key of a checkpoint's state: the precision of the run, since `auto` depends on the machine."""
+"""Key of the run's precision in a checkpoint's state; it is stored because `auto` depends on the
+machine."""
 VALIDATION_KEY = "validation"
-"""Key of a checkpoint's state: loss and number of samples of the validation before the save."""
+"""Key of the loss and the number of samples of the validation before the save."""
 _PROGRESS_INTERVAL = 5.0
 """Seconds between two progress events of a save in the background."""
 
@@ -92,8 +93,8 @@ class RunCheckpoints:
     def resume(self, state: TrainState) -> Path | None:
         """Resume from the run's newest complete checkpoint, or from the configured one.
 
-        Fills engine and `state`. Weights of `train.pretrained_checkpoint` start a new run from
-        iteration 0.
+        Fills the engine and `state`. A new run starts at iteration 0, with the weights of
+        `train.pretrained_checkpoint` if it is set.
 
         Returns:
             Path of the checkpoint from which the run resumes; None for a new run.

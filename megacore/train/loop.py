@@ -170,7 +170,7 @@ class Trainer:
             and self.state.iteration % self._config.train.eval_interval == 0
         )
         if path is not None and Marker.read(path).validation_loss is None:
-            # The attempt before skipped them because of a signal.
+            # The previous attempt skipped them because of a signal.
             if due:
                 self._evaluate()
             self._measure_perplexity()
@@ -204,7 +204,7 @@ class Trainer:
         saves = state.iteration % config.checkpoint.save_interval == 0 or last or reason is not None
         if evaluates or saves:
             with self._meter.paused():
-                # A signal leaves only a few seconds: they are for the checkpoint.
+                # A signal leaves only a few seconds, which the checkpoint needs.
                 in_time = reason != "signal"
                 if evaluates and in_time:
                     self._evaluate()

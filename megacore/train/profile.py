@@ -42,7 +42,7 @@ _STATM = Path("/proc/self/statm")
 _PERIOD = 0.005
 """Seconds between two samples of the resident memory."""
 _DEVICES = {0: "cpu", 1: "cuda"}
-"""Name by torch's number of a device type."""
+"""Names of device types, by torch's numbers of them."""
 _KEPT_POINTS = 20_000
 _DRAWN_POINTS = 1500
 _WIDTH, _HEIGHT, _MARGIN = 900, 320, 60
@@ -352,7 +352,7 @@ class MemoryTimeline:
 
 
 def thin_out(points: Points, most: int) -> Points:
-    """Thin out to about `most` points: the highest of each stretch, so that peaks remain."""
+    """Keep about `most` points: the highest of each stretch, so that peaks remain."""
     stride = -(-len(points) // most)
     return [
         max(points[at : at + stride], key=lambda point: point[1])

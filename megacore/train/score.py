@@ -35,7 +35,7 @@ _BLOCK_TOKENS = 1 << 24
 
 
 class CheckpointScorer:
-    """Scorer of a run's checkpoints, which it loads into one model in turn.
+    """Scorer of a run's checkpoints, which it loads into one model, one after another.
 
     Every rank scores its share of the samples.
     """
@@ -199,7 +199,7 @@ class UnigramModel:
     """Unigram model with add-one-smoothed token frequencies."""
 
     def __init__(self, tokens: Iterable[tuple[str, npt.NDArray[Any]]], vocab_size: int) -> None:
-        """Count tokens, given as pairs of a token file prefix and the tokens of it that count.
+        """Count the tokens, which are given in parts, each with the prefix of its token files.
 
         Raises DataFormatError for an id that is not below `vocab_size`.
         """
@@ -210,10 +210,7 @@ class UnigramModel:
         self._log_probability = np.log(counts + 1.0) - np.log(counts.sum() + vocab_size)
 
     def perplexity(self, targets: Iterable[npt.NDArray[Any]]) -> float:
-        """Return the perplexity of token ids, given in parts of any shape.
-
-        Infinite without tokens.
-        """
+        """Return the perplexity of token ids, given in parts of any shape; infinite without any."""
         counts = sum(
             (self._count(part.reshape(-1), "the split") for part in targets),
             np.zeros(self._vocab_size, int),
@@ -230,8 +227,9 @@ class UnigramModel:
         for start in range(0, len(tokens), _BLOCK_TOKENS):
             block = tokens[start : start + _BLOCK_TOKENS]
             if block.min() < 0 or block.max() >= self._vocab_size:
+                wrong = block.min() if block.min() < 0 else block.max()
                 raise DataFormatError(
-                    f"{origin} holds the token id {block.max()}, but the vocabulary has "
+                    f"{origin} holds the token id {wrong}, but the vocabulary has "
                     f"{self._vocab_size} entries: use the tokenizer that these tokens were made "
                     "with"
                 )

@@ -67,7 +67,8 @@ class TrainState:
             if version not in _READABLE:
                 raise CheckpointError(
                     f"the checkpoint's training state has version {version}, this version reads "
-                    f"{STATE_VERSION}: install the version of megacore that wrote it"
+                    f"{' and '.join(map(str, _READABLE))}: install the version of megacore that "
+                    "wrote it"
                 )
             interval = LogInterval(**values.pop("interval"))
             passed_over = [(int(first), int(last)) for first, last in values.pop("passed_over", ())]

@@ -1,4 +1,4 @@
-"""One training iteration."""
+"""Execution of training iterations."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -152,7 +152,7 @@ class Stepper:
     def _seeds(self, global_batch: range) -> list[int]:
         """Return the dropout seeds of this rank's micro batches, derived from their first samples.
 
-        Other layouts draw the same numbers.
+        The seeds therefore do not depend on the layout.
         """
         size, replicas = self._micro_batch_size, self._mesh.data_parallel
         first = global_batch.start + replicas.rank * size

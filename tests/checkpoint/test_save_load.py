@@ -166,6 +166,13 @@ def test_read_tensors_refuses_unknown_names_and_prefixes(tmp_path: Path) -> None
         read_tensors(path, prefix="nope")
 
 
+def test_state_may_contain_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, {}, {"losses": [math.inf, -math.inf, math.nan]})
+    losses = load_checkpoint(path, {})["losses"]
+    assert losses[:2] == [math.inf, -math.inf]
+    assert math.isnan(losses[2])
+
+
 def test_state_other_than_json_and_values_other_than_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not JSON"):
         save_checkpoint(tmp_path, 1, example(), {"x": object()})

@@ -120,7 +120,7 @@ def test_a_split_between_the_stages_is_accepted() -> None:
         (
             "gpt",
             {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_split_rank": 1},
-            "split_rank is 1 but family is gpt, which has no decoder next to an encoder",
+            "split_rank is 1 but family is gpt, which has no decoder after an encoder",
         ),
         (
             "t5",

@@ -1,12 +1,10 @@
 """An export that is built once; tests that damage it work on a copy."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megacore.convert.export import export
 from megacore.convert.hf.forms import hf_form_of
@@ -38,15 +36,6 @@ class Exported:
         shutil.copytree(self.job.output_directory, target / "export")
         paths = {"output_directory": str(target / "export"), "exit_directory": str(target / "exit")}
         return replace(self, job=self.job.model_copy(update=paths))
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Set one thread: the models are too small to gain from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,6 @@ from megacore.token_files.indexed_dataset import DTYPES, IndexedDataset, token_d
 from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data._files import write_tokens
 
-HEADER_BYTES = 34
-
 
 def test_written_files_equal_megatrons_format_byte_for_byte(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "a", token_dtype(50257)) as writer:

@@ -109,7 +109,7 @@ def _limited(
 
 def _wording(message: str, place: str) -> str | None:
     """Return what is wrong with a message that must name the place and the reason."""
-    reasons = ("No space left on device", "File too large", "are to come and")
+    reasons = ("No space left on device", "File too large", "are still to be downloaded and")
     if "\n" in message or not any(reason in message for reason in reasons) or place not in message:
         return f"the message is not a sentence that names the place and the reason: {message!r}"
     return None

@@ -29,6 +29,7 @@ KILLS = [Case(kind, seed) for kind, count in KILLS_IN_CI.items() for seed in ran
 DISKS = [Case(f"{DISK}{kind}", seed) for seed, kind in enumerate(DISKS_IN_CI)]
 FAST = {"train-2-0", "save-async-0", "tokenize-0", "index-0", "disk-train-1"}
 """Cases that `make test` runs."""
+SLOW_KILLS = [case for case in KILLS if str(case) not in FAST]
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -49,11 +50,11 @@ def test_most_kills_hit_a_running_call(
     outcome_of: OutcomeOf, request: pytest.FixtureRequest
 ) -> None:
     """Kills at wrong moments would test nothing."""
-    if not {f"test_killed_call_can_be_repeated[{case}]" for case in KILLS} <= {
+    if not {f"test_killed_call_can_be_repeated[{case}]" for case in SLOW_KILLS} <= {
         item.name for item in request.session.items
     }:
         pytest.skip("only some cases were selected")
-    outcomes = [outcome for case in KILLS for outcome in outcome_of(case)]
+    outcomes = [outcome for case in SLOW_KILLS for outcome in outcome_of(case)]
     assert len(outcomes) >= 40
     assert sum(outcome.hit for outcome in outcomes) >= 0.6 * len(outcomes)
 
@@ -80,6 +81,10 @@ def test_call_on_a_full_disk_is_refused_and_can_be_repeated(
 def test_restarted_mlflow_server_has_all_points(case: Case, outcome_of: OutcomeOf) -> None:
     (outcome,) = outcome_of(case)
     assert not outcome.faults, "\n".join(outcome.faults)
+
+
+def test_fast_cases_exist() -> None:
+    assert {str(case) for case in (*KILLS, *DISKS)} >= FAST
 
 
 def test_soak_contains_all_kinds_in_proportion() -> None:

@@ -30,7 +30,7 @@ def rank_results(tiny_root: Path, request: pytest.FixtureRequest) -> list[dict[s
         item.get_closest_marker("slow") and "rank_results" in getattr(item, "fixturenames", ())
         for item in request.session.items
     )
-    for model in _two_ranks.DISTRIBUTED if slow else ["deberta"]:
+    for model in _two_ranks.DISTRIBUTED if slow else ():
         _two_ranks.write_real(tiny_root, model)
     only = () if slow else _two_ranks.FAST
     return run_distributed(2, _two_ranks.cases, tiny_root, only, timeout=150)

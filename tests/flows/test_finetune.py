@@ -163,7 +163,7 @@ def test_two_ranks_improve_the_model_and_record_its_parent(place: Place) -> None
     )
 
 
-def test_mlflow_contains_curves_checkpoints_and_the_child_model(place: Place) -> None:
+def test_mlflow_contains_curves_checkpoints_and_the_child_model(finished: Place) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient()
@@ -179,7 +179,7 @@ def test_mlflow_contains_curves_checkpoints_and_the_child_model(place: Place) ->
     assert client.get_experiment(run.info.experiment_id).name == "finetune"
     assert run.data.tags["megacore.parent_run_id"] == tags["parent_run_id"]
     assert run.data.params["model.path"] == f"models:/{PARENT}/1"
-    (directory,) = place.runs
+    (directory,) = finished.runs
     evaluations = events(directory, "evaluation")
     history = client.get_metric_history(child.run_id, "valid/accuracy")
     assert [(point.step, point.value) for point in history] == [
@@ -198,7 +198,7 @@ def test_mlflow_contains_curves_checkpoints_and_the_child_model(place: Place) ->
     assert {metric.key for metric in last.metrics} >= {"valid_accuracy", "valid_loss"}
 
 
-def test_mlflow_loads_the_classifier(place: Place) -> None:
+def test_mlflow_loads_the_classifier(finished: Place) -> None:
     import mlflow
 
     row = word_rows(1, 2)[0]
@@ -278,27 +278,27 @@ def test_another_learning_rate_trains_again_and_survives_a_lost_rank(
     assert max(event["iteration"] for event in events(run, "step")) == 400
 
 
-def test_invalid_configurations_are_refused_before_training(place: Place) -> None:
-    count = len(list(place.workspace.glob("finetuned/*")))
+def test_invalid_configurations_are_refused_before_training(finished: Place) -> None:
+    count = len(list(finished.workspace.glob("finetuned/*")))
     with pytest.raises(
         ConfigError, match=r"models:/nobody@candidate, which the model registry .* does not have"
     ):
-        place.finetune(model__path="models:/nobody@candidate")
+        finished.finetune(model__path="models:/nobody@candidate")
     with pytest.raises(
         ConfigError, match=r"would be registered as tiny-parent, the name of model\.path"
     ):
-        place.finetune(model__path=f"models:/{PARENT}/1", tracking__registered_model=PARENT)
+        finished.finetune(model__path=f"models:/{PARENT}/1", tracking__registered_model=PARENT)
     with pytest.raises(ConfigError, match="zero2, which divides a model"):
-        place.finetune(launch__distributed="zero2")
+        finished.finetune(launch__distributed="zero2")
     with pytest.raises(DataFormatError, match="sentense"):
-        place.finetune(task__sentence1_column="sentense")
-    assert place.outcomes == {"pretrained": "cached", "dataset": "cached", "examples": "failed"}
-    assert len(list(place.workspace.glob("finetuned/*"))) == count
+        finished.finetune(task__sentence1_column="sentense")
+    assert finished.outcomes == {"pretrained": "cached", "dataset": "cached", "examples": "failed"}
+    assert len(list(finished.workspace.glob("finetuned/*"))) == count
 
 
-def test_dry_run_prints_the_plan_and_a_one_line_error(place: Place) -> None:
-    environment = os.environ | server_environment(place.workspace)
-    command = [sys.executable, "-m", "flows.finetune", "--conf", str(place.conf), "--dry-run"]
+def test_dry_run_prints_the_plan_and_a_one_line_error(finished: Place) -> None:
+    environment = os.environ | server_environment(finished.workspace)
+    command = [sys.executable, "-m", "flows.finetune", "--conf", str(finished.conf), "--dry-run"]
     plan = subprocess.run(
         [*command, "-o", "train.precision=fp16"],
         cwd=ROOT,

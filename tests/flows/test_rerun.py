@@ -104,6 +104,9 @@ def test_only_the_failed_stage_runs_again(bench: Bench, completed: list[str], st
 
 
 def test_last_stage_completes_and_then_all_stages_are_cached(bench: Bench) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(INJECTIONS["publish"], fail)
+        assert bench.pretrain().outcomes["publish"] == "failed"
     run = bench.pretrain()
     assert run.error is None
     assert run.stages("ran") == ["publish"]

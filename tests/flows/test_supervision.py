@@ -91,13 +91,10 @@ def last_checkpoint(workspace: Path) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signal_number",
-    [
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-    ],
+    [signal.SIGKILL, signal.SIGTERM, signal.SIGINT],
     ids=lambda number: number.name,
 )
 def test_no_rank_outlives_the_flow_and_a_rerun_resumes(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -417,9 +418,14 @@ def test_a_json_is_refused_if_deepspeed_is_not_installed(
 
 
 def run_python(script: str) -> str:
+    # MLflow sets such a variable in the process that imports it and removes it in another one.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("_MLFLOW")
+    }
     result = subprocess.run(
         [sys.executable, "-c", f"import os, sys; {script}"],
         cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=120,

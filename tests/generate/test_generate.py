@@ -1,7 +1,6 @@
 """Independence of continuations from the cache and from other prompts, and their ends."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +13,6 @@ from megacore.models.gpt import GPTModel
 from tests.generate import _tiny
 
 OPTIONS = [GenerateOptions(max_new_tokens=30), GenerateOptions(max_new_tokens=30, top_k=20, seed=5)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def continuations(

@@ -195,6 +195,7 @@ def test_maps_are_checked_against_their_tokens(index: Path) -> None:
         ),
         ("shuffle", lambda values: values.__setitem__(0, values[1]), "lacks 1 of"),
         ("shuffle", lambda values: values.__setitem__(0, len(values)), r"names sample \d+ of \d+"),
+        ("shuffle", lambda values: values.__setitem__(0, -2), "names sample -2 of"),
     ],
 )
 def test_damaged_maps_are_refused_by_file(
@@ -263,7 +264,12 @@ def test_checks_of_a_blend_are_reported(blend: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
-    [("dataset", 2, "names data set 2 of 2"), ("dataset_sample", 10**6, "sample 1000000 of")],
+    [
+        ("dataset", 2, "names data set 2 of 2"),
+        ("dataset", -1, "names data set -1 of 2"),
+        ("dataset_sample", 10**6, "sample 1000000 of"),
+        ("dataset_sample", -7, "sample -7 of"),
+    ],
 )
 def test_damaged_blends_are_refused(blend: Path, name: str, value: int, message: str) -> None:
     path = map_path(blend, "train", name)

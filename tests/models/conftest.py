@@ -1,22 +1,8 @@
 """Fixtures of the models' tests."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, and restore the number of threads.
-
-    Small tensors gain nothing from more, and busy cores cost much.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,14 @@ def family(**overrides: object) -> RunConfig:
 
 def saved_bytes(config: RunConfig, precision: str) -> int:
     """Return the bytes that autograd saves in a forward pass, without parameters and logits."""
-    gc.freeze()  # the search for tensors below then sees only new objects
+    gc.freeze()  # the search for tensors then sees only new objects
+    try:
+        return _saved_bytes(config, precision)
+    finally:
+        gc.unfreeze()
+
+
+def _saved_bytes(config: RunConfig, precision: str) -> int:
     model = build_model(config, VOCAB_SIZE, ProcessMesh.serial()).to(DTYPES[precision]).train()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
@@ -95,7 +102,6 @@ def saved_bytes(config: RunConfig, precision: str) -> int:
             and candidate.shape[2:] in {(length, length), (decoder, decoder)}
         ):
             pack(candidate)
-    gc.unfreeze()
     return sum(
         tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in parameters
     )

@@ -85,8 +85,8 @@ from tasks._environment import answers
 from tasks._orphans import start_server
 start_server()
 url = SubprocessASGIServer().api_url
-print("started", flush=True)
 try:
+    print("started", flush=True)
     sys.stdin.read()
 except KeyboardInterrupt:
     print(answers(f"{url}/health"), flush=True)

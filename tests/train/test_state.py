@@ -22,7 +22,7 @@ def test_state_survives_json() -> None:
 
 def test_state_of_another_version_or_form_is_refused() -> None:
     values = TrainState().to_json()
-    with pytest.raises(CheckpointError, match="version 99"):
+    with pytest.raises(CheckpointError, match="version 99, this version reads 3 and 4"):
         TrainState.from_json(values | {"version": 99})
     with pytest.raises(CheckpointError, match="damaged"):
         TrainState.from_json(values | {"surprise": 1})

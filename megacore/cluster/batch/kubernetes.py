@@ -20,7 +20,7 @@ from megacore.errors import (
 )
 
 REMOVE_LIMIT = 180.0
-"""Seconds for an earlier JobSet to be gone after it was deleted."""
+"""Seconds to wait until the deleted JobSet of an earlier attempt is gone."""
 PORT = 29500
 """Port of the ranks' rendezvous; it is always free, because a pod has all ports for itself."""
 GROUP = "node"
@@ -37,7 +37,7 @@ _LOST_WITH_NODE = {
     "DeletionByPodGC",
 }
 _LOG_LIMIT = 10.0
-"""Seconds to wait for the last of the pods' output."""
+"""Seconds to wait for the end of the pods' output."""
 _RESUMES = "a retry applies it again and resumes from the last complete checkpoint"
 
 
@@ -57,8 +57,8 @@ class KubernetesJob:
         self._gone = False
         if not Path(spec.job_file).is_relative_to(spec.workspace):
             raise ConfigError(
-                f"{spec.job_file} is not in the workspace {spec.workspace}, which is what pods "
-                "see: set MEGACORE_WORKSPACE to the directory that "
+                f"{spec.job_file} is not in the workspace {spec.workspace}, the only directory "
+                "that pods see: set MEGACORE_WORKSPACE to the directory that "
                 "launch.kubernetes.workspace_claim is mounted at"
             )
 
@@ -208,7 +208,7 @@ class KubernetesJob:
         if reason == "OOMKilled":
             return MemoryExhaustedError(
                 f"{where} needed more memory than its limit "
-                f"({self._spec.launch.kubernetes.memory or 'the node'}'s): raise "
+                f"({self._spec.launch.kubernetes.memory or 'that of the node'}): raise "
                 "launch.kubernetes.memory"
             )
         if why in _LOST_WITH_NODE:
@@ -218,7 +218,7 @@ class KubernetesJob:
         return None
 
     def _follow_logs(self, pods: list[dict[str, Any]]) -> None:
-        """Let kubectl copy the output of each pod to this process's; restart it if it broke off."""
+        """Start kubectl to copy each pod's output to stdout; restart it if it has ended early."""
         for pod in pods:
             name, phase = str(pod["metadata"]["name"]), pod["status"].get("phase")
             process = self._logs.get(name)
@@ -247,7 +247,7 @@ class KubernetesJob:
             run([*self._kubectl("delete"), "pods", selector, "--grace-period=1", "--wait=false"])
 
     def close(self) -> None:
-        """Wait for the last of the output and delete the JobSet."""
+        """Wait for the end of the output and delete the JobSet."""
         deadline = time.monotonic() + (0.0 if self._gone else _LOG_LIMIT)
         for process in self._logs.values():
             try:

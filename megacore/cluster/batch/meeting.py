@@ -77,7 +77,7 @@ def meet(
         folder: directory of the greetings, the same on all nodes.
         rank: number of this node.
         names: names of all nodes, by number.
-        mine: rendezvous on this node; only the one of the first node is used.
+        mine: rendezvous on this node; only the first node's is used.
         called_off: returns True to give up.
         limit: time limit in seconds.
 

@@ -37,7 +37,7 @@ from megacore.plan.layouts import layout_of
 
 _POLL = 0.5
 _NAME_SECONDS = 45.0
-"""Seconds for a cluster's DNS to know a new name; it caches a failed lookup for up to 30 s."""
+"""Seconds to wait until the DNS resolves a new name; it caches a failed lookup for up to 30 s."""
 _SCONTROL_SECONDS = 60.0
 _STOPPED = 128 + signal.SIGTERM
 _LEFT_BEHIND = ("rank_*.json*", "rank_*.beat*", "rank_*.stack", f"{LAUNCHER_REASON}*")
@@ -114,7 +114,7 @@ def slurm_node(spec: BatchSpec, environment: Mapping[str, str]) -> JobNode:
 def _own_address(name: str, first: str) -> str:
     """Return this node's address on the route to the first node.
 
-    So nodes need not know each other's names.
+    Nodes need not resolve each other's names.
     """
     try:
         return local_address(first)
@@ -140,7 +140,7 @@ def _hostnames(listed: str) -> list[str]:
 
 
 def kubernetes_node(spec: BatchSpec, jobset: str, environment: Mapping[str, str]) -> JobNode:
-    """Return this pod's node, by the index that an indexed Job gives it. Raises LaunchError."""
+    """Return this pod's node, from the completion index of its Job. Raises LaunchError."""
     nodes = spec.nodes[1]
     index = environment.get("JOB_COMPLETION_INDEX", "")
     if not index.isdecimal() or int(index) >= nodes:
@@ -218,7 +218,7 @@ class _Signals:
 def _clear(exit_directory: Path) -> None:
     """Remove the files of an earlier start of this job, which the scheduler preempted.
 
-    No rank of this start has begun yet.
+    The first node calls this before any rank of this start begins.
     """
     with workspace_errors(exit_directory):
         exit_directory.mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,7 @@ def _clear(exit_directory: Path) -> None:
 
 
 def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
-    """Return `node` with only the nodes that take part in `names`, usually all of them.
+    """Return `node` with `names` reduced to the nodes that take part, usually all of them.
 
     They are the longest prefix of the nodes whose ranks can share the model and its batch.
     """
@@ -248,9 +248,9 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
             layout_of(config, nodes * spec.ranks_per_node, values.get("vocab_size"))
             return replace(node, names=node.names[:nodes])
     raise ParallelLayoutError(
-        f"the scheduler gave {len(node.names)} machines, and the model and its batch divide by the "
-        f"ranks of no number from {minimum} to {len(node.names)}: correct launch.nnodes or "
-        "train.global_batch_size"
+        f"the scheduler gave {len(node.names)} machines, and no number of machines from {minimum} "
+        f"to {len(node.names)} gives ranks by which the model and its batch divide: correct "
+        "launch.nnodes or train.global_batch_size"
     )
 
 
@@ -326,7 +326,7 @@ def _interfaces(spec: BatchSpec, node: JobNode, meeting: Meeting) -> dict[str, s
 def _way_to(peer: str) -> str | None:
     """Return the interface of the route to `peer`; None if there is none.
 
-    It waits for a while, because the name of a new pod may be unknown at first.
+    Retry for `_NAME_SECONDS`, because the name of a new pod may be unknown at first.
     """
     deadline = time.monotonic() + _NAME_SECONDS
     while (interface := interface_to(peer)) is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Batch jobs of Slurm, through sbatch, scontrol, scancel and, if there is accounting, sacct."""
+"""Batch jobs of Slurm, managed with sbatch, scontrol, scancel and, if available, sacct."""
 
 import fnmatch
 import os
@@ -22,7 +22,7 @@ from megacore.errors import (
 from megacore.launch.guard import JOB_VARIABLE
 
 REMOVE_LIMIT = 180.0
-"""Seconds for an earlier job to be gone after it was cancelled."""
+"""Seconds to wait until the cancelled job of an earlier attempt has ended."""
 
 _EXPORTED = (
     *(
@@ -63,7 +63,8 @@ _HIDING = {
     ),
     "SBATCH_ERROR",
 }
-"""Variables of sbatch that override lines of the script, so that the job could not be found."""
+"""Variables of sbatch that the script does not get: they would override its lines by which the job
+is found."""
 _ENDED = {
     *(
         "COMPLETED",
@@ -85,7 +86,7 @@ _RESUMES = "a retry submits it again and resumes from the last complete checkpoi
 
 
 class SlurmJob:
-    """Slurm's batch job of a specification."""
+    """The Slurm batch job of a specification."""
 
     def __init__(self, spec: BatchSpec) -> None:
         """Keep `spec`; nothing is submitted yet."""
@@ -157,7 +158,7 @@ class SlurmJob:
         """Cancel the job of an earlier follower, and wait until its processes have ended."""
         name = self.name(earlier.token)
         started = time.monotonic()
-        while jobs := self._there(earlier):
+        while jobs := self._unended_jobs(earlier):
             run(["scancel", f"--name={name}"] if jobs == {name} else ["scancel", *sorted(jobs)])
             if time.monotonic() - started > REMOVE_LIMIT:
                 raise LaunchError(
@@ -167,7 +168,7 @@ class SlurmJob:
                 )
             time.sleep(_PAUSE)
 
-    def _there(self, earlier: Submission) -> set[str]:
+    def _unended_jobs(self, earlier: Submission) -> set[str]:
         """Return the ids of a submission's jobs that have not ended; its name if Slurm is silent.
 
         A job counts as ended only if Slurm says so. Otherwise a busy controller could lead to a
@@ -188,7 +189,7 @@ class SlurmJob:
     def look(self) -> Look | None:
         """Return the current state of the job; None if Slurm does not answer."""
         done = run([*_SHOW, self._job])
-        record = _told(done)
+        record = _record_of(done)
         if record is None:
             self.silence = one_line(done)
             return None
@@ -284,7 +285,7 @@ class SlurmJob:
         run(["scancel", *(["--signal=KILL"] if at_once else []), self._job])
 
     def close(self) -> None:
-        """Copy the last of the output, which a shared file system may show late."""
+        """Copy the rest of the output, which a shared file system may show late."""
         size_before = -1
         for _ in range(5):
             if size_before == self._read and self._read:
@@ -308,10 +309,10 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 def details(job: str) -> dict[str, str] | None:
     """Return Slurm's record of a job; empty if the job is unknown, None if Slurm is silent."""
-    return _told(run([*_SHOW, job]))
+    return _record_of(run([*_SHOW, job]))
 
 
-def _told(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
+def _record_of(done: "subprocess.CompletedProcess[str]") -> dict[str, str] | None:
     if done.returncode == 0:
         return dict(re.findall(r"(?:^| )(\w+)=(\S*)", done.stdout))
     return {} if "Invalid job id" in done.stderr else None

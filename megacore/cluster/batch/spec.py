@@ -144,7 +144,7 @@ class FollowerBeat:
         """True if the job has ended according to the scheduler; a lost node may still run its part.
         """
         self._path, self._token, self._clock = folder / _BEAT_NAME, token, clock
-        self._count, self._told = 0, (False, False)
+        self._count, self._requests = 0, (False, False)
         self._at: float | None = None
 
     def beat(self) -> None:
@@ -154,9 +154,9 @@ class FollowerBeat:
         """
         now = self._clock()
         requests = (self.save, self.over)
-        if self._at is not None and now - self._at < INTERVAL and self._told == requests:
+        if self._at is not None and now - self._at < INTERVAL and self._requests == requests:
             return
-        self._at, self._told = now, requests
+        self._at, self._requests = now, requests
         self._count += 1
         content = {"token": self._token, "count": self._count, "save": self.save, "over": self.over}
         with contextlib.suppress(OSError):

@@ -88,7 +88,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._asked_to_stop)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the head sends a message for it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the head sends a message instead
 
     def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
@@ -158,7 +158,7 @@ class Agent:
         return False
 
     def _say_it_all(self) -> bool:
-        """Wait, for at most the host timeout, until the head has received all messages."""
+        """Send the remaining messages within the host timeout; return True in every case."""
         deadline = time.monotonic() + self._host_timeout
         while self._head.waiting and not self._headless and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -188,7 +188,7 @@ class Agent:
             self._head.send("states", ranks=states)
 
     def _hello(self, message: Message) -> Message:
-        """Return the hello message; `problem` is the reason why this host cannot take part."""
+        """Return the hello message; its `problem` says why this host cannot take part, if so."""
         problem, requested = None, message["interface"]
         if requested != "auto":
             self._interface, problem = requested, interface_problem(requested)
@@ -220,7 +220,7 @@ class HostRanks:
     """The ranks of this host, under a guard."""
 
     def __init__(self, message: Message, environment: dict[str, str]) -> None:
-        """Start the ranks with the fields of a start message. Raises OSError."""
+        """Start the ranks that a start message describes. Raises OSError."""
         first, count = message["ranks"]
         self._numbers = range(first, first + count)
         self._directory = Path(message["exit_directory"])
@@ -289,13 +289,16 @@ class HostRanks:
         return [line.decode("utf-8", errors="replace") for line in lines if line]
 
     def stop(self) -> None:
-        """Let the guard end the ranks."""
+        """Close the guard's stdin, so that the guard ends the ranks."""
         assert self._guard.stdin is not None
         if not self._guard.stdin.closed:
             self._guard.stdin.close()
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes, the guard last, because it adopts orphans until then."""
+        """Send SIGKILL to all processes.
+
+        The guard adopts orphans, so it is killed only after it has no descendants.
+        """
         guard = self._guard.pid
         for pid in sorted(descendants(os.getpid()), key=lambda pid: pid == guard):
             with contextlib.suppress(ProcessLookupError):
@@ -308,7 +311,7 @@ class HostRanks:
             os.kill(self._guard.pid, signal.SIGUSR1)
 
     def watch_due(self, now: float) -> bool:
-        """Return True if the next check of the ranks is due."""
+        """Return True if the next check of the ranks is due, and then restart the interval."""
         due = now - self._looked >= BEAT_INTERVAL
         self._looked = now if due else self._looked
         return due

@@ -17,10 +17,10 @@ BEAT = "beat"
 BEAT_INTERVAL = 1.0
 """Seconds between two of these messages."""
 FULL = 2**20
-"""Size of the send queue in bytes above which messages that can wait should wait."""
+"""Size of the send queue in bytes above which less urgent messages should wait."""
 
 LONGEST = 2**25
-"""Largest size of a message in bytes; a longer line is no message and is passed on in pieces."""
+"""Maximum size of a message in bytes; a longer line counts as text and is returned in pieces."""
 
 _MARK = b"\x1e"
 _PIECE = 65536

@@ -1,6 +1,6 @@
-"""Connections of a job's head to its hosts: an agent on each, through ssh except on the head's.
+"""Connections of a job's head to the agents on its hosts, through ssh except on the head's host.
 
-A job's `HostSet` starts the agents, chooses the rendezvous, and builds the messages to them.
+A job's `HostSet` starts the agents, chooses the rendezvous, and builds the messages to the agents.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from megacore.launch.rank_table import StateReport
 AGENT = "megacore.cluster.hosts.agent"
 _NEEDED = ("PYTHONPATH",)
 """Variables that an agent needs to import this package, before any message arrives."""
-_SAID = 300
+_QUOTED = 300
 """Number of characters of stderr that an error message quotes."""
 
 
@@ -57,7 +57,7 @@ class Connection:
     """True if the host is lost and gets no more messages."""
     states: list[tuple[int, StateReport]] | None = None
     """States of the host's ranks; None before the agent reports them."""
-    said: str = ""
+    last_output: str = ""
     """Last output of ssh or the agent on stderr."""
 
     @property
@@ -85,7 +85,7 @@ class Connection:
         lines = [
             line for line in data.decode("utf-8", errors="replace").splitlines() if line.strip()
         ]
-        self.said = " ".join([self.said, *lines])[-_SAID:].strip()
+        self.last_output = " ".join([self.last_output, *lines])[-_QUOTED:].strip()
         return lines
 
     def why_it_ended(self) -> str:
@@ -93,7 +93,7 @@ class Connection:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=1.0)
         self.read_errors()
-        code, quoted = self.process.poll(), f": {self.said}" if self.said else ""
+        code, quoted = self.process.poll(), f": {self.last_output}" if self.last_output else ""
         if not self.here and code == SSH_FAILED:
             return (
                 f"the connection to it ended{quoted}"
@@ -277,8 +277,8 @@ def start_quietly(command: list[str], stdin: int = subprocess.PIPE) -> "subproce
 def _ignore_signals() -> None:
     """Ignore the signals that end a job.
 
-    The guard's SIGTERM is for the head, which then tells the agents. ssh keeps the signals ignored
-    that were ignored at its start.
+    The guard's SIGTERM is for the head, which then tells the agents. ssh continues to ignore the
+    signals that were ignored when it started.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

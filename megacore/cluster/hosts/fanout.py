@@ -1,4 +1,4 @@
-"""The head of a job on several hosts: starts an agent on each through ssh, and ends all of them.
+"""The head of a job on several hosts, which starts an agent on each through ssh and ends them all.
 
     python -m megacore.cluster.hosts.fanout --plan FILE
 
@@ -37,10 +37,10 @@ from megacore.launch.watch import STANDSTILL, Trouble
 HELLO_LIMIT = 45.0
 """Seconds for all agents to send their hello."""
 FAIL_LIMIT = 10.0
-"""Seconds for the ranks to notice that the ranks of another host have failed, and end."""
+"""Seconds for the ranks to notice that the ranks of another host have failed, and to end."""
 TROUBLE_SPREADS = 1.5
-"""Seconds for the agents of all hosts to notice their stalled ranks; the ranks stall because they
-wait for one of them."""
+"""Seconds for the agents of all hosts to notice their stalled ranks: one stalled rank also stalls
+the ranks that wait for it."""
 STATES_LIMIT = 6.0
 """Seconds for the agents to report the states of their ranks."""
 SILENCE = 3.0
@@ -50,7 +50,8 @@ END_LIMIT = 10.0
 SILENT_END_LIMIT = 5.0
 """Seconds to end the processes on a host that fell silent.
 
-It is shorter, because such a host hardly accepts another connection and the job's end waits for it.
+It is shorter than END_LIMIT, because such a host rarely accepts another connection and the end of
+the job waits for it.
 """
 RESUMES = "a retry resumes from the last complete checkpoint"
 
@@ -133,7 +134,9 @@ class Head:
             host.close()
 
     def _until(self, done: Callable[[], bool], limit: float | None) -> None:
-        """Serve the connections until `done` returns True or the time of the job's end is over.
+        """Serve the connections until `done` returns True or the job's time to end is over.
+
+        With a `limit` in seconds, also return as soon as the job is ending.
 
         Raises:
             LaunchError: a host did not say hello within `limit` seconds.
@@ -156,7 +159,7 @@ class Head:
         now = time.monotonic()
         pause, self._stepped = now - self._stepped, now
         for host in listening:
-            # After a long pause this process itself was suspended, not the host silent.
+            # A long pause means that this process was suspended, not that the host was silent.
             host.heard += pause if pause > STANDSTILL else 0.0
             if not host.lost:  # another host's message may have ended the job
                 self._listen(host)
@@ -346,7 +349,7 @@ class Head:
 
 
 def _write_reason(directory: Path | str, error: MegacoreError) -> None:
-    """Write the launcher's reason; if that fails, only print it, so that the ranks are ended."""
+    """Write the launcher's reason; if that fails, print it, so that the ranks are still ended."""
     try:
         write_launcher_reason(directory, error)
     except MegacoreError as unwritable:
@@ -361,7 +364,7 @@ def _say(*lines: str) -> None:
 
 
 def _copy(path: Path, data: bytes) -> None:
-    """Write the copy of a host's file, or print why that is not possible."""
+    """Write the copy of a host's file, or print why it cannot be written."""
     try:
         replace_file(path, data, durable=False)
     except OSError as error:

@@ -34,10 +34,8 @@ from megacore.checkpoint.format import STALE_SUFFIX, TRACKER_NAME, iteration_of
 from megacore.cluster.placement.files import COPY_MARK, Item
 
 SET_ASIDE = "set-aside"
-"""Name of the run's subdirectory for complete checkpoints that this host wrote itself.
-
-They are not those of the starting host.
-"""
+"""Name of the run's subdirectory for complete checkpoints that this host wrote itself, instead of
+receiving them from the starting host."""
 _COPY = f"{STALE_SUFFIX}copy-"
 _STALE_SECONDS = 3600.0
 """Seconds without a change after which a copy is stale; before that another job may still write it.
@@ -53,7 +51,7 @@ def look(items: Iterable[Item], proofs: Iterable[dict[str, str]]) -> dict[str, A
 
 
 def _missing(item: Item) -> str | None:
-    """Describe the first file that is missing here or has another size.
+    """Return a clause on the first file that is missing here or has another size, else None.
 
     No content is read, because the other hosts see the same files.
     """
@@ -111,8 +109,8 @@ def begin(items: list[Item], token: str, run: dict[str, str]) -> dict[str, Any]:
             checkpoints (else "") and `keep` the name of the checkpoint to resume from.
 
     Returns:
-        `items`, with the files to copy and the directory of each item, and `rsync`, True if rsync
-        is installed; or only `problem`.
+        `items`, with the files to copy and the temporary directory of each item, and `rsync`, True
+        if rsync is installed; or only `problem`.
     """
     if not Path(run["proof"]).exists():  # otherwise these are the starting host's own files
         shutil.rmtree(run["exit"], ignore_errors=True)
@@ -171,7 +169,7 @@ def _temporary(item: Item, token: str) -> Path:
 
 
 def _open(item: Item, temporary: Path, wrong: Iterable[str]) -> None:
-    """Create the directory; for a whole directory, add hard links to the good files."""
+    """Create an item's temporary directory; for a whole directory, link the good files there."""
     temporary.mkdir(parents=True, exist_ok=True)
     for name in item.entries:
         (temporary / name).parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +196,7 @@ def _remove_stale_copies(directory: Path) -> None:
 
 
 def _clear(root: Path, keep: str) -> None:
-    """Leave only the copy of checkpoint `keep`, so that no other is resumed from.
+    """Leave only the copy of checkpoint `keep`, so that the run resumes from no other checkpoint.
 
     Other copies are removed, and checkpoints that this host wrote itself are moved.
     """
@@ -290,7 +288,7 @@ def clean(items: list[Item], token: str, files: Iterable[str]) -> dict[str, Any]
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Perform the action of `question` and return its result.
 
-    The result is `problem` if files cannot be read or written.
+    The result has only the entry `problem` if files cannot be read or written.
     """
     actions: dict[str, Callable[..., dict[str, Any]]] = {
         "look": look,

@@ -24,7 +24,7 @@ A marked checkpoint may be deleted when the run resumes from another one.
 _SILENCE = 60
 """Seconds without a byte after which rsync gives up."""
 _LOST = frozenset({10, 12, 30, 35, 255})
-"""Exit codes of rsync for a failed, broken or silent connection, and the one of ssh."""
+"""Exit codes of rsync for a failed, broken or silent connection, and ssh's exit code."""
 _POLL = 0.5
 _GRACE = 1.0
 

@@ -1,8 +1,8 @@
 """Preparation of the hosts of a job: every host must have the files that its ranks read.
 
 `shared`: all hosts see the same path. Tokens prove this: each host reads a token that this host
-wrote, and the other way round. `node_local`: every host has separate files. They are compared by
-their manifests and copied from this host if they differ.
+wrote, and writes an answer that this host reads. `node_local`: every host has separate files. They
+are compared by their manifests and copied from this host if they differ.
 """
 
 import json
@@ -151,7 +151,7 @@ def _prepare(
 
 def _prove_shared(files: _Files, hosts: Sequence[str], ssh: Ssh, known: bool) -> None:
     """Prove that the hosts share the files and directories; see `prepare_hosts`."""
-    # The job files need no check: they are in a directory that the token proves.
+    # The job files need no check: the token proves that their directory is shared.
     items = [item for item in files.items if item.role != JOB_FILES_ROLE]
     directories = sorted({files.run_directory, files.exit_directory.parent})
     with _tokens(directories) as token:

@@ -148,7 +148,7 @@ def loaded_checkpoints(job: Job) -> list[Path]:
 
 
 _Read = tuple[str, Path, list[Path]]
-"""Role, directory and, if the directory is no artifact, its files."""
+"""Role, directory and files; the files count only if the directory is not an artifact."""
 
 
 def _read_by(job: Job) -> Iterator[_Read]:
@@ -166,7 +166,7 @@ def _read_by(job: Job) -> Iterator[_Read]:
 
 def _tokenizer(directory: str) -> _Read:
     path = Path(directory).absolute()
-    return "tokenizer", path, sorted(path for path in path.glob("*") if path.is_file())
+    return "tokenizer", path, sorted(file for file in path.glob("*") if file.is_file())
 
 
 def _below(directory: Path) -> list[Path]:
@@ -186,9 +186,9 @@ def _artifact(role: str, directory: Path, full: bool) -> Item:
 
 
 def _checkpoint(directory: Path) -> Item:
-    """Return the item of a checkpoint, which is always compared by digests.
+    """Return the item of a checkpoint.
 
-    Each rank verifies and reads its part on its own host.
+    It is always compared by digests, because each rank verifies and reads its part on its own host.
     """
     marker = Marker.read(directory)
     entries = {name: Entry(file.size, 0, file.sha256) for name, file in marker.files.items()}

@@ -36,7 +36,7 @@ class Saved:
 
     directory: Path
     model: dict[int, Path] = field(default_factory=dict)
-    """File of each model rank with its model, and with the optimizer's state without ZeRO."""
+    """Model file of each model rank; without ZeRO it also contains the optimizer's state."""
     divided_model: dict[Rank, Path] = field(default_factory=dict)
     """Model files of ZeRO stage 3, by data-parallel rank and model rank."""
     optimizer: dict[Rank, Path] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Saved:
 
     @cached_property
     def states(self) -> dict[int, Mapping[str, Any]]:
-        """Content of each model rank's model file, for ZeRO stage 3 of the first replica's."""
+        """Content of each model rank's model file; with ZeRO stage 3, of the first replica's."""
         paths = self.model or {
             rank: path for (replica, rank), path in self.divided_model.items() if replica == 0
         }
@@ -112,7 +112,7 @@ def open_file(path: Path) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return the value of an enumeration that a Record stands for, or `value` itself."""
+    """Return the enumeration value that a Record represents, or `value` itself."""
     arguments = getattr(value, "given", ()) if isinstance(value, Record) else ()
     return arguments[0] if arguments else value
 

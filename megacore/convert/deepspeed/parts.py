@@ -3,7 +3,7 @@
 ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) concatenates the parameters of a group and assigns
 a slice of the result to each replica (stage 1 and 2), or assigns a slice of each parameter to each
 replica (stage 3). Without ZeRO, the fp32 main weights have no names. They are identified by the
-half-precision weights to which they round, and equal ones by the order of the model's parameters.
+half-precision weights to which they round, and equal weights by the order of the parameters.
 """
 
 import math
@@ -36,7 +36,7 @@ class Pieces:
     flat: tuple[Tensor, ...]
     """One-dimensional tensors, in order."""
     rows: int | None = None
-    """Number of rows after padding with zeros; None for no padding."""
+    """Number of rows after padding with zeros; None for no padding, 0 if not yet known."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Pieces":
@@ -78,7 +78,7 @@ class Parts:
     others: dict[str, Pieces] = field(default_factory=dict)
     """Weights that are not in the optimizer."""
     steps: set[int] = field(default_factory=set)
-    """Numbers of optimizer steps behind the moments, from all files."""
+    """Numbers of optimizer steps that all files record for the moments."""
 
 
 def sharded_parts(saved: Saved, rank: int) -> Parts:
@@ -287,9 +287,9 @@ def _stretches_of_groups(
 def _check_order(
     states: Sequence[tuple[Path, Mapping[str, Any]]], groups: Sequence[Sequence[str]]
 ) -> None:
-    """Raise ConversionError if slices are recorded in another order than the shapes.
+    """Raise ConversionError if the slices are not recorded in the order of the shapes.
 
-    The order of the shapes is the correct one.
+    The order of the shapes is correct.
     """
     for number, group in enumerate(groups):
         order: list[str] = []

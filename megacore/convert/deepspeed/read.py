@@ -50,8 +50,8 @@ the layer of a pipeline."""
 _TIED = re.compile(r"^(?:module\.)?tied_modules\.(\w+)\.weight$")
 """Name of a parameter that stages of our pipeline share."""
 _TIED_LAYER = re.compile(r"^\d+\.weight$")
-"""Name of such a parameter in the layers' files, which lack its module's name. The file of the
-module that owns it contains it too."""
+"""Name of such a parameter in the files of layers, without its module's name. The file of the
+module that owns the parameter contains it too."""
 _OUR_LAYER = re.compile(r"(?:^|\.)(?:encoder|decoder)\.layers\.\d+\.")
 _PIPELINE_LAYER = re.compile(
     r"^(?:module\.)?(\d+)\.((?:(?:input|post_attention)_(?:layer)?norm|(?:self_)?attention|mlp)\.."
@@ -69,7 +69,7 @@ _PIPELINE_REST: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 """Names of the modules in Megatron-DeepSpeed's pipeline other than transformer layers. The final
-norm may have no name but its number."""
+norm may have only its number as a name."""
 RUN_NAME = "run.json"
 _LEVELS = 3
 _TABLE = f"language_model.{WORD_EMBEDDINGS}"
@@ -157,7 +157,7 @@ class DeepSpeedCheckpoint:
     """exp_avg and exp_avg_sq by kind and global name; empty unless the checkpoint has them for
     every parameter."""
     optimizer_steps: int | None
-    """Number of steps behind the moments; None without moments."""
+    """Number of optimizer steps after which the moments were saved; None without moments."""
     iteration: int
     """Number of optimizer steps; 0 if unknown."""
     files: tuple[Path, ...]
@@ -173,10 +173,11 @@ def read_deepspeed(directory: Path) -> DeepSpeedCheckpoint:
         directory: directory of one checkpoint, or a run's directory with a file `latest`.
 
     Raises:
-        CheckpointError: if a file is missing or damaged, asks for more than data, or disagrees
-            with another file.
-        ConversionError: if our models do not support it, or its model is not described.
-        ParallelLayoutError: if one of our models cannot be divided like the files.
+        CheckpointError: if a file is missing or damaged, contains objects other than data, or
+            disagrees with another file.
+        ConversionError: if none of our models matches the checkpoint, or no file describes its
+            model.
+        ParallelLayoutError: if the model cannot be divided over the checkpoint's ranks.
     """
     saved = saved_files(checkpoint_directory(directory))
     where, first = saved.directory, next(iter(saved.states.values()))

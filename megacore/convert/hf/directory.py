@@ -190,7 +190,7 @@ def _pickled(path: Path) -> dict[str, Reader]:
         tensors = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
-    except Exception as error:  # a damaged pickle raises whatever its next byte asks for
+    except Exception as error:  # a damaged pickle may raise any exception
         raise ConversionError(
             f"{path} ({path.stat().st_size:,} bytes) {_pickle_problem(error)}"
         ) from error

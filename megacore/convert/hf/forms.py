@@ -45,10 +45,10 @@ class HfForm:
     held: tuple[tuple[str, str], ...] = ()
     """Names that differ between files and loaded model: pairs of pattern and replacement."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Names in files that may duplicate another tensor of the table, by name of the duplicate."""
+    """Name of the original tensor in the table, by the name of a possible duplicate in files."""
     copies_left_out: bool = False
-    """True if files may omit a tensor that equals the one it could duplicate: transformers 5 ties
-    the head of every T5."""
+    """True if files may omit a duplicate that equals its original, because transformers 5 ties the
+    head of every T5."""
     ignored: str = r"(?!)"
     """Pattern of names that are not weights, such as masks and computed tables."""
 

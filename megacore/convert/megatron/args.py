@@ -31,7 +31,7 @@ _NO_PLACE: dict[str, Callable[[ModelConfig], bool]] = {
     "sliding_window": lambda model: model.sliding_window is not None,
     "qk_layernorm": lambda model: model.qk_layernorm,
 }
-"""Options that Megatron-LM's legacy models do not support, with a test if a model uses them."""
+"""Options that Megatron-LM's legacy models do not support, each with a test for its use."""
 _NO_PLACE_IN_BERT: dict[str, Callable[[ModelConfig], bool]] = {
     "normalization": lambda model: model.normalization != "layernorm",
     "position_embedding_type": lambda model: model.position_embedding_type != "learned_absolute",
@@ -204,8 +204,8 @@ def _option_args(model: ModelConfig) -> dict[str, Any]:
 def _tokenizer_args(spec: ModelSpec) -> dict[str, Any]:
     """Return the arguments of the tokenizer.
 
-    Public converters can open the type PretrainedFromHF without network access. NullTokenizer
-    stands for no tokenizer.
+    Public converters can open the type PretrainedFromHF without network access. NullTokenizer means
+    that there is no tokenizer.
     """
     special = {"special_tokens": spec.special_tokens.model_dump(mode="json")}
     if spec.tokenizer_directory is None:
@@ -297,7 +297,7 @@ def spec_of(
 
 
 def remarks_on(args: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Return sentences about ambiguities of such a file, for the user."""
+    """Return sentences for the user about ambiguities of files with these `args`."""
     remarks = []
     if not args.get("orig_vocab_size"):
         remarks.append(
@@ -410,7 +410,8 @@ def _position(args: Mapping[str, Any]) -> str:
 def _divisor(args: Mapping[str, Any], model: ModelConfig, vocabulary: int, rows: int) -> int:
     """Return the make_vocab_size_divisible_by that pads our vocabulary to `rows`.
 
-    Megatron-LM's argument applies per tensor-parallel rank, so it is preferred at size 1.
+    Megatron-LM's argument applies per tensor-parallel rank, so it is preferred only at tensor
+    parallel size 1.
     """
     value = args.get("make_vocab_size_divisible_by")
     saved = [value] if isinstance(value, int) and value > 0 else []

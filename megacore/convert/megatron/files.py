@@ -118,8 +118,8 @@ def rank_files(directory: Path) -> dict[tuple[int, int], Path]:
             continue
         if match[3]:
             raise ConversionError(
-                f"{folder} is divided by a third number next to tensor and pipeline rank, as "
-                "experts are, which no model of megacore has"
+                f"{folder} is divided by a third number in addition to tensor and pipeline rank, "
+                "as experts are, which no model of megacore has"
             )
         rank = int(match[1]), int(match[2] or 0)
         if rank in files:
@@ -158,7 +158,7 @@ def read_rank_file(path: Path) -> RankFile:
     """Read one file; its tensors are memory-mapped, except in the format of torch before 1.6.
 
     Raises:
-        CheckpointError: if the file cannot be read, asks for a name that could execute code, or
+        CheckpointError: if the file cannot be read, refers to a name that could execute code, or
             contains no model.
         ConversionError: if it is from Megatron core, or its checkpoint_version is unknown.
     """

@@ -248,7 +248,7 @@ def _joined(
 
 
 GATED_HALVES = Relayout(lambda theirs: theirs.chunk(2), torch.cat)
-"""Rows of a gated layer's shard: those for the activation, then the linear ones."""
+"""Relayout of a gated layer's shard: first its rows for the activation, then its linear rows."""
 
 
 def grouped_rows(sharing: int, head_dim: int) -> Relayout:

@@ -140,11 +140,11 @@ class DeepSpeedBase(StageEngine, ABC):
     def _divided_from_the_start(self, mpu: MeshUnit) -> AbstractContextManager[Any]:
         """Return the context in which ZeRO-3 partitions parameters as soon as they are created.
 
-        Without it, a rank would hold the whole model for a time.
+        Without it, a rank would temporarily hold the whole model.
         """
         if self._zero_stage < 3:
             return nullcontext()
-        # The type is in the settings: DeepSpeed replaces a separately given type by bf16 on a CPU.
+        # The type is in the settings: on a CPU, DeepSpeed replaces a type argument with bf16.
         context: AbstractContextManager[Any] = import_deepspeed().zero.Init(
             data_parallel_group=mpu.get_data_parallel_group(),
             config_dict_or_path=self._settings,
@@ -168,7 +168,7 @@ class DeepSpeedBase(StageEngine, ABC):
         self._state = DeepSpeedState(
             parameters, self._stage.partitions, optimizer, self._moments, mpu.data_parallel
         )
-        # DeepSpeed may have stepped once, at a learning rate of 0, to allocate
+        # DeepSpeed may have stepped once, at a learning rate of 0, to allocate its state.
         self._moments.set_steps(0)
         self._scale = (
             DeepSpeedLossScale(optimizer.loss_scaler, self._config.optim.loss_scale)
@@ -239,7 +239,7 @@ class DeepSpeedBase(StageEngine, ABC):
 
 
 class MicroBatch(nn.Module):
-    """Wrapper of a model for DeepSpeed: ids of a micro batch in, minimised loss out."""
+    """Wrapper of a model for DeepSpeed: ids of a micro batch in, minimized loss out."""
 
     def __init__(self, model: Model, rules: InputRules) -> None:
         super().__init__()

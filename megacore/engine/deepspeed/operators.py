@@ -57,7 +57,7 @@ def require_deepspeed(config: RunConfig) -> None:
 def needed_operators(config: RunConfig) -> tuple[Operator, ...]:
     """Return the operators that a run's ranks load.
 
-    They are Adam for an offloaded optimizer, and NVMe access.
+    These are Adam for an offloaded optimizer, and NVMe access.
     """
     if config.engine != "deepspeed":
         return ()
@@ -114,7 +114,7 @@ def build_operator(name: Operator) -> Path:
     """
     from megacore.engine.deepspeed.join import import_deepspeed
 
-    # for ninja from pip
+    # pip installs ninja next to the interpreter, which may not be on PATH.
     os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"
     compiler = os.environ.get("CXX", "c++").split()[0]
     for program, package in ((compiler, "apt-get install g++"), ("ninja", "pip install ninja")):

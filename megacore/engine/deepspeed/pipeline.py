@@ -20,7 +20,7 @@ from megacore.models.stage import Stage
 class StageLayer(nn.Module):
     """Wrapper of a stage's chunk as a layer of PipelineModule.
 
-    It maps hidden states to hidden states; the last stage returns the minimised loss.
+    It maps hidden states to hidden states; the last stage returns the minimized loss.
     """
 
     def __init__(self, stage: Stage) -> None:

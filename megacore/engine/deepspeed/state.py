@@ -35,7 +35,7 @@ class Moments(defaultdict[Tensor, dict[str, Any]]):
     """
 
     def __init__(self, counter: Callable[[Tensor], Any]) -> None:
-        """Create the state; `counter` returns a weight's step count 0 in the optimizer's type."""
+        """Create the state; `counter` returns step 0 of a weight in the type the optimizer uses."""
         super().__init__()
         self._counter = counter
 
@@ -114,12 +114,7 @@ class DeepSpeedState:
         }
 
     def write(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
-        """Write the values of `tensors`, which this object's `tensors` returned.
-
-        A part of them is enough.
-
-        Collective.
-        """
+        """Write the values of `tensors`, all or some of those from `self.tensors`. Collective."""
         for full_name, shard in tensors.items():
             kind = next(kind for kind in KINDS if full_name.startswith(f"{kind}."))
             assert isinstance(shard, TensorShard)
@@ -199,7 +194,7 @@ class DeepSpeedState:
                 self._api.safe_set_local_fp32_param(parameter, padded)
                 parameter.data.copy_(self._api.safe_get_full_fp32_param(parameter))
             return
-        # If a weight's part is on NVMe, DeepSpeed takes its length for 1.
+        # If a weight's part is on NVMe, DeepSpeed assumes that its length is 1.
         swapped_out = parameter.ds_tensor.numel() != padded.numel()  # type: ignore[attr-defined]
         with self._zero.GatheredParameters([parameter], enabled=swapped_out):
             self._api.safe_set_local_optimizer_state(parameter, padded, key)

@@ -1,9 +1,9 @@
 // Attention forward and backward for bf16 and fp32. The backward pass recomputes the weights from
 // the log-sum-exp (Dao et al. 2022).
 //
-// A task of the backward pass has a range of the keys of one key-value head and goes through the
-// queries in blocks of 64. With more than one range, each stores its part of the queries' gradient,
-// and the parts are then summed in order.
+// A task of the backward pass processes a range of the keys of one key-value head, and iterates
+// over the queries in blocks of 64. With more than one range, each task stores its part of the
+// queries' gradient, and the parts are then summed in order.
 #include "_kernels.h"
 
 #include <pybind11/stl.h>
@@ -83,7 +83,8 @@ struct BackwardScratch {
     // Packed as words along d, or across rows: see _attention_tile.h.
     word *key = nullptr, *value = nullptr, *key_across = nullptr;
     word *query = nullptr, *grad_out = nullptr, *query_across = nullptr, *grad_out_across = nullptr;
-    // Of 8 keys: [8][words along 64 queries]. Of a block of keys: [words along the keys][64].
+    // The first two are for 8 keys: [8][words along 64 queries]. The last is for a block of keys:
+    // [words along the keys][64].
     word *weights = nullptr, *grad_scores = nullptr, *grad_scores_across = nullptr;
     float *lse = nullptr, *delta = nullptr;
     float *grad_query = nullptr;                        // [d][64]
@@ -204,7 +205,8 @@ inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch
     }
 }
 
-// Return the sums of x * y along each of the first 16 rows. ALL: there are 16 rows of full vectors.
+// Return the sums of x * y along each of the first 16 rows. ALL means that all 16 rows exist and
+// consist of full vectors.
 template <class T, bool ALL>
 MEGACORE_INLINE __m512 row_dots(const Rows<const T>& x, const Rows<const T>& y) {
     __m512 products[LANES] = {};
@@ -384,7 +386,7 @@ void forward(const Shape& shape, const Place& query, const Place& key, const Pla
              const Place& out, float* lse, int threads) {
     const std::ptrdiff_t units = shape.batch * shape.groups,
                          blocks = (shape.queries + GROUP - 1) / GROUP;
-    // Few heads are divided further; a query's result does not depend on this division.
+    // With few heads, the queries are divided too; a query's result does not depend on that.
     const std::ptrdiff_t wanted = (4 * threads + units - 1) / units;
     const std::ptrdiff_t ranges = std::max<std::ptrdiff_t>(1, std::min(wanted, blocks / 4));
     const std::ptrdiff_t length = (blocks + ranges - 1) / ranges * GROUP;

@@ -160,7 +160,7 @@ MEGACORE_INLINE __m512i pair_rows(__m512i first, __m512i second, bool last) {
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 
-// Return the mask of those of the 16 queries from `query` on that see the key.
+// Return the mask of the queries that see the key, among the 16 queries from `query` on.
 MEGACORE_INLINE __mmask16 seeing(std::ptrdiff_t key, std::ptrdiff_t keys, std::ptrdiff_t query,
                                  bool causal) {
     if (key >= keys) return 0;

@@ -14,7 +14,7 @@ template <class T>
 // Number of rows that are processed together; they fit into the L1 cache.
 constexpr Index kGroup = 8 / sizeof(T);
 
-// Normalise kRows rows at a time, so that their additions do not wait for each other. bias may be
+// Normalize kRows rows at a time, so that their additions do not wait for each other. bias may be
 // null.
 template <class T, bool kCentred, Index kRows>
 void forward_rows(const T* x, Index x_stride, const T* weight, const T* bias, T* y, float* mean,

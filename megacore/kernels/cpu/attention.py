@@ -22,7 +22,8 @@ _BF16 = torch.bfloat16
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if `attention` accepts these tensors.
 
-    They must be [b, n, s, d] on a CPU with the instructions, d contiguous and at most 256.
+    They must be [b, n, s, d] of one dtype for which the CPU has the instructions, with d contiguous
+    and at most 256.
     """
     return (
         query.device.type == "cpu"
@@ -128,7 +129,7 @@ def _heads(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty_heads(like: Tensor) -> Tensor:
-    """Return an uninitialised [b, n, s, d], a view of new memory [b, s, n, d]."""
+    """Return an uninitialized [b, n, s, d], a view of new memory [b, s, n, d]."""
     b, n, s, d = like.shape
     return like.new_empty((b, s, n, d)).transpose(1, 2)
 

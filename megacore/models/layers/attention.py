@@ -121,14 +121,14 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-    """Attention of n query heads and g key-value heads (Ainslie et al. 2023).
+    """Self-attention with n query heads and g key-value heads (Ainslie et al. 2023).
 
     n / g query heads share each key-value head.
 
-    With g = n one layer projects to all three; the rows of query_key_value are [head][q, k, v][d],
-    so that a rank's part is whole heads. Otherwise the rows of query are [head][d] and those of
-    key_value [group][k, v][d]. With fewer groups than ranks, each rank computes a part of all
-    groups, gathers the other parts and selects the group of its heads.
+    With g = n, one layer projects to q, k and v. The rows of query_key_value are
+    [head][q, k, v][d], so that a rank's part consists of whole heads. Otherwise the rows of query
+    are [head][d] and those of key_value are [group][k, v][d]. With fewer groups than ranks, each
+    rank computes a part of all groups, gathers the other parts and selects the group of its heads.
 
     Args:
         model: model configuration.

@@ -102,7 +102,7 @@ def _sees(
 
 
 def _distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the key position minus the query position [queries, keys]; negative before it."""
+    """Return key position minus query position [queries, keys]; negative for previous keys."""
     places = torch.arange(keys, device=device)
     return places[None, :] - places[keys - queries :, None]
 
@@ -112,7 +112,7 @@ def _additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """T5's relative position bias: one number per head and bucket of distances, left uninitialised.
+    """T5's relative position bias: one number per head and bucket of distances, left uninitialized.
 
     A stack's layers share it. The table is [buckets, n]; each rank has the columns of its heads.
 
@@ -148,10 +148,10 @@ class RelativeBias(nn.Module):
         )
 
     def forward(self, queries: int, keys: int) -> Tensor:
-        """Return the bias [1, n/t, queries, keys], not in half precision.
+        """Return the bias [1, n/t, queries, keys] in fp32 or higher precision.
 
-        The queries are the last of the keys. The gradient of a bucket is a sum of up to
-        queries x keys values, which would soon stop growing in half precision.
+        The queries are the last `queries` of the `keys` tokens. The gradient of a bucket is a sum
+        of up to queries x keys values, which would soon stop growing in half precision.
         """
         places = torch.arange(keys, device=self.weight.device)
         distances = places[None, :] - places[keys - queries :, None]

@@ -116,14 +116,14 @@ class Embedding(nn.Module):
             return self.kernels.dropout(x, self.hidden_dropout)
 
     def partial_gradients(self) -> frozenset[str]:
-        """Return the parameters that see only the rank's positions with sequence parallelism."""
+        """Return the parameters whose gradients are partial with sequence parallelism."""
         if not self.sequence_parallel:
             return frozenset()
         return parameters_of(self, "position_embeddings", "tokentype_embeddings", "layernorm")
 
 
 class OutputLayer(nn.Module):
-    """Weights [v, h] of an untied output layer; left uninitialised.
+    """Weights [v, h] of an untied output layer; left uninitialized.
 
     Each rank has v / t of the rows.
 

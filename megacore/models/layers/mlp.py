@@ -20,8 +20,8 @@ class MLP(nn.Module):
 
     Args:
         model: model configuration.
-        inner_dropout: probability of dropping an element between the layers, as T5 does; it only
-            applies in training, and the caller must seed it.
+        inner_dropout: probability of dropping an element between the layers, as in T5; it applies
+            only in training, and the caller must seed it.
         kernels: kernels to compute with.
         tp: ranks that share the layers.
         sequence_parallel: input and output are this rank's part of the sequence.

@@ -70,7 +70,7 @@ class Shared:
 
     bias: Tensor | None = None
     """Bias [b or 1, n/t or 1, s, keys] of self-attention scores, -inf where a token does not see
-    another. None: in a decoder a token sees itself and all previous ones, in an encoder all."""
+    another. None means that a token sees all tokens, in a decoder only itself and previous ones."""
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [b or 1, 1, s, rotary_dim] of the rotation of queries and keys."""
     memory: Tensor | None = None

@@ -51,9 +51,8 @@ class TransformerLayer(nn.Module):
         scale: factor on attention scores; None means 1 / sqrt(d).
         inner_dropout: see `MLP`.
         recompute: "full" keeps only the layer's input for the backward pass, which runs the layer
-            again with the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" only
-            recomputes attention between q, k, v and its output (Korthikanti et al. 2022,
-            arXiv:2205.05198).
+            again with the same dropout (Chen et al. 2016, arXiv:1604.06174); "selective" recomputes
+            only attention from q, k, v to its output (Korthikanti et al. 2022, arXiv:2205.05198).
         kernels: kernels to compute with.
         tp: ranks that share the layer.
         sequence_parallel: input, norms, dropout and output are this rank's part of the sequence.
@@ -123,13 +122,13 @@ class TransformerLayer(nn.Module):
         return self.branches(x, dropout_seed, shared)
 
     def partial_gradients(self) -> frozenset[str]:
-        """Return the norms' parameters, which see only the rank's positions."""
+        """Return the norms' parameters, whose gradients are partial with sequence parallelism."""
         return parameters_of(self, *_NORMS) if self.sequence_parallel else frozenset()
 
     def branches(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
         """Compute the whole layer, [b, s, h] to [b, s, h].
 
-        This is the function that is compiled, and that recomputation repeats.
+        This function is compiled, and recomputation calls it again.
         """
         if self.training and self.hidden_dropout:
             self.seed(dropout_seed)
@@ -255,5 +254,5 @@ class Transformer(nn.Module):
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def partial_gradients(self) -> frozenset[str]:
-        """Return the final norm's parameters, which see only the rank's positions."""
+        """Return the final norm's parameters, whose gradients are partial in the same way."""
         return parameters_of(self, "final_layernorm") if self.sequence_parallel else frozenset()

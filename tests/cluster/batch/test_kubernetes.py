@@ -194,7 +194,7 @@ def test_job_file_outside_the_workspace_is_refused(
 ) -> None:
     monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "elsewhere"))
     with pytest.raises(
-        ConfigError, match=r"is not in the workspace .*elsewhere, which is what pods see"
+        ConfigError, match=r"is not in the workspace .*elsewhere, the only directory that pods see"
     ):
         manifest(launch(), tmp_path / "run")
 

@@ -155,7 +155,7 @@ def test_largest_number_of_hosts_that_divides_the_batch_takes_part(tmp_path: Pat
     with pytest.raises(LaunchError, match=r"gave 5 machines and launch\.nnodes is 2:4"):
         _taking_part(batch_spec, job_node(5))
     odd = run.launch.model_copy(update={"nnodes": "3:4"})
-    with pytest.raises(ParallelLayoutError, match="divide by the ranks of no number from 3 to 3"):
+    with pytest.raises(ParallelLayoutError, match="no number of machines from 3 to 3 gives"):
         _taking_part(batch_spec.model_copy(update={"launch": odd}), job_node(3))
 
 

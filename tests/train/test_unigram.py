@@ -21,8 +21,9 @@ def test_perplexity_is_that_of_smoothed_frequencies() -> None:
     assert model.perplexity([]) == math.inf
 
 
-def test_an_id_outside_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("wrong", [3, -4])
+def test_an_id_outside_the_vocabulary_is_refused(wrong: int) -> None:
     with pytest.raises(
-        DataFormatError, match=r"a\.bin holds the token id 3, but the vocabulary has 3"
+        DataFormatError, match=rf"a\.bin holds the token id {wrong}, but the vocabulary has 3"
     ):
-        UnigramModel([("a", np.array([0, 3], np.uint16))], 3)
+        UnigramModel([("a", np.array([0, wrong, 1], np.int32))], 3)
