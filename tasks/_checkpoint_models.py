@@ -117,14 +117,8 @@ def log_perplexities(
         for iteration, values in perplexities.items():
             model = _find(tracking, run_id, iteration)
             if model is not None:
-                logged = _logged(model)
-                changed = {
-                    name: value
-                    for name, value in values.items()
-                    if not math.isclose(value, logged.get(name, math.nan), rel_tol=PPL_TOLERANCE)
-                }
-                _send_metrics(
-                    tracking, run_id, model, changed, step=iteration, timestamp_ms=timestamp_ms
+                log_changed_metrics(
+                    tracking, run_id, model, values, step=iteration, timestamp_ms=timestamp_ms
                 )
 
 
@@ -175,6 +169,25 @@ def log_model_metrics(
     logged = _logged(model)
     missing = {name: value for name, value in metrics.items() if name not in logged}
     _send_metrics(tracking, run_id, model, missing, step=step, timestamp_ms=timestamp_ms)
+
+
+def log_changed_metrics(
+    tracking: Tracking,
+    run_id: str,
+    model: "LoggedModel",
+    metrics: Mapping[str, float],
+    *,
+    step: int,
+    timestamp_ms: int,
+) -> None:
+    """Log the metrics that the model lacks or has with another value, for the model and its run."""
+    logged = _logged(model)
+    changed = {
+        name: value
+        for name, value in metrics.items()
+        if not math.isclose(value, logged.get(name, math.nan), rel_tol=PPL_TOLERANCE)
+    }
+    _send_metrics(tracking, run_id, model, changed, step=step, timestamp_ms=timestamp_ms)
 
 
 def _send_metrics(

@@ -116,7 +116,9 @@ def _known_parent(config: FinetuneConfig) -> Parent:
     if directory is None:
         return Parent(path if config.model.revision is None else f"{path}@{config.model.revision}")
     digest = _export_digest(directory)
-    version = None if digest is None else _version_of_export(_tracking(config), digest)
+    if digest is None:
+        return Parent(path)
+    version = _version_of_export(_tracking(config), directory.parent, digest)
     return Parent(path, digest=digest) if version is None else _of_version(path, version)
 
 
@@ -226,13 +228,17 @@ def _export_digest(directory: Path) -> str | None:
         return None  # the stage that collects the files reports the reason
 
 
-def _version_of_export(tracking: Tracking, digest: str) -> "ModelVersion | None":
-    from tasks._registry import DIGEST_TAG
+def _version_of_export(tracking: Tracking, export: Path, digest: str) -> "ModelVersion | None":
+    """Return the version that was published from an export, or from another with the same model."""
+    from tasks._registry import CONTENT_TAG, DIGEST_TAG, model_digest
 
     if not tracking.exists:
         return None
     with tracking.errors("look up the model of an export"):
-        versions = tracking.client.search_model_versions(
-            f"tag.`{DIGEST_TAG}` = '{digest}'", max_results=1
-        )
-    return versions[0] if versions else None
+        for tag, value in ((DIGEST_TAG, digest), (CONTENT_TAG, model_digest(export))):
+            versions = tracking.client.search_model_versions(
+                f"tag.`{tag}` = '{value}'", max_results=1
+            )
+            if versions:
+                return versions[0]
+    return None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.artifacts import create_table_artifact
@@ -56,7 +55,7 @@ class PerplexityTable:
         """Begin with the checkpoints that earlier attempts measured."""
         self._run = run_directory.name
         self._rows: dict[int, Measured] = {}
-        self._artifact: UUID | None = None
+        self._artifact: Any = None
         events = run_directory / "events.jsonl"
         if events.exists():
             for event, _ in EventReader(events):

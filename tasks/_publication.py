@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prefect import get_run_logger
+
 from megacore.artifact import StageKey, Workspace
 from megacore.artifact.files import read_json, write_json
+from tasks._aliases import alias_problem, standing
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build
 from tasks._environment import mlflow_server
 from tasks._flow_config import FlowConfig
@@ -21,7 +24,7 @@ RECEIPT = "receipt.json"
 
 
 def read_receipt(directory: Path) -> dict[str, str]:
-    """Read a receipt: model_name, version, uri, model_id, run_id, digest."""
+    """Read a receipt: model_name, version, uri, model_id, run_id, digest, model_digest."""
     receipt: dict[str, str] = read_json(directory / RECEIPT)
     return receipt
 
@@ -34,14 +37,17 @@ def tracking_of(config: FlowConfig) -> Tracking:
 def receipt_problem(config: FlowConfig, key: StageKey) -> str | None:
     """Return why the model must be published (again).
 
-    None if the registry still has the version named in the receipt.
+    None if the registry still has the version named in the receipt, and the alias `candidate` need
+    not move.
     """
     problem = artifact_problem(key, config)
-    if problem is None and not published_exists(
-        tracking_of(config), read_receipt(artifact_directory(key))
-    ):
+    if problem is not None:
+        return problem
+    tracking, receipt = tracking_of(config), read_receipt(artifact_directory(key))
+    if not published_exists(tracking, receipt):
         return "the model registry no longer has it"
-    return problem
+    name, force = receipt["model_name"], config.tracking.force_alias
+    return alias_problem(tracking, name, receipt["version"], force=force)
 
 
 def build_publication(
@@ -72,6 +78,11 @@ def build_publication(
         finally:
             # The training is finished even if its publication fails.
             end_run(tracking, run_id)
+        get_run_logger().info(
+            "registered as version %s; %s",
+            receipt["version"],
+            standing(tracking, receipt["model_name"], receipt["version"]),
+        )
         write_json(directory / RECEIPT, receipt)
         return {
             "model": receipt["model_name"],
@@ -80,7 +91,7 @@ def build_publication(
         }
 
     if receipt_problem(config, key) is not None:
-        # A receipt of a model that no longer exists is invalid.
+        # A receipt is invalid if its model no longer exists or must get the alias.
         (artifact_directory(key) / RECEIPT).unlink(missing_ok=True)
     return build(config, key, fill)
 
@@ -100,14 +111,15 @@ def places(
 def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
     """Return markdown lines with links to a server that shows the store, or how to start one."""
     server = shown_by(tracking)
+    alias = standing(tracking, receipt["model_name"], receipt["version"])
     if server is None:
         return [
-            f"- registered: `{receipt['uri']}` (alias candidate)",
+            f"- registered: `{receipt['uri']}` ({alias})",
             f"- MLflow run `{receipt['run_id']}`: `make server` shows it in a browser",
         ]
     model = page_url(server, f"models/{receipt['model_name']}/versions/{receipt['version']}")
     return [
-        f"- registered: [{receipt['uri']}]({model}) (alias candidate)",
+        f"- registered: [{receipt['uri']}]({model}) ({alias})",
         f"- MLflow run: [{receipt['run_id']}]({run_url(tracking, server, receipt['run_id'])})",
     ]
 

@@ -6,6 +6,7 @@ an MLflow model. `mlflow.transformers.load_model` and `mlflow.pyfunc.load_model`
 other model.
 """
 
+import hashlib
 import json
 import platform
 import tempfile
@@ -17,8 +18,11 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from megacore.artifact.files import canonical_json
+from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
 from megacore.errors import ConversionError
-from tasks._checkpoint_models import log_model_metrics
+from tasks._aliases import Measurement, move_aliases
+from tasks._checkpoint_models import log_changed_metrics
 from tasks._flavor import flavor, task_of
 from tasks._mlflow import Tracking
 
@@ -27,13 +31,15 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 MODEL_TYPE = "transformers"
-ALIAS = "candidate"
-"""Alias of the newest published version of a model."""
 DIGEST_TAG = "export_digest"
+"""Tag with the digest of the export that a version was first published from."""
+CONTENT_TAG = "model_digest"
+"""Tag with the digest of a version's files, which with its run identifies the version."""
 MODEL_TAG = "logged_model_id"
 REPORT_FILES = ("parity.json", "sample.txt")
 """Files of an export, in addition to `model/`, that become artifacts of the run."""
 
+_CARD = "README.md"
 _CONFIGS = ("config.json", "generation_config.json")
 _NO_TOKENIZER = (".safetensors", ".safetensors.index.json", ".md")
 """Endings of files in `model/` that are not the tokenizer's; the names of a tokenizer's files
@@ -51,11 +57,14 @@ def publish_model(
     iteration: int,
     metrics: Mapping[str, float],
     tags: Mapping[str, str],
+    measurement: Measurement | None = None,
+    force_alias: bool = False,
     pictures: Sequence[Path] = (),
 ) -> dict[str, str]:
-    """Register an export as a version of model `name`, with the alias `candidate`.
+    """Register an export as a version of model `name`, and move the aliases that it deserves.
 
-    Publishing the same export again returns the same version.
+    Publishing the same model again returns the same version, also if other files of the export
+    changed: reports and the model card are then replaced.
 
     Args:
         tracking: MLflow store.
@@ -64,14 +73,18 @@ def publish_model(
         export_directory: directory with model/ (a transformers directory), parity.json and
             sample.txt.
         name: name in the registry.
-        digest: digest of the export's content.
+        digest: digest of the export, by which a fine-tuning finds its parent.
         iteration: iteration of the exported checkpoint.
         metrics: metrics of the exported model, logged as `export/<name>`.
         tags: lineage, such as the keys of the stages.
+        measurement: metric by which the aliases choose between versions; None if the model was not
+            measured on test data.
+        force_alias: move the alias `candidate` without a comparison.
         pictures: PNG files of the run.
 
     Returns:
-        model_name, version, uri, model_id, run_id and digest: the receipt for `published_exists`.
+        model_name, version, uri, model_id, run_id, digest and model_digest: the receipt for
+        `published_exists`.
 
     Raises:
         TrackingError: MLflow did not accept it.
@@ -83,11 +96,12 @@ def publish_model(
             tracking.client.log_artifact(run_id, str(export_directory / file), "export")
         for picture in pictures:
             tracking.client.log_artifact(run_id, str(picture), "plots")
-        lineage = {**tags, DIGEST_TAG: digest}
+        content = model_digest(export_directory)
+        lineage = {**tags, DIGEST_TAG: digest, CONTENT_TAG: content}
         model = _ensure_model(
             tracking, run_id, export_directory / "model", name, iteration, lineage
         )
-        log_model_metrics(
+        log_changed_metrics(
             tracking,
             run_id,
             model,
@@ -97,7 +111,7 @@ def publish_model(
         )
         version = _ensure_version(tracking, run_id, model, name, lineage)
         _show_version(tracking, model.model_id, version)
-        tracking.client.set_registered_model_alias(name, ALIAS, version.version)
+        move_aliases(tracking, version, measurement, force=force_alias)
     return {
         "model_name": name,
         "version": str(version.version),
@@ -105,6 +119,7 @@ def publish_model(
         "model_id": model.model_id,
         "run_id": run_id,
         "digest": digest,
+        "model_digest": content,
     }
 
 
@@ -125,9 +140,31 @@ def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return False
             raise
-    return version.tags.get(DIGEST_TAG) == receipt["digest"] and any(
-        file.path == "MLmodel" for file in files
+    # A receipt that was written before there was a digest of the model has only the export's.
+    tag, digest = (
+        (CONTENT_TAG, receipt["model_digest"])
+        if "model_digest" in receipt
+        else (DIGEST_TAG, receipt["digest"])
     )
+    return version.tags.get(tag) == digest and any(file.path == "MLmodel" for file in files)
+
+
+def model_digest(export_directory: Path) -> str:
+    """Return the digest of the files in `model/` without the model card.
+
+    The card repeats facts about the run and shows the sample prompt: neither makes another model.
+    """
+    files = (
+        Manifest.read(export_directory).files
+        if (export_directory / MANIFEST_NAME).is_file()
+        else list_files(export_directory, "model/**/*")
+    )
+    content = {
+        name: entry.sha256
+        for name, entry in files.items()
+        if name.startswith("model/") and name != f"model/{_CARD}"
+    }
+    return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
 def _check_export(directory: Path) -> None:
@@ -147,31 +184,25 @@ def _ensure_model(
     iteration: int,
     tags: Mapping[str, str],
 ) -> "LoggedModel":
-    """Return the LoggedModel of this export with all its files.
+    """Return the LoggedModel of this run and content with all its files.
 
-    An interrupted upload is repeated.
+    An interrupted upload is repeated; the card of a complete upload is replaced.
     """
     from mlflow.entities import LoggedModelOutput
 
-    models = tracking.client.search_logged_models(
-        [tracking.experiment_id],
-        f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{DIGEST_TAG} = "
-        f"'{tags[DIGEST_TAG]}'",
-        max_results=1,
-    )
-    model = (
-        models[0]
-        if models
-        else tracking.client.create_logged_model(
-            tracking.experiment_id,
-            name=name.replace(".", "-"),
-            source_run_id=run_id,
-            tags=dict(tags),
-            params={"step": str(iteration)},
-            model_type=MODEL_TYPE,
-        )
+    model = _find_model(tracking, run_id, tags) or tracking.client.create_logged_model(
+        tracking.experiment_id,
+        name=name.replace(".", "-"),
+        source_run_id=run_id,
+        tags=dict(tags),
+        params={"step": str(iteration)},
+        model_type=MODEL_TYPE,
     )
     if model.status == "READY" and _has_files(tracking, model.model_id):
+        if (directory / _CARD).is_file():
+            tracking.client.log_model_artifact(
+                model.model_id, str(directory / _CARD), directory.name
+            )
         return model
     _upload(tracking, model, directory)
     outputs = tracking.client.get_run(run_id).outputs
@@ -180,6 +211,23 @@ def _ensure_model(
     }:
         tracking.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, iteration)])
     return tracking.client.finalize_logged_model(model.model_id, "READY")
+
+
+def _find_model(tracking: Tracking, run_id: str, tags: Mapping[str, str]) -> "LoggedModel | None":
+    """Return the run's LoggedModel with this content, or None.
+
+    One that was published before there was a digest of the model is found by its export.
+    """
+    for tag in (CONTENT_TAG, DIGEST_TAG):
+        models = tracking.client.search_logged_models(
+            [tracking.experiment_id],
+            f"source_run_id = '{run_id}' AND model_type = '{MODEL_TYPE}' AND tags.{tag} = "
+            f"'{tags[tag]}'",
+            max_results=1,
+        )
+        if models:
+            return models[0]
+    return None
 
 
 def _has_files(tracking: Tracking, model_id: str) -> bool:
@@ -202,6 +250,7 @@ def _ensure_version(
             raise
     for version in client.search_model_versions(f"name = '{name}'"):
         if version.tags.get(MODEL_TAG) == model.model_id:
+            client.set_model_version_tag(name, version.version, CONTENT_TAG, tags[CONTENT_TAG])
             return version
     # MLflow's SQL registry looks models:/<id> up in the process's default store and forgets
     # `model_id`: therefore the source is the location, and the id is a tag.

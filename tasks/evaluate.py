@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact import Artifact, StageKey, lock
+from megacore.artifact import Artifact, Manifest, StageKey, lock
 from megacore.artifact.files import read_json, write_json
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
@@ -13,9 +13,12 @@ from megacore.ranks import stages
 from tasks._cache import StageResult, build, stage_task
 from tasks._launch import LogTail
 from tasks._perplexity import PerplexityTable
+from tasks.index import mixture, resolved_samples, without_other_families
 from tasks.train import make_job
 
 REPORT = "evaluation.json"
+_TRAINING_ONLY = ("fim", "weights", "reset_position_ids", "reset_attention_mask")
+"""Values that determine samples, but not which tokens of the test split are predicted."""
 
 
 def evaluate_key(
@@ -83,6 +86,25 @@ def read_evaluation(artifact: Artifact) -> dict[str, Any]:
     """Read the report of an evaluation: `checkpoints` (one row each) and `unigram`."""
     report: dict[str, Any] = read_json(artifact.directory / REPORT)
     return report
+
+
+def measured_data(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> dict[str, Any]:
+    """Return what determines the tokens over which `test_ppl` is the mean.
+
+    Runs with equal values have comparable perplexities. The train and validation splits do not
+    count, so the number of iterations and the weights of a blend may differ.
+    """
+    resolved = {f"samples.{name}": value for name, value in resolved_samples(config).items()}
+    samples = without_other_families(config, key_parameters(config, "run", resolved)["samples"])
+    members = mixture(config, tokens).of("test")
+    return {
+        "version": stages.EVALUATE_VERSION,
+        "family": config.family,
+        "samples": {name: value for name, value in samples.items() if name not in _TRAINING_ONLY},
+        "max_samples": config.evaluate.max_samples,
+        "tokens": [Manifest.read(Path(member.prefix).parent).digest for member in members],
+        "tokenizer": tokenizer.digest,
+    }
 
 
 def fresh_scratch(run_directory: Path, name: str) -> Path:

@@ -5,9 +5,11 @@ The model is tagged with its parent.
 
 from typing import Any
 
-from megacore.artifact import Artifact, StageKey
+from megacore.artifact import Artifact, Manifest, StageKey
 from megacore.config.finetune import FinetuneConfig
+from megacore.config.finetune_task import best_metric
 from megacore.config.keys import key_parameters
+from tasks._aliases import Measurement
 from tasks._cache import StageResult, stage_task
 from tasks._mlflow import Tracking
 from tasks._parent import Parent, parent_of
@@ -62,7 +64,7 @@ def finetune_publish(
     finetuned: Artifact,
     exported: Artifact,
 ) -> StageResult:
-    """Send the missing parts of the run to MLflow; register the exported model as `candidate`."""
+    """Send the missing parts of the run to MLflow; register the exported model."""
     directory, counts = finetuned.directory, finetuned.counts
 
     def send(tracking: Tracking, run_id: str) -> dict[str, str]:
@@ -84,12 +86,34 @@ def finetune_publish(
                 "pretrained": pretrained.key,
                 **parent_of(config).tags(),
             },
+            measurement=measurement(config, examples, counts),
+            force_alias=config.tracking.force_alias,
         )
 
     key = publish_key(config, pretrained, examples, finetuned, exported)
     return build_publication(
         config, key, directory, lambda: run_facts(config, directory.name, examples), send
     )
+
+
+def measurement(
+    config: FinetuneConfig, examples: Artifact, counts: dict[str, Any]
+) -> Measurement | None:
+    """Return the metric that selects the best model, on the test split; None without that split.
+
+    Fine-tunings are comparable if the tokenized test split and the options of the task are equal.
+    """
+    name, larger_is_better = best_metric(config.task, config.train.best_metric)
+    tested = counts["test_metrics"] or {}
+    if name not in tested:
+        return None
+    files = Manifest.read(examples.directory).files
+    content = {
+        "metric": name,
+        "task": config.task.model_dump(mode="json"),
+        "test": {path: entry.sha256 for path, entry in files.items() if path.startswith("test/")},
+    }
+    return Measurement.of(f"test_{name}", tested[name], content, larger_is_better=larger_is_better)
 
 
 def outcome(

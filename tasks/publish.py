@@ -10,13 +10,14 @@ from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
+from tasks._aliases import Measurement
 from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_perplexities
 from tasks._mlflow import Tracking
 from tasks._pipeline import numbered
 from tasks._publication import build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
-from tasks.evaluate import evaluation_summary, fresh_scratch, read_evaluation
+from tasks.evaluate import evaluation_summary, fresh_scratch, measured_data, read_evaluation
 from tasks.train import run_facts
 
 VERSION = 1
@@ -73,7 +74,7 @@ def publish(
     tokenizer: Artifact,
     index: Artifact,
 ) -> StageResult:
-    """Send the missing parts of the run to MLflow; register the exported model as `candidate`."""
+    """Send the missing parts of the run to MLflow; register the exported model."""
     key = publish_key(config, trained, evaluation, export, tokens, tokenizer, index)
     return build_publication(
         config,
@@ -81,7 +82,7 @@ def publish(
         trained.directory,
         lambda: run_facts(config, trained.directory.name, tokens),
         lambda tracking, run_id: _send(
-            config, tracking, run_id, trained, evaluation, export, tokens
+            config, tracking, run_id, trained, evaluation, export, tokens, tokenizer
         ),
     )
 
@@ -94,6 +95,7 @@ def _send(
     evaluation: Artifact,
     export: Artifact,
     tokens: Artifact,
+    tokenizer: Artifact,
 ) -> dict[str, str]:
     from tasks._plots import plot_run
 
@@ -123,6 +125,10 @@ def _send(
             "convert": export.key,
             "tokenize": tokens.key,
         },
+        measurement=Measurement.of(
+            "test_ppl", counts["test_ppl"], measured_data(config, tokens, tokenizer)
+        ),
+        force_alias=config.tracking.force_alias,
         pictures=pictures,
     )
 

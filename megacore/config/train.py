@@ -218,3 +218,6 @@ class TrackingConfig(Section):
     """Name in the model registry; null means the name of the run."""
     tensorboard: bool = unkeyed(False)
     """If true, TensorBoard event files are written next to the run."""
+    force_alias: bool = unkeyed(False)
+    """If true, the alias `candidate` moves to the published version, even if the test metric of
+    another version is better."""

@@ -68,6 +68,12 @@ def test_alias_is_resolved_to_a_version_with_files_and_lineage(
     # The export's directory is the same parent according to its manifest.
     by_path = parent_of(config_of(export / "model"))
     assert by_path.tags() == parent.tags() | {"parent_model": str(export / "model")}
+    # So is an export of the same model with another sample.
+    other = Path(shutil.copytree(export, export.with_name("other")))
+    (other / "sample.txt").write_text("other", encoding="utf-8")
+    seal(other, StageKey("convert", 1, {"sample_prompt": "other"}, {}), {}, 0.0)
+    by_content = parent_of(config_of(other / "model"))
+    assert by_content.tags() == parent.tags() | {"parent_model": str(other / "model")}
     random_weights = parent_of(config_of("models:/bert-base/1", model={"random_weights": True}))
     assert random_weights.tags() == parent.tags() | {"parent_weights": "not taken: drawn at random"}
     (tmp_path / "lineage.json").write_text('{"path": "x"}', encoding="utf-8")
