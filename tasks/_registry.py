@@ -33,6 +33,8 @@ DIGEST_TAG = "export_digest"
 MODEL_TAG = "logged_model_id"
 REPORT_FILES = ("parity.json", "sample.txt")
 """Files of an export, in addition to `model/`, that become artifacts of the run."""
+REPORT_FOLDER = "report"
+"""Folder of a run's report among its artifacts."""
 
 _CONFIGS = ("config.json", "generation_config.json")
 _NO_TOKENIZER = (".safetensors", ".safetensors.index.json", ".md")
@@ -52,6 +54,7 @@ def publish_model(
     metrics: Mapping[str, float],
     tags: Mapping[str, str],
     pictures: Sequence[Path] = (),
+    report: Path | None = None,
 ) -> dict[str, str]:
     """Register an export as a version of model `name`, alias `candidate`.
 
@@ -69,6 +72,7 @@ def publish_model(
         metrics: metrics of the exported model, logged as `export/<name>`.
         tags: lineage, such as the keys of the stages.
         pictures: PNG files of the run.
+        report: HTML page of the run.
 
     Returns:
         model_name, version, uri, model_id, run_id and digest: the receipt for `published_exists`.
@@ -83,6 +87,8 @@ def publish_model(
             tracking.client.log_artifact(run_id, str(export_directory / file), "export")
         for picture in pictures:
             tracking.client.log_artifact(run_id, str(picture), "plots")
+        if report is not None:
+            tracking.client.log_artifact(run_id, str(report), REPORT_FOLDER)
         lineage = {**tags, DIGEST_TAG: digest}
         model = _ensure_model(
             tracking, run_id, export_directory / "model", name, iteration, lineage

@@ -61,6 +61,8 @@ def publish(
     """Return a function that publishes the export under a digest."""
     picture = tmp_path / "loss.png"
     picture.write_bytes(b"png")
+    report = tmp_path / "report.html"
+    report.touch()
 
     def run(digest: str = "d1", directory: Path = export) -> dict[str, str]:
         return publish_model(
@@ -73,6 +75,7 @@ def publish(
             metrics={"test_ppl": 99.5},
             tags={"train": "0123"},
             pictures=[picture],
+            report=report,
         )
 
     return run
@@ -99,6 +102,7 @@ def test_candidate_is_a_loadable_mlflow_model(
     artifacts = tracking.workspace.mlflow_artifacts / "pretrain" / receipt["run_id"] / "artifacts"
     assert (artifacts / "export" / "parity.json").is_file()
     assert (artifacts / "plots" / "loss.png").is_file()
+    assert (artifacts / "report" / "report.html").is_file()
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(tracking.uri)
     try:
