@@ -83,7 +83,11 @@ def _loss(history: RunHistory) -> Chart | None:
         _plot_best(axes, valid, "quick validation", "{:.3f}")
         axes.set_ylabel("nats per token")
         _legend(axes)
-        return Chart("Loss", "Training loss and the validation during training.", _svg(figure))
+        return Chart(
+            "Loss",
+            "Training, and the quick validation every train.eval_interval iterations.",
+            _svg(figure),
+        )
 
 
 def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | None:
@@ -107,7 +111,7 @@ def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | N
             )
         axes.set_ylabel("PPL (log scale)")
         _legend(axes)
-        return Chart("Perplexity", "Measured at the checkpoints.", _svg(figure))
+        return Chart("Perplexity", "Of the weights of each checkpoint.", _svg(figure))
 
 
 def _learning_rate(history: RunHistory) -> Chart | None:
