@@ -1,7 +1,7 @@
 """PNG plots of a run: loss, perplexity, and the lengths of its documents."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -20,9 +20,9 @@ LOSS_FILE = "loss.png"
 PPL_FILE = "ppl.png"
 LENGTHS_FILE = "lengths.png"
 
-_TRAIN_COLOR = "#7f9fbf"
-_SMOOTH_COLOR = "#1f4e79"
-_VALID_COLOR = "#c8501e"
+TRAIN_COLOR = "#7f9fbf"
+SMOOTH_COLOR = "#1f4e79"
+VALID_COLOR = "#c8501e"
 _SMOOTH_SPAN = 0.01
 _SMOOTH_LEAST = 300
 _WIDE_RANGE = 30.0
@@ -32,7 +32,10 @@ _MARGIN = 1.03
 
 @dataclass
 class Curve:
-    """Values by iteration, in ascending order; each iteration has its first reported value."""
+    """Values by iteration, in ascending order; each iteration has its first reported value.
+
+    A report has consumed tokens in place of iterations.
+    """
 
     iterations: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -60,6 +63,26 @@ class Curve:
             last = min(count, 2 * index - first + 1)
             average.append((sums[last] - sums[first]) / (last - first))
         return Curve(self.iterations, average)
+
+    def thinned(self, limit: int) -> "Curve":
+        """Return at most `limit` of the points: the extremes of equal parts, and both ends.
+
+        A spike of one iteration stays visible.
+        """
+        count = len(self.values)
+        if count <= limit:
+            return self
+        import numpy as np
+
+        values = np.asarray(self.values)
+        parts = np.array_split(np.arange(1, count - 1), max(1, (limit - 2) // 2))
+        extremes = {0, count - 1}
+        for part in parts:
+            low = int(part[0])
+            inside = values[low : int(part[-1]) + 1]
+            extremes |= {low + int(inside.argmin()), low + int(inside.argmax())}
+        kept = sorted(extremes)
+        return Curve([self.iterations[index] for index in kept], [self.values[i] for i in kept])
 
 
 @dataclass(frozen=True)
@@ -122,36 +145,34 @@ def length_histogram(lengths: "npt.NDArray[np.int32]", path: Path, title: str) -
 
 def _loss_figure(curves: Curves, run_name: str) -> "Figure":
     figure, axes = _figure(f"{run_name}: loss", "lm loss (nats per token)", curves)
-    train = curves.train_loss
-    if train.values:
-        smooth = train.smoothed()
-        if smooth is not train:
-            axes.plot(train.iterations, train.values, color=_TRAIN_COLOR, linewidth=0.8, alpha=0.7)
-        axes.plot(
-            smooth.iterations, smooth.values, color=_SMOOTH_COLOR, linewidth=1.6, label="train"
-        )
-    _plot_validation(axes, curves.valid_loss, "validation", "{:.3f}")
+    plot_smoothed(axes, curves.train_loss, "train")
+    plot_validation(axes, curves.valid_loss, "validation", "{:.3f}")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
     return figure
 
 
 def _ppl_figure(curves: Curves, run_name: str) -> "Figure":
+    figure, axes = _figure(f"{run_name}: validation perplexity", "perplexity (log scale)", curves)
+    set_log_scale(axes, curves.valid_ppl.values)
+    plot_validation(axes, curves.valid_ppl, "validation", "{:.1f}")
+    return figure
+
+
+def set_log_scale(axes: "Axes", values: Sequence[float]) -> None:
+    """Make the vertical axis logarithmic, with plain numbers that suit the range of `values`."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    values = curves.valid_ppl.values or [1.0]
+    values = values or [1.0]
     steps = (
         (1.0, 2.0, 5.0)
         if max(values) > _WIDE_RANGE * min(values)
         else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
     )
-    figure, axes = _figure(f"{run_name}: validation perplexity", "perplexity (log scale)", curves)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    _plot_validation(axes, curves.valid_ppl, "validation", "{:.1f}")
-    return figure
 
 
 def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
@@ -185,24 +206,50 @@ def _figure(title: str, label: str, curves: Curves) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def _plot_validation(axes: "Axes", curve: Curve, label: str, number: str) -> None:
-    """Plot the curve and write its best value next to the point."""
+def plot_smoothed(axes: "Axes", curve: Curve, label: str, *, limit: int | None = None) -> None:
+    """Plot the curve pale and its moving average strong, each of at most `limit` points."""
+    if not curve.values:
+        return
+    smooth = curve.smoothed()
+    drawn = [curve, smooth] if limit is None else [curve.thinned(limit), smooth.thinned(limit)]
+    if smooth is not curve:
+        raw = drawn[0]
+        axes.plot(raw.iterations, raw.values, color=TRAIN_COLOR, linewidth=0.8, alpha=0.7)
+    axes.plot(drawn[1].iterations, drawn[1].values, color=SMOOTH_COLOR, linewidth=1.6, label=label)
+
+
+def plot_validation(
+    axes: "Axes",
+    curve: Curve,
+    label: str,
+    number: str,
+    position: Callable[[float], str] = "{:,}".format,
+) -> None:
+    """Plot the curve and write its best value next to the point.
+
+    Args:
+        axes: axes to plot on.
+        curve: values to plot.
+        label: name in the legend.
+        number: format of the best value.
+        position: function that formats the position of the best value.
+    """
     if not curve.values:
         return
     marker: dict[str, Any] = (
         {"marker": "o", "markersize": 4} if len(curve.values) <= _MARKED_POINTS else {}
     )
     axes.plot(
-        curve.iterations, curve.values, color=_VALID_COLOR, linewidth=1.4, label=label, **marker
+        curve.iterations, curve.values, color=VALID_COLOR, linewidth=1.4, label=label, **marker
     )
     best = min(range(len(curve.values)), key=curve.values.__getitem__)
     axes.annotate(
-        f"best {number.format(curve.values[best])} at {curve.iterations[best]:,}",
+        f"best {number.format(curve.values[best])} at {position(curve.iterations[best])}",
         (curve.iterations[best], curve.values[best]),
         xytext=(0, 14),
         textcoords="offset points",
         ha="right" if 2 * curve.iterations[best] > axes.get_xlim()[1] else "left",
-        color=_VALID_COLOR,
+        color=VALID_COLOR,
     )
 
 

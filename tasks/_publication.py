@@ -17,10 +17,13 @@ from tasks._environment import mlflow_server
 from tasks._flow_config import FlowConfig
 from tasks._forward import Forwarder, RunFacts
 from tasks._mlflow import Tracking, end_run, page_url
-from tasks._registry import published_exists
+from tasks._registry import REPORT_FOLDER, published_exists
 
 RECEIPT = "receipt.json"
 """Name of the file in a publication's artifact that records what was published."""
+
+REPORT = "report.html"
+"""Name of a pretraining's report in its run directory."""
 
 
 def read_receipt(directory: Path) -> dict[str, str]:
@@ -99,13 +102,23 @@ def build_publication(
 def places(
     tracking: Tracking, run_directory: Path, export_directory: Path, published: Path
 ) -> list[str]:
-    """Return markdown lines with the locations of the model, the run and their MLflow pages."""
-    return [
+    """Return markdown lines with the locations of the model, the run and their MLflow pages.
+
+    They include the run's report if it has one.
+    """
+    receipt, report = read_receipt(published), run_directory / REPORT
+    lines = [
         f"- transformers model: `{export_directory / 'model'}`",
         f"- run: `{run_directory}`",
-        *mlflow_places(tracking, read_receipt(published)),
-        "",
+        *mlflow_places(tracking, receipt),
     ]
+    if report.is_file():
+        lines.append(f"- report: `{report}`")
+        server = shown_by(tracking)
+        if server is not None:
+            page = run_url(tracking, server, receipt["run_id"], f"{REPORT_FOLDER}/{REPORT}")
+            lines.append(f"- report in MLflow: [{REPORT}]({page})")
+    return [*lines, ""]
 
 
 def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
@@ -135,8 +148,12 @@ def shown_by(tracking: Tracking) -> str | None:
     )
 
 
-def run_url(tracking: Tracking, server: str, run_id: str) -> str:
-    """Return the address of a run's page on a server, in any experiment."""
+def run_url(tracking: Tracking, server: str, run_id: str, file: str | None = None) -> str:
+    """Return the address of a run's page on a server, in any experiment.
+
+    With `file`, the page shows this artifact of the run.
+    """
     with tracking.errors(f"look up run {run_id}"):
         experiment = tracking.client.get_run(run_id).info.experiment_id
-    return page_url(server, f"experiments/{experiment}/runs/{run_id}")
+    shown = "" if file is None else f"/artifacts/{file}"
+    return page_url(server, f"experiments/{experiment}/runs/{run_id}{shown}")

@@ -38,6 +38,8 @@ CONTENT_TAG = "model_digest"
 MODEL_TAG = "logged_model_id"
 REPORT_FILES = ("parity.json", "sample.txt")
 """Files of an export, in addition to `model/`, that become artifacts of the run."""
+REPORT_FOLDER = "report"
+"""Folder of a run's report among its artifacts."""
 
 _CARD = "README.md"
 _CONFIGS = ("config.json", "generation_config.json")
@@ -60,6 +62,7 @@ def publish_model(
     measurement: Measurement | None = None,
     force_alias: bool = False,
     pictures: Sequence[Path] = (),
+    report: Path | None = None,
 ) -> dict[str, str]:
     """Register an export as a version of model `name`, and move the aliases that it deserves.
 
@@ -81,6 +84,7 @@ def publish_model(
             measured on test data.
         force_alias: move the alias `candidate` without a comparison.
         pictures: PNG files of the run.
+        report: HTML page of the run.
 
     Returns:
         model_name, version, uri, model_id, run_id, digest and model_digest: the receipt for
@@ -96,6 +100,8 @@ def publish_model(
             tracking.client.log_artifact(run_id, str(export_directory / file), "export")
         for picture in pictures:
             tracking.client.log_artifact(run_id, str(picture), "plots")
+        if report is not None:
+            tracking.client.log_artifact(run_id, str(report), REPORT_FOLDER)
         content = model_digest(export_directory)
         lineage = {**tags, DIGEST_TAG: digest, CONTENT_TAG: content}
         model = _ensure_model(

@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, StageKey
+from megacore.artifact.files import replace_file, workspace_errors
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
@@ -15,12 +16,12 @@ from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_perplexities
 from tasks._mlflow import Tracking
 from tasks._pipeline import numbered
-from tasks._publication import build_publication, places, receipt_problem, tracking_of
+from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
 from tasks.evaluate import evaluation_summary, fresh_scratch, measured_data, read_evaluation
 from tasks.train import run_facts
 
-VERSION = 1
+VERSION = 2
 METRICS = (
     "valid_ppl",
     "test_ppl",
@@ -82,7 +83,7 @@ def publish(
         trained.directory,
         lambda: run_facts(config, trained.directory.name, tokens),
         lambda tracking, run_id: _send(
-            config, tracking, run_id, trained, evaluation, export, tokens, tokenizer
+            config, tracking, run_id, trained, evaluation, export, tokens, tokenizer, index
         ),
     )
 
@@ -96,21 +97,34 @@ def _send(
     export: Artifact,
     tokens: Artifact,
     tokenizer: Artifact,
+    index: Artifact,
 ) -> dict[str, str]:
     from tasks._plots import plot_run
+    from tasks._report import ReportFacts, write_report
 
     scratch = fresh_scratch(trained.directory, f"publish-{export.key}")
     pictures = [
         *plot_run(trained.directory / "events.jsonl", scratch, config.name),
         *_length_pictures(tokens, scratch),
     ]
-    rows = read_evaluation(evaluation)["checkpoints"]
+    report = read_evaluation(evaluation)
+    counts = evaluation.counts
+    facts = ReportFacts(
+        config=config,
+        evaluation=report,
+        exported=counts["iteration"],
+        sample=read_sample(export),
+        artifacts=(tokenizer, tokens, index, trained, evaluation, export),
+        mlflow_run=run_id,
+    )
+    page = write_report(scratch / REPORT, trained.directory, facts)
+    with workspace_errors(trained.directory):
+        replace_file(trained.directory / REPORT, page.read_bytes())
     perplexities = {
         int(row["iteration"]): {name: float(row[name]) for name in ("valid_ppl", "test_ppl")}
-        for row in rows
+        for row in report["checkpoints"]
     }
     log_perplexities(tracking, run_id, perplexities, timestamp_ms=round(1000 * time.time()))
-    counts = evaluation.counts
     return publish_model(
         tracking,
         run_id,
@@ -130,6 +144,7 @@ def _send(
         ),
         force_alias=config.tracking.force_alias,
         pictures=pictures,
+        report=page,
     )
 
 
@@ -144,6 +159,11 @@ def _length_pictures(tokens: Artifact, scratch: Path) -> list[Path]:
             stem = numbered(picture.stem, number).replace(" ", "-")
             copies.append(Path(shutil.copy(picture, scratch / f"{stem}{picture.suffix}")))
     return copies
+
+
+def read_sample(export: Artifact) -> str:
+    """Read the text that the exported model wrote."""
+    return (export.directory / "sample.txt").read_text(encoding="utf-8")
 
 
 def outcome(
@@ -164,7 +184,7 @@ def outcome(
     get_run_logger().info(
         "test PPL: %.2f (unigram %.1f)", counts["test_ppl"], counts["unigram_test_ppl"]
     )
-    sample = (export.directory / "sample.txt").read_text(encoding="utf-8")
+    sample = read_sample(export)
     lines = [
         (
             f"## {config.name}: test PPL {counts['test_ppl']:.2f}, validation PPL "

@@ -29,6 +29,18 @@ class EventLog:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
+    def start(self, iteration: int = 0, **values: Any) -> None:
+        """Append the event of an attempt's start."""
+        facts = {
+            "ranks": 2,
+            "hosts": ["node-a"],
+            "device": "cpu",
+            "precision": "fp32",
+            "parameters": 38_784,
+            "changes": [],
+        }
+        self.write("start", iteration, **facts | values)
+
     def step(self, iteration: int, loss: float = 5.0, **values: Any) -> None:
         """Append a step event with the fields that these tests need."""
         tokens = iteration * TOKENS_PER_ITERATION
@@ -37,9 +49,7 @@ class EventLog:
             iteration,
             consumed_tokens=tokens,
             lm_loss=loss,
-            lr=1e-3,
-            grad_norm=1.0,
-            **values,
+            **{"lr": 1e-3, "grad_norm": 1.0} | values,
         )
 
     def evaluation(self, iteration: int, loss: float = 5.0) -> None:

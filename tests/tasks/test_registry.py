@@ -64,6 +64,8 @@ def publish(
     """Return a function that publishes a model with a test PPL; models differ by their number."""
     picture = tmp_path / "loss.png"
     picture.write_bytes(b"png")
+    report = tmp_path / "report.html"
+    report.touch()
 
     def run(
         number: int = 1,
@@ -91,6 +93,7 @@ def publish(
             measurement=None if data is None else measured(ppl, data, larger_is_better),
             force_alias=force,
             pictures=[picture],
+            report=report,
         )
 
     return run
@@ -135,6 +138,7 @@ def test_candidate_is_a_loadable_mlflow_model(
     artifacts = tracking.workspace.mlflow_artifacts / "pretrain" / receipt["run_id"] / "artifacts"
     assert (artifacts / "export" / "parity.json").is_file()
     assert (artifacts / "plots" / "loss.png").is_file()
+    assert (artifacts / "report" / "report.html").is_file()
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(tracking.uri)
     try:

@@ -1,0 +1,327 @@
+"""Report of a run: one HTML page with its charts, checkpoints, sample, data and attempts.
+
+The page has everything in one file and loads nothing, so it can be opened from disk, sent, and
+shown by MLflow.
+"""
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from megacore.artifact import Artifact
+from megacore.artifact.files import replace_file, workspace_errors
+from megacore.config import RunConfig
+from megacore.redact import redact, redact_values
+from tasks._mlflow import versions
+from tasks._pipeline import summarize
+from tasks._plots import short_count
+from tasks._report_charts import draw_charts, duration_unit
+from tasks._run_history import Attempt, RunHistory, SavedCheckpoint
+
+_TEMPLATE = Path(__file__).with_name("_report.html.j2")
+_MOST_ROWS = 100
+"""Maximum number of rows of a table; kept checkpoints are always shown."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a sample may contain and HTML must not."""
+_UNKNOWN = "–"
+
+
+@dataclass(frozen=True)
+class ReportFacts:
+    """Content of a report in addition to the run's events."""
+
+    config: RunConfig
+    evaluation: Mapping[str, Any]
+    """Report of the stage evaluate: `checkpoints` (one row each) and `unigram`; or empty."""
+    exported: int | None
+    """Iteration of the exported checkpoint."""
+    sample: str
+    """Text that the exported model wrote."""
+    artifacts: Sequence[Artifact]
+    """Outputs of the stages, in their order."""
+    mlflow_run: str
+    """Id of the MLflow run."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Cells of a table's row, and its CSS class."""
+
+    cells: tuple[str, ...]
+    kind: str = ""
+
+
+def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
+    """Write the report of a run to `path` and return the path.
+
+    Secrets are redacted. A run without iterations, checkpoints or sample has a page that says so.
+
+    Raises:
+        DataFormatError: events.jsonl is damaged.
+        WorkspaceError: `path` cannot be written.
+    """
+    history = RunHistory(run_directory / "events.jsonl")
+    test_ppl = {row["iteration"]: row["test_ppl"] for row in _evaluated(facts)}
+    values = {
+        "name": facts.config.name,
+        "run": run_directory.name,
+        "written": _date(time.time()),
+        "zone": _zone(),
+        "headline": _headline(history, facts),
+        "charts": draw_charts(history, test_ppl),
+        "restarts": len(history.attempts) - 1,
+        "checkpoints": _checkpoint_rows(history, facts),
+        "notes": [row["disagreement"] for row in _evaluated(facts) if row.get("disagreement")],
+        "sample": _sample(facts),
+        "data": _data(facts),
+        "stages": [
+            (artifact.stage, artifact.key, summarize(artifact.counts), artifact.path)
+            for artifact in facts.artifacts
+        ],
+        "attempts": [
+            _attempt_row(attempt, last=attempt is history.attempts[-1])
+            for attempt in history.attempts[-_MOST_ROWS:]
+        ],
+        "changes": [
+            (attempt.number, change)
+            for attempt in history.attempts[-_MOST_ROWS:]
+            for change in attempt.facts.get("changes") or []
+        ],
+        "omitted_attempts": max(0, len(history.attempts) - _MOST_ROWS),
+        "warnings": [
+            (_date(event["time"]), str(event["attempt"]), str(event.get("message")))
+            for event in history.warnings[-_MOST_ROWS:]
+        ],
+        "omitted_warnings": max(0, len(history.warnings) - _MOST_ROWS),
+        "software": ", ".join(
+            f"{name.removeprefix('version.')} {version}" for name, version in versions().items()
+        ),
+        "config": yaml.safe_dump(
+            redact_values(facts.config.model_dump(mode="json")), sort_keys=False
+        ),
+    }
+    with workspace_errors(path):
+        replace_file(path, _render(values).encode("utf-8", "replace"))
+    return path
+
+
+def _render(values: Mapping[str, Any]) -> str:
+    """Fill the template: each text is redacted, then escaped."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, Markup) or not isinstance(value, str):
+            return value
+        return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", redact(value))
+
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # The charts are made of numbers and fixed words.
+    environment.filters["markup"] = Markup
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
+
+
+def _headline(history: RunHistory, facts: ReportFacts) -> list[tuple[str, str, str]]:
+    """Return name, value and note of the page's main numbers."""
+    best = min(_evaluated(facts), key=lambda row: row["valid_ppl"], default=None)
+    measured = [
+        saved.valid_ppl for saved in history.checkpoints.values() if saved.valid_ppl is not None
+    ]
+    valid = best["valid_ppl"] if best else min(measured, default=None)
+    unigram = facts.evaluation.get("unigram", {})
+    rates = history.curve("tokens_per_second").values
+    mfu = history.curve("mfu").values
+    start = history.facts
+    length, unit = duration_unit(history.seconds)
+    parameters = start.get("parameters")
+    return [
+        (
+            "Test PPL",
+            _ppl(best["test_ppl"] if best else None),
+            f"unigram model {unigram['test']:.1f}" if unigram else "not measured",
+        ),
+        (
+            "Validation PPL",
+            _ppl(valid),
+            f"best checkpoint, iteration {best['iteration']:,}" if best else "best so far",
+        ),
+        ("Tokens", short_count(history.tokens), f"{history.tokens:,} consumed"),
+        (
+            "Training time",
+            f"{history.seconds / length:.3g} {'h' if unit == 'hours' else unit[:3]}",
+            f"{len(history.attempts)} attempt{'s' * (len(history.attempts) != 1)}",
+        ),
+        ("Tokens/s", short_count(median(rates)) if rates else _UNKNOWN, "median, all ranks"),
+        (
+            "MFU",
+            f"{median(mfu):.1%}" if mfu else _UNKNOWN,
+            "median" if mfu else "peak rate of the hardware unknown",
+        ),
+        (
+            "Parameters",
+            short_count(parameters) if parameters else _UNKNOWN,
+            f"{parameters:,}" if parameters else "",
+        ),
+        ("Hardware", *_hardware(start)),
+    ]
+
+
+def _hardware(start: Mapping[str, Any]) -> tuple[str, str]:
+    if not start:
+        return _UNKNOWN, ""
+    hosts = start.get("hosts") or []
+    device = str(start.get("device"))
+    names = ", ".join(map(str, hosts[:3])) + (", …" if len(hosts) > 3 else "")
+    return (
+        f"{start.get('ranks')} × {'GPU' if device == 'cuda' else device.upper()}",
+        f"{len(hosts)} host{'s' * (len(hosts) != 1)} ({names}), {start.get('precision')}",
+    )
+
+
+def _checkpoint_rows(history: RunHistory, facts: ReportFacts) -> dict[str, Any]:
+    """Return the rows of the checkpoints by validation perplexity, and the number left out."""
+    evaluated = {int(row["iteration"]): row for row in _evaluated(facts)}
+
+    def valid(saved: SavedCheckpoint) -> float | None:
+        measured: float | None = evaluated.get(saved.iteration, {}).get(
+            "valid_ppl", saved.valid_ppl
+        )
+        return measured
+
+    known = history.checkpoints | {
+        iteration: SavedCheckpoint(iteration)
+        for iteration in evaluated.keys() - history.checkpoints.keys()
+    }
+    ranked = sorted(
+        known.values(), key=lambda saved: (valid(saved) is None, valid(saved), saved.iteration)
+    )
+    shown = [
+        saved
+        for position, saved in enumerate(ranked)
+        if position < _MOST_ROWS or saved.iteration in evaluated
+    ]
+    iterations = [saved.iteration for saved in shown]
+    places = zip(shown, history.tokens_at(iterations), history.seconds_at(iterations), strict=True)
+    rows = []
+    for saved, tokens, seconds in places:
+        state = "deleted" if saved.deleted else "kept" if saved.size_bytes is not None else ""
+        state = "exported" if saved.iteration == facts.exported else state
+        test = evaluated.get(saved.iteration, {}).get("test_ppl")
+        cells = (
+            f"{saved.iteration:,}",
+            f"{round(tokens):,}",
+            _time(seconds),
+            _ppl(valid(saved)),
+            _ppl(test),
+            _UNKNOWN if saved.size_bytes is None else _size(saved.size_bytes),
+            _UNKNOWN if saved.seconds is None else f"{saved.seconds:.1f} s",
+            state,
+        )
+        rows.append(Row(cells, state))
+    unigram = facts.evaluation.get("unigram")
+    if unigram:
+        blank = _UNKNOWN
+        ppl = (_ppl(unigram["valid"]), _ppl(unigram["test"]))
+        rows.append(Row(("unigram model", blank, blank, *ppl, blank, blank, ""), "baseline"))
+    return {"rows": rows, "omitted": len(ranked) - len(shown)}
+
+
+def _attempt_row(attempt: Attempt, *, last: bool) -> Row:
+    facts = attempt.facts
+    hosts = facts.get("hosts") or []
+    names = ", ".join(map(str, hosts[:4])) + (f" and {len(hosts) - 4} more" * (len(hosts) > 4))
+    reason = attempt.reason
+    if reason is None:
+        reason = "no end reported" if last else "killed or lost"
+    cells = (
+        str(attempt.number),
+        _date(attempt.start),
+        _date(attempt.end),
+        _time(attempt.seconds),
+        f"{attempt.first_iteration:,} to {attempt.last_iteration:,}",
+        reason,
+        str(facts.get("ranks", _UNKNOWN)),
+        names or _UNKNOWN,
+    )
+    return Row(cells)
+
+
+def _sample(facts: ReportFacts) -> dict[str, str]:
+    """Return the prompt and the text, without the prompt where the text begins with it."""
+    prompt, text = facts.config.export.sample_prompt, facts.sample.rstrip()
+    begins = bool(prompt) and text.startswith(prompt)
+    return {
+        "prompt": prompt,
+        "lead": prompt if begins else "",
+        "text": text.removeprefix(prompt) if begins else text,
+    }
+
+
+def _data(facts: ReportFacts) -> list[tuple[str, str]]:
+    data = facts.config.data
+    sources = [
+        (f"Source {number}" if number > 1 else "Source", _json(source))
+        for number, source in enumerate(data.sources, 1)
+    ]
+    return [
+        *sources,
+        ("Tokenizer", _json(data.tokenizer)),
+        ("Split (train, valid, test)", data.split_weights),
+        ("Sequence length", f"{data.seq_length:,} tokens"),
+        ("Registered model", facts.config.registered_model),
+        ("MLflow run", facts.mlflow_run),
+    ]
+
+
+def _json(section: BaseModel) -> str:
+    return json.dumps(redact_values(section.model_dump(mode="json", exclude_none=True)))
+
+
+def _evaluated(facts: ReportFacts) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = facts.evaluation.get("checkpoints", [])
+    return rows
+
+
+def _ppl(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:,.2f}"
+
+
+def _size(count: int) -> str:
+    """Format a size in decimal units: 1,490,000,000 bytes as 1.49 GB."""
+    text = short_count(count).replace("B", "G").replace("K", "k")
+    return f"{text} B" if text[-1].isdigit() else f"{text[:-1]} {text[-1]}B"
+
+
+def _time(seconds: float) -> str:
+    """Format a time with its two largest units."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600:,} h {whole % 3600 // 60:02d} min"
+    if whole >= 60:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{seconds:.1f} s"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+
+
+def _zone() -> str:
+    """Return the difference of the page's times from UTC, such as UTC+02:00."""
+    offset = datetime.now().astimezone().strftime("%z")
+    return f"UTC{offset[:3]}:{offset[3:]}"

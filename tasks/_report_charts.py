@@ -1,0 +1,338 @@
+"""SVG charts of a run's report: curves by tokens and training time, and attempts by the clock."""
+
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tasks._plots import (
+    SMOOTH_COLOR,
+    VALID_COLOR,
+    Curve,
+    plot_smoothed,
+    plot_validation,
+    set_log_scale,
+    short_count,
+)
+from tasks._run_history import RunHistory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_POINTS = 2000
+"""Maximum number of points of a drawn curve."""
+
+_TEST_COLOR = "#4d7c2a"
+_RESTART_COLOR = "#8a8f98"
+_GRID_COLOR = "#e3e6ea"
+_SIZE = (10.3, 4.5)
+"""Size in inches; a column of the page shows a point of the figure as a pixel."""
+_MARGINS = {"left": 0.09, "right": 0.985, "bottom": 0.125, "top": 0.865, "hspace": 0.16}
+_MARGIN = 1.03
+_MOST_MARKS = 400
+_NAMED_ATTEMPTS = 8
+_HEADROOM = 1.08
+_WIDE_RANGE = 20.0
+"""Ratio of the largest gradient norm to the median from which its axis is logarithmic."""
+_LONG = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+"""Units of time: from how many seconds, length in seconds, name."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture of the page."""
+
+    title: str
+    note: str
+    """One sentence on what it shows."""
+    svg: str
+
+
+def draw_charts(history: RunHistory, test_ppl: Mapping[int, float]) -> list[Chart]:
+    """Draw the charts for which the run has values.
+
+    Args:
+        history: history of the run.
+        test_ppl: perplexity of the test split by iteration of the checkpoint.
+    """
+    drawn = (
+        _loss(history),
+        _perplexity(history, test_ppl),
+        _learning_rate(history),
+        _gradient_norm(history),
+        _throughput(history),
+        _attempts(history),
+    )
+    return [chart for chart in drawn if chart is not None]
+
+
+def duration_unit(seconds: float) -> tuple[float, str]:
+    """Return the unit in which to show times up to `seconds`: its length in seconds, its name."""
+    return next((length, name) for least, length, name in _LONG if seconds >= least)
+
+
+def _loss(history: RunHistory) -> Chart | None:
+    train, valid = history.curve("train_loss"), history.curve("valid_loss")
+    if not train.values and not valid.values:
+        return None
+    with _figure(history) as (figure, (axes,)):
+        plot_smoothed(axes, train, "training", limit=MOST_POINTS)
+        _plot_best(axes, valid, "quick validation", "{:.3f}")
+        axes.set_ylabel("nats per token")
+        _legend(axes)
+        return Chart(
+            "Loss",
+            "Training, and the quick validation every train.eval_interval iterations.",
+            _svg(figure),
+        )
+
+
+def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | None:
+    valid = history.curve("valid_ppl")
+    test = Curve.of(test_ppl)
+    test = Curve(history.tokens_at(test.iterations).round().astype(int).tolist(), test.values)
+    if not valid.values and not test.values:
+        return None
+    with _figure(history) as (figure, (axes,)):
+        set_log_scale(axes, [*valid.values, *test.values])
+        _plot_best(axes, valid, "validation", "{:.2f}")
+        if test.values:
+            axes.plot(
+                test.iterations,
+                test.values,
+                "D",
+                color=_TEST_COLOR,
+                markersize=5,
+                markerfacecolor="white",
+                label="test, kept checkpoints",
+            )
+        axes.set_ylabel("PPL (log scale)")
+        _legend(axes)
+        return Chart("Perplexity", "Of the weights of each checkpoint.", _svg(figure))
+
+
+def _learning_rate(history: RunHistory) -> Chart | None:
+    from matplotlib.ticker import FuncFormatter
+
+    rates = history.curve("lr").thinned(MOST_POINTS)
+    if not rates.values:
+        return None
+    with _figure(history) as (figure, (axes,)):
+        axes.plot(rates.iterations, rates.values, color=SMOOTH_COLOR, linewidth=1.6)
+        axes.set_ylim(0, max(rates.values) * _HEADROOM or 1.0)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        return Chart("Learning rate", "Of the last update of each log interval.", _svg(figure))
+
+
+def _gradient_norm(history: RunHistory) -> Chart | None:
+    norms = history.curve("grad_norm")
+    if not norms.values:
+        return None
+    with _figure(history) as (figure, (axes,)):
+        plot_smoothed(axes, norms, "gradient norm", limit=MOST_POINTS)
+        middle = _median(norms.values)
+        if min(norms.values) > 0 and max(norms.values) > _WIDE_RANGE * middle:
+            set_log_scale(axes, norms.values)
+        else:
+            axes.set_ylim(0, max(norms.values) * _HEADROOM or 1.0)
+        return Chart("Gradient norm", "Before clipping.", _svg(figure))
+
+
+def _throughput(history: RunHistory) -> Chart | None:
+    from matplotlib.ticker import FuncFormatter
+
+    rate, mfu = history.curve("tokens_per_second"), history.curve("mfu")
+    panels = [
+        (curve, label, unit)
+        for curve, label, unit in ((rate, "tokens/s", short_count), (mfu, "MFU", _percent))
+        if curve.values
+    ]
+    if not panels:
+        return None
+    with _figure(history, panels=len(panels)) as (figure, all_axes):
+        for axes, (curve, label, unit) in zip(all_axes, panels, strict=True):
+            plot_smoothed(axes, curve, label, limit=MOST_POINTS)
+            axes.set_ylabel(label)
+            axes.set_ylim(0, max(curve.values) * _HEADROOM or 1.0)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: unit(value)))
+        note = "" if mfu.values else " MFU is not known on this hardware."
+        return Chart("Tokens per second and MFU", f"Of all ranks together.{note}", _svg(figure))
+
+
+def _attempts(history: RunHistory) -> Chart | None:
+    """Draw consumed tokens by time of the clock, in which the time between attempts is visible."""
+    from matplotlib.ticker import FuncFormatter
+
+    if not any(attempt.times for attempt in history.attempts):
+        return None
+    begin, end = history.attempts[0].start, max(attempt.end for attempt in history.attempts)
+    length, name = duration_unit(end - begin)
+    share = max(2, MOST_POINTS // len(history.attempts))
+    with _bare_figure() as (figure, (axes,)):
+        axes.set_xlim(0, max(1.0, (end - begin) / length) * _MARGIN)
+        for index, attempt in enumerate(history.attempts):
+            start = (attempt.start - begin) / length
+            if index:
+                before = (history.attempts[index - 1].end - begin) / length
+                axes.axvspan(before, start, color="#f3f4f6", linewidth=0)
+                _mark_restart(axes, start)
+            tokens = history.tokens_at([attempt.first_iteration, *attempt.iterations])
+            times = [start, *((time - begin) / length for time in attempt.times)]
+            # Times and tokens both rise: every n-th point is enough.
+            stride = max(1, -(-len(times) // share))
+            axes.plot(
+                [*times[::stride], times[-1]],
+                [*tokens[::stride], tokens[-1]],
+                color=SMOOTH_COLOR,
+                linewidth=1.6,
+            )
+            if 1 < len(history.attempts) <= _NAMED_ATTEMPTS:
+                axes.annotate(
+                    f"attempt {attempt.number}",
+                    (start, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(4, -4),
+                    textcoords="offset points",
+                    va="top",
+                    color="#5b6570",
+                )
+        axes.set_ylim(0, max(1, history.tokens) * _HEADROOM)
+        axes.set_xlabel(f"{name} since the first start")
+        axes.set_ylabel("consumed tokens")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+        note = "By the clock; a new attempt repeats what was trained after the last checkpoint."
+        return Chart("Attempts and restarts", note, _svg(figure))
+
+
+@contextmanager
+def _figure(history: RunHistory, panels: int = 1) -> "Iterator[tuple[Figure, Sequence[Axes]]]":
+    """Yield a figure with consumed tokens below and training time above, and marks in it."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    with _bare_figure(panels) as (figure, all_axes):
+        for axes in all_axes:
+            axes.set_xlim(0, max(1, history.tokens) * _MARGIN)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+            for attempt in history.attempts[1:][:_MOST_MARKS]:
+                _mark_restart(axes, float(history.tokens_at([attempt.first_iteration])[0]))
+        _add_time_axis(all_axes[0], history)
+        all_axes[-1].set_xlabel("consumed tokens")
+        _mark_checkpoints(all_axes[-1], history)
+        yield figure, all_axes
+
+
+@contextmanager
+def _bare_figure(panels: int = 1) -> "Iterator[tuple[Figure, Sequence[Axes]]]":
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    # Text stays text, in the page's font. A fixed salt makes ids reproducible.
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "megacore",
+        "font.size": 12,
+        "axes.edgecolor": "#9aa1ab",
+        "axes.labelcolor": "#5b6570",
+        "xtick.color": "#5b6570",
+        "ytick.color": "#5b6570",
+        "path.simplify": True,
+    }
+    with rc_context(settings):
+        figure = Figure(figsize=_SIZE, dpi=72)
+        FigureCanvasSVG(figure)
+        # Equal margins align the charts, and the search for the smallest ones takes long.
+        figure.subplots_adjust(**_MARGINS)
+        all_axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+        for axes in all_axes:
+            axes.grid(True, which="major", color=_GRID_COLOR, linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.spines["right"].set_visible(False)
+            axes.spines["top"].set_visible(False)
+        yield figure, list(all_axes)
+
+
+def _add_time_axis(axes: "Axes", history: RunHistory) -> None:
+    """Add training time above: round values at the tokens that were consumed by then."""
+    import numpy as np
+    from matplotlib.ticker import MaxNLocator
+
+    if history.seconds <= 0 or history.tokens <= 0:
+        return
+    seconds = history.seconds_at(history.step_iterations)
+    length, name = duration_unit(float(seconds[-1]))
+    ticks = np.asarray(MaxNLocator(nbins=8).tick_values(0, float(seconds[-1]) / length))
+    values = ticks[(ticks >= 0) & (ticks <= seconds[-1] / length)]
+    tokens = np.interp(values * length, seconds, history.tokens_at(history.step_iterations))
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(tokens, [f"{value:g}" for value in values])
+    top.set_xlabel(f"training time ({name})")
+
+
+def _mark_restart(axes: "Axes", position: float) -> None:
+    axes.axvline(position, color=_RESTART_COLOR, linewidth=1.0, linestyle=(0, (3, 3)), zorder=0.9)
+
+
+def _mark_checkpoints(axes: "Axes", history: RunHistory) -> None:
+    """Draw a tick on the lower axis for each checkpoint, pale if it was deleted."""
+    for deleted, color in ((True, "#c3c8cf"), (False, VALID_COLOR)):
+        iterations = [
+            saved.iteration
+            for saved in history.checkpoints.values()
+            if saved.deleted is deleted and saved.size_bytes is not None
+        ]
+        stride = max(1, -(-len(iterations) // _MOST_MARKS))
+        tokens = history.tokens_at(iterations[::stride])
+        axes.plot(
+            tokens,
+            [0.0] * len(tokens),
+            "|",
+            color=color,
+            markersize=11,
+            markeredgewidth=1.4,
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+            zorder=5,
+        )
+
+
+def _plot_best(axes: "Axes", curve: Curve, label: str, number: str) -> None:
+    def position(tokens: float) -> str:
+        return f"{short_count(tokens)} tokens"
+
+    # The best value is one of the extremes, so it survives thinning.
+    plot_validation(axes, curve.thinned(MOST_POINTS), label, number, position)
+
+
+def _legend(axes: "Axes") -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper right", edgecolor="none", framealpha=0.9)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _svg(figure: "Figure") -> str:
+    """Return the figure as an element of an HTML page, without metadata and namespaces.
+
+    The ids of groups are removed, because they are the same in every figure.
+    """
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (?:xmlns(?::\w+)?|width|height|version)="[^"]*"', "", head)
+    return f'{head} role="img">{rest.strip()}'

@@ -1,0 +1,217 @@
+"""History of a run, read from its events: attempts, curves, checkpoints and warnings."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacore.observe.events import EventReader
+from tasks._plots import Curve
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+CURVES = {
+    "step": {
+        "train_loss": "lm_loss",
+        "lr": "lr",
+        "grad_norm": "grad_norm",
+        "tokens_per_second": "tokens_per_second",
+        "mfu": "mfu",
+    },
+    "evaluation": {"valid_loss": "lm_loss"},
+    "perplexity": {"valid_ppl": "valid_ppl"},
+}
+"""Names of the curves and the fields of their events, by kind of event."""
+
+
+@dataclass
+class Attempt:
+    """One start of the run's processes."""
+
+    number: int
+    start: float
+    """Time of its first event, in Unix seconds."""
+    end: float
+    """Time of its last event."""
+    trained_before: float
+    """Seconds of all earlier attempts together."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Its `start` event; empty if it ended before."""
+    reason: str | None = None
+    """Reason in its `exit` event; None if it was killed or is still running."""
+    times: list[float] = field(default_factory=list)
+    """Times of its step events, in Unix seconds."""
+    iterations: list[int] = field(default_factory=list)
+    """Iterations of its step events."""
+
+    @property
+    def seconds(self) -> float:
+        """Time from its first event to its last."""
+        return max(0.0, self.end - self.start)
+
+    @property
+    def first_iteration(self) -> int:
+        """Iteration with which it began."""
+        return int(self.facts.get("iteration") or 0)
+
+    @property
+    def last_iteration(self) -> int:
+        """Last iteration that it reported."""
+        return max([self.first_iteration, *self.iterations[-1:]])
+
+
+@dataclass
+class SavedCheckpoint:
+    """A checkpoint that the run saved; None where a value is not reported."""
+
+    iteration: int
+    size_bytes: int | None = None
+    seconds: float | None = None
+    """Time of the save."""
+    valid_ppl: float | None = None
+    deleted: bool = False
+
+
+class RunHistory:
+    """Events of a run in the order in which they happened.
+
+    Of a repeated iteration, the curves have the first report, as in MLflow.
+    """
+
+    def __init__(self, events: Path) -> None:
+        """Read an events.jsonl, which may be missing. Raises DataFormatError if it is damaged."""
+        self.attempts: list[Attempt] = []
+        self.checkpoints: dict[int, SavedCheckpoint] = {}
+        self.warnings: list[dict[str, Any]] = []
+        self._values: dict[str, dict[int, float]] = {
+            name: {} for curves in CURVES.values() for name in curves
+        }
+        self._tokens: dict[int, float] = {0: 0.0}
+        self._seconds: dict[int, float] = {0: 0.0}
+        for event, _ in EventReader(events):
+            self._add(event)
+
+    def curve(self, name: str) -> Curve:
+        """Return the curve `name` of CURVES, by consumed tokens."""
+        curve = Curve.of(self._values[name])
+        return Curve(self.tokens_at(curve.iterations).round().astype(int).tolist(), curve.values)
+
+    def tokens_at(self, iterations: "Sequence[float] | Floats") -> "Floats":
+        """Return the tokens consumed before the end of each iteration."""
+        import numpy as np
+
+        return np.interp(np.asarray(iterations, float), *self._known_tokens)
+
+    def seconds_at(self, iterations: "Sequence[float] | Floats") -> "Floats":
+        """Return the training time up to each iteration, without the time between attempts."""
+        import numpy as np
+
+        return np.interp(np.asarray(iterations, float), *self._known_seconds)
+
+    @property
+    def tokens(self) -> int:
+        """Consumed tokens."""
+        return round(self._tokens[max(self._tokens)])
+
+    @property
+    def seconds(self) -> float:
+        """Training time: all attempts, including what was trained again."""
+        return sum(attempt.seconds for attempt in self.attempts)
+
+    @property
+    def step_iterations(self) -> "Floats":
+        """Iterations with a known training time, from 0."""
+        return self._known_seconds[0]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The last `start` event; empty if there is none."""
+        return next((attempt.facts for attempt in reversed(self.attempts) if attempt.facts), {})
+
+    @cached_property
+    def _known_tokens(self) -> "tuple[Floats, Floats]":
+        return _sorted_arrays(self._tokens)
+
+    @cached_property
+    def _known_seconds(self) -> "tuple[Floats, Floats]":
+        return _sorted_arrays(self._seconds)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        attempt = self._attempt(event)
+        fields = CURVES.get(kind)
+        if fields is not None:
+            iteration = int(event["iteration"])
+            self._add_values(event, iteration, fields)
+            if kind == "step":
+                attempt.times.append(event["time"])
+                attempt.iterations.append(iteration)
+                if iteration not in self._seconds:
+                    trained = max(0.0, event["time"] - attempt.start)
+                    self._seconds[iteration] = attempt.trained_before + trained
+        if kind == "start":
+            attempt.facts = event
+        elif kind == "exit":
+            attempt.reason = str(event.get("reason"))
+        elif kind == "warning":
+            self.warnings.append(event)
+        elif kind in ("checkpoint", "perplexity", "checkpoint_deleted"):
+            self._add_checkpoint(event)
+
+    def _add_values(self, event: dict[str, Any], iteration: int, fields: Mapping[str, str]) -> None:
+        for name, key in fields.items():
+            points = self._values[name]
+            if iteration not in points:
+                value = _number(event.get(key))
+                if value is not None:
+                    points[iteration] = value
+        if iteration not in self._tokens:
+            tokens = _number(event.get("consumed_tokens"))
+            if tokens is not None:
+                self._tokens[iteration] = tokens
+
+    def _attempt(self, event: dict[str, Any]) -> Attempt:
+        """Return the attempt of an event, up to whose time it then lasts."""
+        number = int(event.get("attempt") or 1)
+        known = self.attempts[-1] if self.attempts else None
+        time = _number(event.get("time"))
+        if time is None:
+            time = known.end if known else 0.0
+        if known is None or known.number != number:
+            self.attempts.append(Attempt(number, time, time, self.seconds))
+            return self.attempts[-1]
+        known.end = max(known.end, time)
+        return known
+
+    def _add_checkpoint(self, event: dict[str, Any]) -> None:
+        iteration = int(event["iteration"])
+        checkpoint = self.checkpoints.setdefault(iteration, SavedCheckpoint(iteration))
+        if event["kind"] == "perplexity":
+            checkpoint.valid_ppl = _number(event.get("valid_ppl"))
+        elif event["kind"] == "checkpoint":
+            self._add_values(event, iteration, {})
+            checkpoint.size_bytes = event.get("size_bytes")
+            # An attempt that finds a checkpoint of the one before does not know its time.
+            checkpoint.seconds = _number(event.get("seconds")) or checkpoint.seconds
+            checkpoint.deleted = False
+        else:
+            checkpoint.deleted = True
+
+
+def _sorted_arrays(
+    points: dict[int, float],
+) -> "tuple[Floats, Floats]":
+    """Return keys in ascending order and their values."""
+    import numpy as np
+
+    keys = sorted(points)
+    return np.array(keys, float), np.array([points[key] for key in keys], float)
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None

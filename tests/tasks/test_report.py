@@ -1,0 +1,313 @@
+"""The report of a run as an HTML page."""
+
+import html
+import re
+from contextlib import nullcontext
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tasks._report
+from megacore.artifact import Artifact
+from megacore.artifact.files import write_json
+from megacore.config import RunConfig
+from tasks._plots import Curve
+from tasks._publication import RECEIPT, REPORT, places
+from tasks._report import ReportFacts, write_report
+from tasks._report_charts import MOST_POINTS, draw_charts
+from tasks._run_history import RunHistory
+from tests.tasks.conftest import make_config
+from tests.tasks.events import EventLog
+
+CANARY = "c4n4ry-0123456789"
+ROWS = [
+    {"checkpoint": f"iter_{iteration:07d}", "iteration": iteration, "valid_ppl": v, "test_ppl": t}
+    for iteration, v, t in ((20, 90.25, 91.5), (40, 60.125, 61.75))
+]
+
+
+class Page(HTMLParser):
+    """Elements and text of a page; fails for a tag that is closed without being open."""
+
+    VOID = ("meta", "path", "use")
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words += data.split()
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def facts_of(config: RunConfig | None = None, **changed: Any) -> ReportFacts:
+    values: dict[str, Any] = {
+        "config": config or make_config(),
+        "evaluation": {"checkpoints": ROWS, "unigram": {"valid": 812.4, "test": 833.1}},
+        "exported": 40,
+        "sample": "def f(x):\n    return x < 1 & x\n",
+        "artifacts": [
+            Artifact(
+                stage="tokenize",
+                key="ab" * 8,
+                path="/data/tokenized",
+                digest="f" * 64,
+                counts={"tokens": 35_460},
+            )
+        ],
+        "mlflow_run": "65273701",
+    }
+    return ReportFacts(**values | changed)
+
+
+def write_page(log: EventLog, facts: ReportFacts) -> Page:
+    return Page(write_report(log.path.with_name(REPORT), log.path.parent, facts))
+
+
+@pytest.fixture
+def two_attempts(log: EventLog) -> EventLog:
+    """Write a run that was killed after iteration 30 and resumed from iteration 20."""
+    return write_two_attempts(log)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """Provide the page of a run with two attempts."""
+    directory = tmp_path_factory.mktemp("run")
+    return write_page(write_two_attempts(EventLog(directory / "events.jsonl")), facts_of())
+
+
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the charts, which take most of a page's time."""
+    monkeypatch.setattr(tasks._report, "draw_charts", lambda history, test_ppl: [])
+
+
+def write_two_attempts(log: EventLog) -> EventLog:
+    log.start()
+    for iteration in (10, 20, 30):
+        log.step(iteration, loss=6.0 - iteration / 20, tokens_per_second=100.0, mfu=0.4)
+        if iteration == 20:
+            log.evaluation(20)
+            log.perplexity(20, loss=4.5)
+            log.checkpoint(20)
+    log.attempt, log.time = 2, log.time + 3600
+    log.start(20, resumed_from=20, ranks=1, changes=["train.micro_batch_size 2 -> 1"])
+    log.write("warning", 20, message="host node-b did not answer")
+    for iteration in (30, 40):
+        log.step(iteration, loss=6.0 - iteration / 20, tokens_per_second=50.0, mfu=0.2)
+    log.perplexity(40, loss=4.0)
+    log.checkpoint(40)
+    log.deleted(20)
+    log.write("exit", 40, reason="finished")
+    return log
+
+
+def test_page_shows_numbers_charts_checkpoints_sample_data_and_attempts(page: Page) -> None:
+    for shown in (
+        "gpt2-test.v1",
+        "Test PPL 61.75 unigram model 833.1",
+        "Validation PPL 60.12 best checkpoint, iteration 40",
+        "Tokens 1.28K 1,280 consumed",
+        "2 attempts",
+        "Parameters 38.8K 38,784",
+        "Hardware 1 × CPU 1 host (node-a), fp32",
+        "MFU 40.0%",
+        "Prompt: def",
+        "return x < 1 & x",
+        "tokenize abababababababab 35,460 tokens /data/tokenized",
+        '{"kind": "source_tree"',
+        "0 to 30 killed or lost 2 node-a",
+        "20 to 40 finished 1 node-a",
+        "Changed in attempt 2: train.micro_batch_size 2 -> 1",
+        "host node-b did not answer",
+        "micro_batch_size: 1",
+    ):
+        assert shown in page.text, shown
+    titles = ["Loss", "Perplexity", "Learning rate", "Gradient norm"]
+    titles += ["Tokens per second and MFU", "Attempts and restarts"]
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert labels == titles
+    assert page.tags.count("svg") == 6
+    assert page.text.count("consumed tokens") == 6
+    assert page.text.count("training time (seconds)") == 5
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_checkpoints_are_sorted_by_validation_perplexity(two_attempts: EventLog) -> None:
+    two_attempts.checkpoint(50)
+    text = write_page(two_attempts, facts_of()).text
+    begin, end = text.index("Validation PPL Test PPL"), text.index("Sample")
+    table = text[begin:end]
+    order = [table.index(ppl) for ppl in ("60.12 61.75", "90.25 91.50", "– – 1.05 kB", "812.40")]
+    assert order == sorted(order)
+    assert "exported" in table
+    assert "deleted" in table
+    assert "kept" in table
+
+
+def test_history_has_the_first_report_of_an_iteration_and_no_time_between_attempts(
+    two_attempts: EventLog,
+) -> None:
+    history = RunHistory(two_attempts.path)
+    assert [attempt.number for attempt in history.attempts] == [1, 2]
+    assert history.curve("tokens_per_second") == Curve([320, 640, 960, 1280], [100, 100, 100, 50])
+    assert history.curve("valid_ppl").iterations == [640, 1280]
+    assert history.tokens == 1280
+    assert history.seconds < 30
+    assert history.attempts[0].reason is None
+    seconds = history.seconds_at([10, 20, 30, 40]).tolist()
+    assert seconds == sorted(seconds)
+    assert seconds[-1] < 30
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_names_samples_and_warnings_are_escaped(two_attempts: EventLog) -> None:
+    hostile = '"><script>alert(1)</script><img src=x onerror=alert(1)>'
+    two_attempts.write("warning", 40, message=hostile)
+    config = make_config().model_copy(update={"name": hostile})
+    page = write_page(two_attempts, facts_of(config, sample=f"def {hostile}\x00\x1b[31m"))
+    assert not {"script", "img"} & set(page.tags)
+    assert page.source.count(html.escape(hostile).replace("&quot;", "&#34;")) >= 3
+    assert hostile in page.text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.source)
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_secrets_are_redacted(two_attempts: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    two_attempts.write("warning", 40, message=f"https://me:{CANARY}@host did not answer")
+    page = write_page(two_attempts, facts_of(sample=f"token {CANARY}"))
+    assert CANARY not in page.source
+    assert "https://***@host did not answer" in page.text
+
+
+def test_page_loads_nothing(page: Page) -> None:
+    links = {name for name, _ in page.attributes} & {"src", "srcset", "action", "data", "poster"}
+    assert links == set()
+    references = [
+        value
+        for name, value in page.attributes
+        if name.endswith("href") or (value and "url(" in value)
+    ]
+    assert references
+    assert all(value and re.match(r"(url\()?#\w", value.strip()) for value in references)
+    assert not {"link", "script", "iframe", "object", "embed"} & set(page.tags)
+    assert "http://" not in page.source
+    assert "https://" not in page.source
+    assert "@import" not in page.source
+
+
+def test_run_with_only_a_start_has_a_page(log: EventLog) -> None:
+    log.start()
+    empty = facts_of(evaluation={}, exported=None, sample="", artifacts=[])
+    text = write_page(log, empty).text
+    for shown in (
+        "Test PPL – not measured",
+        "No iteration has been reported.",
+        "No checkpoint has been saved.",
+        "No sample has been written.",
+        "0 to 0 no end reported 2 node-a",
+    ):
+        assert shown in text, shown
+
+
+def test_run_without_events_has_a_page(log: EventLog) -> None:
+    empty = facts_of(evaluation={}, exported=None, sample="", artifacts=[])
+    assert "No attempt has been reported." in write_page(log, empty).text
+
+
+def test_values_that_are_missing_leave_out_their_chart(log: EventLog) -> None:
+    log.start()
+    log.step(1, loss=5.0, grad_norm=None, mfu=None, tokens_per_second=10.0)
+    log.perplexity(1, loss=None)
+    charts = draw_charts(RunHistory(log.path), {})
+    titles = ["Loss", "Learning rate", "Tokens per second and MFU", "Attempts and restarts"]
+    assert [chart.title for chart in charts] == titles
+    assert "MFU is not known" in charts[2].note
+
+
+def test_many_points_are_thinned_and_a_spike_is_kept() -> None:
+    count = 50_000
+    values = [1.0 + index % 7 / 10 for index in range(count)]
+    values[31_234] = 99.0
+    thin = Curve(list(range(count)), values).thinned(MOST_POINTS)
+    assert MOST_POINTS / 2 < len(thin.values) <= MOST_POINTS
+    assert (thin.iterations[0], thin.iterations[-1]) == (0, count - 1)
+    assert thin.iterations == sorted(set(thin.iterations))
+    assert max(thin.values) == 99.0
+    assert Curve([1, 2, 3], [1.0, 2.0, 3.0]).thinned(3) == Curve([1, 2, 3], [1.0, 2.0, 3.0])
+
+
+def test_charts_of_many_points_are_small(log: EventLog) -> None:
+    log.start()
+    for iteration in range(1, 3001):
+        log.step(iteration, loss=9.0 / iteration**0.2 + iteration % 7 / 10)
+    loss = draw_charts(RunHistory(log.path), {})[0]
+    drawn = max(len(re.findall(r"[ML] ", path)) for path in re.findall(r' d="([^"]*)"', loss.svg))
+    assert 100 < drawn <= MOST_POINTS
+
+
+@pytest.mark.parametrize("server", [None, "https://mlflow.example"])
+def test_places_name_the_report_and_its_page_in_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str | None
+) -> None:
+    monkeypatch.setattr("tasks._publication.shown_by", lambda tracking: server)
+    run = SimpleNamespace(info=SimpleNamespace(experiment_id="7"))
+    tracking: Any = SimpleNamespace(
+        errors=lambda action: nullcontext(), client=SimpleNamespace(get_run=lambda run_id: run)
+    )
+    receipt = {"uri": "models:/m/1", "model_name": "m", "version": "1", "run_id": "abc"}
+    write_json(tmp_path / RECEIPT, receipt)
+    before = places(tracking, tmp_path, tmp_path, tmp_path)
+    (tmp_path / REPORT).touch()
+    added = [line for line in places(tracking, tmp_path, tmp_path, tmp_path) if line not in before]
+    expected = [f"- report: `{tmp_path / REPORT}`"]
+    if server is not None:
+        page = f"{server}/#/experiments/7/runs/abc/artifacts/report/report.html"
+        expected += [f"- report in MLflow: [report.html]({page}?workflowType=machine_learning)"]
+    assert added == expected
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_tables_of_many_rows_are_cut(log: EventLog) -> None:
+    for attempt in range(1, 121):
+        log.attempt = attempt
+        log.start(attempt - 1)
+        log.step(attempt)
+        log.perplexity(attempt, loss=5.0 - attempt / 100)
+        log.checkpoint(attempt)
+        log.write("warning", attempt, message="slow")
+    worst = {"checkpoint": "iter_0000001", "iteration": 1, "valid_ppl": 900.5, "test_ppl": 901.5}
+    evaluation = {"checkpoints": [worst], "unigram": {"valid": 812.4, "test": 833.1}}
+    text = write_page(log, facts_of(evaluation=evaluation, exported=None)).text
+    assert "900.50 901.50" in text
+    assert "19 more are not shown." in text
+    assert text.count("The first 20 are not shown.") == 2
