@@ -280,6 +280,7 @@ def test_places_name_the_report_and_its_page_in_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str | None
 ) -> None:
     monkeypatch.setattr("tasks._publication.shown_by", lambda tracking: server)
+    monkeypatch.setattr("tasks._publication.standing", lambda *names: "alias candidate")
     run = SimpleNamespace(info=SimpleNamespace(experiment_id="7"))
     tracking: Any = SimpleNamespace(
         errors=lambda action: nullcontext(), client=SimpleNamespace(get_run=lambda run_id: run)
