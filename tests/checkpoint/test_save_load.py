@@ -46,6 +46,24 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         torch.testing.assert_close(tensor, right[name], rtol=0, atol=0)
 
 
+def test_every_file_is_synced_with_its_whole_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[str, int] = {}
+    sync = os.fsync
+
+    def record(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced[name] = os.fstat(descriptor).st_size
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    marker = Marker.read(save_checkpoint(tmp_path, 400, example(), STATE))
+    assert {name: synced.get(name) for name in marker.files} == {
+        name: file.size for name, file in marker.files.items()
+    }
+
+
 def test_loading_fills_the_saved_tensors_in_place(tmp_path: Path) -> None:
     tensors = example()
     path = save_checkpoint(tmp_path, 400, tensors, STATE, validation_loss=2.5)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megacore.tensor_parallel import linear_cross_entropy
 from tests._gpt_ranks import Sink
-from tests._tensor_ranks import LOSSES, VOCAB, ids, joined, random
+from tests._tensor_ranks import LARGE, LOSSES, VOCAB, ids, joined, random
 
 
 def _leaves() -> dict[str, Tensor]:
     leaves = {
         "hidden": random("x", 2, 4, 6),
-        "weight": 200 * random("w", VOCAB, 6),
+        "weight": LARGE * random("w", VOCAB, 6),
         "bias": random("b", VOCAB),
     }
     return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
