@@ -335,6 +335,7 @@ def _write_state(staging: Path, state: str) -> dict[str, FileRecord]:
             file.write(state)
             file.flush()
             os.fsync(file.fileno())
+        sync_file(staging / METADATA_NAME)  # torch syncs it before its buffer is written
         return {name: FileRecord.of(staging / name) for name in (METADATA_NAME, STATE_NAME)}
 
 
