@@ -28,7 +28,7 @@ from megacore.data.index_maps import (
     plan_epochs,
     read_description,
 )
-from megacore.data.index_options import SPLIT_NAMES, split_ranges
+from megacore.data.index_options import SPLIT_NAMES, Packing, split_ranges
 from megacore.errors import ConfigError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset
 from tests.data import _index_helpers_reference as reference
@@ -200,6 +200,18 @@ def test_samples_do_not_overlap_without_an_extra_token(tmp_path: Path) -> None:
         1,
         10,
     )
+
+
+@pytest.mark.parametrize("packing", ["unpacked", "pack_until_overflow"])
+def test_all_samples_of_whole_documents_are_shuffled_together(packing: Packing) -> None:
+    lengths = np.full(40, 7, np.int32)
+    plan = plan_epochs(int(lengths.sum()), 16, None)
+    maps = build_split(lengths, 0, 40, plan, 16, 3, packing=packing)
+    state = np.random.RandomState(3)
+    state.shuffle(np.arange(len(maps.document_index)))
+    expected = np.arange(len(maps.sample_index) - 1)
+    state.shuffle(expected)
+    assert maps.shuffle_index.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(("packing", "samples"), [("unpacked", 20), ("pack_until_overflow", 10)])

@@ -40,5 +40,5 @@ def test_a_repeated_iteration_is_not_better(tmp_path: Path) -> None:
 
 
 def test_a_missing_metric_is_refused_with_the_existing_ones(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="train.best_metric is score .* gave f1, loss"):
+    with pytest.raises(TrainingError, match=r"train\.best_metric is score .* gave f1, loss"):
         store(tmp_path, larger_is_better=True, best=None).beats(10, {"loss": 1.0, "f1": 0.5})
