@@ -18,7 +18,7 @@ OUT ?= workspace/soak.json
 BENCH ?=
 
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTEST = $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 # ARGS may select only slow tests, or only fast ones: then pytest ends with 5 for the others.
 NONE_ALLOWED = $(if $(ARGS),|| [ $$? -eq 5 ])
 
@@ -34,11 +34,11 @@ $(STAMP): $(INSTALL_INPUTS)
 	@scripts/venv.sh
 
 test: $(STAMP)  ## Run the fast tests, 10 to 13 minutes on two cores (ARGS="-k name" for some, JOBS=4)
-	$(PYTEST) -m "not slow" $(ARGS) $(NONE_ALLOWED)
+	$(PYTEST) --numprocesses $(JOBS) -m "not slow" $(ARGS) $(NONE_ALLOWED)
 
-# One after another: most of these start several processes, some with time limits.
+# Two at a time: most of these start several processes, some with time limits.
 test-slow: $(STAMP)  ## Run the other tests: kills, all layouts, several hosts, clusters, databases
-	$(PY) -m pytest -m slow $(ARGS) $(NONE_ALLOWED)
+	$(PYTEST) --numprocesses 2 -m slow $(ARGS) $(NONE_ALLOWED)
 
 test-all: test test-slow  ## Run all tests
 
@@ -75,8 +75,8 @@ format: $(STAMP)  ## Rewrite the code in the project's format
 	$(PY) -m ruff format
 
 types: $(STAMP)  ## Check types: strictly in megacore
-	$(PY) -m mypy --strict megacore
-	$(PY) -m mypy tasks flows scripts benchmarks
+	$(PY) -m mypy --num-workers 2 --strict megacore
+	$(PY) -m mypy --num-workers 2 tasks flows scripts benchmarks
 
 docs: $(STAMP)  ## Build the documentation into site/
 	$(PY) -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[docs]"

@@ -76,14 +76,14 @@ def main() -> None:
             device=torch.device("cpu"),
             precision="fp32",
         )
-        splits = [
+        train, valid = (
             GPTDataset(prefix, directory / "index", split, case.seq_length)
             for split in ("train", "valid")
-        ]
+        )
         spec = ModelSpec.of(config, case.vocab_size, tokens)
         with Listening(directory / "run", attempt=1, rank=0, tensorboard=False) as recorder:
             recorder.intervals = []
-            data = Datasets(*splits, splits[-1])
+            data = Datasets(train, valid, valid)
             Trainer(config, engine, mesh, data, recorder, directory / "run", spec=spec).run()
         iteration, waiting = (
             statistics.median(column) for column in zip(*recorder.intervals[1:], strict=True)

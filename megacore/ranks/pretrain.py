@@ -58,7 +58,7 @@ def pretrain(job: TrainJob) -> None:
                 compiled_adam=compiled_adam,
             )
         logger.info("kernels: %s", summary(engine.kernels))
-        splits = [
+        train, valid = (
             open_split(
                 job.token_prefixes,
                 job.index_directory,
@@ -67,7 +67,7 @@ def pretrain(job: TrainJob) -> None:
                 tokenizer_directory=job.tokenizer_directory,
             )
             for name in ("train", "valid")
-        ]
+        )
         valid_pass = one_epoch(
             job.token_prefixes,
             job.index_directory,
@@ -81,7 +81,7 @@ def pretrain(job: TrainJob) -> None:
             run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board
         ) as recorder:
             peak = peak_tflops(device, precision)
-            data = Datasets(*splits, valid_pass)
+            data = Datasets(train, valid, valid_pass)
             trainer = Trainer(
                 config,
                 engine,

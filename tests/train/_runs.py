@@ -131,10 +131,10 @@ def trainer(
         device=torch.device("cpu"),
         precision=run.train.precision,
     )
-    splits = [
+    train, valid = (
         GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
         for name in ("train", "valid")
-    ]
+    )
     valid_pass = one_epoch(
         [str(data / "tokens_text_document")],
         data / "index",
@@ -148,7 +148,7 @@ def trainer(
         run,
         engine,
         process_mesh,
-        Datasets(*splits, valid_pass),
+        Datasets(train, valid, valid_pass),
         recorder,
         run_directory,
         spec=spec,

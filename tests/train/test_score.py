@@ -67,14 +67,14 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
     engine = NativeEngine(
         Stage(run, _runs.VOCAB_SIZE, mesh, special_tokens=_runs.TOKENS), run, "fp32"
     )
-    splits = [
+    train, valid = (
         open_split(prefixes, tmp_path / "index", name, run, tokenizer_directory=tmp_path)
         for name in ("train", "valid")
-    ]
+    )
     valid_pass = one_epoch(
         prefixes, tmp_path / "index", "valid", run, tmp_path, tokenizer_directory=tmp_path
     )
-    data = Datasets(*splits, valid_pass)
+    data = Datasets(train, valid, valid_pass)
     with Recorder(tmp_path / "run", attempt=1, rank=0, tensorboard=False) as recorder:
         spec = ModelSpec.of(run, _runs.VOCAB_SIZE, _runs.TOKENS)
         Trainer(run, engine, mesh, data, recorder, tmp_path / "run", spec=spec, peak=1.0).run()
