@@ -76,14 +76,14 @@ def main() -> None:
             device=torch.device("cpu"),
             precision="fp32",
         )
-        train, valid = (
+        train_split, valid_split = (
             GPTDataset(prefix, directory / "index", split, case.seq_length)
             for split in ("train", "valid")
         )
         spec = ModelSpec.of(config, case.vocab_size, tokens)
         with Listening(directory / "run", attempt=1, rank=0, tensorboard=False) as recorder:
             recorder.intervals = []
-            data = Datasets(train, valid, valid)
+            data = Datasets(train_split, valid_split, valid_split)
             Trainer(config, engine, mesh, data, recorder, directory / "run", spec=spec).run()
         iteration, waiting = (
             statistics.median(column) for column in zip(*recorder.intervals[1:], strict=True)
