@@ -183,7 +183,8 @@ def tracking_problems(database: Path, run: Path) -> list[str]:
     finally:
         connection.close()
     problems = [] if len(run_ids) == 1 else [f"MLflow has {len(run_ids)} runs of one training"]
-    counts = Counter((key, step) for key, step in rows if key.startswith(("train/", "valid/")))
+    curves = ("train/", "validation/", "valid_")
+    counts = Counter((key, step) for key, step in rows if key.startswith(curves))
     problems += [
         f"MLflow has {key} of step {step} {count} times"
         for (key, step), count in counts.items()
@@ -193,6 +194,8 @@ def tracking_problems(database: Path, run: Path) -> list[str]:
     for event, _ in EventReader(run / "events.jsonl"):
         if event["kind"] in CURVES:
             expected_points |= {(point.key, point.step) for point in points_of(event)}
+        if event["kind"] == "perplexity":  # by iteration they come with the checkpoint
+            expected_points |= {(key, event["iteration"]) for key in ("valid_ppl", "valid_loss")}
     missing, surplus = expected_points - set(counts), set(counts) - expected_points
     problems += [f"MLflow lacks {len(missing)} points, {min(missing)} first"] if missing else []
     problems += (

@@ -118,6 +118,6 @@ def test_mlflow_contains_all_losses_and_the_perplexity(
     name, _, directory = trained
     metrics = MlflowClient().get_run(_json(directory / "mlflow.json")["run_id"]).data.metrics
     for loss in FAMILIES[name][1]:
-        assert {f"train/{loss}", f"valid/{loss}"} <= metrics.keys()
+        assert {f"train/{loss}", f"validation/{loss}"} <= metrics.keys()
     assert metrics["test_ppl"] > 1
     assert ("export/test_sop_loss" in metrics) == ("sop_loss" in FAMILIES[name][1])

@@ -181,7 +181,7 @@ def test_mlflow_contains_curves_checkpoints_and_the_child_model(finished: Place)
     assert run.data.params["model.path"] == f"models:/{PARENT}/1"
     (directory,) = finished.runs
     evaluations = events(directory, "evaluation")
-    history = client.get_metric_history(child.run_id, "valid/accuracy")
+    history = client.get_metric_history(child.run_id, "validation/accuracy")
     assert [(point.step, point.value) for point in history] == [
         (event["iteration"], event["metrics"]["accuracy"]) for event in evaluations
     ]
