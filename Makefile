@@ -33,7 +33,7 @@ venv: $(STAMP)  ## Create .venv and install everything into it
 $(STAMP): $(INSTALL_INPUTS)
 	@scripts/venv.sh
 
-test: $(STAMP)  ## Run the fast tests, 10 to 13 minutes on two cores (ARGS="-k name" for some, JOBS=4)
+test: $(STAMP)  ## Run the fast tests, 9 to 16 minutes on two cores (ARGS="-k name" for some, JOBS=4)
 	$(PYTEST) --numprocesses $(JOBS) -m "not slow" $(ARGS) $(NONE_ALLOWED)
 
 # Two at a time: most of these start several processes, some with time limits.
