@@ -110,7 +110,7 @@ def check_that_the_run_is_complete(team: Team, contents: dict[str, Any]) -> None
     ]
     assert contents["version"][0] == "1"
     assert contents["version"][1].startswith("mlflow-artifacts:/")
-    assert contents["files"] == ["config.yaml", "export", "plots"]
+    assert contents["files"] == ["config.yaml", "export", "plots", "report"]
     assert any(name.endswith("artifacts/model/model.safetensors") for name in contents["share"])
     assert contents["flow run"][1] == "COMPLETED"
     assert len(contents["tasks"]) == 8
