@@ -360,27 +360,40 @@ def test_progress_is_logged_without_a_terminal(
     assert len(caplog.messages) > 2
 
 
-def test_progress_is_a_bar_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
+def use_terminal(monkeypatch: pytest.MonkeyPatch, *, redraws: bool) -> io.StringIO:
+    """Let consoles write to a terminal, of the returned content, that can redraw a line or not."""
+    from rich import console
+
+    screen = io.StringIO()
+
+    class Terminal(console.Console):
+        def __init__(self, *, stderr: bool) -> None:
+            super().__init__(
+                file=screen, stderr=stderr, force_terminal=True, force_interactive=redraws
+            )
+
+    monkeypatch.setattr(console, "Console", Terminal)
+    return screen
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    screen = use_terminal(monkeypatch, redraws=True)
     with fetch_module.download_progress("a[b].jsonl") as report:
         report(10, None)
         report(1_000_000, 2_000_000)
-    shown = capsys.readouterr().err
-    assert "a[b].jsonl" in shown
-    assert "1.0/2.0 MB" in shown
+    assert "a[b].jsonl" in screen.getvalue()
+    assert "1.0/2.0 MB" in screen.getvalue()
 
 
-def test_progress_is_logged_on_a_terminal_that_cannot_draw(
+def test_progress_is_logged_on_a_terminal_that_cannot_redraw_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
+    screen = use_terminal(monkeypatch, redraws=False)
     with (
         caplog.at_level(logging.INFO, "megacore.corpus"),
         fetch_module.download_progress("a.jsonl") as report,
     ):
         report(2_000_000, 2_000_000)
     assert caplog.messages[-1].startswith("a.jsonl: 2.0 of 2.0 MB after ")
+    assert screen.getvalue() == ""
