@@ -21,12 +21,15 @@ from megacore.errors import (
 
 REMOVE_LIMIT = 180.0
 """Seconds to wait until the deleted JobSet of an earlier attempt is gone."""
+_REMOVE_MARGIN = 10.0
+"""Seconds, beyond their grace period, to wait for the pods of a deleted JobSet."""
 PORT = 29500
 """Port of the ranks' rendezvous; it is always free, because a pod has all ports for itself."""
 GROUP = "node"
 """Name of the JobSet's only group of pods."""
 
 _KIND = "jobsets.jobset.x-k8s.io"
+_ENDED = {"Succeeded", "Failed"}
 _LABEL = "jobset.sigs.k8s.io/jobset-name"
 _NO_IMAGE = {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
 _LOST_WITH_NODE = {
@@ -54,7 +57,7 @@ class KubernetesJob:
         self._spec = spec
         self._name = ""
         self._logs: dict[str, subprocess.Popen[bytes]] = {}
-        self._gone = False
+        self._gone_since: float | None = None
         if not Path(spec.job_file).is_relative_to(spec.workspace):
             raise ConfigError(
                 f"{spec.job_file} is not in the workspace {spec.workspace}, the only directory "
@@ -141,12 +144,7 @@ class KubernetesJob:
         if jobset is None:
             return None
         if not jobset:
-            self._gone = True
-            error = LaunchError(
-                f"JobSet {self._name} was deleted, not by this run: start the same command again "
-                "to resume from the last complete checkpoint"
-            )
-            return Look("running", "deleted", End(1, error, on_request=True))
+            return self._deleted()
         listed = self._get("pods", f"--selector={_LABEL}={self._name}")
         if listed is None:
             return None
@@ -164,6 +162,28 @@ class KubernetesJob:
         if jobset.get("spec", {}).get("suspend") or _holds(conditions, "Suspended"):
             return Look("queued", "Suspended: it waits to be admitted")
         return self._pods(pods)
+
+    def _deleted(self) -> Look | None:
+        """Return the state of a deleted JobSet.
+
+        It ends when its pods have ended, which may still be saving a checkpoint. A pod on a lost
+        node never ends, so the wait is limited to the grace period of the pods and a margin.
+        """
+        now = time.monotonic()
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        listed = self._get("pods", f"--selector={_LABEL}={self._name}")
+        late = now - self._gone_since > self._spec.grace + _REMOVE_MARGIN
+        if listed is None and not late:
+            return None
+        pods = [] if listed is None else listed.get("items", [])
+        alive = [pod for pod in pods if pod["status"].get("phase") not in _ENDED]
+        if alive and not late:
+            return Look("running", f"deleted; {len(alive)} of its pods have not ended yet")
+        error = LaunchError(
+            f"JobSet {self._name} was deleted, not by this run: start the same command again "
+            "to resume from the last complete checkpoint"
+        )
+        return Look("running", "deleted", End(1, error, on_request=True))
 
     def _pods(self, pods: list[dict[str, Any]]) -> Look:
         """Return the state of a JobSet that has neither ended nor is suspended, from its pods."""
@@ -248,14 +268,14 @@ class KubernetesJob:
 
     def close(self) -> None:
         """Wait for the end of the output and delete the JobSet."""
-        deadline = time.monotonic() + (0.0 if self._gone else _LOG_LIMIT)
+        deadline = time.monotonic() + (_LOG_LIMIT if self._gone_since is None else 0.0)
         for process in self._logs.values():
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.terminate()
                 process.wait()
-        if self._name and not self._gone:
+        if self._name and self._gone_since is None:
             run([*self._delete(self._name), "--wait=false"])
 
     def _get(self, kind: str, which: str) -> dict[str, Any] | None:

@@ -70,13 +70,13 @@ def serve() -> int:
 
 
 def pods() -> list[dict[str, Any]]:
+    """Return the pods; those of a deleted JobSet until their processes have ended."""
     manifest, listed = jobset(), []
-    if manifest is None:
-        return []
     names = sorted(path.stem for path in FOLDER.glob("*.pid"))
+    pending = [] if manifest is None else [f"{manifest['metadata']['name']}-node-0-0-abcde"]
     extra = FOLDER / "pods.json"
     more = json.loads(extra.read_text()) if extra.exists() else {}
-    for name in names or [f"{manifest['metadata']['name']}-node-0-0-abcde"]:
+    for name in names or pending:
         code = FOLDER / f"{name}.code"
         status: dict[str, Any] = {"phase": "Running" if names else "Pending"}
         if code.exists():

@@ -1,7 +1,8 @@
 """A fake rank: `python -m tests.cluster.batch._rank --config job.json`.
 
-MEGACORE_RANK_DOES sets its behaviour: "wait" until a signal asks it to stop, "fail" with a reason,
-"nothing" despite all signals, or "end" immediately. It writes its process id to a file.
+MEGACORE_RANK_DOES sets its behaviour: "wait" until a signal asks it to stop, "save" like "wait" and
+then until the file `saved` exists, "fail" with a reason, "nothing" despite all signals, or "end"
+immediately. It writes its process id to a file.
 """
 
 import os
@@ -30,7 +31,9 @@ def main() -> int:
     if behaviour == "fail":
         write_reason(exit_directory, rank, LossError("the loss is nan"))
         return 7
-    while behaviour == "wait" and not received:
+    while behaviour in ("wait", "save") and not received:
+        time.sleep(0.05)
+    while behaviour == "save" and not (exit_directory.parent / "saved").exists():
         time.sleep(0.05)
     while behaviour == "nothing":
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,23 @@ def test_jobset_deleted_by_a_user_ends_the_run(
     error = attempt.join()
     assert type(error) is LaunchError, (error, attempt.log_text)
     assert "was deleted, not by this run" in str(error)
+
+
+def test_deleted_jobset_has_not_ended_while_a_pod_saves(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = fake(tmp_path, monkeypatch, "save")
+    attempt.rank_pid()
+    deletion = threading.Thread(
+        target=_kubectl_setup.run, args=(cluster, "delete", "jobsets", "any")
+    )
+    deletion.start()
+    attempt.wait_for("deleted; 1 of its pods have not ended yet")
+    assert not attempt.ended
+    (tmp_path / "runs" / "run" / "saved").touch()
+    deletion.join(LIMIT)
+    error = attempt.join()
+    assert "was deleted, not by this run" in str(error), (error, attempt.log_text)
 
 
 @pytest.mark.slow
