@@ -14,7 +14,7 @@ from megacore.observe.logging import PPL_TOLERANCE, perplexity
 from tasks._mlflow import Tracking
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import LoggedModel, Metric
 
 STATE_TAG = "checkpoint_state"
 """Tag with the value `kept` or `deleted`."""
@@ -110,14 +110,14 @@ def log_perplexities(
 ) -> None:
     """Log evaluated perplexities by name to the LoggedModels of the checkpoints, by iteration.
 
-    A logged value that agrees with the evaluation stays; another one gets a successor, such as
-    after a change of `evaluate.max_samples`. Raises TrackingError.
+    A logged value that differs gets a successor, such as after a change of
+    `evaluate.max_samples`. Raises TrackingError.
     """
     with tracking.errors("take the perplexities"):
         for iteration, values in perplexities.items():
             model = _find(tracking, run_id, iteration)
             if model is not None:
-                log_changed_metrics(
+                log_model_metrics(
                     tracking, run_id, model, values, step=iteration, timestamp_ms=timestamp_ms
                 )
 
@@ -130,89 +130,62 @@ def log_scores(
     *,
     timestamp_ms: int,
 ) -> None:
-    """Log the missing scores to the run and to the LoggedModel of the checkpoint at `iteration`.
+    """Log scores to the run and to the LoggedModel of the checkpoint at `iteration`, if it has one.
 
-    A different value of a logged score is added, because the measurement may have changed. Raises
-    TrackingError.
+    Raises TrackingError.
     """
-    from mlflow.entities import Metric
-
     with tracking.errors("take the scores"):
-        model = _find(tracking, run_id, iteration)
-        logged = {(metric.key, metric.value) for metric in (model.metrics or [] if model else [])}
-        missing = [
-            Metric(
-                name,
-                value,
-                timestamp_ms,
-                iteration,
-                model_id=model.model_id if model else None,
-                run_id=run_id,
-            )
-            for name, value in scores.items()
-            if (name, value) not in logged
-        ]
-        if missing:
-            tracking.client.log_batch(run_id, metrics=missing)
+        log_model_metrics(
+            tracking,
+            run_id,
+            _find(tracking, run_id, iteration),
+            scores,
+            step=iteration,
+            timestamp_ms=timestamp_ms,
+        )
 
 
 def log_model_metrics(
     tracking: Tracking,
     run_id: str,
-    model: "LoggedModel",
+    model: "LoggedModel | None",
     metrics: Mapping[str, float],
     *,
     step: int,
     timestamp_ms: int,
 ) -> None:
-    """Log the metrics that the model lacks, for the model and its run."""
-    logged = _logged(model)
-    missing = {name: value for name, value in metrics.items() if name not in logged}
-    _send_metrics(tracking, run_id, model, missing, step=step, timestamp_ms=timestamp_ms)
+    """Log the metrics that the model lacks, or has with an older, different value.
 
-
-def log_changed_metrics(
-    tracking: Tracking,
-    run_id: str,
-    model: "LoggedModel",
-    metrics: Mapping[str, float],
-    *,
-    step: int,
-    timestamp_ms: int,
-) -> None:
-    """Log the metrics that the model lacks or has with another value, for the model and its run."""
-    logged = _logged(model)
-    changed = {
-        name: value
-        for name, value in metrics.items()
-        if not math.isclose(value, logged.get(name, math.nan), rel_tol=PPL_TOLERANCE)
-    }
-    _send_metrics(tracking, run_id, model, changed, step=step, timestamp_ms=timestamp_ms)
-
-
-def _send_metrics(
-    tracking: Tracking,
-    run_id: str,
-    model: "LoggedModel",
-    metrics: Mapping[str, float],
-    *,
-    step: int,
-    timestamp_ms: int,
-) -> None:
+    They are logged for the model and its run. A replayed event therefore never replaces a later
+    measurement, and a measurement that agrees with an earlier one adds nothing.
+    """
     from mlflow.entities import Metric
 
-    if metrics:
-        values = [
-            Metric(name, value, timestamp_ms, step, model_id=model.model_id, run_id=run_id)
-            for name, value in metrics.items()
-        ]
+    logged = _newest(model)
+    values = [
+        Metric(
+            name,
+            value,
+            timestamp_ms,
+            step,
+            model_id=None if model is None else model.model_id,
+            run_id=run_id,
+        )
+        for name, value in metrics.items()
+        if name not in logged
+        or (
+            logged[name].timestamp < timestamp_ms
+            and not math.isclose(value, logged[name].value, rel_tol=PPL_TOLERANCE)
+        )
+    ]
+    if values:
         tracking.client.log_batch(run_id, metrics=values)
 
 
-def _logged(model: "LoggedModel") -> dict[str, float]:
-    """Return the newest value of each metric of a model."""
-    metrics = sorted(model.metrics or [], key=lambda metric: metric.timestamp)
-    return {metric.key: metric.value for metric in metrics}
+def _newest(model: "LoggedModel | None") -> "dict[str, Metric]":
+    """Return the newest measurement of each metric of a model."""
+    metrics = (model.metrics or []) if model is not None else []
+    return {metric.key: metric for metric in sorted(metrics, key=lambda metric: metric.timestamp)}
 
 
 def _find(tracking: Tracking, run_id: str, iteration: int) -> "LoggedModel | None":

@@ -22,7 +22,7 @@ from megacore.artifact.files import canonical_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
 from megacore.errors import ConversionError
 from tasks._aliases import Measurement, move_aliases
-from tasks._checkpoint_models import log_changed_metrics
+from tasks._checkpoint_models import log_model_metrics
 from tasks._flavor import flavor, task_of
 from tasks._mlflow import Tracking
 
@@ -107,7 +107,7 @@ def publish_model(
         model = _ensure_model(
             tracking, run_id, export_directory / "model", name, iteration, lineage
         )
-        log_changed_metrics(
+        log_model_metrics(
             tracking,
             run_id,
             model,

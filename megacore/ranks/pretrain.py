@@ -6,9 +6,13 @@ python -m megacore.ranks.pretrain --config run.json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megacore.jobs.run import TrainJob
 from megacore.ranks.rank import run_rank
+
+if TYPE_CHECKING:
+    from megacore.train.loop import Datasets
 
 
 def pretrain(job: TrainJob) -> None:
@@ -24,8 +28,6 @@ def pretrain(job: TrainJob) -> None:
             damaged.
         WorkspaceError: the run directory cannot be written.
     """
-    from megacore.data.build import open_split
-    from megacore.data.one_epoch import one_epoch
     from megacore.engine.build import build_engine
     from megacore.hardware import resolve_precision
     from megacore.kernels.choice import summary
@@ -33,7 +35,7 @@ def pretrain(job: TrainJob) -> None:
     from megacore.observe.logging import configure_logging, logger
     from megacore.observe.recorder import Recorder
     from megacore.ranks.process import joined
-    from megacore.train.loop import Datasets, Trainer
+    from megacore.train.loop import Trainer
     from megacore.train.memory import memory_errors
     from megacore.train.state import TrainState
 
@@ -58,30 +60,12 @@ def pretrain(job: TrainJob) -> None:
                 compiled_adam=compiled_adam,
             )
         logger.info("kernels: %s", summary(engine.kernels))
-        train, valid = (
-            open_split(
-                job.token_prefixes,
-                job.index_directory,
-                name,
-                config,
-                tokenizer_directory=job.tokenizer_directory,
-            )
-            for name in ("train", "valid")
-        )
-        valid_pass = one_epoch(
-            job.token_prefixes,
-            job.index_directory,
-            "valid",
-            config,
-            Path(job.exit_directory),
-            tokenizer_directory=job.tokenizer_directory,
-        )
+        data = _datasets(job)
         board = config.tracking.tensorboard
         with Recorder(
             run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board
         ) as recorder:
             peak = peak_tflops(device, precision)
-            data = Datasets(train, valid, valid_pass)
             trainer = Trainer(
                 config,
                 engine,
@@ -94,6 +78,33 @@ def pretrain(job: TrainJob) -> None:
                 started=started,
             )
             trainer.run()
+
+
+def _datasets(job: TrainJob) -> "Datasets":
+    """Open the samples of training and validation, and one pass of validation for perplexities."""
+    from megacore.data.build import open_split
+    from megacore.data.one_epoch import one_epoch
+    from megacore.train.loop import Datasets
+
+    train, valid = (
+        open_split(
+            job.token_prefixes,
+            job.index_directory,
+            name,
+            job.config,
+            tokenizer_directory=job.tokenizer_directory,
+        )
+        for name in ("train", "valid")
+    )
+    valid_pass = one_epoch(
+        job.token_prefixes,
+        job.index_directory,
+        "valid",
+        job.config,
+        Path(job.exit_directory),
+        tokenizer_directory=job.tokenizer_directory,
+    )
+    return Datasets(train, valid, valid_pass)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -332,7 +332,7 @@ def test_new_measurement_of_a_version_replaces_its_metric_and_tags(
     assert {metric.value for metric in model.metrics} == {80.1, 70.0}
 
 
-@pytest.mark.parametrize("step", ["_upload", "_ensure_version", "log_changed_metrics"])
+@pytest.mark.parametrize("step", ["_upload", "_ensure_version", "log_model_metrics"])
 def test_kill_between_steps_leaves_one_version(
     tracking: Tracking,
     publish: Callable[..., dict[str, str]],
