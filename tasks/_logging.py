@@ -32,6 +32,17 @@ class SentenceFilter(logging.Filter):
         return True
 
 
+class EventFilter(logging.Filter):
+    """Filter that drops the content of events that a server did not take.
+
+    Prefect warns of the lost connection in another line.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return False for a line that shows a whole event."""
+        return not str(record.msg).startswith("Service %r failed to process item")
+
+
 def shorten_user_errors() -> None:
     """Apply the filter to the loggers of flow and task runs, and hide secrets.
 
@@ -42,3 +53,6 @@ def shorten_user_errors() -> None:
         if not any(isinstance(known, SentenceFilter) for known in logger.filters):
             logger.addFilter(SentenceFilter())
         redact_log(logger)
+    services = logging.getLogger("prefect._internal.concurrency")
+    if not any(isinstance(known, EventFilter) for known in services.filters):
+        services.addFilter(EventFilter())
