@@ -23,6 +23,7 @@ from megacore.ranks import finetune_stages
 from megacore.ranks.stages import attempt_log, next_attempt
 from tasks._attempt import report_end
 from tasks._cache import StageResult, artifact_directory, artifact_problem, stage_task
+from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._forward import EVENTS_FILE, Forwarder
 from tasks._launch import TrainingMonitor
@@ -92,7 +93,10 @@ def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -
     with workspace_errors(directory), lock(directory):
         ran = artifact_problem(key, config) is not None
         if ran:
-            with counted_failures(directory, str(task_run.id), config.launch.retries):
+            with (
+                devices(config.launch, trains=True),
+                counted_failures(directory, str(task_run.id), config.launch.retries),
+            ):
                 _run(config, key, directory, pretrained, examples)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 

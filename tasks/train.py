@@ -23,6 +23,7 @@ from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._attempt import report_end
 from tasks._cache import StageResult, artifact_problem, stage_task
+from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
@@ -137,7 +138,10 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:
             _refuse_to_shorten(config, directory)
-            with counted_failures(directory, str(task_run.id), config.launch.retries):
+            with (
+                devices(config.launch, trains=True),
+                counted_failures(directory, str(task_run.id), config.launch.retries),
+            ):
                 _run(config, key, directory, tokens, tokenizer, index)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 
