@@ -5,9 +5,11 @@ import logging
 from megacore.errors import MegacoreError
 from megacore.redact import redact_log
 
-UNLIMITED_RETRIES = 1_000_000
-"""Number of retries given to Prefect when a task's own condition counts them."""
 RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.megacore")
+
+
+class CountedRetries(int):
+    """Number of retries that a task run raises itself, as long as it makes progress."""
 
 
 class SentenceFilter(logging.Filter):
@@ -19,8 +21,9 @@ class SentenceFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return True if the record is shown; errors are shortened, never dropped."""
-        if str(record.msg).startswith("Task run failed") and UNLIMITED_RETRIES in tuple(
-            record.args or ()
+        values = record.args if isinstance(record.args, tuple) else ()
+        if str(record.msg).startswith("Task run failed") and any(
+            isinstance(value, CountedRetries) for value in values
         ):
             return False
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
