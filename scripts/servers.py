@@ -149,6 +149,8 @@ def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow
         PREFECT_API_URL=f"{servers.prefect_url}/api",
         PREFECT_SERVER_UI_API_URL=f"{servers.prefect_url}/api",
         PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=LEASES,
+        PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED="true",  # --watch shows the log
+        PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED="true",
         PREFECT_WORKER_QUERY_SECONDS="2",
         MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -261,7 +263,7 @@ async def _prepare_server() -> None:
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
     from prefect.workers.process import ProcessWorker
 
     from tasks._devices import limit_names
@@ -274,7 +276,9 @@ async def _prepare_server() -> None:
                 WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template)
             )
         for name in limit_names():
-            with contextlib.suppress(ObjectAlreadyExists):
+            try:
+                await client.read_global_concurrency_limit_by_name(name)
+            except ObjectNotFound:
                 await client.create_global_concurrency_limit(
                     GlobalConcurrencyLimitCreate(name=name, limit=1, active=True)
                 )

@@ -32,6 +32,8 @@ POLL = 2.0
 """Seconds between two attempts to reserve devices that another run holds."""
 _TAKEN = 423
 """Status of Prefect's answer when a limit has no free slot."""
+_BUSY = frozenset({408, 429, 500, 502, 503, 504})
+"""Statuses of a server that may take the same request later."""
 
 
 def limit_name(kind: str) -> str:
@@ -93,7 +95,7 @@ class _Reservation:
         while not self._acquire():
             if self._ended.is_set():
                 return False
-            reason = self._reason()
+            reason = self._reason() or shown or "the Prefect server does not answer"
             if reason != shown:
                 self._log.info(
                     "waits for the %s devices of %s: %s", self.kind, socket.gethostname(), reason
@@ -112,7 +114,7 @@ class _Reservation:
         self._renewer.join(timeout=POLL)
         assert self._lease is not None
         try:
-            with _client() as client:
+            with _client(retries=2) as client:
                 client.release_concurrency_slots_with_lease(self._lease)
         except (TransportError, HTTPStatusError) as error:
             self._log.warning(
@@ -130,9 +132,9 @@ class _Reservation:
                     names=[self.name], slots=1, mode="concurrency", lease_duration=LEASE
                 ).json()
         except TransportError:
-            return False  # the server may come back; `_reason` tells the user
+            return False  # the server may come back
         except HTTPStatusError as error:
-            if error.response.status_code == _TAKEN:
+            if error.response.status_code in {_TAKEN, *_BUSY}:
                 return False
             raise LaunchError(
                 f"the Prefect server refuses to reserve {self.name}: {error.response.status_code} "
@@ -145,8 +147,8 @@ class _Reservation:
         self._lease = UUID(answer["lease_id"])
         return True
 
-    def _reason(self) -> str:
-        """Return in one clause who holds the slot."""
+    def _reason(self) -> str | None:
+        """Return in one clause who holds the slot; None if the server does not answer."""
         try:
             with _client() as client:
                 record = client.read_variable_by_name(self.name)
@@ -158,7 +160,7 @@ class _Reservation:
                 except ObjectNotFound:
                     state = None
         except (TransportError, HTTPStatusError, ValueError, KeyError):
-            return f"the Prefect server does not answer, which knows who holds limit {self.name}"
+            return None
         if state is None or state.is_final():
             return (
                 f"flow run {holder.get('name')!r} has ended without freeing limit {self.name}, "
@@ -204,10 +206,10 @@ class _Reservation:
 
 
 @contextmanager
-def _client() -> Iterator[SyncPrefectClient]:
+def _client(retries: int = 0) -> Iterator[SyncPrefectClient]:
     """Connect to the server, without Prefect's retries of up to a minute for each call."""
     with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}),
         get_client(sync_client=True) as client,
     ):
         yield client
