@@ -85,12 +85,14 @@ def end_process(last_line: str, code: int) -> NoReturn:
     logging.disable(logging.CRITICAL)
     logging.raiseExceptions = False  # Prefect would report logs that no server takes
     from prefect._internal.concurrency.services import QueueService
-    from prefect.server.api.server import SubprocessASGIServer
 
-    server = SubprocessASGIServer()
-    lost = server.server_process is not None and server.server_process.poll() is not None
+    module = sys.modules.get("prefect.server.api.server")  # its import takes seconds
+    server = module.SubprocessASGIServer() if module else None
+    process = server.server_process if server else None
+    lost = process is not None and process.poll() is not None
     _, unsent = QueueService.drain_all(timeout=0.0 if lost else FLUSH)  # type: ignore[misc]
-    server.stop()
+    if server:
+        server.stop()
     sys.stdout.flush()
     if last_line:
         sys.stderr.write(f"{last_line}\n")
