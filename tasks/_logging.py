@@ -56,6 +56,8 @@ def shorten_user_errors() -> None:
         if not any(isinstance(known, SentenceFilter) for known in logger.filters):
             logger.addFilter(SentenceFilter())
         redact_log(logger)
+    for name in ("EventsWorker", "APILogWorker"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn of each wait, however short
     services = logging.getLogger("prefect._internal.concurrency")
     if not any(isinstance(known, EventFilter) for known in services.filters):
         services.addFilter(EventFilter())
