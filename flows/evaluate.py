@@ -6,7 +6,7 @@ from prefect import flow
 
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
-from tasks._pipeline import StageRunner
+from tasks._pipeline import StageRunner, sentence_state
 from tasks.evaluate import evaluate as score
 from tasks.evaluate import evaluation_summary
 from tasks.preflight import load_checked_config
@@ -22,6 +22,7 @@ def zero_shot_stage(pipeline: StageRunner, *inputs: Artifact) -> Artifact | None
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)
+@sentence_state
 def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Score the finished training of `pretrain` for `conf` with these `overrides`."""
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:

@@ -7,7 +7,7 @@ from prefect import flow
 from flows.evaluate import zero_shot_stage
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
-from tasks._pipeline import StageRunner
+from tasks._pipeline import StageRunner, sentence_state
 from tasks.convert import convert
 from tasks.evaluate import evaluate
 from tasks.preflight import load_checked_config
@@ -28,6 +28,7 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
 
 
 @flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)
+@sentence_state
 def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Export and publish the finished training of `pretrain` for `conf` with these `overrides`."""
     config = load_checked_config(conf, overrides, trains=False)

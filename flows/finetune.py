@@ -11,7 +11,7 @@ from prefect.states import State
 
 from megacore.artifact import Artifact
 from megacore.config.finetune import FinetuneConfig
-from tasks._pipeline import StageRunner
+from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.dataset import dataset
 from tasks.examples import examples
 from tasks.find_batch_size import check_find_batch_size, find_batch_sizes
@@ -29,7 +29,8 @@ def prepared(pipeline: StageRunner[FinetuneConfig]) -> tuple[Artifact, Artifact]
     return model, pipeline.stage(examples, model, rows)
 
 
-@flow(name="finetune", flow_run_name="finetune-{conf}", validate_parameters=False)
+@flow(name="finetune", flow_run_name=run_name, validate_parameters=False)
+@sentence_state
 def finetune(
     conf: str = "mrpc",
     overrides: dict[str, Any] | None = None,

@@ -52,6 +52,8 @@ START_TIMEOUT = 120.0
 STOP_GRACE = {"deploy": 5.0, "worker": 28.0, "mlflow": 10.0, "prefect": 10.0}
 """Seconds of grace by process, in the order of stopping; the worker's runs need launch.stop_grace
 to end their ranks."""
+LEASES = "prefect.server.concurrency.lease_storage.filesystem"
+"""Storage of the leases of concurrency limits, so that a restarted server still frees them."""
 SILENT_RUN = timedelta(seconds=90)
 """Time without heartbeat after which a run counts as crashed."""
 
@@ -146,6 +148,9 @@ def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow
     os.environ.update(
         PREFECT_API_URL=f"{servers.prefect_url}/api",
         PREFECT_SERVER_UI_API_URL=f"{servers.prefect_url}/api",
+        PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=LEASES,
+        PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED="true",  # --watch shows the log
+        PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED="true",
         PREFECT_WORKER_QUERY_SECONDS="2",
         MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -252,11 +257,16 @@ def _last_log_line(started: Started) -> str:
 
 
 async def _prepare_server() -> None:
-    """Create the work pool, and the automation that marks silent runs as crashed."""
+    """Create the work pool, this host's limits, and the automation that ends silent runs.
+
+    What exists already stays as it is, with the user's changes.
+    """
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
     from prefect.workers.process import ProcessWorker
+
+    from tasks._devices import limit_names
 
     template = ProcessWorker.get_default_base_job_template()
     automation = _crash_silent_runs()
@@ -265,6 +275,13 @@ async def _prepare_server() -> None:
             await client.create_work_pool(
                 WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template)
             )
+        for name in limit_names():
+            try:
+                await client.read_global_concurrency_limit_by_name(name)
+            except ObjectNotFound:
+                await client.create_global_concurrency_limit(
+                    GlobalConcurrencyLimitCreate(name=name, limit=1, active=True)
+                )
         if not await client.read_automations_by_name(automation.name):
             await client.create_automation(automation)
 

@@ -12,6 +12,7 @@ from prefect import Task, get_run_logger
 from prefect import task as prefect_task
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH
 from prefect.states import State
 from pydantic import BaseModel, ConfigDict
@@ -20,7 +21,7 @@ from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact
 from megacore.errors import ArtifactError, MegacoreError
 from tasks._flow_config import FlowConfig
-from tasks._logging import UNLIMITED_RETRIES
+from tasks._logging import CountedRetries
 
 KeyFunction = Callable[..., StageKey]
 RetryCondition = Callable[[Any, Any, State[Any]], bool]
@@ -122,7 +123,7 @@ def stage_task(
         cache_policy=ArtifactPolicy(key_of, check or default_check),
         persist_result=True,
         result_serializer="json",
-        retries=UNLIMITED_RETRIES if retry_condition else 0,  # a flow sets the number of the others
+        retries=CountedRetries(0) if retry_condition else 0,  # the flow sets the number
         retry_condition_fn=retry_condition or should_retry,
         tags={"megacore"},
     )
@@ -136,6 +137,12 @@ def should_retry(task: Any, task_run: Any, state: State[Any]) -> bool:
     return isinstance(error, (ConnectionError, TimeoutError))
 
 
+def holder_name() -> str:
+    """Return the name under which the current flow run holds locks."""
+    name = flow_run.get_name()
+    return f"flow run {name!r}" if name else ""
+
+
 def build(
     config: FlowConfig,
     key: StageKey,
@@ -143,7 +150,9 @@ def build(
 ) -> StageResult:
     """Build the stage's artifact, or use the one that another run has completed."""
     folder = Workspace.of().folder(key.stage)
-    artifact, ran = build_artifact(folder, key, function, verify=config.verify)
     log = get_run_logger()
+    artifact, ran = build_artifact(
+        folder, key, function, verify=config.verify, holder=holder_name(), on_wait=log.info
+    )
     log.info("%s %s %s: %s", key.stage, "built" if ran else "found", artifact.path, artifact.counts)
     return StageResult(artifact=artifact, ran=ran)

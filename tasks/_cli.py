@@ -2,7 +2,9 @@
 
 import argparse
 import inspect
-import sys
+import signal
+import traceback
+from types import FrameType
 from typing import Any
 
 from prefect import Flow
@@ -12,7 +14,7 @@ from megacore.config import parse_overrides
 from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
 from megacore.redact import redact_values
 from tasks._environment import answers
-from tasks._orphans import start_server
+from tasks._orphans import end_process, start_server
 
 _SWITCHES = {
     "dry_run": "show keys, cache, memory and days; run nothing",
@@ -24,8 +26,49 @@ _SWITCHES = {
 """Boolean parameters of flows with their help texts."""
 
 
+class TerminatedError(BaseException):
+    """Arrival of SIGTERM at a flow's command line."""
+
+
 def run_flow(flow: Flow[..., Any]) -> None:
-    """Run `flow` from the command line; a user error prints one sentence and sets the exit code."""
+    """Run `flow` from the command line and end the process.
+
+    The last line of a failed command is the error: a user error prints one sentence and sets the
+    exit code.
+    """
+    arguments, switches = _parse(flow)
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    last_line, code = "", 0
+    try:
+        _require_server()
+        if not PREFECT_API_URL.value():
+            start_server()
+        overrides = parse_overrides(arguments.override)
+        _refuse_secrets(overrides)
+        parameters: dict[str, Any] = {"conf": arguments.conf, "overrides": overrides}
+        flow(**parameters, **{name: getattr(arguments, name) for name in switches})
+    except MegacoreError as error:
+        stop_requested = isinstance(error, TrainingStoppedError)  # a requested stop is no error
+        last_line, code = f"{'' if stop_requested else 'error: '}{error}", error.exit_code
+    except KeyboardInterrupt:
+        last_line, code = f"stopped; {_RESUME}", 130
+    except TerminatedError:
+        last_line, code = f"stopped by SIGTERM; {_RESUME}", -signal.SIGTERM
+    except Exception as error:
+        traceback.print_exc()
+        last_line, code = f"error: {type(error).__name__}: {error}", 1
+    end_process(last_line, code)
+
+
+_RESUME = "run the same command to resume from the last complete checkpoint"
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> None:
+    raise TerminatedError
+
+
+def _parse(flow: Flow[..., Any]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Return the arguments of the command line, and the flow's switches with their help texts."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__
     )
@@ -47,26 +90,7 @@ def run_flow(flow: Flow[..., Any]) -> None:
     switches = {name: text for name, text in _SWITCHES.items() if name in flow_parameters}
     for name, text in switches.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
-    arguments = parser.parse_args()
-    try:
-        _require_server()
-        if not PREFECT_API_URL.value():
-            start_server()
-        parameters: dict[str, Any] = {
-            "conf": arguments.conf,
-            "overrides": parse_overrides(arguments.override),
-        }
-        _refuse_secrets(parameters["overrides"])
-        flow(**parameters, **{name: getattr(arguments, name) for name in switches})
-    except MegacoreError as error:
-        stop_requested = isinstance(error, TrainingStoppedError)  # a requested stop is no error
-        sys.stderr.write(f"{'' if stop_requested else 'error: '}{error}\n")
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        sys.stderr.write(
-            "stopped; run the same command to resume from the last complete checkpoint\n"
-        )
-        raise SystemExit(130) from None
+    return parser.parse_args(), switches
 
 
 def _refuse_secrets(overrides: dict[str, Any]) -> None:

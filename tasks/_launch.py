@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 from prefect import get_run_logger
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging.handlers import PrefectConsoleHandler
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.theme import Theme
@@ -184,13 +185,15 @@ class TrainingMonitor:
         percent = 100.0 * iteration / total
         description = f"iteration {iteration} of {total}, {rest}"
         try:
-            if self._artifact is None:
-                self._artifact = create_progress_artifact(
-                    progress=percent, key=self.label, description=description
-                )
-            else:
-                update_progress_artifact(
-                    artifact_id=self._artifact, progress=percent, description=description
-                )
+            # Prefect's retries would hold up the supervision for a minute.
+            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                if self._artifact is None:
+                    self._artifact = create_progress_artifact(
+                        progress=percent, key=self.label, description=description
+                    )
+                else:
+                    update_progress_artifact(
+                        artifact_id=self._artifact, progress=percent, description=description
+                    )
         except Exception as error:  # a failing display must not end a training
             get_run_logger().warning("the progress artifact was not updated: %s", error)

@@ -5,9 +5,11 @@ import logging
 from megacore.errors import MegacoreError
 from megacore.redact import redact_log
 
-UNLIMITED_RETRIES = 1_000_000
-"""Number of retries given to Prefect when a task's own condition counts them."""
 RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.megacore")
+
+
+class CountedRetries(int):
+    """Number of retries that a task run raises itself, as long as it makes progress."""
 
 
 class SentenceFilter(logging.Filter):
@@ -19,8 +21,9 @@ class SentenceFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return True if the record is shown; errors are shortened, never dropped."""
-        if str(record.msg).startswith("Task run failed") and UNLIMITED_RETRIES in tuple(
-            record.args or ()
+        values = record.args if isinstance(record.args, tuple) else ()
+        if str(record.msg).startswith("Task run failed") and any(
+            isinstance(value, CountedRetries) for value in values
         ):
             return False
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
@@ -30,6 +33,17 @@ class SentenceFilter(logging.Filter):
             record.exc_info = None
             record.exc_text = None
         return True
+
+
+class EventFilter(logging.Filter):
+    """Filter that drops the content of events that a server did not take.
+
+    Prefect warns of the lost connection in another line.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return False for a line that shows a whole event."""
+        return not str(record.msg).startswith("Service %r failed to process item")
 
 
 def shorten_user_errors() -> None:
@@ -42,3 +56,8 @@ def shorten_user_errors() -> None:
         if not any(isinstance(known, SentenceFilter) for known in logger.filters):
             logger.addFilter(SentenceFilter())
         redact_log(logger)
+    for name in ("EventsWorker", "APILogWorker"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn of each wait, however short
+    services = logging.getLogger("prefect._internal.concurrency")
+    if not any(isinstance(known, EventFilter) for known in services.filters):
+        services.addFilter(EventFilter())

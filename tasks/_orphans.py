@@ -1,42 +1,108 @@
-"""Watcher that ends the temporary server of a flow if the flow is killed.
+"""Start and end of the temporary server of a flow, and of the flow's process.
 
     python -m tasks._orphans TOKEN
 
-waits for the end of stdin, a pipe whose other end only the flow's process has open. Only the
-standard library is imported.
+is the watcher that ends the server if the flow is killed. It waits for the end of stdin, a pipe
+whose other end only the flow's process has open, and imports only the standard library.
 """
 
 import atexit
 import contextlib
+import logging
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 MARK = "MEGACORE_FLOW_PROCESS"
 """Environment variable that all processes started by the flow inherit."""
 _SERVER = b"prefect.server.api.server:create_app"
 _GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
+RESTARTS = 3
+"""Number of times that a killed temporary server is started again."""
+FLUSH = 10.0
+"""Seconds that an ending flow waits until a server has its last logs and events."""
+
+
+_ending = threading.Event()
+_restarting = threading.Lock()
 
 
 def start_server() -> None:
     """Start Prefect's temporary server, which ends with this process but not on Ctrl-C.
 
     A terminal sends Ctrl-C to all of its processes. The flow still needs the server then, to
-    record how it ended.
+    record how it ended. A server that is killed is started again, with the same records.
     """
     from prefect.server.api.server import SubprocessASGIServer
 
     watch_over_server()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    server = SubprocessASGIServer()
+    keeper = threading.Thread(target=_keep, args=(server,), name="server-keeper", daemon=True)
     try:
-        SubprocessASGIServer().start()  # the server inherits the blocked signal
+        server.start()  # the server and the thread inherit the blocked signal
+        keeper.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _keep(server: Any) -> None:
+    """Start the server again when it has ended, at the same address, until the flow ends."""
+    for _ in range(RESTARTS):
+        while server.server_process is not None and server.server_process.poll() is None:
+            if _ending.wait(0.5):
+                return
+        with _restarting:
+            if _ending.is_set() or server.server_process is None:
+                return
+            logging.getLogger("prefect").warning(
+                "the temporary server was ended from outside; it is started again"
+            )
+            server.server_process = server._run_uvicorn_command()
+
+
+def end_process(last_line: str, code: int) -> NoReturn:
+    """End the flow's process: send the last logs and events, end the temporary server, print.
+
+    Nothing is printed after `last_line`. Prefect would try for minutes to send to a server that has
+    ended; this function waits `FLUSH` seconds, and not at all if the temporary server has ended.
+
+    Args:
+        last_line: last line for stderr, or an empty string.
+        code: exit code, or a negative signal number to die of that signal.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # what follows is short
+    with _restarting:
+        _ending.set()
+    logging.disable(logging.CRITICAL)
+    logging.raiseExceptions = False  # Prefect would report logs that no server takes
+    from prefect._internal.concurrency.services import QueueService
+
+    module = sys.modules.get("prefect.server.api.server")  # its import takes seconds
+    server = module.SubprocessASGIServer() if module else None
+    process = server.server_process if server else None
+    lost = process is not None and process.poll() is not None
+    _, unsent = QueueService.drain_all(timeout=0.0 if lost else FLUSH)  # type: ignore[misc]
+    if server:
+        server.stop()
+    sys.stdout.flush()
+    if last_line:
+        sys.stderr.write(f"{last_line}\n")
+    sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    if unsent:
+        os._exit(code)  # the interpreter's own end would wait for them
+    sys.exit(code)
 
 
 def watch_over_server() -> None:

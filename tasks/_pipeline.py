@@ -1,29 +1,35 @@
 """One run of a flow: its configuration, its stages in order, and the final table."""
 
+import functools
 import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import yaml
-from prefect import Task
+from prefect import Task, get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext
-from prefect.states import Cancelled, State
+from prefect.logging.handlers import APILogWorker
+from prefect.states import Cancelled, Failed, State
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
 from megacore.artifact import Artifact
-from megacore.errors import TrainingStoppedError
+from megacore.errors import MegacoreError, TrainingStoppedError
 from megacore.redact import redact, redact_values
 from tasks._cache import StageResult
 from tasks._flow_config import FlowConfig
+from tasks._logging import CountedRetries
 
 Config = TypeVar("Config", bound=FlowConfig)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,8 @@ class StageRunner(Generic[Config]):
     def stage(self, task: Task[..., StageResult], *inputs: Any) -> Artifact:
         """Run one stage with the configured retries; if it fails, the flow fails."""
         launch, name = self.config.launch, self._row_name(task.name)
-        retries = task.retries or launch.retries  # a task with its own number counts them itself
+        counts = isinstance(task.retries, CountedRetries)
+        retries = CountedRetries(launch.retries) if counts else launch.retries
         configured = task.with_options(retries=retries, retry_delay_seconds=launch.retry_delay)
         started = time.monotonic()
         state: State[StageResult] = configured(self.config, *inputs, return_state=True)  # type: ignore[assignment]
@@ -138,6 +145,44 @@ def stopped(error: TrainingStoppedError) -> State[Any]:
     return Cancelled(
         name="Stopped", message=f"{error}: {command}" if command else str(error), data=error
     )
+
+
+def sentence_state(
+    function: Callable[Parameters, Result],
+) -> Callable[Parameters, Result | State[Any]]:
+    """Make a user error the message of the flow run's state, as one sentence.
+
+    The error is logged, and sent to the server before the state, after which nobody reads logs.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | State[Any]:
+        try:
+            return function(*args, **kwargs)
+        except MegacoreError as error:
+            log = get_run_logger()
+            log.error("%s: %s", type(error).__name__, error)
+            _send_logs()
+            state: State[Any] = Failed(message=f"{type(error).__name__}: {error}", data=error)
+            state.state_details.retriable = False
+            return state
+
+    return run
+
+
+def _send_logs() -> None:
+    """Send the log lines that wait for their batch, for at most Prefect's 5 s."""
+    APILogWorker.drain_all(timeout=5)
+
+
+def run_name() -> str:
+    """Return the name of the current flow run: flow, configuration, and a switch that is on."""
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow is not None
+    parameters = context.parameters or {}
+    switches = [name.replace("_", "-") for name, value in parameters.items() if value is True]
+    return "-".join([context.flow.name, str(parameters["conf"]), *switches])
 
 
 def resume_command() -> str | None:

@@ -12,6 +12,7 @@ from prefect.states import State
 
 from megacore.artifact.files import read_record, write_json
 from megacore.errors import MegacoreError, PreemptedError, RankLostError
+from tasks._logging import CountedRetries
 
 FAILURES_FILE = "failures.json"
 """Name of the file in the run directory that counts the failures in a row of the current task
@@ -94,6 +95,7 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
             )
             raise error from None
         if failures.count <= retries:
+            allow_retries(1 + retries - failures.count)
             get_run_logger().warning(
                 "%s: %s; retry %d of at most %d in a row without progress %s",
                 type(error).__name__,
@@ -110,6 +112,18 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
             f"launch.retries = {retries} and the first: the same command "
             f"{_place(failures.iteration)}"
         ) from error
+
+
+def allow_retries(more: int) -> None:
+    """Let Prefect retry the current task run `more` times from now on.
+
+    Prefect has its number of retries from the start of the task run, without those that progress
+    earns.
+    """
+    context = TaskRunContext.get()
+    if context is not None:
+        before = context.task_run.run_count - 1
+        context.task.retries = CountedRetries(before + more)
 
 
 def pretraining_may_retry(task: Any, task_run: Any, state: State[Any]) -> bool:

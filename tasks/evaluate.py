@@ -11,6 +11,7 @@ from megacore.config.keys import key_parameters
 from megacore.jobs.run import EvaluateJob
 from megacore.ranks import stages
 from tasks._cache import StageResult, build, stage_task
+from tasks._devices import devices
 from tasks._launch import LogTail
 from tasks._perplexity import PerplexityTable
 from tasks.index import mixture, resolved_samples, without_other_families
@@ -50,7 +51,8 @@ def evaluate(
                 "output": str(scratch / REPORT),
             }
         )
-        scores = stages.evaluate(job, scratch, log_tail(scratch / "evaluate.log").poll)
+        with devices(config.launch, trains=False):
+            scores = stages.evaluate(job, scratch, log_tail(scratch / "evaluate.log").poll)
         return _report(directory, scores["checkpoints"], scores["unigram"])
 
     with lock(trained.directory, shared=True):

@@ -36,6 +36,7 @@ from megacore.ranks.batch_size_search import (
     method_config,
 )
 from tasks._cache import StageResult, build, stage_task
+from tasks._devices import devices
 from tasks._launch import LogTail
 from tasks._pipeline import StageRunner
 
@@ -120,15 +121,16 @@ def find_batch_size(
             scratch.mkdir(parents=True)
         samples = examples.counts["train"]
         watch = _Watcher(method).watch
-        report = compare(
-            config,
-            method,
-            pretrained.path,
-            examples.path,
-            samples=samples,
-            scratch=scratch,
-            watch=watch,
-        )
+        with devices(config.launch, trains=True):
+            report = compare(
+                config,
+                method,
+                pretrained.path,
+                examples.path,
+                samples=samples,
+                scratch=scratch,
+                watch=watch,
+            )
         write_json(directory / REPORT, report)
         os.rename(scratch, directory / RUNS)
         return counts_of(report)

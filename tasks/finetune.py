@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prefect import get_run_logger
 from prefect.runtime import task_run
 from prefect.states import State
 
@@ -22,7 +23,14 @@ from megacore.jobs.finetune import FinetuneJob
 from megacore.ranks import finetune_stages
 from megacore.ranks.stages import attempt_log, next_attempt
 from tasks._attempt import report_end
-from tasks._cache import StageResult, artifact_directory, artifact_problem, stage_task
+from tasks._cache import (
+    StageResult,
+    artifact_directory,
+    artifact_problem,
+    holder_name,
+    stage_task,
+)
+from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._forward import EVENTS_FILE, Forwarder
 from tasks._launch import TrainingMonitor
@@ -89,10 +97,14 @@ def finetune(config: FinetuneConfig, pretrained: Artifact, examples: Artifact) -
     directory = artifact_directory(key)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    with workspace_errors(directory), lock(directory):
+    held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
+    with workspace_errors(directory), held:
         ran = artifact_problem(key, config) is not None
         if ran:
-            with counted_failures(directory, str(task_run.id), config.launch.retries):
+            with (
+                devices(config.launch, trains=True),
+                counted_failures(directory, str(task_run.id), config.launch.retries),
+            ):
                 _run(config, key, directory, pretrained, examples)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 

@@ -22,7 +22,8 @@ from megacore.jobs.run import TrainJob
 from megacore.ranks import stages
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._attempt import report_end
-from tasks._cache import StageResult, artifact_problem, stage_task
+from tasks._cache import StageResult, artifact_problem, holder_name, stage_task
+from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
@@ -133,11 +134,15 @@ def train(config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artif
     key = train_key(config, tokens, tokenizer, index)
     with workspace_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    with workspace_errors(directory), lock(directory):
+    held = lock(directory, holder=holder_name(), on_wait=get_run_logger().info)
+    with workspace_errors(directory), held:
         ran = training_problem(config, tokens, tokenizer, index) is not None
         if ran:
             _refuse_to_shorten(config, directory)
-            with counted_failures(directory, str(task_run.id), config.launch.retries):
+            with (
+                devices(config.launch, trains=True),
+                counted_failures(directory, str(task_run.id), config.launch.retries),
+            ):
                 _run(config, key, directory, tokens, tokenizer, index)
         return StageResult(artifact=open_artifact(directory), ran=ran)
 

@@ -18,6 +18,7 @@ from megacore.ranks import zeroshot as entry
 from megacore.ranks.stages import log_name, run_job
 from tasks._cache import StageResult, build, stage_task
 from tasks._checkpoint_models import log_scores
+from tasks._devices import devices
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking, end_run
 from tasks.evaluate import fresh_scratch, log_tail
@@ -78,7 +79,8 @@ def zeroshot(
         scratch = fresh_scratch(trained.directory, f"zeroshot-{key.key}")
         job = make_job(config, trained, evaluation, tokenizer, scratch)
         poll = log_tail(scratch / log_name(entry.MODULE)).poll
-        scores = run_job(entry.MODULE, job, scratch, launch=config.launch, on_poll=poll)
+        with devices(config.launch, trains=False):
+            scores = run_job(entry.MODULE, job, scratch, launch=config.launch, on_poll=poll)
         write_json(directory / REPORT, scores)
         best = {name: evaluation.counts[name] for name in ("best", "iteration")}
         return {"checkpoint": best["best"], "iteration": best["iteration"], **metrics_of(scores)}

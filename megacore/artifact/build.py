@@ -2,14 +2,17 @@
 
 import fcntl
 import hashlib
+import json
+import logging
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,6 +22,7 @@ from megacore.errors import ArtifactError
 
 KEY_LENGTH = 16
 """Hex digits of a key: 64 bits."""
+_logger = logging.getLogger(__name__)
 
 
 class Artifact(BaseModel):
@@ -87,18 +91,20 @@ def build_artifact(
     build: Callable[[Path], Mapping[str, Any]],
     *,
     verify: Literal["quick", "full"] = "quick",
+    holder: str = "",
+    on_wait: Callable[[str], None] = _logger.warning,
 ) -> tuple[Artifact, bool]:
     """Return the artifact `folder/<key>`, and True if `build` ran to create it.
 
     `build` fills an empty directory and returns counts. It runs in `<key>.tmp-<pid>`, which is then
     synced, given a manifest and renamed. A crash at any point leaves either the complete artifact
-    or none. If two processes ask for the same key, one builds and the other waits. A damaged
-    artifact is built again.
+    or none. If two processes ask for the same key, one builds and the other waits, with the
+    arguments of `lock`. A damaged artifact is built again.
     """
     target = folder / key.key
     with workspace_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with lock(target):
+        with lock(target, holder=holder, on_wait=on_wait):
             if target.exists():
                 try:
                     return open_artifact(target, verify), False
@@ -155,13 +161,59 @@ def remove_tree(directory: Path) -> None:
 
 
 @contextmanager
-def lock(target: Path, *, shared: bool = False) -> Iterator[None]:
+def lock(
+    target: Path,
+    *,
+    shared: bool = False,
+    holder: str = "",
+    on_wait: Callable[[str], None] = _logger.warning,
+) -> Iterator[None]:
     """Hold the lock of `target` for the duration of the block.
 
-    The lock is the file `.<name>.lock` next to `target`. The kernel releases it when the holder
-    dies. Any number of processes may hold a `shared` lock, to read files that must not change.
+    The lock is the file `.<name>.lock` next to `target`, with the name of its holder. The kernel
+    releases it when the holder dies.
+
+    Args:
+        target: file or directory to lock.
+        shared: True to read files that must not change, which any number of processes may do.
+        holder: name of this holder, which waiting processes show.
+        on_wait: function that shows one sentence if another process holds the lock.
     """
     path = target.with_name(f".{target.name}.lock")
-    with open(path, "w", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        yield
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait(f"waits for {target}, which {_holder_of(file)} uses")
+            fcntl.flock(file, kind)
+        if shared:
+            yield
+            return
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        _replace_text(file, json.dumps([os.getpid(), socket.gethostname(), holder, since]))
+        try:
+            yield
+        finally:
+            _replace_text(file, "")
+
+
+def _holder_of(file: TextIO) -> str:
+    """Return the name of the process that holds a lock file, as far as the file names it."""
+    try:
+        pid, host, holder, since = json.loads(file.read())
+    except (OSError, ValueError, TypeError):
+        return "another process"
+    if host == socket.gethostname() and not Path("/proc", str(pid)).exists():
+        return "another process"  # the named one was killed, and a shared lock followed
+    place = f"process {pid} on {host}, since {since}"
+    return f"{holder} ({place})" if holder else place
+
+
+def _replace_text(file: TextIO, text: str) -> None:
+    """Replace the content of an open file; a full disk costs only the holder's name."""
+    with suppress(OSError):
+        file.seek(0)
+        file.truncate()
+        file.write(text)
+        file.flush()

@@ -1,6 +1,7 @@
 """Deployments in prefect.yaml: one of every flow for every file in conf/, and no others."""
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,45 @@ def test_deployments_differ_only_in_flow_and_conf(prefect_yaml: dict[str, Any]) 
     for item in prefect_yaml["deployments"]:
         assert item["parameters"] == {"conf": item["name"], "overrides": {}}
         assert {key: value for key, value in item.items() if key in base} == base
-        assert set(item) == {*base, "name", "entrypoint", "parameters"}
+        assert set(item) == {
+            *base,
+            "name",
+            "entrypoint",
+            "parameters",
+            "description",
+            "tags",
+        }
         assert item["concurrency_limit"]["limit"] == 1
         assert item["work_pool"] == {"name": "local"}
+
+
+def test_descriptions_state_the_hardware_of_the_conf(prefect_yaml: dict[str, Any]) -> None:
+    for item in prefect_yaml["deployments"]:
+        conf, text = read_conf(item), item["description"]
+        count, device = re.findall(r"\b(\d+) (CPU core|GPU)s?\b", text)[0]
+        assert int(count) == conf["launch"]["nproc_per_node"], text
+        assert (device == "CPU core") == item["name"].endswith("-tiny"), text
+
+
+def test_tags_state_flow_family_size_and_devices(prefect_yaml: dict[str, Any]) -> None:
+    for item in prefect_yaml["deployments"]:
+        project, flow, family, size, device = item["tags"]
+        assert project == "megacore"
+        assert (FLOWS | FINETUNE)[flow] == item["entrypoint"]
+        text, conf = item["description"], read_conf(item)
+        assert family == conf.get("family", "gpt") or flow == "finetune"
+        assert size in item["name"] or size in text.lower(), item
+        on_cpu = "CPU core" in text or flow == "prepare-data"
+        assert device == ("cpu" if on_cpu else "gpu"), item
+
+
+def read_conf(item: dict[str, Any]) -> dict[str, Any]:
+    """Read the configuration file of a deployment."""
+    folder = ROOT / "conf" / ("finetune" if item["entrypoint"] in FINETUNE.values() else "")
+    conf: dict[str, Any] = yaml.safe_load(
+        (folder / f"{item['name']}.yaml").read_text(encoding="utf-8")
+    )
+    return conf
 
 
 @pytest.mark.parametrize("name", FLOWS | FINETUNE)

@@ -3,12 +3,22 @@
 import multiprocessing
 import os
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megacore.artifact import Artifact, Manifest, StageKey, Workspace, build_artifact, open_artifact
+from megacore.artifact import (
+    Artifact,
+    Manifest,
+    StageKey,
+    Workspace,
+    build_artifact,
+    lock,
+    open_artifact,
+)
 from megacore.artifact.files import write_json
 from megacore.errors import ArtifactError, WorkspaceError
 
@@ -181,3 +191,74 @@ def test_workspace_is_taken_from_the_environment_or_the_default(
 def test_artifact_is_unchanged_by_a_json_round_trip() -> None:
     artifact = Artifact(stage="index", key="k", path="/p", digest="d", counts={"samples": 3})
     assert Artifact.model_validate_json(artifact.model_dump_json()) == artifact
+
+
+def hold(target: Path, started: "multiprocessing.Queue[bool]", *, shared: bool = False) -> None:
+    with lock(target, shared=shared, holder="flow run 'first'"):
+        started.put(True)
+        time.sleep(60)
+
+
+Holder = Callable[..., multiprocessing.Process]
+
+
+@pytest.fixture
+def start_holder(tmp_path: Path) -> Iterator[Holder]:
+    """Return a function that locks `tmp_path / "run"` in another process."""
+    context = multiprocessing.get_context("fork")
+    processes: list[Any] = []
+
+    def start(*, shared: bool = False) -> Any:
+        started = context.Queue()
+        process = context.Process(
+            target=hold, args=(tmp_path / "run", started), kwargs={"shared": shared}
+        )
+        process.start()
+        processes.append(process)
+        assert started.get(timeout=30)
+        return process
+
+    yield start
+    for process in processes:
+        kill(process)
+
+
+def kill(process: Any) -> None:
+    process.kill()
+    process.join(timeout=10)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_waiting_process_names_the_holder(
+    tmp_path: Path, start_holder: Holder, shared: bool
+) -> None:
+    holder, shown = start_holder(), []
+
+    def end_holder(text: str) -> None:
+        shown.append(text)
+        kill(holder)
+
+    with lock(tmp_path / "run", shared=shared, on_wait=end_holder):
+        pass
+    assert len(shown) == 1
+    assert f"{tmp_path / 'run'}, which flow run 'first' (process {holder.pid} on " in shown[0]
+
+
+def test_waiting_process_does_not_name_a_dead_holder(tmp_path: Path, start_holder: Holder) -> None:
+    kill(start_holder())
+    assert "first" in (tmp_path / ".run.lock").read_text()
+    reader, shown = start_holder(shared=True), []
+
+    def end_reader(text: str) -> None:
+        shown.append(text)
+        kill(reader)
+
+    with lock(tmp_path / "run", on_wait=end_reader):
+        pass
+    assert shown == [f"waits for {tmp_path / 'run'}, which another process uses"]
+
+
+def test_lock_file_is_empty_after_use(tmp_path: Path) -> None:
+    with lock(tmp_path / "run"):
+        assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
+    assert (tmp_path / ".run.lock").read_text() == ""

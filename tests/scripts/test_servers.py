@@ -107,6 +107,7 @@ def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
     assert "already running" in clone.servers("start").stdout
     assert clone.servers("status").returncode == 0
 
+    check_limit_keeps_the_users_value(clone, prefect_url)
     check_deployment_run(clone)
     check_stop_ends_a_run_and_its_children(clone)
     assert clone.left_over(token) == []
@@ -133,6 +134,18 @@ def check_deployments(clone: Clone, prefect_url: str) -> None:
         assert item["pull_steps"] == [
             {"prefect.deployments.steps.set_working_directory": {"directory": str(clone.root)}}
         ]
+
+
+def check_limit_keeps_the_users_value(clone: Clone, prefect_url: str) -> None:
+    from tasks._devices import limit_name
+
+    name = limit_name("cpu")
+    page = f"{prefect_url}/api/v2/concurrency_limits/{name}"
+    assert json.loads(get(page))["limit"] == 1
+    updated = clone.prefect("gcl", "update", name, "--limit", "3")
+    assert updated.returncode == 0, updated.stdout + updated.stderr
+    assert clone.servers("deploy", PREFECT_API_URL=f"{prefect_url}/api").returncode == 0
+    assert json.loads(get(page))["limit"] == 3
 
 
 def check_deployment_run(clone: Clone) -> None:

@@ -1,4 +1,4 @@
-"""End of the local Prefect server when its flow is killed."""
+"""Start, restart and end of the temporary Prefect server, and the end of the flow's process."""
 
 import os
 import signal
@@ -111,3 +111,88 @@ def test_temporary_server_answers_after_ctrl_c(tmp_path: Path) -> None:
     assert output == b"True\n"
     with pytest.raises(ProcessLookupError):
         os.killpg(flow.pid, 0)
+
+
+UNSENT_EVENT = """
+import sys
+from prefect.events import emit_event
+from tasks import _orphans
+_orphans.FLUSH = 0.5
+emit_event("test", resource={"prefect.resource.id": "test"})
+print("first line", file=sys.stderr)
+_orphans.end_process("last line", CODE)
+"""
+
+
+@pytest.mark.parametrize("code", [5, -signal.SIGTERM])
+def test_ending_flow_does_not_wait_for_a_server_that_is_gone(tmp_path: Path, code: int) -> None:
+    flow = subprocess.run(
+        [sys.executable, "-c", UNSENT_EVENT.replace("CODE", str(code))],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PREFECT_HOME": str(tmp_path),
+            "PREFECT_API_URL": "http://127.0.0.1:9/api",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert flow.returncode == code
+    assert flow.stderr.splitlines()[0] == "first line"
+    assert flow.stderr.splitlines()[-1] == "last line"
+    assert "Traceback" not in flow.stderr
+
+
+RESTARTED_SERVER = """
+import sys, time
+from prefect.server.api.server import SubprocessASGIServer
+from tasks._environment import answers
+from tasks._orphans import end_process, start_server
+start_server()
+server = SubprocessASGIServer()
+url, killed = f"{server.api_url}/health", server.server_process
+killed.kill()
+killed.wait()
+while not answers(url):
+    time.sleep(0.2)
+end_process(f"{server.server_process is not killed}", 0)
+"""
+
+
+@pytest.mark.slow
+def test_killed_temporary_server_is_started_again_and_ends_with_the_flow(tmp_path: Path) -> None:
+    flow = subprocess.run(
+        [sys.executable, "-c", RESTARTED_SERVER],
+        cwd=ROOT,
+        env={**os.environ, "PREFECT_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert flow.returncode == 0, flow.stderr
+    assert "ended from outside; it is started again" in flow.stderr + flow.stdout
+    assert flow.stderr.splitlines()[-1] == "True"
+
+
+@pytest.mark.slow
+def test_last_line_of_a_failed_command_is_the_error(tmp_path: Path) -> None:
+    flow = subprocess.run(
+        [sys.executable, "-m", "flows.pretrain", "-o", "train.train_iters=x"],
+        cwd=ROOT,
+        env={
+            **{name: os.environ[name] for name in os.environ if not name.startswith("PREFECT_")},
+            "MEGACORE_WORKSPACE": str(tmp_path),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert flow.returncode == 2
+    assert flow.stdout.splitlines()[-1] == (
+        f"error: {ROOT / 'conf/gpt2-tiny.yaml'}: train.train_iters is 'x': give an integer"
+    )

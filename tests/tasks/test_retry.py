@@ -23,7 +23,7 @@ from megacore.errors import (
 )
 from tasks import _pipeline, _retry
 from tasks._attempt import exit_reason
-from tasks._logging import UNLIMITED_RETRIES, SentenceFilter
+from tasks._logging import CountedRetries, SentenceFilter
 from tasks._retry import FAILURES_FILE, counted_failures, pretraining_may_retry
 from tasks.download import download
 from tasks.evaluate import evaluate
@@ -49,19 +49,23 @@ class FakeRun:
         inputs = {"config": self.config, "tokens": None, "tokenizer": None, "index": None}
         monkeypatch.setattr(_retry, "get_run_logger", lambda: log)
         monkeypatch.setattr(_retry, "newest_iteration", lambda directory: self.newest)
-        context = SimpleNamespace(get=lambda: SimpleNamespace(parameters=inputs))
-        monkeypatch.setattr(_retry, "TaskRunContext", context)
+        self.task, self.task_run = SimpleNamespace(), SimpleNamespace()
+        context = SimpleNamespace(parameters=inputs, task=self.task, task_run=self.task_run)
+        monkeypatch.setattr(_retry, "TaskRunContext", SimpleNamespace(get=lambda: context))
         monkeypatch.setattr("tasks.train.run_directory", lambda *inputs: directory)
 
     def attempts(
         self, outcomes: list[tuple[int, MegacoreError]], task_run: str = "a"
     ) -> MegacoreError:
-        """Fail as Prefect runs a task until the condition is false; all outcomes must be needed."""
+        """Fail as Prefect runs a task until it gives up; all outcomes must be needed."""
+        self.task.retries = CountedRetries(self.config.launch.retries)
         for left, (saved, error) in enumerate(outcomes, start=1):
+            self.task_run.run_count = left
             with pytest.raises(type(error)) as caught:
                 self.attempt(saved, error, task_run)
             state: Any = Failed(data=caught.value)
-            if not pretraining_may_retry(train, SimpleNamespace(id=task_run), state):
+            more = left - 1 < self.task.retries
+            if not more or not pretraining_may_retry(train, SimpleNamespace(id=task_run), state):
                 assert left == len(outcomes), f"given up after {left} attempts"
                 return caught.value
         raise AssertionError("it would be tried once more")
@@ -101,6 +105,14 @@ def test_retries_with_progress_are_unlimited(run: FakeRun) -> None:
     assert run.warnings[29].endswith(
         "retry 1 of at most 2 in a row without progress resumes from iteration 300"
     )
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_prefect_shows_launch_retries_until_progress_earns_more(run: FakeRun, lost: int) -> None:
+    run.attempts([(0, LOST)] * 3)
+    assert run.task.retries == run.config.launch.retries
+    run.attempts([(5, LOST)] * lost + [(0, LOST)] * 2, task_run="b")
+    assert run.task.retries == lost + 1, "the last attempt is the third without progress"
 
 
 def test_progress_resets_the_count(run: FakeRun) -> None:
@@ -162,11 +174,11 @@ def test_uncountable_failure_is_not_retried(run: FakeRun, monkeypatch: pytest.Mo
     assert "cannot be counted" in run.warnings[0]
 
 
-def test_prefects_retry_limit_and_line_do_not_apply_to_training() -> None:
-    assert train.retries == UNLIMITED_RETRIES
+def test_prefects_retry_line_does_not_apply_to_training() -> None:
+    assert isinstance(train.retries, CountedRetries)
     assert train.retry_condition_fn is pretraining_may_retry
     text = "Task run failed with %s: %r - Retry %s/%s will start %s"
-    values = ("exception", LOST, 1, UNLIMITED_RETRIES, "immediately")
+    values = ("exception", LOST, 1, CountedRetries(2), "immediately")
     record = logging.LogRecord("prefect.task_runs", logging.INFO, __file__, 1, text, values, None)
     assert not SentenceFilter().filter(record)
     record.args = ("exception", LOST, 1, 2, "immediately")
@@ -200,11 +212,12 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 
 def test_requested_stop_has_a_separate_state(rows: list[dict[str, str]], run: FakeRun) -> None:
     error = TrainingStoppedError("training stopped at iteration 40 of 100")
-    task: Any = FakeTask(error, retries=UNLIMITED_RETRIES)
+    task: Any = FakeTask(error, retries=CountedRetries(0))
     with _pipeline.StageRunner(run.config) as pipeline:
         pipeline.stage(task)
     assert [row["outcome"] for row in rows] == ["stopped"]
-    assert task.options["retries"] == UNLIMITED_RETRIES
+    assert task.options["retries"] == run.config.launch.retries
+    assert isinstance(task.options["retries"], CountedRetries)
     assert pipeline.ended is not None
     assert pipeline.ended.type.value == "CANCELLED"
     assert pipeline.ended.name == "Stopped"
