@@ -80,6 +80,8 @@ WITH_TOKENS = frozenset(
 """Metrics that have a second curve by consumed tokens."""
 PREFIXES = {"evaluation": "validation/", "test": "test_"}
 """Prefixes of the metrics in the field METRICS, by kind of event."""
+ATTEMPTS = "attempts"
+"""Tag with the number of attempts."""
 METRICS = "metrics"
 """Field of a fine-tuning's evaluations with further metrics by name."""
 BY_TOKENS = "_by_tokens"
@@ -139,7 +141,11 @@ def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
 
 def progress_of(event: Mapping[str, Any]) -> dict[str, str]:
     """Return the tags of a run whose last step is `event`."""
-    values = {"step": event["iteration"], "tokens": event.get("consumed_tokens")}
+    values = {
+        "step": event["iteration"],
+        "tokens": event.get("consumed_tokens"),
+        ATTEMPTS: event.get("attempt"),
+    }
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
@@ -191,6 +197,9 @@ class Forwarder:
     """Sender of a run directory's events to its MLflow run.
 
     The MLflow run is created once the store answers.
+
+    Attributes:
+        facts: further facts that are recorded with the run.
     """
 
     def __init__(
@@ -214,7 +223,7 @@ class Forwarder:
         self._tracking = tracking
         self._directory = run_directory
         self._config = config
-        self._facts = facts
+        self.facts = facts
         self._interval = interval
         self._events = run_directory / EVENTS_FILE
         self._run_id: str | None = None
@@ -314,7 +323,7 @@ class Forwarder:
     def deliver(self) -> None:
         """Send all complete events in this thread. Raises TrackingError."""
         if self._run_id is None:
-            run_id = ensure_run(self._tracking, self._directory, self._config, self._facts)
+            run_id = ensure_run(self._tracking, self._directory, self._config, self.facts)
             send_preflight(self._tracking, run_id, self._directory)
             self._restore(run_id)
         while not self._closed:
