@@ -65,7 +65,7 @@ _VIEW_STATE = {
         "tags.`attempts`",
     ],
     "columnOrder": [],
-    "columnWidths": {"tags.`tokens`": 120, "tags.`step`": 80, "tags.`attempts`": 80},
+    "columnWidths": {},
     "runsExpanded": {},
     "runsPinned": [],
     "runsHidden": [],

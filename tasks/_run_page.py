@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL
 from megacore.redact import redact
 from tasks._checkpoint_models import MODEL_TYPE as CHECKPOINT
 from tasks._forward import ATTEMPTS, EVENTS_FILE
-from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow import RunFacts, Tracking, page_url
 from tasks._run_history import RunHistory, end_of
 
 if TYPE_CHECKING:
@@ -195,13 +195,18 @@ def _checkpoint_table(tracking: Tracking, experiment_id: str, run_id: str) -> li
     rows.sort(key=lambda row: (row[1].get("valid_ppl", float("inf")), -_step(row[0])))
     if not rows:
         return []
+
+    def page(model_id: str) -> str:
+        # Relative to the server, because its address is not known here.
+        return page_url("", f"experiments/{experiment_id}/models/{model_id}").removeprefix("/")
+
     return [
         f"| checkpoint | step | tokens | {' | '.join(map(_title, names))} |",
         "| --- |" + " ---: |" * (2 + len(names)),
         *(
             " | ".join(
                 (
-                    f"| [{model.name}](#/experiments/{experiment_id}/models/{model.model_id})",
+                    f"| [{model.name}]({page(model.model_id)})",
                     str(_step(model)),
                     model.params.get("consumed_tokens", ""),
                     *(f"{metrics[name]:.5g}" if name in metrics else "" for name in names),

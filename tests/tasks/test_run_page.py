@@ -52,6 +52,8 @@ def test_description_has_data_checkpoints_by_perplexity_and_attempts(
     assert "- tokens data: `tokenize-abababababababab`, 1,000 tokens" in lines
     rows = [line.split(" | ") for line in lines if line.startswith("| [")]
     assert [(row[1], row[3].rstrip(" |")) for row in rows] == [("20", "7.3891"), ("10", "20.086")]
+    assert rows[0][0].startswith("| [gpt2-test-v1-iter_0000020](#/experiments/")
+    assert rows[0][0].endswith("?workflowType=machine_learning)")
     attempts = [line.strip("| ").split(" | ") for line in lines[-2:]]
     assert [(row[0], row[1], row[3]) for row in attempts] == [
         ("2", "10 to 20", "signal"),
