@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_API_URL
 
 from megacore.redact import redact
 from tasks._checkpoint_models import MODEL_TYPE as CHECKPOINT
+from tasks._checkpoint_models import STATE_TAG
 from tasks._forward import ATTEMPTS, EVENTS_FILE
 from tasks._mlflow import RunFacts, Tracking, page_url
 from tasks._run_history import RunHistory, end_of
@@ -28,7 +29,7 @@ NOTE_DIGEST = "megacore.description_sha256"
 LOGS = "logs"
 """Folder of the attempts' logs, in the run directory and among the run's artifacts."""
 
-_FILE_LIMIT = 8 << 20
+_FILE_LIMIT = 4 << 20
 """Bytes of a log or of the events that become an artifact; of a longer file, the last ones."""
 _MOST_ROWS = 10
 _TEXT_LIMIT = 4900
@@ -185,10 +186,7 @@ def _metrics(model: "LoggedModel") -> dict[str, float]:
 
 def _checkpoint_table(tracking: Tracking, experiment_id: str, run_id: str) -> list[str]:
     """Return a markdown table of the run's checkpoints, the lowest perplexity first."""
-    models = tracking.client.search_logged_models(
-        [experiment_id], f"source_run_id = '{run_id}' AND model_type = '{CHECKPOINT}'"
-    )
-    rows = [(model, _metrics(model)) for model in models]
+    rows = [(model, _metrics(model)) for model in _checkpoints(tracking, experiment_id, run_id)]
     measured = {name for _, metrics in rows for name in metrics}
     perplexities = [name for name in ("valid_ppl", "test_ppl") if name in measured]
     names: list[str] = [*perplexities] or sorted(measured)[:4]
@@ -206,7 +204,7 @@ def _checkpoint_table(tracking: Tracking, experiment_id: str, run_id: str) -> li
         *(
             " | ".join(
                 (
-                    f"| [{model.name}]({page(model.model_id)})",
+                    f"| [{model.name}]({page(model.model_id)}){_deleted(model)}",
                     str(_step(model)),
                     model.params.get("consumed_tokens", ""),
                     *(f"{metrics[name]:.5g}" if name in metrics else "" for name in names),
@@ -216,6 +214,26 @@ def _checkpoint_table(tracking: Tracking, experiment_id: str, run_id: str) -> li
             for model, metrics in rows[:_MOST_ROWS]
         ),
     ]
+
+
+def _checkpoints(tracking: Tracking, experiment_id: str, run_id: str) -> "list[LoggedModel]":
+    """Return all LoggedModels of the run's checkpoints."""
+    models: list[LoggedModel] = []
+    token = None
+    while True:
+        page = tracking.client.search_logged_models(
+            [experiment_id],
+            f"source_run_id = '{run_id}' AND model_type = '{CHECKPOINT}'",
+            page_token=token,
+        )
+        models += page
+        token = page.token
+        if not token:
+            return models
+
+
+def _deleted(model: "LoggedModel") -> str:
+    return " (deleted)" if model.tags.get(STATE_TAG) == "deleted" else ""
 
 
 def _step(model: "LoggedModel") -> int:

@@ -27,6 +27,7 @@ def run_id(
     log.start(10)
     log.step(20)
     log.checkpoint(20, loss=2.0)
+    log.deleted(10)
     logs = run_directory / "logs"
     logs.mkdir()
     for number in (1, 2):
@@ -54,6 +55,7 @@ def test_description_has_data_checkpoints_by_perplexity_and_attempts(
     assert [(row[1], row[3].rstrip(" |")) for row in rows] == [("20", "7.3891"), ("10", "20.086")]
     assert rows[0][0].startswith("| [gpt2-test-v1-iter_0000020](#/experiments/")
     assert rows[0][0].endswith("?workflowType=machine_learning)")
+    assert rows[1][0].endswith(") (deleted)")
     attempts = [line.strip("| ").split(" | ") for line in lines[-2:]]
     assert [(row[0], row[1], row[3]) for row in attempts] == [
         ("2", "10 to 20", "signal"),
@@ -84,7 +86,7 @@ def test_logs_and_events_are_artifacts_without_secrets_and_bounded(
     assert (folder / "attempt-001.log").read_text() == "sent", "a finished log is sent once"
     assert (folder / "attempt-002.log").read_text() == "more\n"
     events = (artifacts_of(tracking, run_id) / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in events][-1] == "checkpoint"
+    assert [json.loads(line)["kind"] for line in events][-1] == "checkpoint_deleted"
 
 
 def test_edited_description_is_left_alone(
