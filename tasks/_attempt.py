@@ -10,6 +10,7 @@ from megacore.errors import TrainingStoppedError
 from megacore.observe.events import EventReader
 from tasks._forward import Forwarder
 from tasks._mlflow import RunStatus, Tracking
+from tasks._run_page import update_run_page
 
 FINAL_FLUSH = 60.0
 """Seconds that a finished training waits for MLflow."""
@@ -79,6 +80,7 @@ def _end(
         reason = exit_reason(events, attempt, error)
         with tracking.errors("take why the run ended"):
             tracking.client.set_tag(run_id, EXIT_TAG, reason)
+        update_run_page(tracking, run_id, events.parent, forwarder.facts, ending=reason)
     except Exception as failure:
         # a failed report must neither hide the training's error nor fail a finished training
         get_run_logger().warning("%s; what MLflow lacks is sent at publication", failure)

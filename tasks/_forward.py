@@ -10,7 +10,7 @@ waits: deliveries run in a thread, and failed deliveries are tried again later.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,26 +28,30 @@ from tasks._flow_config import FlowConfig
 from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
 
 OFFSET_FILE = "mlflow_offset.json"
-"""Name of the file in the run directory with the MLflow run id and the committed offset in
-events.jsonl, in bytes."""
+"""Name of the file in the run directory with the MLflow run id, the committed offset in
+events.jsonl, in bytes, and the version of the metrics' names."""
 EVENTS_FILE = "events.jsonl"
 SENTENCE_LOSSES = ("sop_loss", "nsp_loss")
 """Losses of BERT's binary head; a run has at most one of them."""
-CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "step": (
-        "train",
+
+
+def _in_group(group: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the metric `group/name` of each field."""
+    return {name: f"{group}/{name}" for name in names}
+
+
+CURVES: Mapping[str, Mapping[str, str]] = {
+    "step": _in_group(
+        "train", ("lm_loss", "loss", *SENTENCE_LOSSES, "lr", "mfu", "tokens_per_second")
+    )
+    | _in_group(
+        "vitals",
         (
-            "lm_loss",
-            "loss",
-            *SENTENCE_LOSSES,
-            "lr",
             "grad_norm",
             "loss_scale",
             "ms_per_iteration",
             "samples_per_second",
-            "tokens_per_second",
             "tflops",
-            "mfu",
             "exposed_communication_ms",
             "memory_mb",
             "skipped_iterations",
@@ -56,20 +60,37 @@ CURVES: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "epoch",
         ),
     ),
-    "evaluation": ("validation", ("lm_loss", "loss", *SENTENCE_LOSSES)),
-    "perplexity": ("", ("valid_ppl", "valid_loss")),
-    "test": ("test", ("loss",)),
-    "epoch": ("epoch", ("train_seconds", "evaluation_seconds")),
+    "evaluation": _in_group("validation", ("lm_loss", "loss", *SENTENCE_LOSSES)),
+    "perplexity": {"valid_ppl": "validation/ppl"},
+    "test": {"loss": "test_loss"},
+    "epoch": {
+        "train_seconds": "vitals/epoch_train_seconds",
+        "evaluation_seconds": "vitals/epoch_evaluation_seconds",
+    },
 }
-"""Group of the metrics in MLflow (if any) and the fields that become metrics, by kind of event."""
-WITH_TOKENS = frozenset({"lm_loss", "loss", "ppl", "valid_loss", "valid_ppl"})
-"""Fields that have a second curve by consumed tokens."""
+"""Fields that become metrics and the names of these in MLflow, by kind of event.
+
+A run's page shows the groups, the names before the slash, in alphabetical order, and then the
+metrics without a group: first losses, learning rate, throughput and perplexity, then the vitals,
+last the values of checkpoints and of the exported model.
+"""
+WITH_TOKENS = frozenset(
+    {"train/lm_loss", "train/loss", "validation/lm_loss", "validation/loss", "validation/ppl"}
+)
+"""Metrics that have a second curve by consumed tokens."""
+PREFIXES = {"evaluation": "validation/", "test": "test_"}
+"""Prefixes of the metrics in the field METRICS, by kind of event."""
+ATTEMPTS = "attempts"
+"""Tag with the number of attempts."""
 METRICS = "metrics"
 """Field of a fine-tuning's evaluations with further metrics by name."""
 BY_TOKENS = "_by_tokens"
 """Suffix of the curve whose step is consumed tokens instead of the iteration."""
 
 _METRICS_PER_BATCH = 1000
+_NAMES = 2
+"""Version of the names in CURVES. A run whose events were sent under other names sends them again.
+"""
 _FIRST_BACKOFF = 1.0
 _LONGEST_BACKOFF = 60.0
 _log = logging.getLogger("prefect.megacore")
@@ -96,29 +117,36 @@ class Batch:
     """Events of checkpoints: saved, measured, deleted."""
     files: list[str] = field(default_factory=list)
     """Paths of profiles, relative to the run directory."""
+    progress: dict[str, str] = field(default_factory=dict)
+    """Tags of the run by the last step: columns of MLflow's table of runs."""
 
 
 def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
     """Yield the metrics of an event of CURVES by iteration, losses and perplexities also by tokens.
 
-    A checkpoint's perplexity by iteration is logged with its LoggedModel. Values that are null are
-    left out.
+    Values that are null are left out.
     """
-    group, names = CURVES[event["kind"]]
-    prefix = f"{group}/" if group else ""
-    timestamp = round(1000 * event["time"])
-    values = dict(event.get(METRICS) or {}) | {name: event[name] for name in names if name in event}
+    kind, timestamp = event["kind"], round(1000 * event["time"])
+    measured = (event.get(METRICS) or {}) if kind in PREFIXES else {}
+    values = {f"{PREFIXES[kind]}{name}": value for name, value in measured.items()} | {
+        name: event[field] for field, name in CURVES[kind].items() if field in event
+    }
     for name, value in values.items():
         if value is not None:
-            if event["kind"] != "perplexity":
-                yield Point(f"{prefix}{name}", float(value), timestamp, int(event["iteration"]))
+            yield Point(name, float(value), timestamp, int(event["iteration"]))
             if name in WITH_TOKENS:
-                yield Point(
-                    f"{prefix}{name}{BY_TOKENS}",
-                    float(value),
-                    timestamp,
-                    int(event["consumed_tokens"]),
-                )
+                tokens = int(event["consumed_tokens"])
+                yield Point(f"{name}{BY_TOKENS}", float(value), timestamp, tokens)
+
+
+def progress_of(event: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags of a run whose last step is `event`."""
+    values = {
+        "step": event["iteration"],
+        "tokens": event.get("consumed_tokens"),
+        ATTEMPTS: event.get("attempt"),
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
@@ -145,6 +173,8 @@ def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
             if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
                 raise _damaged(events, end, "it lacks files")
             batch.files += files
+        if kind == "step":
+            batch.progress = progress_of(event)
         batch.end = end
     return batch
 
@@ -167,6 +197,9 @@ class Forwarder:
     """Sender of a run directory's events to its MLflow run.
 
     The MLflow run is created once the store answers.
+
+    Attributes:
+        facts: further facts that are recorded with the run.
     """
 
     def __init__(
@@ -190,7 +223,7 @@ class Forwarder:
         self._tracking = tracking
         self._directory = run_directory
         self._config = config
-        self._facts = facts
+        self.facts = facts
         self._interval = interval
         self._events = run_directory / EVENTS_FILE
         self._run_id: str | None = None
@@ -290,7 +323,7 @@ class Forwarder:
     def deliver(self) -> None:
         """Send all complete events in this thread. Raises TrackingError."""
         if self._run_id is None:
-            run_id = ensure_run(self._tracking, self._directory, self._config, self._facts)
+            run_id = ensure_run(self._tracking, self._directory, self._config, self.facts)
             send_preflight(self._tracking, run_id, self._directory)
             self._restore(run_id)
         while not self._closed:
@@ -324,7 +357,8 @@ class Forwarder:
         path = self._directory / OFFSET_FILE
         try:
             state = read_json(path)
-            offset = int(state["offset"]) if state["run_id"] == run_id else 0
+            known = state["run_id"] == run_id and state.get("names") == _NAMES
+            offset = int(state["offset"]) if known else 0
             return offset if _ends_an_event(self._events, offset) else 0
         except FileNotFoundError:
             return 0
@@ -334,17 +368,17 @@ class Forwarder:
             ) from error
 
     def _send(self, batch: Batch) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
         assert self._run_id is not None
         with self._tracking.errors("take the run's events"):
             points = self._unsent(batch.points) if self._offset < self._doubt_end else batch.points
-            if points:
-                metrics = [
-                    Metric(point.key, point.value, point.timestamp_ms, point.step)
-                    for point in points
-                ]
-                self._tracking.client.log_batch(self._run_id, metrics=metrics)
+            metrics = [
+                Metric(point.key, point.value, point.timestamp_ms, point.step) for point in points
+            ]
+            tags = [RunTag(name, value) for name, value in batch.progress.items()]
+            if metrics or tags:
+                self._tracking.client.log_batch(self._run_id, metrics=metrics, tags=tags)
             for event in batch.checkpoints:
                 self._record_checkpoint(event)
             for name in batch.files:
@@ -381,7 +415,8 @@ class Forwarder:
             mark_deleted(self._tracking, self._run_id, int(event["iteration"]))
 
     def _commit(self, batch: Batch) -> None:
-        write_json(self._directory / OFFSET_FILE, {"run_id": self._run_id, "offset": batch.end})
+        state = {"run_id": self._run_id, "offset": batch.end, "names": _NAMES}
+        write_json(self._directory / OFFSET_FILE, state)
         self._offset = batch.end
         self._progress = time.monotonic()
         self._seen |= batch.seen

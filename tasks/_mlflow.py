@@ -43,6 +43,49 @@ _DIGEST_LENGTH = 36
 _SQLITE = "sqlite:///"
 _TAG_KIND = "mlflow.experimentKind"
 """Tag by which MLflow's UI chooses the views of an experiment."""
+VIEW = "by-ppl"
+"""Key of the view of an experiment's runs that `runs_url` opens."""
+_TAG_VIEW = f"mlflow.sharedViewState.{VIEW}"
+"""Tag in which MLflow's UI keeps a shared view."""
+_VIEW_STATE = {
+    "searchFilter": "",
+    "orderByKey": "metrics.`valid_ppl`",
+    "orderByAsc": True,
+    "startTime": "ALL",
+    "lifecycleFilter": "Active",
+    "modelVersionFilter": "All Runs",
+    "datasetsFilter": [],
+    "selectedColumns": [
+        "metrics.`valid_ppl`",
+        "metrics.`test_ppl`",
+        "metrics.`valid_accuracy`",
+        "metrics.`test_accuracy`",
+        "tags.`tokens`",
+        "tags.`step`",
+        "tags.`attempts`",
+    ],
+    "columnOrder": [],
+    "columnWidths": {},
+    "runsExpanded": {},
+    "runsPinned": [],
+    "runsHidden": [],
+    "runsVisibilityMap": {},
+    "runsHiddenMode": "FIRST_10_RUNS",
+    "viewMaximized": False,
+    "runListHidden": False,
+    "isAccordionReordered": False,
+    "useGroupedValuesInCharts": True,
+    "hideEmptyCharts": True,
+    "groupBy": None,
+    "groupsExpanded": {},
+    "autoRefreshEnabled": True,
+    "globalLineChartConfig": {
+        "xAxisKey": "step",
+        "lineSmoothness": 0,
+        "selectedXAxisMetricKey": "",
+    },
+}
+"""The whole state of MLflow 3.17's page of runs: it does not fill in what a shared view lacks."""
 _TAG_TOKEN = "megacore.run_token"
 _TAG_CONFIG = "megacore.config_sha256"
 _TAG_CHANGED = "changed."
@@ -105,12 +148,13 @@ class Tracking:
 
     @cached_property
     def experiment_id(self) -> str:
-        """Id of the experiment, which is created if absent.
+        """Id of the experiment, which is created if absent, with its view of runs by perplexity.
 
         Its files are in the workspace if the store is the workspace's own.
         """
         from mlflow.exceptions import MlflowException
 
+        view = json.dumps(_VIEW_STATE)
         with self.errors(f"open experiment {self.experiment!r}"):
             experiment = self.client.get_experiment_by_name(self.experiment)
             if experiment is None:
@@ -118,7 +162,7 @@ class Tracking:
                     return self.client.create_experiment(
                         self.experiment,
                         artifact_location=self._artifact_location(),
-                        tags={_TAG_KIND: "custom_model_development"},
+                        tags={_TAG_KIND: "custom_model_development", _TAG_VIEW: view},
                     )
                 except MlflowException as error:
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
@@ -129,6 +173,8 @@ class Tracking:
                     f"experiment {self.experiment!r} was deleted in MLflow at {redact(self.uri)}: "
                     "restore it there or set tracking.experiment to another name"
                 )
+            if experiment.tags.get(_TAG_VIEW) != view:
+                self.client.set_experiment_tag(experiment.experiment_id, _TAG_VIEW, view)
             return str(experiment.experiment_id)
 
     def _artifact_location(self) -> str | None:
@@ -190,6 +236,12 @@ def page_url(server: str, route: str = "experiments") -> str:
     Without this parameter MLflow 3 shows its views for generative AI, which are empty here.
     """
     return f"{server}/#/{route}?workflowType=machine_learning"
+
+
+def runs_url(server: str, experiment_id: str) -> str:
+    """Return the address of an experiment's runs, sorted by perplexity, with tokens and steps."""
+    page = page_url(server, f"experiments/{experiment_id}/runs")
+    return f"{page}&viewStateShareKey={VIEW}"
 
 
 def ensure_run(tracking: Tracking, run_directory: Path, config: FlowConfig, facts: RunFacts) -> str:

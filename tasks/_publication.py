@@ -16,8 +16,9 @@ from tasks._cache import StageResult, artifact_directory, artifact_problem, buil
 from tasks._environment import mlflow_server
 from tasks._flow_config import FlowConfig
 from tasks._forward import Forwarder, RunFacts
-from tasks._mlflow import Tracking, end_run, page_url
+from tasks._mlflow import Tracking, end_run, page_url, runs_url
 from tasks._registry import REPORT_FOLDER, published_exists
+from tasks._run_page import describe_model, update_run_page
 
 RECEIPT = "receipt.json"
 """Name of the file in a publication's artifact that records what was published."""
@@ -74,10 +75,12 @@ def build_publication(
     """
 
     def fill(directory: Path) -> dict[str, Any]:
-        tracking = tracking_of(config)
-        run_id = Forwarder(tracking, run_directory, config, facts()).flush()
+        tracking, run_facts = tracking_of(config), facts()
+        run_id = Forwarder(tracking, run_directory, config, run_facts).flush()
         try:
             receipt = send(tracking, run_id)
+            results = describe_model(tracking, run_facts, receipt)
+            update_run_page(tracking, run_id, run_directory, run_facts, results=results)
         finally:
             # The training is finished even if its publication fails.
             end_run(tracking, run_id)
@@ -134,6 +137,7 @@ def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
     return [
         f"- registered: [{receipt['uri']}]({model}) ({alias})",
         f"- MLflow run: [{receipt['run_id']}]({run_url(tracking, server, receipt['run_id'])})",
+        f"- all runs by PPL: [{tracking.experiment}]({runs_url(server, tracking.experiment_id)})",
     ]
 
 

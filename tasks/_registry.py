@@ -8,6 +8,7 @@ other model.
 
 import hashlib
 import json
+import math
 import platform
 import tempfile
 import time
@@ -21,13 +22,14 @@ import yaml
 from megacore.artifact.files import canonical_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
 from megacore.errors import ConversionError
+from megacore.observe.logging import PPL_TOLERANCE
 from tasks._aliases import Measurement, move_aliases
 from tasks._checkpoint_models import log_model_metrics
 from tasks._flavor import flavor, task_of
 from tasks._mlflow import Tracking
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import LoggedModel, Metric
     from mlflow.entities.model_registry import ModelVersion
 
 MODEL_TYPE = "transformers"
@@ -78,7 +80,7 @@ def publish_model(
         name: name in the registry.
         digest: digest of the export, by which a fine-tuning finds its parent.
         iteration: iteration of the exported checkpoint.
-        metrics: metrics of the exported model, logged as `export/<name>`.
+        metrics: metrics of the exported model, under the names that its checkpoint has them.
         tags: lineage, such as the keys of the stages.
         measurement: metric by which the aliases choose between versions; None if the model was not
             measured on test data.
@@ -107,14 +109,16 @@ def publish_model(
         model = _ensure_model(
             tracking, run_id, export_directory / "model", name, iteration, lineage
         )
-        log_model_metrics(
-            tracking,
-            run_id,
-            model,
-            {f"export/{key}": value for key, value in metrics.items()},
-            step=iteration,
-            timestamp_ms=round(1000 * time.time()),
-        )
+        for metric, value in metrics.items():
+            measured = _known_point(tracking, run_id, metric, value, iteration)
+            log_model_metrics(
+                tracking,
+                run_id,
+                model,
+                {metric: value if measured is None else measured.value},
+                step=iteration,
+                timestamp_ms=round(1000 * time.time()) if measured is None else measured.timestamp,
+            )
         version = _ensure_version(tracking, run_id, model, name, lineage)
         _show_version(tracking, model.model_id, version)
         move_aliases(tracking, version, measurement, force=force_alias)
@@ -127,6 +131,25 @@ def publish_model(
         "digest": digest,
         "model_digest": content,
     }
+
+
+def _known_point(
+    tracking: Tracking, run_id: str, metric: str, value: float, iteration: int
+) -> "Metric | None":
+    """Return the run's newest point of a metric at an iteration if it has this value, else None.
+
+    The checkpoint has been measured before its export: MLflow drops the same point of the run, and
+    its curve has each iteration once.
+    """
+    points = [
+        point
+        for point in tracking.client.get_metric_history(run_id, metric)
+        if point.step == iteration
+    ]
+    newest = max(points, key=lambda point: point.timestamp, default=None)
+    if newest is None or not math.isclose(value, newest.value, rel_tol=PPL_TOLERANCE):
+        return None
+    return newest
 
 
 def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:

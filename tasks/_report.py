@@ -25,7 +25,7 @@ from tasks._mlflow import versions
 from tasks._pipeline import summarize
 from tasks._plots import short_count
 from tasks._report_charts import draw_charts, duration_unit
-from tasks._run_history import Attempt, RunHistory, SavedCheckpoint
+from tasks._run_history import Attempt, RunHistory, SavedCheckpoint, end_of
 
 _TEMPLATE = Path(__file__).with_name("_report.html.j2")
 _MOST_ROWS = 100
@@ -245,16 +245,13 @@ def _attempt_row(attempt: Attempt, *, last: bool) -> Row:
     facts = attempt.facts
     hosts = facts.get("hosts") or []
     names = ", ".join(map(str, hosts[:4])) + (f" and {len(hosts) - 4} more" * (len(hosts) > 4))
-    reason = attempt.reason
-    if reason is None:
-        reason = "no end reported" if last else "killed or lost"
     cells = (
         str(attempt.number),
         _date(attempt.start),
         _date(attempt.end),
         _time(attempt.seconds),
         f"{attempt.first_iteration:,} to {attempt.last_iteration:,}",
-        reason,
+        end_of(attempt, last=last),
         str(facts.get("ranks", _UNKNOWN)),
         names or _UNKNOWN,
     )

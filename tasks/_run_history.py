@@ -65,6 +65,13 @@ class Attempt:
         return max([self.first_iteration, *self.iterations[-1:]])
 
 
+def end_of(attempt: Attempt, *, last: bool) -> str:
+    """Return the reason why an attempt ended, also if its ranks did not report it."""
+    if attempt.reason is not None:
+        return attempt.reason
+    return "no end reported" if last else "killed or lost"
+
+
 @dataclass
 class SavedCheckpoint:
     """A checkpoint that the run saved; None where a value is not reported."""

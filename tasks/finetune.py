@@ -34,6 +34,7 @@ from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._forward import EVENTS_FILE, Forwarder
 from tasks._launch import TrainingMonitor
+from tasks._live_run import LiveRun
 from tasks._mlflow import RunFacts, Tracking
 from tasks._parent import parent_of
 from tasks._retry import counted_failures, retry_condition
@@ -123,8 +124,9 @@ def _run(
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, examples))
     events = directory / EVENTS_FILE
-    monitor = TrainingMonitor(attempt_log(job), events, None, forwarder, label="fine-tuning")
-    with report_end(tracking, forwarder, events, job.attempt), monitor:
+    live = LiveRun(tracking, forwarder, system_metrics=config.tracking.system_metrics)
+    monitor = TrainingMonitor(attempt_log(job), events, None, live, label="fine-tuning")
+    with report_end(tracking, forwarder, events, job.attempt), live, monitor:
         finetune_stages.finetune(job, monitor.poll)
         monitor.poll()
     seal(directory, key, result_counts(directory), time.monotonic() - started, SEALED)

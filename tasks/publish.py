@@ -18,6 +18,7 @@ from tasks._mlflow import Tracking
 from tasks._pipeline import numbered
 from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
+from tasks.evaluate import REPORT as EVALUATION
 from tasks.evaluate import evaluation_summary, fresh_scratch, measured_data, read_evaluation
 from tasks.train import run_facts
 
@@ -120,6 +121,8 @@ def _send(
     page = write_report(scratch / REPORT, trained.directory, facts)
     with workspace_errors(trained.directory):
         replace_file(trained.directory / REPORT, page.read_bytes())
+    with tracking.errors("take the evaluation"):
+        tracking.client.log_artifact(run_id, str(evaluation.directory / EVALUATION))
     perplexities = {
         int(row["iteration"]): {name: float(row[name]) for name in ("valid_ppl", "test_ppl")}
         for row in report["checkpoints"]

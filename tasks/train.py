@@ -27,6 +27,7 @@ from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
+from tasks._live_run import LiveRun
 from tasks._mlflow import RunFacts, Tracking
 from tasks._resume import resumed_digest
 from tasks._retry import counted_failures, pretraining_may_retry
@@ -176,8 +177,9 @@ def _run(
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, tokens))
     events = directory / "events.jsonl"
-    monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, forwarder)
-    with report_end(tracking, forwarder, events, job.attempt), monitor:
+    live = LiveRun(tracking, forwarder, system_metrics=config.tracking.system_metrics)
+    monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, live)
+    with report_end(tracking, forwarder, events, job.attempt), live, monitor:
         stages.train(job, monitor.poll)
         monitor.poll()
     remove_stale(directory / "checkpoints")

@@ -218,6 +218,9 @@ class TrackingConfig(Section):
     """Name in the model registry; null means the name of the run."""
     tensorboard: bool = unkeyed(False)
     """If true, TensorBoard event files are written next to the run."""
+    system_metrics: bool = unkeyed(True)
+    """If true, MLflow measures CPU, memory, disk, network and GPUs of the flow's host every 10 s
+    while the run trains."""
     force_alias: bool = unkeyed(False)
     """If true, the alias `candidate` moves to the published version, even if the test metric of
     another version is better."""

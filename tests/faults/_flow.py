@@ -183,7 +183,7 @@ def tracking_problems(database: Path, run: Path) -> list[str]:
     finally:
         connection.close()
     problems = [] if len(run_ids) == 1 else [f"MLflow has {len(run_ids)} runs of one training"]
-    curves = ("train/", "validation/", "valid_")
+    curves = ("train/", "validation/", "vitals/", "valid_")
     counts = Counter((key, step) for key, step in rows if key.startswith(curves))
     problems += [
         f"MLflow has {key} of step {step} {count} times"

@@ -120,4 +120,4 @@ def test_mlflow_contains_all_losses_and_the_perplexity(
     for loss in FAMILIES[name][1]:
         assert {f"train/{loss}", f"validation/{loss}"} <= metrics.keys()
     assert metrics["test_ppl"] > 1
-    assert ("export/test_sop_loss" in metrics) == ("sop_loss" in FAMILIES[name][1])
+    assert ("test_sop_loss" in metrics) == ("sop_loss" in FAMILIES[name][1])

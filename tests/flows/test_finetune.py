@@ -187,8 +187,8 @@ def test_mlflow_contains_curves_checkpoints_and_the_child_model(finished: Place)
     ]
     steps = [event["iteration"] for event in events(directory, "step")]
     assert [point.step for point in client.get_metric_history(child.run_id, "train/loss")] == steps
-    assert len(client.get_metric_history(child.run_id, "epoch/train_seconds")) == 3
-    assert run.data.metrics["export/valid_accuracy"] == max(point.value for point in history)
+    assert len(client.get_metric_history(child.run_id, "vitals/epoch_train_seconds")) == 3
+    assert run.data.metrics["valid_accuracy"] == max(point.value for point in history)
     assert [item.dataset.name.partition("-")[0] for item in run.inputs.dataset_inputs] == [
         "examples"
     ]

@@ -13,7 +13,15 @@ import pytest
 import tasks._forward
 from megacore.config import RunConfig
 from megacore.errors import DataFormatError, TrackingError
-from tasks._forward import OFFSET_FILE, Forwarder, next_batch, points_of
+from tasks._forward import (
+    CURVES,
+    OFFSET_FILE,
+    PREFIXES,
+    WITH_TOKENS,
+    Forwarder,
+    next_batch,
+    points_of,
+)
 from tasks._mlflow import RunFacts, Tracking
 from tests.tasks.conftest import KilledError
 from tests.tasks.events import TOKENS_PER_ITERATION, EventLog
@@ -42,8 +50,8 @@ def history(tracking: Tracking, run_id: str, key: str = "train/lm_loss") -> dict
 
 def check(tracking: Tracking, run_id: str, iterations: list[int]) -> None:
     """Assert that the written curves, of the loss on both axes, have exactly these points."""
-    for name in ("lm_loss", "lr", "grad_norm"):
-        assert sorted(history(tracking, run_id, f"train/{name}")) == iterations
+    for name in ("train/lm_loss", "train/lr", "vitals/grad_norm"):
+        assert sorted(history(tracking, run_id, name)) == iterations
     steps = sorted(history(tracking, run_id, "train/lm_loss_by_tokens"))
     assert steps == [iteration * TOKENS_PER_ITERATION for iteration in iterations]
     assert history(tracking, run_id, "train/lr_by_tokens") == {}
@@ -126,7 +134,10 @@ def test_fine_tuning_events_give_metrics_and_epoch_seconds() -> None:
         "evaluation_seconds": 1.0,
     }
     values = {point.key: (point.step, point.value) for point in points_of(epoch)}
-    assert values == {"epoch/train_seconds": (4, 2.5), "epoch/evaluation_seconds": (4, 1.0)}
+    assert values == {
+        "vitals/epoch_train_seconds": (4, 2.5),
+        "vitals/epoch_evaluation_seconds": (4, 1.0),
+    }
 
 
 def test_curves_are_by_iteration_and_by_tokens(
@@ -143,11 +154,44 @@ def test_curves_are_by_iteration_and_by_tokens(
     tokens = 30 * TOKENS_PER_ITERATION
     assert history(tracking, run_id, "validation/lm_loss_by_tokens") == {tokens: 3.5}
     assert history(tracking, run_id, "valid_ppl") == {30: pytest.approx(25.790, abs=0.001)}
-    by_tokens = history(tracking, run_id, "valid_ppl_by_tokens")
+    assert history(tracking, run_id, "validation/ppl") == history(tracking, run_id, "valid_ppl")
+    by_tokens = history(tracking, run_id, "validation/ppl_by_tokens")
     assert by_tokens == {tokens: pytest.approx(25.790, abs=0.001)}
+    tags = tracking.client.get_run(run_id).data.tags
+    assert (tags["step"], tags["tokens"]) == ("30", str(tokens))
     (first, *_) = tracking.client.get_metric_history(run_id, "train/lm_loss")
     assert first.timestamp == 1_700_000_001_000
     assert tracking.client.get_run(run_id).info.status == "FINISHED"
+
+
+def test_losses_rate_throughput_and_perplexity_are_the_first_charts() -> None:
+    groups = {name.rpartition("/")[0] for fields in CURVES.values() for name in fields.values()}
+    groups |= {prefix.rpartition("/")[0] for prefix in PREFIXES.values()}
+    # MLflow shows groups by name, then the metrics without one.
+    assert sorted(groups - {""}) == ["train", "validation", "vitals"]
+    assert {name for fields in CURVES.values() for name in fields.values()} >= WITH_TOKENS
+
+
+def test_events_sent_under_other_names_are_sent_again(
+    tracking: Tracking,
+    log: EventLog,
+    run_directory: Path,
+    make_forwarder: MakeForwarder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log.step(10)
+    log.step(20)
+    run_id = make_forwarder().flush()
+    state = json.loads((run_directory / OFFSET_FILE).read_text())
+    del state["names"]  # as it was before there was a version
+    (run_directory / OFFSET_FILE).write_text(json.dumps(state))
+    sent = watch_log_batch(monkeypatch)
+    fields = dict(CURVES["step"], grad_norm="vitals/norm_of_gradient")
+    monkeypatch.setattr(tasks._forward, "CURVES", {**CURVES, "step": fields})
+    assert make_forwarder().flush() == run_id
+    assert sent == []
+    assert history(tracking, run_id, "vitals/norm_of_gradient") == {10: 1.0, 20: 1.0}
+    check(tracking, run_id, [10, 20])
 
 
 def test_repeated_iterations_keep_the_first_value(
@@ -299,6 +343,7 @@ def test_deleted_run_gets_all_events_again(
     check(tracking, second, [10, 20])
     assert json.loads((run_directory / OFFSET_FILE).read_text()) == {
         "run_id": second,
+        "names": 2,
         "offset": log.path.stat().st_size,
     }
 

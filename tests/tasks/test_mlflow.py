@@ -23,6 +23,7 @@ from tasks._mlflow import (
     git_facts,
     page_url,
     redact,
+    runs_url,
 )
 from tests.tasks.conftest import KilledError, make_config
 
@@ -65,6 +66,26 @@ def test_pages_open_with_the_views_of_model_training(tracking: Tracking) -> None
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
     assert page_url("http://host:5000", "experiments/1/runs/2") == (
         "http://host:5000/#/experiments/1/runs/2?workflowType=machine_learning"
+    )
+
+
+def test_view_by_perplexity_is_made_once_and_repaired(tracking: Tracking) -> None:
+    def view() -> str:
+        experiment = Tracking(tracking.workspace, "pretrain").experiment_id
+        tags: dict[str, str] = tracking.client.get_experiment(experiment).tags
+        return tags["mlflow.sharedViewState.by-ppl"]
+
+    state = json.loads(view())
+    assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`valid_ppl`", True)
+    shown = {"metrics.`valid_ppl`", "metrics.`test_ppl`", "tags.`tokens`", "tags.`step`"}
+    assert shown <= set(state["selectedColumns"])
+    # MLflow does not fill in what a shared view lacks: its page would fail.
+    assert {"runsPinned", "runsExpanded", "columnOrder", "globalLineChartConfig"} <= state.keys()
+    tracking.client.delete_experiment_tag(tracking.experiment_id, "mlflow.sharedViewState.by-ppl")
+    assert json.loads(view()) == state
+    assert runs_url("http://host:5000", "1") == (
+        "http://host:5000/#/experiments/1/runs?workflowType=machine_learning"
+        "&viewStateShareKey=by-ppl"
     )
 
 

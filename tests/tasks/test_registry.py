@@ -131,7 +131,7 @@ def test_candidate_is_a_loadable_mlflow_model(
     assert (version.version, version.tags["train"]) == (1, "0123")
     assert receipt["uri"] == "models:/gpt2-test.v1/1"
     model = tracking.client.get_logged_model(receipt["model_id"])
-    assert [(metric.key, metric.value) for metric in model.metrics] == [("export/test_ppl", 99.5)]
+    assert [(metric.key, metric.value) for metric in model.metrics] == [("test_ppl", 99.5)]
     assert json.loads(model.tags["mlflow.modelVersions"]) == [
         {"name": "gpt2-test.v1", "version": "1"}
     ]
@@ -171,7 +171,21 @@ def test_repeated_publication_keeps_the_version(
     second = publish(2, 99.0)
     assert [first["version"], second["version"]] == ["1", "2"]
     assert holder(tracking) == 2
-    assert len(tracking.client.get_metric_history(first["run_id"], "export/test_ppl")) == 2
+    assert len(tracking.client.get_metric_history(first["run_id"], "test_ppl")) == 2
+
+
+def test_export_adds_no_second_point_to_the_curve_of_its_checkpoint(
+    tracking: Tracking,
+    publish: Callable[..., dict[str, str]],
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+) -> None:
+    run_id = ensure_run(tracking, run_directory, config, facts)
+    tracking.client.log_metric(run_id, "test_ppl", 99.5, timestamp=1000, step=100)
+    model = tracking.client.get_logged_model(publish()["model_id"])
+    assert [(metric.value, metric.timestamp) for metric in model.metrics] == [(99.5, 1000)]
+    assert len(tracking.client.get_metric_history(run_id, "test_ppl")) == 1
 
 
 def test_another_sample_replaces_the_reports_and_keeps_the_version(

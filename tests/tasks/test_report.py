@@ -283,7 +283,10 @@ def test_places_name_the_report_and_its_page_in_mlflow(
     monkeypatch.setattr("tasks._publication.standing", lambda *names: "alias candidate")
     run = SimpleNamespace(info=SimpleNamespace(experiment_id="7"))
     tracking: Any = SimpleNamespace(
-        errors=lambda action: nullcontext(), client=SimpleNamespace(get_run=lambda run_id: run)
+        errors=lambda action: nullcontext(),
+        client=SimpleNamespace(get_run=lambda run_id: run),
+        experiment="pretrain",
+        experiment_id="7",
     )
     receipt = {"uri": "models:/m/1", "model_name": "m", "version": "1", "run_id": "abc"}
     write_json(tmp_path / RECEIPT, receipt)
@@ -295,6 +298,9 @@ def test_places_name_the_report_and_its_page_in_mlflow(
         page = f"{server}/#/experiments/7/runs/abc/artifacts/report/report.html"
         expected += [f"- report in MLflow: [report.html]({page}?workflowType=machine_learning)"]
     assert added == expected
+    view = "experiments/7/runs?workflowType=machine_learning&viewStateShareKey=by-ppl"
+    runs = f"- all runs by PPL: [pretrain]({server}/#/{view})"
+    assert (runs in before) == (server is not None)
 
 
 @pytest.mark.usefixtures("without_charts")

@@ -1,0 +1,150 @@
+"""The MLflow run of a training while it trains: its events, its link in Prefect, its machine."""
+
+import logging
+import threading
+import time
+from contextvars import copy_context
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from prefect import get_run_logger
+from prefect.artifacts import create_link_artifact
+
+from megacore.redact import redact
+from tasks._forward import Forwarder
+from tasks._mlflow import Tracking
+from tasks._publication import run_url, shown_by
+
+if TYPE_CHECKING:
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+INTERVAL = 10.0
+"""Seconds between two measurements of the machine."""
+_LONGEST_STOP = 2.0
+"""Seconds that an ending attempt waits for the last measurements."""
+_LOGGER = "mlflow.system_metrics.system_metrics_monitor"
+
+
+class LiveRun:
+    """Sender of an attempt's events that also links the run and measures the machine.
+
+    Like the forwarder it never makes the training wait or fail.
+    """
+
+    def __init__(self, tracking: Tracking, forwarder: Forwarder, *, system_metrics: bool) -> None:
+        """Initialize it without sending anything.
+
+        Args:
+            tracking: MLflow store.
+            forwarder: forwarder of the run's events.
+            system_metrics: measure CPU, memory, disk, network and GPUs of this host.
+        """
+        self._tracking = tracking
+        self._forwarder = forwarder
+        self._metrics = SystemMetrics(tracking.uri) if system_metrics else None
+        self._linked = False
+
+    def poll(self) -> None:
+        """Send the events since the last call; begin to measure when the run exists."""
+        self._forwarder.poll()
+        run_id = self._forwarder.run_id
+        if run_id is None:
+            return
+        if self._metrics is not None:
+            self._metrics.poll(run_id)
+        if not self._linked:
+            self._linked = True
+            # A thread with the context of the task run, to which the link belongs.
+            arguments = (_link, self._tracking, run_id)
+            threading.Thread(target=copy_context().run, args=arguments, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        """Return the run."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the measurements."""
+        if self._metrics is not None:
+            self._metrics.stop()
+
+
+class SystemMetrics:
+    """MLflow's own measurements of this host, as the metrics `system/…` of a run.
+
+    MLflow's monitor ends when the store does not answer, and is then started again. All of its
+    calls are made in threads. An attempt continues the curves of the one before.
+    """
+
+    def __init__(self, tracking_uri: str, *, interval: float | None = None) -> None:
+        """Initialize it without measuring.
+
+        Args:
+            tracking_uri: MLflow store.
+            interval: seconds between two measurements; None means INTERVAL.
+        """
+        self._uri = tracking_uri
+        self._interval = INTERVAL if interval is None else interval
+        self._monitor: SystemMetricsMonitor | None = None
+        self._starter: threading.Thread | None = None
+        self._due = 0.0
+        # What it logs about an outage could contain the store's password.
+        logging.getLogger(_LOGGER).setLevel(logging.CRITICAL)
+
+    @property
+    def measures(self) -> bool:
+        """True while MLflow's monitor runs."""
+        thread = None if self._monitor is None else self._monitor._process
+        return thread is not None and thread.is_alive()
+
+    def poll(self, run_id: str) -> None:
+        """Start the monitor if it does not run, at most once per interval; return at once."""
+        starting = self._starter is not None and self._starter.is_alive()
+        if starting or time.monotonic() < self._due or self.measures:
+            return
+        self._due = time.monotonic() + self._interval
+        self._starter = threading.Thread(target=self._start, args=(run_id,), daemon=True)
+        self._starter.start()
+
+    def stop(self) -> None:
+        """End the monitor, and wait shortly for what it has still to send."""
+        ending = threading.Thread(target=self._finish, daemon=True)
+        ending.start()
+        ending.join(_LONGEST_STOP)
+
+    def _start(self, run_id: str) -> None:
+        from mlflow.exceptions import MlflowException
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            self._monitor = SystemMetricsMonitor(
+                run_id,
+                sampling_interval=self._interval,
+                resume_logging=True,
+                tracking_uri=self._uri,
+            )
+            self._monitor.start()
+        except (MlflowException, SQLAlchemyError, OSError):
+            self._monitor = None  # the next poll tries again
+
+    def _finish(self) -> None:
+        if self._starter is not None:
+            self._starter.join()
+        if self._monitor is not None:
+            self._monitor.finish()
+
+
+def _link(tracking: Tracking, run_id: str) -> None:
+    """Link the run's page in the flow run, if a server shows it."""
+    try:
+        server = shown_by(tracking)
+        if server is not None:
+            page = redact(run_url(tracking, server, run_id))
+            create_link_artifact(link=page, link_text="MLflow run", key="mlflow-run")
+    except Exception as error:  # a missing link must not end a training
+        get_run_logger().warning("the link to the MLflow run was not made: %s", error)

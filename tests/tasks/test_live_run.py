@@ -1,0 +1,95 @@
+"""Measurements of the machine while a run trains."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megacore.config import RunConfig
+from tasks._forward import Forwarder
+from tasks._live_run import LiveRun, SystemMetrics
+from tasks._mlflow import RunFacts, Tracking, ensure_run
+from tests.tasks.events import EventLog
+
+CPU = "system/cpu_utilization_percentage"
+
+
+@pytest.fixture
+def run_id(tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts) -> str:
+    """Provide a running MLflow run."""
+    return ensure_run(tracking, run_directory, config, facts)
+
+
+def poll_until(done: Callable[[], bool], metrics: SystemMetrics, run_id: str) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        metrics.poll(run_id)
+        time.sleep(0.02)
+
+
+def steps(tracking: Tracking, run_id: str) -> list[int]:
+    return [metric.step for metric in tracking.client.get_metric_history(run_id, CPU)]
+
+
+def test_next_attempt_continues_the_curves(tracking: Tracking, run_id: str) -> None:
+    for expected in (2, 4):
+        metrics = SystemMetrics(tracking.uri, interval=0.05)
+        poll_until(lambda: len(steps(tracking, run_id)) >= expected, metrics, run_id)  # noqa: B023
+        metrics.stop()
+        assert not metrics.measures
+    measured = steps(tracking, run_id)
+    assert sorted(measured) == list(range(len(measured)))
+
+
+def test_monitor_that_ended_is_started_again(tracking: Tracking, run_id: str) -> None:
+    metrics = SystemMetrics(tracking.uri, interval=0.05)
+    poll_until(lambda: metrics.measures, metrics, run_id)
+    tracking.client.set_terminated(run_id, "FAILED")  # ends it as an unavailable store does
+    deadline = time.monotonic() + 20
+    while metrics.measures:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    tracking.client.update_run(run_id, status="RUNNING")
+    known = len(steps(tracking, run_id))
+    poll_until(lambda: len(steps(tracking, run_id)) > known, metrics, run_id)
+    metrics.stop()
+
+
+def test_unavailable_store_delays_nothing(tmp_path: Path) -> None:
+    metrics = SystemMetrics(f"sqlite:///{tmp_path}/missing/mlflow.db", interval=0.01)
+    started = time.monotonic()
+    for _ in range(5):
+        metrics.poll("0" * 32)
+    assert time.monotonic() - started < 0.5
+    metrics.stop()
+    assert time.monotonic() - started < 3.5
+    assert not metrics.measures
+
+
+@pytest.mark.parametrize("system_metrics", [True, False])
+def test_run_is_measured_only_if_configured(
+    tracking: Tracking,
+    run_directory: Path,
+    config: RunConfig,
+    facts: RunFacts,
+    log: EventLog,
+    system_metrics: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tasks._live_run.INTERVAL", 0.05)
+    log.step(10)
+    forwarder = Forwarder(tracking, run_directory, config, facts)
+    deadline = time.monotonic() + 20
+    with LiveRun(tracking, forwarder, system_metrics=system_metrics) as live:
+        while forwarder.run_id is None or (
+            system_metrics and not steps(tracking, forwarder.run_id)
+        ):
+            assert time.monotonic() < deadline
+            live.poll()
+            time.sleep(0.02)
+        for _ in range(10):
+            live.poll()
+    run_id = forwarder.finish()
+    assert bool(steps(tracking, run_id)) == system_metrics
