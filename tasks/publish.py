@@ -18,7 +18,14 @@ from tasks._mlflow import Tracking
 from tasks._pipeline import numbered
 from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
-from tasks.evaluate import evaluation_summary, fresh_scratch, measured_data, read_evaluation
+from tasks.evaluate import (
+    evaluation_summary,
+    fresh_scratch,
+    measured_data,
+    perplexities_of,
+    read_evaluation,
+)
+from tasks.index import split_datasets
 from tasks.train import run_facts
 
 VERSION = 2
@@ -81,7 +88,7 @@ def publish(
         config,
         key,
         trained.directory,
-        lambda: run_facts(config, trained.directory.name, tokens),
+        lambda: run_facts(config, trained.directory.name, tokens, index),
         lambda tracking, run_id: _send(
             config, tracking, run_id, trained, evaluation, export, tokens, tokenizer, index
         ),
@@ -120,11 +127,13 @@ def _send(
     page = write_report(scratch / REPORT, trained.directory, facts)
     with workspace_errors(trained.directory):
         replace_file(trained.directory / REPORT, page.read_bytes())
-    perplexities = {
-        int(row["iteration"]): {name: float(row[name]) for name in ("valid_ppl", "test_ppl")}
-        for row in report["checkpoints"]
-    }
-    log_perplexities(tracking, run_id, perplexities, timestamp_ms=round(1000 * time.time()))
+    log_perplexities(
+        tracking,
+        run_id,
+        perplexities_of(report["checkpoints"]),
+        datasets=split_datasets(config, tokens, index),
+        timestamp_ms=round(1000 * time.time()),
+    )
     return publish_model(
         tracking,
         run_id,
@@ -191,7 +200,7 @@ def outcome(
             f"{counts['valid_ppl']:.2f}"
         ),
         "",
-        evaluation_summary(evaluation),
+        evaluation_summary(read_evaluation(evaluation)),
         "What it writes:",
         "",
         "```",
