@@ -8,7 +8,7 @@ from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
 from tasks._pipeline import StageRunner
-from tasks.evaluate import best_row, evaluation_summary, score_checkpoints
+from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
 from tasks.evaluate import evaluate as report_scores
 from tasks.preflight import load_checked_config
 from tasks.train import open_finished_training, run_directory
@@ -24,13 +24,14 @@ def score_stages(
     """
     tokens, tokenizer, index = data
     directory = run_directory(pipeline.config, tokens, tokenizer)
-    scores = score_checkpoints(pipeline, directory, *data)
-    evaluation = trained and pipeline.stage(report_scores, trained, scores.unigram, scores.rows)
-    report = scores.report()
-    pipeline.summary = evaluation_summary(report)
-    run = ScoredRun(directory, trained is not None, tokens, index)
-    best = best_row(report)["checkpoint"]
-    zero_shot = zeroshot(pipeline, scores.checkpoints, best, tokenizer, run)
+    with kept_checkpoints(directory) as kept:
+        scores = score_checkpoints(pipeline, directory, kept, *data)
+        evaluation = trained and pipeline.stage(report_scores, trained, scores.unigram, scores.rows)
+        report = scores.report()
+        pipeline.summary = evaluation_summary(report)
+        run = ScoredRun(directory, trained is not None, tokens, index)
+        best = best_row(report)["checkpoint"]
+        zero_shot = zeroshot(pipeline, scores.checkpoints, best, tokenizer, run)
     return evaluation, zeroshot_summary(zero_shot)
 
 

@@ -7,7 +7,8 @@ whose key contains the checkpoint's digest, so later runs of a flow score only n
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +19,16 @@ from prefect.states import Completed, State
 
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest
 from megacore.artifact.files import read_json, write_json
-from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints
+from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, protected
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
-from megacore.errors import ConfigError, MegacoreError, RankLostError, TrackingError
+from megacore.errors import (
+    CheckpointError,
+    ConfigError,
+    MegacoreError,
+    RankLostError,
+    TrackingError,
+)
 from megacore.jobs.run import EvaluateJob
 from megacore.ranks import stages
 from megacore.ranks.evaluate import UNIGRAM, result_file
@@ -63,15 +70,22 @@ class Target:
         return {"checkpoint": self.digest} if self.digest else {}
 
 
-def kept_checkpoints(run_directory: Path) -> tuple[Target, ...]:
-    """Return the complete checkpoints of a run, oldest first; a training may be in progress."""
+@contextmanager
+def kept_checkpoints(run_directory: Path) -> Iterator[tuple[Target, ...]]:
+    """Yield the complete checkpoints of a run, oldest first; a training may be in progress.
+
+    During the block retention does not delete them: a training goes on, and deletes them when it
+    saves again.
+    """
     targets = []
-    for path in complete_checkpoints(run_directory / "checkpoints"):
-        try:
-            targets.append(Target(path.name, str(path), file_digest(path / MARKER_NAME)))
-        except FileNotFoundError:
-            continue  # deleted since it was listed
-    return tuple(targets)
+    with ExitStack() as readers:
+        for path in complete_checkpoints(run_directory / "checkpoints"):
+            try:
+                readers.enter_context(protected(path))
+                targets.append(Target(path.name, str(path), file_digest(path / MARKER_NAME)))
+            except (CheckpointError, FileNotFoundError):
+                continue  # deleted since it was listed
+        yield tuple(targets)
 
 
 def score_key(
@@ -279,17 +293,17 @@ def _report(unigram: Artifact, rows: Sequence[Artifact]) -> dict[str, Any]:
 def score_checkpoints(
     pipeline: StageRunner[RunConfig],
     run_directory: Path,
+    kept: Sequence[Target],
     tokens: Artifact,
     tokenizer: Artifact,
     index: Artifact,
 ) -> Scores:
-    """Score each kept checkpoint in a task run of its own, and show each score when it is there.
+    """Score each checkpoint in a task run of its own, and show each score when it is there.
 
     The training may be finished, running or stopped; nothing that it needs is locked. Raises
     ConfigError if there is no complete checkpoint.
     """
     config = pipeline.config
-    kept = kept_checkpoints(run_directory)
     targets = (*kept, Target(UNIGRAM)) if kept else ()
     display = _Display(config, run_directory, split_datasets(config, tokens, index))
     results: dict[str, StageResult] = {}

@@ -97,7 +97,7 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
     each kind stands for all of them.
     """
     data = ("blend" if len(config.data.sources) > 1 else "tokenize", "tokenizer", "index")
-    kept = () if trained is None else kept_checkpoints(trained.directory)
+    kept = () if trained is None else _kept(trained)
     models = (*kept, Target(UNIGRAM))
     scores = tuple(f"evaluate {target.name}" for target in models)
     return [
@@ -115,6 +115,11 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
             problem=publication_problem,
         ),
     ]
+
+
+def _kept(trained: Artifact) -> tuple[Target, ...]:
+    with kept_checkpoints(trained.directory) as kept:
+        return kept
 
 
 def _planned_zero_shot(config: RunConfig, kept: tuple[Target, ...]) -> list[PlannedStage]:
