@@ -179,7 +179,7 @@ class Scoring:
         )
         key = score_key(self._config, index, first).key
         scratch = fresh_scratch(self._run_directory, f"evaluate-{key}")
-        self._output = scratch / "scores"
+        self._output = scratch / "results"
         self._output.mkdir()
         self._tail = log_tail(stages.evaluation_log(scratch))
         self._stop.clear()
