@@ -1,4 +1,4 @@
-"""Flow `evaluate`: perplexity of the kept checkpoints, and zero-shot scores of the best."""
+"""Flow `evaluate`: perplexity and zero-shot scores of the kept checkpoints."""
 
 from typing import Any
 
@@ -6,32 +6,47 @@ from prefect import flow
 
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
+from megacore.config import RunConfig
 from tasks._pipeline import StageRunner, sentence_state
-from tasks.evaluate import evaluate as score
-from tasks.evaluate import evaluation_summary
+from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
+from tasks.evaluate import evaluate as report_scores
 from tasks.preflight import load_checked_config
-from tasks.train import finished_training
-from tasks.zeroshot import zeroshot, zeroshot_summary
+from tasks.train import open_finished_training, run_directory
+from tasks.zeroshot import ScoredRun, zeroshot, zeroshot_summary
 
 
-def zero_shot_stage(pipeline: StageRunner, *inputs: Artifact) -> Artifact | None:
-    """Score the best checkpoint on the texts of `evaluate.zero_shot`; return None without texts."""
-    return (
-        pipeline.stage(zeroshot, *inputs) if pipeline.config.evaluate.zero_shot.requested else None
-    )
+def score_stages(
+    pipeline: StageRunner[RunConfig], trained: Artifact | None, *data: Artifact
+) -> tuple[Artifact | None, str]:
+    """Score the kept checkpoints; `trained` is None while the training is not finished.
+
+    Returns the report, if the training is finished, and the zero-shot scores as markdown.
+    """
+    tokens, tokenizer, index = data
+    directory = run_directory(pipeline.config, tokens, tokenizer)
+    with kept_checkpoints(directory) as kept:
+        scores = score_checkpoints(pipeline, directory, kept, *data)
+        evaluation = trained and pipeline.stage(report_scores, trained, scores.unigram, scores.rows)
+        report = scores.report()
+        pipeline.summary = evaluation_summary(report)
+        run = ScoredRun(directory, trained is not None, tokens, index)
+        best = best_row(report)["checkpoint"]
+        zero_shot = zeroshot(pipeline, scores.checkpoints, best, tokenizer, run)
+    return evaluation, zeroshot_summary(zero_shot)
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)
 @sentence_state
 def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
-    """Score the finished training of `pretrain` for `conf` with these `overrides`."""
+    """Score the checkpoints of `pretrain` for `conf` with these `overrides`.
+
+    The training may be finished, running or stopped.
+    """
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
         data = data_stages(pipeline)
-        trained = finished_training(pipeline.config, *data)
-        evaluation = pipeline.stage(score, trained, *data)
-        pipeline.summary = evaluation_summary(evaluation)
-        scored = zero_shot_stage(pipeline, trained, evaluation, *data)
-        pipeline.summary += zeroshot_summary(scored)
+        trained = open_finished_training(pipeline.config, *data)
+        _, zero_shot = score_stages(pipeline, trained, *data)
+        pipeline.summary += zero_shot
 
 
 if __name__ == "__main__":

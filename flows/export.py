@@ -4,27 +4,24 @@ from typing import Any
 
 from prefect import flow
 
-from flows.evaluate import zero_shot_stage
+from flows.evaluate import score_stages
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from tasks._pipeline import StageRunner, sentence_state
 from tasks.convert import convert
-from tasks.evaluate import evaluate
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
 from tasks.train import finished_training
-from tasks.zeroshot import zeroshot_summary
 
 
 def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact) -> None:
     """Run the stages after a training: scores, conversion and gate, publication and summary."""
-    evaluation = pipeline.stage(evaluate, trained, *data)
-    scored = zero_shot_stage(pipeline, trained, evaluation, *data)
+    evaluation, zero_shot = score_stages(pipeline, trained, *data)
+    assert evaluation is not None, "a finished training has a report"
     exported = pipeline.stage(convert, trained, evaluation, *data)
     published = pipeline.stage(publish, trained, evaluation, exported, *data)
-    pipeline.summary = outcome(
-        pipeline.config, trained, evaluation, exported, published
-    ) + zeroshot_summary(scored)
+    pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published)
+    pipeline.summary += zero_shot
 
 
 @flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)

@@ -6,7 +6,7 @@ Each artifact has one key. A cache hit counts only after its files were checked.
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect import Task, get_run_logger
 from prefect import task as prefect_task
@@ -37,6 +37,9 @@ class StageResult(BaseModel):
     artifact: Artifact
     ran: bool
     """True if the stage did its work, False if another run had completed it."""
+
+
+Result = TypeVar("Result", bound=StageResult | State[Any])
 
 
 def artifact_directory(key: StageKey) -> Path:
@@ -105,8 +108,8 @@ def stage_task(
     *,
     check: Callable[..., str | None] | None = None,
     retry_condition: RetryCondition | None = None,
-) -> Callable[[Callable[..., StageResult]], Task[..., StageResult]]:
-    """Build the Prefect task of a stage.
+) -> Callable[[Callable[..., Result]], Task[..., Result]]:
+    """Build the Prefect task of a stage, which returns a StageResult or its own final state.
 
     `key_of` and `check` take the same arguments as the stage itself.
 

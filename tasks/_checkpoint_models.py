@@ -11,22 +11,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.observe.logging import PPL_TOLERANCE, perplexity
-from tasks._mlflow import Tracking
+from tasks._mlflow import Dataset, Tracking
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel, Metric
 
+Datasets = Mapping[str, Dataset]
+"""Data sets of a run by role; the held-out splits are `valid` and `test`."""
 STATE_TAG = "checkpoint_state"
 """Tag with the value `kept` or `deleted`."""
 MODEL_TYPE = "checkpoint"
 
 
 def ensure_checkpoint_model(
-    tracking: Tracking, run_id: str, run_name: str, event: Mapping[str, Any], run_directory: Path
+    tracking: Tracking,
+    run_id: str,
+    run_name: str,
+    event: Mapping[str, Any],
+    run_directory: Path,
+    datasets: Datasets,
 ) -> str:
     """Return the id of the LoggedModel of a `checkpoint` event, creating it if absent.
 
-    Replaying the event changes nothing.
+    Its metrics refer to the data sets of the run, `datasets` by split. Replaying the event changes
+    nothing.
     """
     client, iteration = tracking.client, int(event["iteration"])
     path = run_directory / event["path"]
@@ -54,6 +62,7 @@ def ensure_checkpoint_model(
         run_id,
         model,
         _validation_metrics(event),
+        datasets=datasets,
         step=iteration,
         timestamp_ms=round(1000 * event["time"]),
     )
@@ -76,7 +85,9 @@ def _validation_metrics(event: Mapping[str, Any]) -> dict[str, float]:
     return {} if loss is None else {"valid_ppl": perplexity(float(loss)), "valid_loss": float(loss)}
 
 
-def log_checkpoint_perplexity(tracking: Tracking, run_id: str, event: Mapping[str, Any]) -> None:
+def log_checkpoint_perplexity(
+    tracking: Tracking, run_id: str, event: Mapping[str, Any], datasets: Datasets
+) -> None:
     """Log a `perplexity` event to the LoggedModel of its checkpoint, if that is already recorded.
 
     A checkpoint that is saved after the event brings the same values itself.
@@ -89,6 +100,7 @@ def log_checkpoint_perplexity(tracking: Tracking, run_id: str, event: Mapping[st
             run_id,
             model,
             {name: event[name] for name in ("valid_ppl", "valid_loss") if event[name] is not None},
+            datasets=datasets,
             step=iteration,
             timestamp_ms=round(1000 * event["time"]),
         )
@@ -106,6 +118,7 @@ def log_perplexities(
     run_id: str,
     perplexities: Mapping[int, Mapping[str, float]],
     *,
+    datasets: Datasets,
     timestamp_ms: int,
 ) -> None:
     """Log evaluated perplexities by name to the LoggedModels of the checkpoints, by iteration.
@@ -118,7 +131,13 @@ def log_perplexities(
             model = _find(tracking, run_id, iteration)
             if model is not None:
                 log_model_metrics(
-                    tracking, run_id, model, values, step=iteration, timestamp_ms=timestamp_ms
+                    tracking,
+                    run_id,
+                    model,
+                    values,
+                    datasets=datasets,
+                    step=iteration,
+                    timestamp_ms=timestamp_ms,
                 )
 
 
@@ -151,13 +170,15 @@ def log_model_metrics(
     model: "LoggedModel | None",
     metrics: Mapping[str, float],
     *,
+    datasets: Datasets | None = None,
     step: int,
     timestamp_ms: int,
 ) -> None:
     """Log the metrics that the model lacks, or has with an older, different value.
 
     They are logged for the model and its run. A replayed event therefore never replaces a later
-    measurement, and a measurement that agrees with an earlier one adds nothing.
+    measurement, and a measurement that agrees with an earlier one adds nothing. A metric such as
+    `valid_ppl` refers to the data set `valid` of `datasets`.
     """
     from mlflow.entities import Metric
 
@@ -170,6 +191,7 @@ def log_model_metrics(
             step,
             model_id=None if model is None else model.model_id,
             run_id=run_id,
+            **_reference((datasets or {}).get(name.partition("_")[0])),
         )
         for name, value in metrics.items()
         if name not in logged
@@ -180,6 +202,13 @@ def log_model_metrics(
     ]
     if values:
         tracking.client.log_batch(run_id, metrics=values)
+
+
+def _reference(dataset: Dataset | None) -> dict[str, str]:
+    """Return the fields with which a metric refers to the data set that it was measured on."""
+    if dataset is None:
+        return {}
+    return {"dataset_name": dataset.name, "dataset_digest": dataset.recorded_digest}
 
 
 def _newest(model: "LoggedModel | None") -> "dict[str, Metric]":

@@ -407,10 +407,15 @@ class Forwarder:
         assert self._run_id is not None
         if event["kind"] == "checkpoint":
             ensure_checkpoint_model(
-                self._tracking, self._run_id, self._config.name, event, self._directory
+                self._tracking,
+                self._run_id,
+                self._config.name,
+                event,
+                self._directory,
+                self.facts.datasets,
             )
         elif event["kind"] == "perplexity":
-            log_checkpoint_perplexity(self._tracking, self._run_id, event)
+            log_checkpoint_perplexity(self._tracking, self._run_id, event, self.facts.datasets)
         else:
             mark_deleted(self._tracking, self._run_id, int(event["iteration"]))
 

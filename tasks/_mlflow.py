@@ -101,13 +101,36 @@ _QUIET_LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_regist
 
 
 @dataclass(frozen=True)
+class Dataset:
+    """Data that a run reads, and to which its metrics can refer."""
+
+    name: str
+    digest: str
+    """Hash of the content; MLflow keeps its first characters."""
+    uri: str
+    profile: Mapping[str, Any]
+    """Counts of its parts, such as tokens."""
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> "Dataset":
+        """Return an artifact as data."""
+        name = f"{artifact.stage}-{artifact.key}"
+        return cls(name, artifact.digest, artifact.path, artifact.counts)
+
+    @property
+    def recorded_digest(self) -> str:
+        """Digest as MLflow records it."""
+        return self.digest[:_DIGEST_LENGTH]
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """Facts that a run records in addition to its configuration."""
 
     key: str
     """Key of the training stage: the name of the run directory."""
-    datasets: Mapping[str, Artifact] = field(default_factory=dict)
-    """Artifacts that training reads, by role."""
+    datasets: Mapping[str, Dataset] = field(default_factory=dict)
+    """Data that training reads, by role, such as `train` and `valid`."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """Further tags, such as the flow run's name."""
 
@@ -271,6 +294,14 @@ def ensure_run(tracking: Tracking, run_directory: Path, config: FlowConfig, fact
         return str(run.info.run_id)
 
 
+def recorded_run_id(run_directory: Path) -> str | None:
+    """Return the id of the run directory's MLflow run; None if it has none yet.
+
+    Raises TrackingError.
+    """
+    return _read_state(run_directory / RUN_FILE)["run_id"]
+
+
 def end_run(tracking: Tracking, run_id: str, status: RunStatus = "FINISHED") -> None:
     """Set the run's final status. Raises TrackingError."""
     with tracking.errors(f"end run {run_id}"):
@@ -383,7 +414,7 @@ def _describe(
         "megacore.run_directory": str(run_directory),
     }
     tracking.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-    _log_datasets(tracking, run_id, facts.datasets)
+    log_datasets(tracking, run_id, facts.datasets)
     tracking.client.log_text(run_id, text, "config.yaml")
     # Last, so that after a crash before this line the run is described again.
     tracking.client.set_tag(run_id, _TAG_CONFIG, digest)
@@ -409,22 +440,24 @@ def _log_params(tracking: Tracking, run: "Run", params: Mapping[str, str]) -> di
     }
 
 
-def _log_datasets(tracking: Tracking, run_id: str, datasets: Mapping[str, Artifact]) -> None:
-    """Log each artifact as an input of the run, with its digest and counts."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
+def log_datasets(tracking: Tracking, run_id: str, datasets: Mapping[str, Dataset]) -> None:
+    """Log data as inputs of the run; MLflow ignores those that it has. Raises TrackingError."""
+    from mlflow.entities import Dataset as MlflowDataset
+    from mlflow.entities import DatasetInput, InputTag
 
     inputs = [
         DatasetInput(
-            Dataset(
-                name=f"{artifact.stage}-{artifact.key}",
-                digest=artifact.digest[:_DIGEST_LENGTH],
+            MlflowDataset(
+                name=dataset.name,
+                digest=dataset.recorded_digest,
                 source_type="local",
-                source=json.dumps({"uri": artifact.path}),
-                profile=json.dumps(artifact.counts),
+                source=json.dumps({"uri": dataset.uri}),
+                profile=json.dumps(dict(dataset.profile)),
             ),
             [InputTag("mlflow.data.context", role)],
         )
-        for role, artifact in datasets.items()
+        for role, dataset in datasets.items()
     ]
     if inputs:
-        tracking.client.log_inputs(run_id, datasets=inputs)
+        with tracking.errors("take the run's data sets"):
+            tracking.client.log_inputs(run_id, datasets=inputs)

@@ -67,22 +67,24 @@ class PerplexityTable:
         self._set(event)
         self._publish(int(event["iteration"]))
 
-    def evaluated(self, rows: list[dict[str, Any]]) -> None:
-        """Show what the stage `evaluate` measured: one row for each checkpoint of its report."""
-        for row in rows:
-            known = self._rows.setdefault(int(row["iteration"]), Measured())
-            known.valid_ppl, known.test_ppl = row["valid_ppl"], row["test_ppl"]
-        self._publish(*(int(row["iteration"]) for row in rows))
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Show what the stage `evaluate` measured for one checkpoint."""
+        self.known(row)
+        self._publish(int(row["iteration"]))
+
+    def known(self, row: Mapping[str, Any]) -> None:
+        """Add what an earlier flow run measured, to be shown with the next measurement."""
+        measured = self._rows.setdefault(int(row["iteration"]), Measured())
+        measured.valid_ppl, measured.test_ppl = row["valid_ppl"], row["test_ppl"]
 
     def _set(self, event: Mapping[str, Any]) -> None:
         self._rows[int(event["iteration"])] = Measured(
             tokens=event["consumed_tokens"], valid_ppl=event["valid_ppl"], time=event["time"]
         )
 
-    def _publish(self, *iterations: int) -> None:
+    def _publish(self, iteration: int) -> None:
         try:
-            for iteration in iterations:
-                self._announce(iteration)
+            self._announce(iteration)
             self._store()
         except Exception as error:
             get_run_logger().warning("the table of perplexities was not stored: %s", error)

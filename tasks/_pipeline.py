@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shlex
 import sys
 import time
@@ -27,6 +28,8 @@ from tasks._cache import StageResult
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
 
+DELETED = "Deleted"
+"""Name of the state of a task run whose checkpoint was deleted before the stage was done."""
 Config = TypeVar("Config", bound=FlowConfig)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -38,7 +41,7 @@ class StageRow:
 
     stage: str
     outcome: str
-    """One of ran, cached, failed and stopped."""
+    """One of ran, cached, failed, stopped and deleted."""
     seconds: float
     key: str
     counts: dict[str, Any]
@@ -96,7 +99,22 @@ class StageRunner(Generic[Config]):
 
     def stage(self, task: Task[..., StageResult], *inputs: Any) -> Artifact:
         """Run one stage with the configured retries; if it fails, the flow fails."""
-        launch, name = self.config.launch, self._row_name(task.name)
+        result = self._run(self._row_name(task.name), task, inputs)
+        assert result is not None, f"{task.name} ended in the state {DELETED}"
+        return result.artifact
+
+    def checkpoint_stage(
+        self, task: Task[..., Any], checkpoint: str, *inputs: Any
+    ) -> StageResult | None:
+        """Run a stage for one checkpoint, in a task run and a row with the checkpoint's name.
+
+        Returns None if the checkpoint was deleted before the stage was done.
+        """
+        name = f"{task.name} {checkpoint}"
+        return self._run(name, task.with_options(task_run_name=name), inputs)
+
+    def _run(self, name: str, task: Task[..., Any], inputs: tuple[Any, ...]) -> StageResult | None:
+        launch = self.config.launch
         counts = isinstance(task.retries, CountedRetries)
         retries = CountedRetries(launch.retries) if counts else launch.retries
         configured = task.with_options(retries=retries, retry_delay_seconds=launch.retry_delay)
@@ -107,17 +125,20 @@ class StageRunner(Generic[Config]):
             stopped = isinstance(state.result(raise_on_failure=False), TrainingStoppedError)
             self.rows.append(StageRow(name, "stopped" if stopped else "failed", seconds, "-", {}))
             state.result()
+        if state.name == DELETED:
+            self.rows.append(StageRow(name, "deleted", seconds, "-", {}))
+            return None
         result = state.result()
-        cached = state.name == "Cached" or not result.ran
-        artifact = result.artifact
+        artifact, ran = result.artifact, result.ran and state.name != "Cached"
         self.rows.append(
-            StageRow(name, "cached" if cached else "ran", seconds, artifact.key, artifact.counts)
+            StageRow(name, "ran" if ran else "cached", seconds, artifact.key, artifact.counts)
         )
-        return artifact
+        return StageResult(artifact=artifact, ran=ran)
 
     def _row_name(self, stage: str) -> str:
         """Return the stage's name, numbered from the second source on."""
-        return numbered(stage, sum(row.stage.partition(" ")[0] == stage for row in self.rows))
+        pattern = rf"{re.escape(stage)}( \d+)?"
+        return numbered(stage, sum(bool(re.fullmatch(pattern, row.stage)) for row in self.rows))
 
     def _report(self) -> None:
         cells = [row.cells() for row in self.rows]

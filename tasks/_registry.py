@@ -24,7 +24,7 @@ from megacore.artifact.manifest import MANIFEST_NAME, Manifest, list_files
 from megacore.errors import ConversionError
 from megacore.observe.logging import PPL_TOLERANCE
 from tasks._aliases import Measurement, move_aliases
-from tasks._checkpoint_models import log_model_metrics
+from tasks._checkpoint_models import Datasets, log_model_metrics
 from tasks._flavor import flavor, task_of
 from tasks._mlflow import Tracking
 
@@ -61,6 +61,7 @@ def publish_model(
     iteration: int,
     metrics: Mapping[str, float],
     tags: Mapping[str, str],
+    datasets: Datasets | None = None,
     measurement: Measurement | None = None,
     force_alias: bool = False,
     pictures: Sequence[Path] = (),
@@ -82,6 +83,7 @@ def publish_model(
         iteration: iteration of the exported checkpoint.
         metrics: metrics of the exported model, under the names that its checkpoint has them.
         tags: lineage, such as the keys of the stages.
+        datasets: data sets of the run, to which the metrics refer by their split.
         measurement: metric by which the aliases choose between versions; None if the model was not
             measured on test data.
         force_alias: move the alias `candidate` without a comparison.
@@ -116,6 +118,7 @@ def publish_model(
                 run_id,
                 model,
                 {metric: value if measured is None else measured.value},
+                datasets=datasets,
                 step=iteration,
                 timestamp_ms=round(1000 * time.time()) if measured is None else measured.timestamp,
             )

@@ -32,6 +32,8 @@ LOGS = "logs"
 _FILE_LIMIT = 4 << 20
 """Bytes of a log or of the events that become an artifact; of a longer file, the last ones."""
 _MOST_ROWS = 10
+_UNITS = ("tokens", "samples")
+"""Counts of a data set that its line shows."""
 _TEXT_LIMIT = 4900
 """Characters of a description: MLflow stores 5000 of a version's."""
 
@@ -157,10 +159,11 @@ def _digest(text: str) -> str:
 
 def _facts_lines(facts: RunFacts, run_directory: Path | None = None) -> Iterator[str]:
     """Yield markdown lines with the data, the run and the flow run."""
-    for role, artifact in facts.datasets.items():
-        tokens = artifact.counts.get("tokens")
-        size = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
-        yield f"- {role} data: `{artifact.stage}-{artifact.key}`{size}"
+    for role, dataset in facts.datasets.items():
+        sizes = (
+            f", {dataset.profile[unit]:,} {unit}" for unit in _UNITS if unit in dataset.profile
+        )
+        yield f"- {role} data: `{dataset.name}`" + "".join(sizes)
     yield f"- run: `{facts.key}`" + ("" if run_directory is None else f" in `{run_directory}`")
     link = flow_run_link()
     if link is not None:

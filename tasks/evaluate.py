@@ -1,79 +1,431 @@
-"""Stage `evaluate`: perplexity of the test split for every kept checkpoint."""
+"""Stage `evaluate`: perplexities of every kept checkpoint, each with a cached task run.
+
+One start of the ranks scores all checkpoints that lack a score. Each score is a separate artifact,
+whose key contains the checkpoint's digest, so later runs of a flow score only new checkpoints.
+"""
 
 import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from megacore.artifact import Artifact, Manifest, StageKey, lock
+from prefect import get_run_logger
+from prefect.states import Completed, State
+
+from megacore.artifact import Artifact, StageKey, Workspace, file_digest
 from megacore.artifact.files import read_json, write_json
+from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, protected
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
+from megacore.errors import (
+    CheckpointError,
+    ConfigError,
+    MegacoreError,
+    RankLostError,
+    TrackingError,
+)
 from megacore.jobs.run import EvaluateJob
 from megacore.ranks import stages
-from tasks._cache import StageResult, build, stage_task
+from megacore.ranks.evaluate import UNIGRAM, result_file
+from tasks._cache import StageResult, artifact_problem, build, stage_task
+from tasks._checkpoint_models import log_perplexities
 from tasks._devices import devices
 from tasks._launch import LogTail
+from tasks._mlflow import Dataset, Tracking, log_datasets, recorded_run_id
 from tasks._perplexity import PerplexityTable
-from tasks.index import mixture, resolved_samples, without_other_families
+from tasks._pipeline import DELETED, StageRunner
+from tasks.index import split_data, split_datasets, split_digests
 from tasks.train import make_job
 
 REPORT = "evaluation.json"
-_TRAINING_ONLY = ("fim", "weights", "reset_position_ids", "reset_attention_mask")
-"""Values that determine samples, but not which tokens of the test split are predicted."""
+SCORE = "score.json"
+PERPLEXITIES = ("valid_ppl", "test_ppl")
+_POLL = 0.1
+"""Seconds between two looks for a score."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to score: a checkpoint, or the unigram model."""
+
+    name: str
+    """Name of the checkpoint's directory, or UNIGRAM."""
+    path: str = ""
+    """Directory of the checkpoint."""
+    digest: str = ""
+    """Digest of the checkpoint's marker, which contains the digests of its files."""
+
+    @property
+    def exists(self) -> bool:
+        """False if retention deleted the checkpoint."""
+        return not self.path or Path(self.path, MARKER_NAME).is_file()
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Inputs of the key of a score."""
+        return {"checkpoint": self.digest} if self.digest else {}
+
+
+@contextmanager
+def kept_checkpoints(run_directory: Path) -> Iterator[tuple[Target, ...]]:
+    """Yield the complete checkpoints of a run, oldest first; a training may be in progress.
+
+    During the block retention does not delete them: a training goes on, and deletes them when it
+    saves again.
+    """
+    targets = []
+    with ExitStack() as readers:
+        for path in complete_checkpoints(run_directory / "checkpoints"):
+            try:
+                readers.enter_context(protected(path))
+                targets.append(Target(path.name, str(path), file_digest(path / MARKER_NAME)))
+            except (CheckpointError, FileNotFoundError):
+                continue  # deleted since it was listed
+        yield tuple(targets)
+
+
+def score_key(
+    config: RunConfig, index: Artifact, target: Target, scoring: "Scoring | None" = None
+) -> StageKey:
+    """Return the key of one model's perplexities."""
+    return StageKey(
+        "evaluate-checkpoint",
+        stages.EVALUATE_VERSION,
+        key_parameters(config, "evaluate"),
+        {"index": index.digest, **target.inputs},
+    )
+
+
+class Scoring:
+    """One start of ranks that score all missing models, in order.
+
+    The ranks start when the first missing score is requested. They run under a thread, so that each
+    task run ends when its own score is there.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_directory: Path,
+        targets: Sequence[Target],
+        tokens: Artifact,
+        tokenizer: Artifact,
+        index: Artifact,
+    ) -> None:
+        self._config = config
+        self._run_directory = run_directory
+        self._targets = tuple(targets)
+        self._data = (tokens, tokenizer, index)
+        self._requested: tuple[Target, ...] = ()
+        self._output = run_directory
+        self._devices = ExitStack()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._tail: LogTail | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the ranks to end; after an error, end them."""
+        if error is not None:
+            self._stop.set()
+        self._join()
+        if error is None and self._error is not None:
+            get_run_logger().warning(
+                "the ranks failed after their last score, which is complete: %s", self._error
+            )
+
+    def score(self, target: Target) -> dict[str, Any]:
+        """Return the scores of `target`, which the ranks may still have to compute.
+
+        Raises the typed error of the ranks.
+        """
+        if target not in self._requested:
+            self._join()
+            self._start(target)
+        path = result_file(self._output, target.name)
+        while not path.exists():
+            ended = self._thread is None or not self._thread.is_alive()
+            if ended and not path.exists():
+                self._fail(target)
+            self._poll_log()
+            time.sleep(_POLL)
+        self._poll_log()
+        scores: dict[str, Any] = read_json(path)
+        return scores
+
+    def _start(self, first: Target) -> None:
+        """Start the ranks for `first` and the later models that exist and lack a score."""
+        _, _, index = self._data
+        later = self._targets[self._targets.index(first) + 1 :]
+        self._requested = (
+            first,
+            *(
+                target
+                for target in later
+                if target.exists
+                and artifact_problem(score_key(self._config, index, target), self._config)
+            ),
+        )
+        key = score_key(self._config, index, first).key
+        scratch = fresh_scratch(self._run_directory, f"evaluate-{key}")
+        self._output = scratch / "results"
+        self._output.mkdir()
+        self._tail = log_tail(stages.evaluation_log(scratch))
+        self._stop.clear()
+        self._error = None
+        job = EvaluateJob(
+            **make_job(self._config, self._run_directory, *self._data).model_dump()
+            | {
+                "exit_directory": str(scratch / "exit"),
+                "checkpoints": tuple(each.path for each in self._requested if each.path),
+                "unigram": any(each.name == UNIGRAM for each in self._requested),
+                "output": str(self._output),
+            }
+        )
+        self._devices.enter_context(devices(self._config.launch, trains=False))
+        self._thread = threading.Thread(
+            target=self._supervise, args=(job, scratch), name="evaluate", daemon=True
+        )
+        self._thread.start()
+
+    def _supervise(self, job: EvaluateJob, scratch: Path) -> None:
+        try:
+            stages.evaluate(job, scratch, self._check)
+        except BaseException as error:  # raised again in the task run that waits
+            self._error = error
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise _StoppedError
+
+    def _fail(self, target: Target) -> None:
+        """Raise the error that ended the ranks before the score of `target`."""
+        error = self._error or RankLostError(
+            f"the ranks ended without scores for {target.name}: see {self._output.parent}"
+        )
+        self._join()
+        self._requested, self._error = (), None
+        raise error
+
+    def _poll_log(self) -> None:
+        if self._tail is not None:
+            self._tail.poll()
+
+    def _join(self) -> None:
+        """Wait for the end of the ranks, and free their devices."""
+        with self._devices:
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+                self._poll_log()
+
+
+class _StoppedError(Exception):
+    """The flow needs no more scores."""
+
+
+@stage_task("evaluate", score_key)
+def evaluate_checkpoint(
+    config: RunConfig, index: Artifact, target: Target, scoring: Scoring
+) -> StageResult | State[Any]:
+    """Compute one checkpoint's perplexities, or those of a unigram model on the same tokens.
+
+    A checkpoint that retention deletes meanwhile ends the task run in the state Deleted.
+    """
+
+    def fill(directory: Path) -> dict[str, Any]:
+        scores = scoring.score(target)
+        row = scores if target.name == UNIGRAM else {"checkpoint": target.name, **scores}
+        write_json(directory / SCORE, row)
+        if target.name == UNIGRAM:
+            return {f"{split}_ppl": row[split] for split in ("valid", "test")}
+        return {name: row[name] for name in ("checkpoint", "iteration", *PERPLEXITIES)}
+
+    return unless_deleted(target, lambda: build(config, score_key(config, index, target), fill))
+
+
+def unless_deleted(target: Target, work: Callable[[], StageResult]) -> StageResult | State[Any]:
+    """Return the result of `work()`, or the state Deleted if the checkpoint was deleted.
+
+    An error counts only while the checkpoint exists.
+    """
+    try:
+        if target.exists:
+            return work()
+    except MegacoreError:
+        if target.exists:
+            raise
+    message = f"{target.name} was deleted by the training's retention before it was scored"
+    get_run_logger().info(message)
+    return Completed(name=DELETED, message=message)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a run's checkpoints, and of a unigram model."""
+
+    checkpoints: tuple[Target, ...]
+    """The scored checkpoints, oldest first."""
+    rows: tuple[Artifact, ...]
+    """Score of each checkpoint, in the same order."""
+    unigram: Artifact
+
+    def report(self) -> dict[str, Any]:
+        """Return `checkpoints` (one row each, by iteration) and `unigram`."""
+        return _report(self.unigram, self.rows)
+
+
+def _report(unigram: Artifact, rows: Sequence[Artifact]) -> dict[str, Any]:
+    return {
+        "checkpoints": [read_json(row.directory / SCORE) for row in rows],
+        "unigram": read_json(unigram.directory / SCORE),
+    }
+
+
+def score_checkpoints(
+    pipeline: StageRunner[RunConfig],
+    run_directory: Path,
+    kept: Sequence[Target],
+    tokens: Artifact,
+    tokenizer: Artifact,
+    index: Artifact,
+) -> Scores:
+    """Score each checkpoint in a task run of its own, and show each score when it is there.
+
+    The training may be finished, running or stopped; nothing that it needs is locked. Raises
+    ConfigError if there is no complete checkpoint.
+    """
+    config = pipeline.config
+    targets = (*kept, Target(UNIGRAM)) if kept else ()
+    display = _Display(config, run_directory, split_datasets(config, tokens, index))
+    results: dict[str, StageResult] = {}
+    with Scoring(config, run_directory, targets, tokens, tokenizer, index) as scoring:
+        for target in targets:
+            result = pipeline.checkpoint_stage(
+                evaluate_checkpoint, target.name, index, target, scoring
+            )
+            if result is not None:
+                results[target.name] = result
+                display.show(target, result)
+    scored = tuple(target for target in kept if target.name in results)
+    if not scored:
+        raise ConfigError(
+            f"{config.name} has no complete checkpoint in {run_directory / 'checkpoints'}: run "
+            f"pretrain/{config.name} until it has saved one (checkpoint.save_interval is "
+            f"{config.checkpoint.save_interval})"
+        )
+    return Scores(
+        scored,
+        tuple(results[target.name].artifact for target in scored),
+        results[UNIGRAM].artifact,
+    )
+
+
+class _Display:
+    """The scores so far in Prefect's table and on MLflow's LoggedModels.
+
+    What cannot be stored is a warning, because the scores themselves are on disk.
+    """
+
+    def __init__(
+        self, config: RunConfig, run_directory: Path, datasets: Mapping[str, Dataset]
+    ) -> None:
+        self._tracking = Tracking(Workspace.of(), config.tracking.experiment)
+        self._run_directory = run_directory
+        self._datasets = datasets
+        self._table = PerplexityTable(run_directory)
+        self._has_inputs = False
+        self._logs = True
+
+    def show(self, target: Target, result: StageResult) -> None:
+        """Show one score; a score of an earlier flow run announces nothing."""
+        if target.name == UNIGRAM:
+            return
+        row = read_json(result.artifact.directory / SCORE)
+        if result.ran:
+            self._table.evaluated(row)
+        else:
+            self._table.known(row)
+        try:
+            if self._logs:
+                self._log(row)
+        except TrackingError as error:
+            self._logs = False  # the next rows must not wait for it, too
+            get_run_logger().warning("%s; the publication sends what MLflow lacks", error)
+
+    def _log(self, row: dict[str, Any]) -> None:
+        run_id = recorded_run_id(self._run_directory)
+        if run_id is None:
+            raise TrackingError(f"{self._run_directory} has no MLflow run yet")
+        if not self._has_inputs:
+            log_datasets(self._tracking, run_id, self._datasets)
+            self._has_inputs = True
+        log_perplexities(
+            self._tracking,
+            run_id,
+            perplexities_of([row]),
+            datasets=self._datasets,
+            timestamp_ms=round(1000 * time.time()),
+        )
+
+
+def perplexities_of(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """Return the perplexities of a report's rows by iteration and name."""
+    return {
+        int(row["iteration"]): {name: float(row[name]) for name in PERPLEXITIES} for row in rows
+    }
 
 
 def evaluate_key(
-    config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+    config: RunConfig, trained: Artifact, unigram: Artifact, rows: tuple[Artifact, ...]
 ) -> StageKey:
-    """Return the key of the perplexities."""
-    parameters = key_parameters(config, "evaluate")
+    """Return the key of the report on a finished training's checkpoints."""
+    scores = {row.counts["checkpoint"]: row for row in rows}
     return StageKey.of(
-        "evaluate", stages.EVALUATE_VERSION, parameters, trained=trained, index=index
+        "evaluate", stages.EVALUATE_VERSION, {}, trained=trained, unigram=unigram, **scores
     )
 
 
 @stage_task("evaluate", evaluate_key)
 def evaluate(
-    config: RunConfig, trained: Artifact, tokens: Artifact, tokenizer: Artifact, index: Artifact
+    config: RunConfig, trained: Artifact, unigram: Artifact, rows: tuple[Artifact, ...]
 ) -> StageResult:
-    """Compute each checkpoint's perplexity, and that of a unigram model on the same tokens."""
-    key = evaluate_key(config, trained, tokens, tokenizer, index)
+    """Write the report on all checkpoints, which names the best by validation loss."""
 
     def fill(directory: Path) -> dict[str, Any]:
-        scratch = fresh_scratch(trained.directory, f"evaluate-{key.key}")
-        job = EvaluateJob(
-            **make_job(config, trained.directory, tokens, tokenizer, index).model_dump()
-            | {
-                "exit_directory": str(scratch / "exit"),
-                "checkpoints": tuple(
-                    str(trained.directory / item["path"]) for item in trained.counts["checkpoints"]
-                ),
-                "output": str(scratch / REPORT),
-            }
-        )
-        with devices(config.launch, trains=False):
-            scores = stages.evaluate(job, scratch, log_tail(scratch / "evaluate.log").poll)
-        return _report(directory, scores["checkpoints"], scores["unigram"])
+        report = _report(unigram, rows)
+        write_json(directory / REPORT, report)
+        return _counts(report)
 
-    with lock(trained.directory, shared=True):
-        result = build(config, key, fill)
-    if result.ran:
-        rows = read_evaluation(result.artifact)["checkpoints"]
-        PerplexityTable(trained.directory).evaluated(rows)
-    return result
+    return build(config, evaluate_key(config, trained, unigram, rows), fill)
 
 
-def _report(directory: Path, scores: dict[str, Any], unigram: dict[str, float]) -> dict[str, Any]:
-    """Write the report by iteration; return counts with the best checkpoint by validation loss."""
-    rows = [{"checkpoint": Path(path).name, **score} for path, score in scores.items()]
-    rows.sort(key=lambda row: row["iteration"])
-    best = min(rows, key=lambda row: row["valid_loss"])
-    write_json(directory / REPORT, {"checkpoints": rows, "unigram": unigram})
+def best_row(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of the checkpoint with the lowest validation loss."""
+    best: dict[str, Any] = min(report["checkpoints"], key=lambda row: row["valid_loss"])
+    return best
+
+
+def _counts(report: dict[str, Any]) -> dict[str, Any]:
+    best, unigram = best_row(report), report["unigram"]
     sentence_losses = {
         name: value for name, value in best.items() if name.endswith(("_sop_loss", "_nsp_loss"))
     }
     return {
-        "checkpoints": len(rows),
+        "checkpoints": len(report["checkpoints"]),
         "best": best["checkpoint"],
         "iteration": best["iteration"],
         "valid_ppl": best["valid_ppl"],
@@ -96,15 +448,11 @@ def measured_data(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> d
     Runs with equal values have comparable perplexities. The train and validation splits do not
     count, so the number of iterations and the weights of a blend may differ.
     """
-    resolved = {f"samples.{name}": value for name, value in resolved_samples(config).items()}
-    samples = without_other_families(config, key_parameters(config, "run", resolved)["samples"])
-    members = mixture(config, tokens).of("test")
     return {
         "version": stages.EVALUATE_VERSION,
-        "family": config.family,
-        "samples": {name: value for name, value in samples.items() if name not in _TRAINING_ONLY},
+        **split_data(config),
         "max_samples": config.evaluate.max_samples,
-        "tokens": [Manifest.read(Path(member.prefix).parent).digest for member in members],
+        "tokens": split_digests(config, tokens, "test"),
         "tokenizer": tokenizer.digest,
     }
 
@@ -118,15 +466,12 @@ def fresh_scratch(run_directory: Path, name: str) -> Path:
 
 
 def log_tail(path: Path) -> LogTail:
-    """Return a reader that streams a job's log into the task's log."""
-    from prefect import get_run_logger
-
-    return LogTail(path, get_run_logger().info)
+    """Return a reader that streams a job's log into the log of the task run that polls it."""
+    return LogTail(path, lambda line: get_run_logger().info(line))
 
 
-def evaluation_summary(evaluation: Artifact) -> str:
+def evaluation_summary(report: dict[str, Any]) -> str:
     """Return the perplexities of each checkpoint as a markdown table."""
-    report = read_evaluation(evaluation)
     lines = ["| checkpoint, best first | validation PPL | test PPL |", "| --- | ---: | ---: |"]
     lines += [
         f"| {row['checkpoint']} | {row['valid_ppl']:.2f} | {row['test_ppl']:.2f} |"

@@ -35,7 +35,7 @@ from tasks._doctor import check_hosts
 from tasks._forward import EVENTS_FILE, Forwarder
 from tasks._launch import TrainingMonitor
 from tasks._live_run import LiveRun
-from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow import Dataset, RunFacts, Tracking
 from tasks._parent import parent_of
 from tasks._retry import counted_failures, retry_condition
 
@@ -153,7 +153,7 @@ def run_facts(config: FinetuneConfig, key: str, examples: Artifact) -> RunFacts:
     """Return the facts that MLflow records next to the configuration: samples and initial model."""
     return RunFacts(
         key=key,
-        datasets={"training": examples},
+        datasets={"training": Dataset.of(examples)},
         tags={
             "megacore.conf": config.name,
             **{f"megacore.{k}": v for k, v in parent_of(config).tags().items()},

@@ -1,15 +1,18 @@
 """Stage `index`: the order in which samples are drawn from the tokens."""
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.artifact import Artifact, StageKey
+from megacore.artifact import Artifact, Manifest, StageKey
+from megacore.artifact.files import canonical_json
 from megacore.config import RunConfig
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.data import WeightedSource
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build, stage_task
+from tasks._mlflow import Dataset
 
 if TYPE_CHECKING:
     from megacore.data.index_maps import IndexOptions, Mixture
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 SAMPLES_OF = {"masked_lm": "bert", "span_corruption": "t5"}
 """Sections of `data` that determine the samples of a single family; keys of other families leave
 them out."""
+_TRAINING_ONLY = ("fim", "weights", "reset_position_ids", "reset_attention_mask")
+"""Values that determine samples, but not which tokens of a held-out split are predicted."""
 
 
 def requested_samples(config: RunConfig) -> tuple[int, int, None]:
@@ -92,6 +97,42 @@ def without_other_families(config: RunConfig, samples: dict[str, Any]) -> dict[s
     """Return the parameters of samples without the sections of other families."""
     other = {name for name, family in SAMPLES_OF.items() if family != config.family}
     return {name: value for name, value in samples.items() if name not in other}
+
+
+def split_data(config: RunConfig) -> dict[str, Any]:
+    """Return what determines the samples of a held-out split, besides its tokens."""
+    resolved = {f"samples.{name}": value for name, value in resolved_samples(config).items()}
+    samples = without_other_families(config, key_parameters(config, "run", resolved)["samples"])
+    return {
+        "family": config.family,
+        "samples": {name: value for name, value in samples.items() if name not in _TRAINING_ONLY},
+    }
+
+
+def split_digests(config: RunConfig, tokens: Artifact, split: str) -> list[str]:
+    """Return the digest of the tokens of each member of a split."""
+    members = mixture(config, tokens).of(split)
+    return [Manifest.read(Path(member.prefix).parent).digest for member in members]
+
+
+def split_datasets(config: RunConfig, tokens: Artifact, index: Artifact) -> dict[str, Dataset]:
+    """Return the splits by name, as MLflow records them with a run and its perplexities.
+
+    The digest of a split does not depend on the number of iterations.
+    """
+    return {
+        split: Dataset(
+            name=f"{split}-{tokens.key}",
+            digest=_digest([split, split_data(config), split_digests(config, tokens, split)]),
+            uri=tokens.path,
+            profile=index.counts.get(split, {}),
+        )
+        for split in ("train", "valid", "test")
+    }
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
 def _weights(config: RunConfig, blend: tuple[WeightedSource, ...]) -> list[list[float]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import get_run_logger
 
-from megacore.artifact import Artifact, Workspace
+from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config import RunConfig, load_config
 from megacore.convert.counterparts import exportable
@@ -16,13 +16,14 @@ from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
 from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
+from megacore.ranks.evaluate import UNIGRAM
 from tasks._pipeline import numbered
 from tasks._plan import PlannedStage, planned_row, show_plan
 from tasks._resume import check_resumed, warn_of_other_runs
 from tasks._tokens import tokenize_key
 from tasks.convert import convert_key
 from tasks.download import collect_key, needs_punkt, punkt_key
-from tasks.evaluate import evaluate_key
+from tasks.evaluate import Target, evaluate_key, kept_checkpoints, score_key
 from tasks.index import index_key
 from tasks.publish import publication_problem, publish_key
 from tasks.tokenize import blend_key, tokenizer_key
@@ -63,8 +64,8 @@ def check_machine(config: RunConfig) -> str:
     ).summary()
 
 
-def planned_stages(config: RunConfig) -> list[PlannedStage]:
-    """Return the stages of `pretrain` for this configuration, in order."""
+def planned_training(config: RunConfig) -> list[PlannedStage]:
+    """Return the stages of `pretrain` for this configuration, up to the training, in order."""
     sources = config.data.sources
     several = len(sources) > 1
     corpora = tuple(numbered("collect", number) for number in range(len(sources)))
@@ -86,12 +87,26 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
         *([PlannedStage("blend", blend_key, (members,))] if several else []),
         PlannedStage("index", index_key, (tokens,)),
         PlannedStage("train", train_key, data, problem=training_problem, directory=_run_directory),
-        PlannedStage("evaluate", evaluate_key, ("train", *data)),
+    ]
+
+
+def planned_publication(config: RunConfig, trained: Artifact | None) -> list[PlannedStage]:
+    """Return the stages of `pretrain` after the training, in order.
+
+    The checkpoints are known when the training is finished (`trained`). Before that, one row of
+    each kind stands for all of them.
+    """
+    data = ("blend" if len(config.data.sources) > 1 else "tokenize", "tokenizer", "index")
+    kept = () if trained is None else _kept(trained)
+    models = (*kept, Target(UNIGRAM))
+    scores = tuple(f"evaluate {target.name}" for target in models)
+    return [
         *(
-            [PlannedStage("zeroshot", zeroshot_key, ("train", "evaluate", *data))]
-            if config.evaluate.zero_shot.requested
-            else []
+            PlannedStage(name, partial(score_key, target=target), ("index",))
+            for name, target in zip(scores, models, strict=True)
         ),
+        PlannedStage("evaluate", evaluate_key, ("train", scores[-1], scores[:-1])),
+        *_planned_zero_shot(config, kept),
         PlannedStage("convert", convert_key, ("train", "evaluate", *data)),
         PlannedStage(
             "publish",
@@ -100,6 +115,30 @@ def planned_stages(config: RunConfig) -> list[PlannedStage]:
             problem=publication_problem,
         ),
     ]
+
+
+def _kept(trained: Artifact) -> tuple[Target, ...]:
+    with kept_checkpoints(trained.directory) as kept:
+        return kept
+
+
+def _planned_zero_shot(config: RunConfig, kept: tuple[Target, ...]) -> list[PlannedStage]:
+    zero_shot = config.evaluate.zero_shot
+    if not zero_shot.requested:
+        return []
+    if kept and zero_shot.checkpoints == "all":
+        return [
+            PlannedStage(
+                f"zeroshot {target.name}", partial(zeroshot_key, target=target), ("tokenizer",)
+            )
+            for target in kept
+        ]
+
+    def key_of_best(config: RunConfig, evaluation: Artifact, tokenizer: Artifact) -> StageKey:
+        (best,) = (target for target in kept if target.name == evaluation.counts["best"])
+        return zeroshot_key(config, tokenizer, best)
+
+    return [PlannedStage("zeroshot", key_of_best, ("evaluate", "tokenizer"))]
 
 
 def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
@@ -114,7 +153,11 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
     except MegacoreError as error:
         refusal, cost = error, str(error)
     artifacts: dict[str, Artifact] = {}
-    rows = [planned_row(planned, config, artifacts) for planned in planned_stages(config)]
+    rows = [planned_row(planned, config, artifacts) for planned in planned_training(config)]
+    rows += [
+        planned_row(planned, config, artifacts)
+        for planned in planned_publication(config, artifacts.get("train"))
+    ]
     show_plan(
         config.name, rows, f"training: {cost}", refusal, lambda: launch_commands(config, artifacts)
     )

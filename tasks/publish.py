@@ -19,7 +19,14 @@ from tasks._pipeline import numbered
 from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
 from tasks.evaluate import REPORT as EVALUATION
-from tasks.evaluate import evaluation_summary, fresh_scratch, measured_data, read_evaluation
+from tasks.evaluate import (
+    evaluation_summary,
+    fresh_scratch,
+    measured_data,
+    perplexities_of,
+    read_evaluation,
+)
+from tasks.index import split_datasets
 from tasks.train import run_facts
 
 VERSION = 2
@@ -82,7 +89,7 @@ def publish(
         config,
         key,
         trained.directory,
-        lambda: run_facts(config, trained.directory.name, tokens),
+        lambda: run_facts(config, trained.directory.name, tokens, index),
         lambda tracking, run_id: _send(
             config, tracking, run_id, trained, evaluation, export, tokens, tokenizer, index
         ),
@@ -123,11 +130,14 @@ def _send(
         replace_file(trained.directory / REPORT, page.read_bytes())
     with tracking.errors("take the evaluation"):
         tracking.client.log_artifact(run_id, str(evaluation.directory / EVALUATION))
-    perplexities = {
-        int(row["iteration"]): {name: float(row[name]) for name in ("valid_ppl", "test_ppl")}
-        for row in report["checkpoints"]
-    }
-    log_perplexities(tracking, run_id, perplexities, timestamp_ms=round(1000 * time.time()))
+    datasets = split_datasets(config, tokens, index)
+    log_perplexities(
+        tracking,
+        run_id,
+        perplexities_of(report["checkpoints"]),
+        datasets=datasets,
+        timestamp_ms=round(1000 * time.time()),
+    )
     return publish_model(
         tracking,
         run_id,
@@ -142,6 +152,7 @@ def _send(
             "convert": export.key,
             "tokenize": tokens.key,
         },
+        datasets=datasets,
         measurement=Measurement.of(
             "test_ppl", counts["test_ppl"], measured_data(config, tokens, tokenizer)
         ),
@@ -194,7 +205,7 @@ def outcome(
             f"{counts['valid_ppl']:.2f}"
         ),
         "",
-        evaluation_summary(evaluation),
+        evaluation_summary(read_evaluation(evaluation)),
         "What it writes:",
         "",
         "```",

@@ -31,7 +31,7 @@ from tasks._live_run import LiveRun
 from tasks._mlflow import RunFacts, Tracking
 from tasks._resume import resumed_digest
 from tasks._retry import counted_failures, pretraining_may_retry
-from tasks.index import resolved_samples, without_other_families
+from tasks.index import resolved_samples, split_datasets, without_other_families
 
 SEALED = "checkpoints/*/complete.json"
 """Pattern of the files in a training's manifest: the completion markers, each of which contains the
@@ -175,7 +175,8 @@ def _run(
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
-    forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, tokens))
+    facts = run_facts(config, directory.name, tokens, index)
+    forwarder = Forwarder(tracking, directory, config, facts)
     events = directory / "events.jsonl"
     live = LiveRun(tracking, forwarder, system_metrics=config.tracking.system_metrics)
     monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, live)
@@ -216,9 +217,10 @@ def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifac
         )
 
 
-def run_facts(config: RunConfig, key: str, tokens: Artifact) -> RunFacts:
+def run_facts(config: RunConfig, key: str, tokens: Artifact, index: Artifact) -> RunFacts:
     """Return the facts that MLflow records in addition to the configuration."""
-    return RunFacts(key=key, datasets={"training": tokens}, tags={"megacore.conf": config.name})
+    datasets = split_datasets(config, tokens, index)
+    return RunFacts(key=key, datasets=datasets, tags={"megacore.conf": config.name})
 
 
 def make_job(
@@ -289,6 +291,15 @@ def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
         "tokens": samples * config.data.seq_length,
         "checkpoints": checkpoints,
     }
+
+
+def open_finished_training(
+    config: RunConfig, tokens: Artifact, tokenizer: Artifact, index: Artifact
+) -> Artifact | None:
+    """Return the training that `pretrain` has finished for this configuration, or None."""
+    if training_problem(config, tokens, tokenizer, index):
+        return None
+    return open_artifact(run_directory(config, tokens, tokenizer))
 
 
 def finished_training(

@@ -1,16 +1,21 @@
-"""Stage `zeroshot`: scores of the best checkpoint on texts that it was not trained on."""
+"""Stage `zeroshot`: scores of checkpoints on texts that they were not trained on."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact import Artifact, StageKey, Workspace, file_digest, lock
+from prefect.states import State
+
+from megacore.artifact import Artifact, StageKey, Workspace, file_digest
 from megacore.artifact.files import read_json, write_json
+from megacore.checkpoint.format import iteration_of
 from megacore.checkpoint.spec import read_spec
 from megacore.cluster.hosts.elastic import choose_hosts
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, TrackingError
 from megacore.hardware import Hardware
 from megacore.jobs.model import ModelSource, ZeroShotJob, places
 from megacore.plan.preflight import resolve_launch
@@ -20,8 +25,9 @@ from tasks._cache import StageResult, build, stage_task
 from tasks._checkpoint_models import log_scores
 from tasks._devices import devices
 from tasks._forward import Forwarder
-from tasks._mlflow import Tracking, end_run
-from tasks.evaluate import fresh_scratch, log_tail
+from tasks._mlflow import Tracking, end_run, recorded_run_id
+from tasks._pipeline import StageRunner
+from tasks.evaluate import Target, fresh_scratch, log_tail, unless_deleted
 from tasks.train import run_facts
 
 VERSION = 1
@@ -29,17 +35,12 @@ REPORT = "zeroshot.json"
 
 
 def zeroshot_key(
-    config: RunConfig,
-    trained: Artifact,
-    evaluation: Artifact,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
+    config: RunConfig, tokenizer: Artifact, target: Target, run: "ScoredRun | None" = None
 ) -> StageKey:
-    """Return the key of the scores. Raises ConfigError when a text does not exist."""
-    resolved = text_digests(config) | {"checkpoint": evaluation.counts["best"]}
-    parameters = key_parameters(config, "zeroshot", resolved)
-    return StageKey.of("zeroshot", VERSION, parameters, trained=trained, tokenizer=tokenizer)
+    """Return the key of one checkpoint's scores. Raises ConfigError when a text does not exist."""
+    parameters = key_parameters(config, "zeroshot", text_digests(config))
+    inputs = {"checkpoint": target.digest, "tokenizer": tokenizer.digest}
+    return StageKey("zeroshot", VERSION, parameters, inputs)
 
 
 def text_digests(config: RunConfig) -> dict[str, str | None]:
@@ -60,39 +61,68 @@ def text_digests(config: RunConfig) -> dict[str, str | None]:
     return digests
 
 
-@stage_task("zeroshot", zeroshot_key)
-def zeroshot(
-    config: RunConfig,
-    trained: Artifact,
-    evaluation: Artifact,
-    tokens: Artifact,
-    tokenizer: Artifact,
-    index: Artifact,
-) -> StageResult:
-    """Score the checkpoint with the lowest validation loss, and log the scores to MLflow.
+@dataclass(frozen=True)
+class ScoredRun:
+    """The training whose checkpoints are scored, with its data."""
 
-    A retry logs the scores that MLflow lacks.
+    directory: Path
+    finished: bool
+    """False while the training runs, and after it was stopped."""
+    tokens: Artifact
+    index: Artifact
+
+
+@stage_task("zeroshot", zeroshot_key)
+def zeroshot_checkpoint(
+    config: RunConfig, tokenizer: Artifact, target: Target, run: ScoredRun
+) -> StageResult | State[Any]:
+    """Score one checkpoint, and log the scores to MLflow.
+
+    A retry logs the scores that MLflow lacks. A checkpoint that retention deletes meanwhile ends
+    the task run in the state Deleted.
     """
-    key = zeroshot_key(config, trained, evaluation, tokens, tokenizer, index)
+    key = zeroshot_key(config, tokenizer, target)
 
     def fill(directory: Path) -> dict[str, Any]:
-        scratch = fresh_scratch(trained.directory, f"zeroshot-{key.key}")
-        job = make_job(config, trained, evaluation, tokenizer, scratch)
+        scratch = fresh_scratch(run.directory, f"zeroshot-{key.key}")
+        job = make_job(config, Path(target.path), tokenizer, scratch)
         poll = log_tail(scratch / log_name(entry.MODULE)).poll
         with devices(config.launch, trains=False):
             scores = run_job(entry.MODULE, job, scratch, launch=config.launch, on_poll=poll)
         write_json(directory / REPORT, scores)
-        best = {name: evaluation.counts[name] for name in ("best", "iteration")}
-        return {"checkpoint": best["best"], "iteration": best["iteration"], **metrics_of(scores)}
+        iteration = iteration_of(Path(target.path))
+        return {"checkpoint": target.name, "iteration": iteration, **metrics_of(scores)}
 
-    with lock(trained.directory, shared=True):
+    def score() -> StageResult:
         result = build(config, key, fill)
-    _log(config, trained, tokens, result.artifact)
-    return result
+        _log(config, run, result.artifact)
+        return result
+
+    return unless_deleted(target, score)
+
+
+def zeroshot(
+    pipeline: StageRunner[RunConfig],
+    checkpoints: Sequence[Target],
+    best: str,
+    tokenizer: Artifact,
+    run: ScoredRun,
+) -> list[Artifact]:
+    """Score the kept checkpoints, or only the best, on the texts of `evaluate.zero_shot`.
+
+    Each is scored in a task run of its own. Returns the scores by iteration, none without texts.
+    """
+    zero_shot = pipeline.config.evaluate.zero_shot
+    results = [
+        pipeline.checkpoint_stage(zeroshot_checkpoint, target.name, tokenizer, target, run)
+        for target in checkpoints
+        if zero_shot.requested and (zero_shot.checkpoints == "all" or target.name == best)
+    ]
+    return [result.artifact for result in results if result is not None]
 
 
 def make_job(
-    config: RunConfig, trained: Artifact, evaluation: Artifact, tokenizer: Artifact, scratch: Path
+    config: RunConfig, checkpoint: Path, tokenizer: Artifact, scratch: Path
 ) -> ZeroShotJob:
     """Build the job on the ranks that train.
 
@@ -104,7 +134,6 @@ def make_job(
     vocab_size = tokenizer.counts["vocab_size"]
     hosts = choose_hosts(config, vocab_size)
     ranks, threads = resolve_launch(config, hardware, vocab_size, hosts=hosts)
-    checkpoint = trained.directory / "checkpoints" / evaluation.counts["best"]
     return ZeroShotJob(
         source=ModelSource(directory=str(checkpoint), exported=False, spec=read_spec(checkpoint)),
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
@@ -143,24 +172,41 @@ def metrics_of(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
     return metrics
 
 
-def _log(config: RunConfig, trained: Artifact, tokens: Artifact, scored: Artifact) -> None:
+def _log(config: RunConfig, run: ScoredRun, scored: Artifact) -> None:
     """Log the scores to the MLflow run of the training. Raises TrackingError."""
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
-    forwarder = Forwarder(
-        tracking, trained.directory, config, run_facts(config, trained.directory.name, tokens)
-    )
-    run_id = forwarder.flush()
+    run_id = _flushed(tracking, config, run) if run.finished else _recorded(run.directory)
     try:
-        scores = metrics_of(read_scores(scored))
         log_scores(
             tracking,
             run_id,
             scored.counts["iteration"],
-            scores,
+            metrics_of(read_scores(scored)),
             timestamp_ms=round(1000 * time.time()),
         )
     finally:
-        end_run(tracking, run_id)
+        if run.finished:
+            end_run(tracking, run_id)
+
+
+def _flushed(tracking: Tracking, config: RunConfig, run: ScoredRun) -> str:
+    """Return the id of a finished training's MLflow run, after it has all events."""
+    facts = run_facts(config, run.directory.name, run.tokens, run.index)
+    return Forwarder(tracking, run.directory, config, facts).flush()
+
+
+def _recorded(run_directory: Path) -> str:
+    """Return the id of the MLflow run of a training that runs or was stopped.
+
+    Only its trainer may send events and set the state of the run.
+    """
+    run_id = recorded_run_id(run_directory)
+    if run_id is None:
+        raise TrackingError(
+            f"{run_directory} has no MLflow run yet, so its scores were not logged: start again "
+            "when the training has reached MLflow"
+        )
+    return run_id
 
 
 def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
@@ -169,12 +215,26 @@ def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
     return scores
 
 
-def zeroshot_summary(scored: Artifact | None) -> str:
+def zeroshot_summary(scored: Sequence[Artifact]) -> str:
     """Return the scores as a markdown table, or an empty string without scores."""
-    if scored is None:
+    if not scored:
         return ""
-    scores = read_scores(scored)
-    lines = ["", f"| zero-shot, {scored.counts['checkpoint']} | |", "| --- | ---: |"]
+    rows = [_columns(read_scores(artifact)) for artifact in scored]
+    lines = [
+        "",
+        f"| zero-shot | {' | '.join(rows[0])} |",
+        f"| --- |{' ---: |' * len(rows[0])}",
+        *(
+            f"| {artifact.counts['checkpoint']} | {' | '.join(row.values())} |"
+            for artifact, row in zip(scored, rows, strict=True)
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _columns(scores: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the scores of one checkpoint as text, by title of the column."""
+    columns = {}
     if "wikitext" in scores:
         result = scores["wikitext"]
         stride = (
@@ -182,12 +242,9 @@ def zeroshot_summary(scored: Artifact | None) -> str:
             if result["overlapping_eval"] < result["seq_length"]
             else ""
         )
-        lines.append(f"| WikiText PPL per word{stride} | {result['word_ppl']:,.2f} |")
-        lines.append(f"| WikiText PPL per token{stride} | {result['token_ppl']:,.2f} |")
+        columns[f"WikiText PPL per word{stride}"] = f"{result['word_ppl']:,.2f}"
+        columns[f"WikiText PPL per token{stride}"] = f"{result['token_ppl']:,.2f}"
     if "lambada" in scores:
         result = scores["lambada"]
-        lines.append(
-            f"| LAMBADA accuracy ({result['correct']:,} of {result['passages']:,}) | "
-            f"{result['accuracy']:.2%} |"
-        )
-    return "\n".join(lines) + "\n"
+        columns[f"LAMBADA accuracy of {result['passages']:,}"] = f"{result['accuracy']:.2%}"
+    return columns

@@ -41,9 +41,7 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Open a page; `text` and `wait_for` read it while it loads."""
-        self.call(
-            "Page.navigate", url="about:blank"
-        )  # a change of the fragment alone loads nothing
+        self.call("Page.navigate", url="about:blank")  # a new fragment loads nothing
         self.call("Page.navigate", url=url)
 
     def text(self) -> str:

@@ -20,6 +20,7 @@ FOLDERS = {
     "blend": "tokenized",
     "index": "index",
     "train": "runs",
+    "evaluate-checkpoint": "scores",
     "evaluate": "evaluations",
     "zeroshot": "zeroshot",
     "convert": "exports",

@@ -213,6 +213,17 @@ def reading(directory: Path) -> Iterator[None]:
     Raises CheckpointError if the checkpoint is not complete, or if it was deleted or replaced
     before the end of the block.
     """
+    with protected(directory) as check:
+        yield
+        check()
+
+
+@contextlib.contextmanager
+def protected(directory: Path) -> Iterator[Callable[[], None]]:
+    """Protect a complete checkpoint like `reading`, without a check at the end.
+
+    Yields the check, which raises CheckpointError if the checkpoint was deleted or replaced.
+    """
     marker = directory / MARKER_NAME
     with contextlib.ExitStack() as stack:
         try:
@@ -224,8 +235,7 @@ def reading(directory: Path) -> Iterator[None]:
         except OSError as error:
             raise CheckpointError(f"{marker} cannot be read: {error.strerror}") from error
         _check_same(descriptor, marker)
-        yield
-        _check_same(descriptor, marker)
+        yield lambda: _check_same(descriptor, marker)
 
 
 @contextlib.contextmanager

@@ -154,7 +154,7 @@ class ResumeConfig(Section):
 
 
 class ZeroShotConfig(Section):
-    """Zero-shot evaluation of the best checkpoint on texts outside its training data. GPT only."""
+    """Zero-shot evaluation of checkpoints on texts outside their training data. GPT only."""
 
     wikitext: str | None = keyed(None, resolved="zeroshot", min_length=1)
     """Path of WikiText's test split with words separated by spaces. The key contains its content,
@@ -165,6 +165,8 @@ class ZeroShotConfig(Section):
     overlapping_eval: int | None = keyed(None, gt=0)
     """Distance in tokens between the starts of WikiText's windows of seq_length tokens; null means
     windows without overlap."""
+    checkpoints: Literal["all", "best"] = unkeyed("all")
+    """Checkpoints to score: all that are kept, or only the one with the lowest validation loss."""
 
     @property
     def requested(self) -> bool:
@@ -177,7 +179,7 @@ class EvaluateConfig(Section):
 
     `valid_ppl` and `test_ppl` are exp of the mean loss over the first `max_samples` samples of a
     single pass over a split. Training measures `valid_ppl` at each checkpoint, the stage `evaluate`
-    both for each kept checkpoint. Zero-shot scores are computed for the best checkpoint only.
+    both for each kept checkpoint, and with `zero_shot` its scores on other texts.
     """
 
     micro_batch_size: int = unkeyed(16, gt=0)

@@ -115,12 +115,15 @@ class TrainJob(Job):
 
 
 class EvaluateJob(Job):
-    """Measurement of the perplexity of one or more checkpoints on the test and valid splits."""
+    """Measurement of the perplexity of checkpoints on the test and valid splits."""
 
     checkpoints: tuple[str, ...]
-    """Checkpoint directories (iter_*)."""
+    """Checkpoint directories (iter_*), in the order in which they are scored."""
+    unigram: bool
+    """True if the unigram model is scored as well, after the checkpoints."""
     output: str
-    """JSON file to write."""
+    """Existing directory for the results: `<name of the checkpoint>.json` and `unigram.json`, each
+    written when it is complete."""
 
 
 class ConvertJob(Job):

@@ -5,24 +5,22 @@ python -m megacore.ranks.evaluate --config job.json
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megacore.artifact.files import write_json
 from megacore.jobs.run import EvaluateJob
 from megacore.ranks.rank import run_rank
 
-if TYPE_CHECKING:
-    from megacore.parallel.mesh import ProcessMesh
-    from megacore.train.score import CheckpointScorer
+UNIGRAM = "unigram"
+"""Name of the result of the unigram model."""
 
 
 def evaluate_checkpoints(job: EvaluateJob) -> None:
-    """Write both perplexities of every checkpoint of the job to `job.output`, atomically.
+    """Write both perplexities of each checkpoint of the job into `job.output` when it is scored.
 
-    The entry `checkpoints` maps each path to iteration, test_loss, test_ppl, test_samples,
-    valid_loss, valid_ppl and valid_samples. For a model with a binary head it also contains
-    test_sop_loss and valid_sop_loss, or nsp_loss. The entry `unigram` contains the perplexity of
-    the train split's token frequencies on the same tokens. Losses are in nats per token.
+    A checkpoint's file contains iteration, test_loss, test_ppl, test_samples, valid_loss, valid_ppl
+    and valid_samples. For a model with a binary head it also contains test_sop_loss and
+    valid_sop_loss, or nsp_loss. The file of the unigram model contains the perplexity of the train
+    split's token frequencies on the same tokens, by split. Losses are in nats per token.
     `evaluate.max_samples` samples of each split are scored, or all.
 
     Raises:
@@ -33,26 +31,24 @@ def evaluate_checkpoints(job: EvaluateJob) -> None:
     """
     from megacore.observe.logging import configure_logging
     from megacore.ranks.process import joined
+    from megacore.train.memory import scoring_memory_errors
     from megacore.train.score import CheckpointScorer
 
     with joined(job) as (mesh, device):
         configure_logging(mesh.rank)
         scorer = CheckpointScorer(job, mesh, device)
-        results = _score_all(job, scorer, mesh)
-        if mesh.rank == 0:
-            write_json(Path(job.output), {"checkpoints": results, "unigram": scorer.unigram()})
+        for checkpoint in map(Path, job.checkpoints):
+            with scoring_memory_errors(job.config.evaluate.micro_batch_size, mesh.rank):
+                result = scorer.score(checkpoint)
+            if mesh.rank == 0:
+                write_json(result_file(job.output, checkpoint.name), result)
+        if job.unigram and mesh.rank == 0:
+            write_json(result_file(job.output, UNIGRAM), scorer.unigram())
 
 
-def _score_all(
-    job: EvaluateJob, scorer: "CheckpointScorer", mesh: "ProcessMesh"
-) -> dict[str, dict[str, Any]]:
-    from megacore.train.memory import scoring_memory_errors
-
-    results = {}
-    with scoring_memory_errors(job.config.evaluate.micro_batch_size, mesh.rank):
-        for checkpoint in job.checkpoints:
-            results[checkpoint] = scorer.score(Path(checkpoint))
-    return results
+def result_file(output: str | Path, name: str) -> Path:
+    """Return the path of the result `name` in the output directory of a job."""
+    return Path(output) / f"{name}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -112,17 +112,18 @@ def _prepare_hosts(job: Job) -> None:
     prepare_hosts(job, hosts, ssh_of(job.config.launch), checkpoints=loaded_checkpoints(job))
 
 
-def evaluate(
-    job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing
-) -> dict[str, Any]:
-    """Return the perplexities of each checkpoint, which are also written to `job.output`."""
+def evaluate(job: EvaluateJob, scratch: Path, on_poll: Callable[[], None] = nothing) -> None:
+    """Run the ranks that write the perplexities of each checkpoint into `job.output`."""
     job_file = scratch / "job.json"
     job.write(job_file)
     _prepare_hosts(job)
     start = start_ranks(job.config.launch, "megacore.ranks.evaluate", job, job_file)
-    supervise_job(start, job, scratch / "evaluate.log", on_poll, None)
-    result: dict[str, Any] = read_json(Path(job.output))
-    return result
+    supervise_job(start, job, evaluation_log(scratch), on_poll, None)
+
+
+def evaluation_log(scratch: Path) -> Path:
+    """Return the path of the log of the ranks that score checkpoints."""
+    return scratch / "evaluate.log"
 
 
 def convert(

@@ -108,6 +108,7 @@ def test_stage_folders_are_spelled_in_one_place() -> None:
         "blend": "tokenized",
         "index": "index",
         "train": "runs",
+        "evaluate-checkpoint": "scores",
         "evaluate": "evaluations",
         "zeroshot": "zeroshot",
         "convert": "exports",

@@ -20,7 +20,10 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from megacore.errors import DataFormatError
 from tests.flows.conftest import ROOT, Bench, server_environment
 
-STAGES = ["collect", "tokenizer", "tokenize", "index", "train", "evaluate", "convert", "publish"]
+SCORES = ["evaluate iter_0000002", "evaluate iter_0000003"]
+EVALUATION = [*SCORES, "evaluate unigram", "evaluate"]
+DATA = ["collect", "tokenizer", "tokenize", "index"]
+STAGES = [*DATA, "train", *EVALUATION, "convert", "publish"]
 
 INJECTIONS = {
     "collect": "megacore.corpus.collect.collect",
@@ -28,7 +31,7 @@ INJECTIONS = {
     "tokenize": "megacore.tokenizer.tokenize.tokenize_corpus",
     "index": "megacore.data.index_maps.build_index_maps",
     "train": "megacore.ranks.stages.train",
-    "evaluate": "megacore.ranks.stages.evaluate",
+    "evaluate iter_0000002": "megacore.ranks.stages.evaluate",
     "convert": "megacore.ranks.stages.convert",
     "publish": "tasks.publish.publish_model",
 }
@@ -85,7 +88,7 @@ def largest_file(directory: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize("stage", stages_of("failed", STAGES))
+@pytest.mark.parametrize("stage", stages_of("failed", INJECTIONS))
 def test_only_the_failed_stage_runs_again(bench: Bench, completed: list[str], stage: str) -> None:
     before = STAGES[: STAGES.index(stage)]
     with pytest.MonkeyPatch.context() as patch:
@@ -97,7 +100,7 @@ def test_only_the_failed_stage_runs_again(bench: Bench, completed: list[str], st
     assert run.stages("cached") == completed
     assert run.stages("ran") == before[len(completed) :]
     completed[:] = before
-    if stage != "train":
+    if stage in FOLDERS:
         assert not list((bench.workspace / FOLDERS[stage]).glob("[!.]*")), (
             "a failed stage left something behind"
         )
@@ -158,13 +161,13 @@ def test_damaged_checkpoint_is_trained_again_from_the_previous_one(finished: Ben
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "publish": ({"tracking__registered_model": "another-name"}, ["publish"]),
     "convert": ({"export__sample_prompt": "class "}, ["convert", "publish"]),
-    "evaluate": ({"evaluate__max_samples": 6}, ["evaluate", "convert", "publish"]),
-    "train": ({"optim__lr": 2e-3}, ["train", "evaluate", "convert", "publish"]),
-    "index": ({"data__split": "70,15,15"}, ["index", "train", "evaluate", "convert", "publish"]),
-    "tokenize": (
-        {"data__append_eod": False},
-        ["tokenize", "index", "train", "evaluate", "convert", "publish"],
+    "evaluate": ({"evaluate__max_samples": 6}, STAGES[STAGES.index("train") + 1 :]),
+    "train": (
+        {"optim__lr": 2e-3},
+        ["train", *SCORES, "evaluate", "convert", "publish"],
     ),
+    "index": ({"data__split": "70,15,15"}, STAGES[STAGES.index("index") :]),
+    "tokenize": ({"data__append_eod": False}, STAGES[STAGES.index("tokenize") :]),
     "tokenizer": ({"data__tokenizer": {"kind": "train-bpe", "vocab_size": 330}}, STAGES[1:]),
     "collect": ({"data__source__pattern": "*[0-7].py"}, STAGES),
 }
@@ -210,8 +213,9 @@ def test_flow_run_retry_reruns_only_the_failed_stage(finished: Bench) -> None:
 def test_more_iterations_extend_the_run(finished: Bench) -> None:
     run = finished.pretrain(train__train_iters=4)
     assert run.error is None
-    assert run.stages("cached") == ["collect", "tokenizer", "tokenize", "index"]
-    assert run.stages("ran") == ["train", "evaluate", "convert", "publish"]
+    new = "evaluate iter_0000004"
+    assert run.stages("ran") == ["train", new, "evaluate", "convert", "publish"]
+    assert {*DATA, "evaluate unigram"} <= set(run.stages("cached"))
 
 
 def test_fewer_iterations_than_trained_are_refused(finished: Bench) -> None:

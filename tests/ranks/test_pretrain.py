@@ -61,24 +61,22 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     checkpoints = tuple(
         str(path) for path in sorted((run_directory / "checkpoints").glob("iter_*"))
     )
-    output = tmp_path / "out" / "scores.json"
-    output.parent.mkdir()
+    output = tmp_path / "out"
+    output.mkdir()
     values = _runs.job(run, data, run_directory, ranks=2).model_dump()
-    EvaluateJob(**values, checkpoints=checkpoints, output=str(output)).write(
-        tmp_path / "out" / "job.json"
+    EvaluateJob(**values, checkpoints=checkpoints, unigram=True, output=str(output)).write(
+        output / "job.json"
     )
-    result = start("evaluate", tmp_path / "out" / "job.json", 2)
+    result = start("evaluate", output / "job.json", 2)
     assert result.returncode == 0, result.stderr
-    results = json.loads(output.read_text(encoding="utf-8"))
-    scores = results["checkpoints"]
-    assert results["unigram"].keys() == {"test", "valid"}
-    assert all(1 < ppl < 2 * _runs.VOCAB_SIZE for ppl in results["unigram"].values())
-    assert list(scores) == list(checkpoints)
-    remaining = {
-        path.name for path in output.parent.iterdir() if not path.name.startswith(".rendezvous-")
-    }
-    assert remaining == {"job.json", "scores.json", "torchrun"}
-    check_scores(scores[checkpoints[-1]], run_directory, data)
+    unigram = json.loads((output / "unigram.json").read_text(encoding="utf-8"))
+    assert unigram.keys() == {"test", "valid"}
+    assert all(1 < ppl < 2 * _runs.VOCAB_SIZE for ppl in unigram.values())
+    results = {f"{Path(path).name}.json" for path in checkpoints} | {"unigram.json"}
+    remaining = {path.name for path in output.iterdir() if not path.name.startswith(".rendezvous-")}
+    assert remaining == {"job.json", "torchrun"} | results
+    scores = json.loads((output / "iter_0000006.json").read_text(encoding="utf-8"))
+    check_scores(scores, run_directory, data)
 
 
 def check_scores(scores: dict[str, float], run_directory: Path, data: Path) -> None:

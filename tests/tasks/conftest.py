@@ -10,7 +10,7 @@ import pytest
 from megacore.artifact import Artifact, Workspace
 from megacore.config import RunConfig
 from megacore.config.load import parse_config
-from tasks._mlflow import RunFacts, Tracking
+from tasks._mlflow import Dataset, RunFacts, Tracking
 from tests.tasks.events import EventLog
 
 
@@ -53,7 +53,7 @@ def facts(tmp_path: Path) -> RunFacts:
         digest="f" * 64,
         counts={"tokens": 1000},
     )
-    return RunFacts("0123456789abcdef", {"tokens": tokens}, {"flow_run": "daring-lynx"})
+    return RunFacts("0123456789abcdef", {"tokens": Dataset.of(tokens)}, {"flow_run": "daring-lynx"})
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_best_checkpoint_comes_first(
     test = {100: 5.0, 200: 7.0, 300: 6.0, 999: 1.0}
     for timestamp in (1, 2):
         values = {iteration: {"test_ppl": ppl} for iteration, ppl in test.items()}
-        log_perplexities(tracking, run_id, values, timestamp_ms=timestamp)
+        log_perplexities(tracking, run_id, values, datasets={}, timestamp_ms=timestamp)
     by_test = kept_models(tracking, run_id, "test_ppl")
     assert iterations(by_test) == [100, 300, 200]
     assert [metric(model, "test_ppl") for model in by_test] == [5.0, 6.0, 7.0]
@@ -86,7 +86,9 @@ def test_evaluation_replaces_only_a_perplexity_that_disagrees(
     log.checkpoint(100, loss=1.0)
     run_id = forward()
     for ppl in (2.71829, 3.0, 3.0):
-        log_perplexities(tracking, run_id, {100: {"valid_ppl": ppl}}, timestamp_ms=2 * 10**12)
+        log_perplexities(
+            tracking, run_id, {100: {"valid_ppl": ppl}}, datasets={}, timestamp_ms=2 * 10**12
+        )
     history = tracking.client.get_metric_history(run_id, "valid_ppl")
     assert [point.value for point in history] == pytest.approx([2.71828, 3.0], abs=1e-5)
 

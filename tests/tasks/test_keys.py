@@ -21,7 +21,7 @@ from tasks._tokens import tokenize_key
 from tasks.convert import convert_key
 from tasks.dataset import dataset_key
 from tasks.download import collect_key, punkt_key
-from tasks.evaluate import evaluate_key
+from tasks.evaluate import Target, score_key
 from tasks.examples import examples_key
 from tasks.find_batch_size import find_batch_size_key
 from tasks.finetune import finetune_key
@@ -37,6 +37,7 @@ from tests.data._sentences import write_lengths
 from tests.tasks._other_values import changed, other_values, places, section_classes
 
 Keys = dict[str, Any]
+CHECKPOINT = Target("iter_0000001", "/", "digest")
 CONTAINERS = {"DataConfig.source", "DataConfig.blend", "DataConfig.split_blends"}
 """Alternative sources of documents, changed through their fields."""
 
@@ -127,8 +128,8 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
         "index": lambda: index_key(config, tokens),
         "run": lambda: run_key(config, tokens, tokenizer),
         "train": lambda: train_key(config, *data),
-        "evaluate": lambda: evaluate_key(config, trained, *data),
-        "zeroshot": lambda: zeroshot_key(config, trained, evaluation, *data),
+        "evaluate": lambda: score_key(config, index, CHECKPOINT),
+        "zeroshot": lambda: zeroshot_key(config, tokenizer, CHECKPOINT),
         "convert": lambda: convert_key(config, trained, evaluation, *data),
         "publish": lambda: publish_key(config, trained, evaluation, artifact("convert"), *data),
     }

@@ -160,7 +160,7 @@ def test_kill_while_describing_the_run_is_repaired(
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(tasks._mlflow, "_log_datasets", raise_killed)
+        patch.setattr(tasks._mlflow, "log_datasets", raise_killed)
         with pytest.raises(KilledError):
             ensure_run(tracking, run_directory, config, facts)
     run = tracking.client.get_run(ensure_run(tracking, run_directory, config, facts))

@@ -51,12 +51,9 @@ def test_each_checkpoint_has_one_row_in_one_table(
     table = PerplexityTable(run_directory)  # of the next attempt, which repeats an iteration
     measure(log, table, 10, loss=1.0)
     measure(log, table, 20, loss=0.5)
-    table.evaluated(
-        [
-            {"iteration": 10, "valid_ppl": 2.718, "test_ppl": 3.0},
-            {"iteration": 20, "valid_ppl": 1.649, "test_ppl": 2.0},
-        ]
-    )
+    table.known({"iteration": 10, "valid_ppl": 2.718, "test_ppl": 3.0})
+    assert shown["table"][0]["test PPL"] == "-"
+    table.evaluated({"iteration": 20, "valid_ppl": 1.649, "test_ppl": 2.0})
     assert [list(row.values())[:4] for row in shown["table"]] == [
         [10, "320", "2.72", "3.00"],
         [20, "640", "1.65", "2.00"],
@@ -69,7 +66,8 @@ def test_each_measurement_is_an_event_with_numbers(
 ) -> None:
     table = PerplexityTable(run_directory)
     measure(log, table, 10, loss=0.0)
-    table.evaluated([{"iteration": 10, "valid_ppl": 1.0, "test_ppl": 3.0}])
+    table.evaluated({"iteration": 10, "valid_ppl": 1.0, "test_ppl": 3.0})
+    table.known({"iteration": 20, "valid_ppl": 2.0, "test_ppl": 3.0})
     resource = f"megacore.checkpoint.{run_directory.name}.10"
     common = {"run": run_directory.name, "iteration": 10, "valid_ppl": 1.0}
     assert shown["events"] == [

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megacore.artifact import Artifact
+from megacore.checkpoint.save import save_checkpoint
 from megacore.config import RunConfig
 from megacore.config.checks import _check_zero_shot
 from megacore.config.load import parse_config
@@ -14,8 +16,8 @@ from megacore.errors import ConfigError
 from tasks._checkpoint_models import log_scores
 from tasks._forward import Forwarder
 from tasks._mlflow import RunFacts, Tracking
-from tasks.evaluate import evaluate_key
-from tasks.preflight import planned_stages
+from tasks.evaluate import Target, score_key
+from tasks.preflight import planned_publication
 from tasks.zeroshot import REPORT, text_digests, zeroshot_key, zeroshot_summary
 from tests.tasks.conftest import make_config
 from tests.tasks.events import EventLog
@@ -37,13 +39,12 @@ def artifact(stage: str, **counts: Any) -> Artifact:
 
 
 def keys(config: RunConfig) -> tuple[str, str]:
-    """Return the keys of the scores and of the perplexities."""
-    data = (artifact("tokenize"), artifact("tokenizer"), artifact("index"))
-    evaluation = artifact("evaluate", best="iter_0000010")
-    trained = artifact("train")
-    return zeroshot_key(config, trained, evaluation, *data).key, evaluate_key(
-        config, trained, *data
-    ).key
+    """Return the keys of a checkpoint's scores and of its perplexities."""
+    target = Target("iter_0000010", "/", "digest")
+    return (
+        zeroshot_key(config, artifact("tokenizer"), target).key,
+        score_key(config, artifact("index"), target).key,
+    )
 
 
 def test_key_depends_on_the_content_of_a_text_and_not_its_name(tmp_path: Path) -> None:
@@ -63,11 +64,34 @@ def test_perplexity_key_ignores_the_text(tmp_path: Path) -> None:
 
 
 def test_stage_is_planned_only_with_a_text(tmp_path: Path) -> None:
-    names = [
-        planned.name for planned in planned_stages(config_with(lambada=str(tmp_path / "lambada")))
+    checkpoints = tmp_path / "checkpoints"
+    for iteration in (10, 20):
+        save_checkpoint(checkpoints, iteration, {"model.a": torch.ones(3)}, {})
+    trained = artifact("train").model_copy(update={"path": str(tmp_path)})
+
+    def names(**zero_shot: Any) -> list[str]:
+        planned = planned_publication(config_with(**zero_shot), trained)
+        return [stage.name for stage in planned]
+
+    text = str(tmp_path / "lambada")
+    perplexities = ["evaluate iter_0000010", "evaluate iter_0000020", "evaluate unigram"]
+    rest = ["convert", "publish"]
+    assert names(lambada=text) == [
+        *perplexities,
+        "evaluate",
+        "zeroshot iter_0000010",
+        "zeroshot iter_0000020",
+        *rest,
     ]
-    assert names[names.index("evaluate") :] == ["evaluate", "zeroshot", "convert", "publish"]
-    assert "zeroshot" not in [planned.name for planned in planned_stages(config_with())]
+    assert names(lambada=text, checkpoints="best") == [
+        *perplexities,
+        "evaluate",
+        "zeroshot",
+        *rest,
+    ]
+    assert names() == [*perplexities, "evaluate", *rest]
+    unknown = planned_publication(config_with(lambada=text), None)
+    assert [stage.name for stage in unknown] == ["evaluate unigram", "evaluate", "zeroshot", *rest]
 
 
 def test_missing_text_is_refused(tmp_path: Path) -> None:
@@ -134,12 +158,13 @@ def test_summary_is_a_table(tmp_path: Path) -> None:
         digest="d",
         counts={"checkpoint": "iter_0000010"},
     )
-    assert zeroshot_summary(scored).splitlines() == [
+    later = scored.model_copy(update={"counts": {"checkpoint": "iter_0000020"}})
+    words, tokens = (f"WikiText PPL per {unit}, windows 8 apart" for unit in ("word", "token"))
+    assert zeroshot_summary([scored, later]).splitlines() == [
         "",
-        "| zero-shot, iter_0000010 | |",
-        "| --- | ---: |",
-        "| WikiText PPL per word, windows 8 apart | 1,234.50 |",
-        "| WikiText PPL per token, windows 8 apart | 67.89 |",
-        "| LAMBADA accuracy (1,288 of 5,152) | 25.00% |",
+        f"| zero-shot | {words} | {tokens} | LAMBADA accuracy of 5,152 |",
+        "| --- | ---: | ---: | ---: |",
+        "| iter_0000010 | 1,234.50 | 67.89 | 25.00% |",
+        "| iter_0000020 | 1,234.50 | 67.89 | 25.00% |",
     ]
-    assert zeroshot_summary(None) == ""
+    assert zeroshot_summary([]) == ""

@@ -80,7 +80,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
         Trainer(run, engine, mesh, data, recorder, tmp_path / "run", spec=spec, peak=1.0).run()
     values = _runs.job(run, tmp_path, tmp_path / "run", token_prefixes=prefixes).model_dump()
     checkpoint = str(tmp_path / "run/checkpoints/iter_0000006")
-    return EvaluateJob(**values, checkpoints=(checkpoint,), output=str(tmp_path / "scores.json"))
+    return EvaluateJob(**values, checkpoints=(checkpoint,), unigram=True, output=str(tmp_path))
 
 
 def documents_of(job: EvaluateJob, name: str) -> list[list[int]]:
