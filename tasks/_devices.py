@@ -148,13 +148,19 @@ class _Reservation:
         return True
 
     def _reason(self) -> str | None:
-        """Return in one clause who holds the slot; None if the server does not answer."""
+        """Return in one clause who holds the slot; None if the server does not answer.
+
+        A slot of this flow run is freed: an attempt that was killed has not done so.
+        """
         try:
             with _client() as client:
                 record = client.read_variable_by_name(self.name)
                 holder: Any = record.value if record else None
                 if not isinstance(holder, dict):
                     return f"another run holds limit {self.name}"
+                if holder["id"] == self._holder["id"]:
+                    client.release_concurrency_slots_with_lease(UUID(holder["lease"]))
+                    return f"a killed attempt of this flow run held limit {self.name}"
                 try:
                     state = client.read_flow_run(UUID(holder["id"])).state
                 except ObjectNotFound:
@@ -173,14 +179,15 @@ class _Reservation:
 
     def _record_holder(self) -> None:
         """Write this flow run's name into the variable that waiting runs read."""
+        value = {**self._holder, "lease": str(self._lease)}
         try:
             with _client() as client:
                 try:
                     client.create_variable(
-                        VariableCreate(name=self.name, value=self._holder, tags=["megacore"])
+                        VariableCreate(name=self.name, value=value, tags=["megacore"])
                     )
                 except ObjectAlreadyExists:
-                    client.update_variable(VariableUpdate(name=self.name, value=self._holder))
+                    client.update_variable(VariableUpdate(name=self.name, value=value))
         except (TransportError, HTTPStatusError) as error:
             self._log.warning("waiting runs do not see this run's name: %s", error)
 

@@ -90,7 +90,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryServer]:
     monkeypatch.setattr(_devices, "_client", client)
     monkeypatch.setattr(_devices, "POLL", 0.01)
     monkeypatch.setattr(_devices, "RENEWAL", 0.01)
-    this_run = SimpleNamespace(get_name=lambda: "pretrain-this", get_id=lambda: str(uuid4()))
+    identity = str(uuid4())
+    this_run = SimpleNamespace(get_name=lambda: "pretrain-this", get_id=lambda: identity)
     monkeypatch.setattr(_devices, "flow_run", this_run)
     with temporary_settings({PREFECT_API_URL: "http://server/api"}):
         yield memory
@@ -138,6 +139,17 @@ def test_devices_are_held_during_the_body_only(server: MemoryServer) -> None:
     with pytest.raises(KeyError), devices(HERE, trains=True):
         raise KeyError
     assert server.leases == {}
+
+
+def test_slot_of_a_killed_attempt_of_the_same_flow_run_is_freed(
+    server: MemoryServer, lines: list[str]
+) -> None:
+    killed = _devices._Reservation("cpu")
+    assert killed._acquire()
+    killed._record_holder()
+    with devices(HERE, trains=True):
+        assert killed._lease not in server.leases
+    assert lines[0].endswith("a killed attempt of this flow run held limit " + limit_name("cpu"))
 
 
 def test_waiting_run_names_the_holder_once_and_then_continues(
