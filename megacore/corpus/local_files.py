@@ -66,10 +66,10 @@ def list_files(source: JsonlSource | ParquetSource) -> list[SourceFile]:
 
     Raises DataFormatError for a missing file or a glob without matches.
     """
-    return [SourceFile.of(path) for pattern in source.files for path in _expand(pattern)]
+    return [SourceFile.of(path) for pattern in source.files for path in expand(pattern)]
 
 
-def _expand(pattern: str) -> list[Path]:
+def expand(pattern: str) -> list[Path]:
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return [Path(pattern)]
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
