@@ -178,7 +178,7 @@ def test_a_text_that_no_split_divides_gets_other_advice(tmp_path: Path, lengths:
     mixture = Mixture.single(write_tokens(tmp_path / "a", lengths))
     options = IndexOptions(split="969,30,1", seq_length=90, seed=1)
     with pytest.raises(
-        DataFormatError, match="no data.split gives each split a sample: cut the text into more"
+        DataFormatError, match=r"no data\.split gives each split a sample: cut the text into more"
     ):
         index_plan(mixture, options, (5, 1, None))
 
