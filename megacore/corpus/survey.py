@@ -42,7 +42,7 @@ class Survey:
     sample: tuple[str, ...]
     """Texts from the beginning, about 1 MiB."""
     remarks: tuple[str, ...] = ()
-    """What was chosen or left out, one sentence each."""
+    """Sentences about what was chosen or left out."""
 
 
 def survey(paths: Sequence[Path]) -> Survey:

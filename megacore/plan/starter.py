@@ -7,6 +7,7 @@ TOKENS_PER_PARAMETER tokens per parameter. The time is that of `megacore.plan.th
 """
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,22 +27,21 @@ from megacore.tokenizer.build import END_OF_TEXT, train_bpe
 from megacore.tokenizer.load import JsonTokenizer
 
 SIZES = (
-    (2, 128, 2),
-    (4, 128, 4),
-    (4, 256, 4),
-    (6, 384, 6),
-    (8, 512, 8),
-    (12, 768, 12),
-    (24, 1024, 16),
+    (2, 128, 2, 2048),
+    (4, 128, 4, 2048),
+    (4, 256, 4, 2048),
+    (6, 384, 6, 4096),
+    (8, 512, 8, 8192),
+    (12, 768, 12, 32_768),
+    (24, 1024, 16, 131_072),
 )
-"""Layers, hidden size and heads of the models to choose from."""
+"""Layers, hidden size and heads of the models to choose from, and tokens per iteration."""
 EPOCHS = 5
 """Number of passes over the text; more of them make a small model repeat it."""
 PARAMETERS_PER_BYTE = 4
 TOKENS_PER_PARAMETER = 10
 TRAINING_SHARE = 0.8
 """Share of the budget for training; tokenizing, evaluation and export take the rest."""
-TOKENS_PER_STEP = 4096
 LEAST_STEPS = 100
 BYTES_PER_ENTRY = 1000
 """Bytes of text per entry of the vocabulary, which must occur often enough to be learned."""
@@ -59,6 +59,8 @@ DOCUMENT_CHARACTERS = (256, 4000)
 _LR_TIMES_HIDDEN = 0.77
 _HIGHEST_LR = 4e-3
 _PROMPT_CHARACTERS = 40
+_FFN_MULTIPLE = 64
+_COLUMNS = 99
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,11 @@ def _size(
 ) -> tuple[dict[str, Any], float]:
     """Return the configuration of the largest suitable model, and its seconds of training."""
     for shape in reversed(SIZES):
-        values, steps = _values(survey, text, name, shape, hardware), _full_steps(text)
+        values, steps = _values(survey, text, name, shape, hardware), _full_steps(text, shape[-1])
         seconds = _seconds(values, steps, text.vocab_size, hardware)
         affordable = min(steps, int(steps * budget / seconds))
         parameters = 12 * shape[0] * shape[1] ** 2
-        seen = affordable * TOKENS_PER_STEP
+        seen = affordable * shape[-1]
         small = parameters <= PARAMETERS_PER_BYTE * survey.size
         if small and (affordable == steps or seen >= TOKENS_PER_PARAMETER * parameters):
             break
@@ -156,17 +158,17 @@ def _size(
     return _with_steps(values, affordable), seconds * affordable / steps
 
 
-def _full_steps(text: _Text) -> int:
+def _full_steps(text: _Text, tokens_per_step: int) -> int:
     """Return the number of iterations of EPOCHS passes over the training split."""
     share = float(text.split.split(",")[0]) / 100
-    return max(LEAST_STEPS, int(EPOCHS * text.tokens * share / TOKENS_PER_STEP))
+    return max(LEAST_STEPS, int(EPOCHS * text.tokens * share / tokens_per_step))
 
 
 def _values(
     survey: Survey, text: _Text, name: str, shape: Sequence[int], hardware: Hardware
 ) -> dict[str, Any]:
     """Return the values of a configuration without the number of iterations."""
-    layers, hidden, heads = shape
+    layers, hidden, heads, tokens_per_step = shape
     source = survey.source.model_dump(mode="json")
     if text.document_characters is not None:
         source["document_characters"] = text.document_characters
@@ -174,7 +176,7 @@ def _values(
         del source["document_characters"]
     whole = isinstance(survey.source, TextSource) and survey.documents == 1
     ranks = max(1, len(hardware.gpus))
-    per_rank = -(-(TOKENS_PER_STEP // text.seq_length) // ranks)
+    per_rank = -(-(tokens_per_step // text.seq_length) // ranks)
     return {
         "name": name,
         "data": {
@@ -188,6 +190,11 @@ def _values(
             "num_layers": layers,
             "hidden_size": hidden,
             "num_attention_heads": heads,
+            "ffn_hidden_size": -(-8 * hidden // 3 // _FFN_MULTIPLE) * _FFN_MULTIPLE,
+            "activation": "swiglu",
+            "normalization": "rmsnorm",
+            "position_embedding_type": "rope",
+            "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         },
@@ -210,7 +217,7 @@ def _with_steps(values: dict[str, Any], steps: int) -> dict[str, Any]:
     train = values["train"] | {
         "train_iters": steps,
         "log_interval": max(1, steps // 50),
-        "eval_interval": max(1, steps // 8),
+        "eval_interval": -(-steps // 8),
         "eval_iters": 4,
     }
     lr = values["optim"]["lr"]
@@ -218,7 +225,7 @@ def _with_steps(values: dict[str, Any], steps: int) -> dict[str, Any]:
     return values | {
         "train": train,
         "optim": optim,
-        "checkpoint": {"save_interval": max(1, steps // 2)},
+        "checkpoint": {"save_interval": -(-steps // 2)},
     }
 
 
@@ -242,9 +249,11 @@ def _yaml(values: dict[str, Any], survey: Survey, text: _Text, summary: str, min
     """Return the configuration as YAML with a comment at each choice."""
     comments = _comments(values, survey, text)
     lines = [
-        "# Written by `megacore init`. Every value but data.source has a default; change what you",
-        "# like. docs/configuration.md explains the rule behind the sizes.",
-        f"# Budget {minutes:g} minutes: {summary}.",
+        *_comment(
+            "Written by `megacore init`. Every value but data.source has a default; "
+            "docs/configuration.md explains the values and the rule behind the sizes."
+        ),
+        *_comment(f"Budget {minutes:g} minutes: {summary}."),
         f"name: {_scalar(values['name'])}",
     ]
     for section, fields in values.items():
@@ -252,9 +261,17 @@ def _yaml(values: dict[str, Any], survey: Survey, text: _Text, summary: str, min
             continue
         lines += ["", f"{section}:"]
         for field, value in fields.items():
-            lines += [f"  # {comment}" for comment in comments.get(f"{section}.{field}", ())]
+            for sentence in comments.get(f"{section}.{field}", ()):
+                lines += _comment(sentence, "  ")
             lines.append(f"  {field}: {_scalar(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _comment(sentence: str, indent: str = "") -> list[str]:
+    """Return a sentence as lines of a comment."""
+    return textwrap.wrap(
+        sentence, _COLUMNS, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+    )
 
 
 def _comments(values: dict[str, Any], survey: Survey, text: _Text) -> dict[str, tuple[str, ...]]:
@@ -290,9 +307,11 @@ def _comments(values: dict[str, Any], survey: Survey, text: _Text) -> dict[str, 
         "data.shuffle_documents": (order,),
         "data.seq_length": ("Tokens that the model sees at once.",),
         "model.num_layers": ("The largest size that fits the text and the time budget.",),
-        "model.hidden_dropout": (f"No dropout: the text is seen at most about {EPOCHS} times.",)
-        if _full_steps(text) > LEAST_STEPS
-        else (),
+        "model.ffn_hidden_size": (
+            "SwiGLU, RMSNorm, rotary positions and no biases, as in Llama, learn faster than the "
+            "layers of GPT-2.",
+        ),
+        "model.hidden_dropout": ("No dropout: the text is seen few times.",),
         "optim.lr": ("Smaller models take higher rates.",),
         "optim.lr_decay_iters": (
             "Set explicitly, so that more train_iters continue the run with the same schedule.",
@@ -300,7 +319,9 @@ def _comments(values: dict[str, Any], survey: Survey, text: _Text) -> dict[str, 
         "train.micro_batch_size": (
             "Samples of one forward pass, and of one optimizer step on all ranks.",
         ),
-        "train.train_iters": ("More of them continue the finished run from its last checkpoint.",),
+        "train.train_iters": (
+            "More iterations continue the finished run from its last checkpoint.",
+        ),
         "checkpoint.save_interval": ("An interrupted run resumes from the last checkpoint.",),
         "evaluate.max_samples": ("Samples of each split for the perplexities.",),
         "export.sample_prompt": ("The finished model continues this text in the summary.",),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from megacore.config.data import TextSource
 from megacore.corpus.collect import collect
 from megacore.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
     first + second
     for first in ("ba", "co", "di", "fu", "go", "ha", "li", "mo", "ne", "pu")
@@ -81,6 +83,22 @@ def test_every_section_is_explained(here: Path) -> None:
     assert all(len(line) <= 180 for line in text.splitlines())
 
 
+def test_the_page_on_configuration_begins_with_such_a_file(here: Path) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    (here / "tinyshakespeare.yaml").write_text(block[1], encoding="utf-8")
+    assert written("tinyshakespeare").name == "tinyshakespeare"
+    (here / "a.txt").write_text(prose(1_100_000))
+    assert run("a.txt").exit_code == 0
+
+    def fields(name: str) -> list[str]:
+        text = (here / f"{name}.yaml").read_text(encoding="utf-8")
+        return re.findall(r"^ *\w+:|^  # [A-Z]\w+ \w+", text, re.MULTILINE)
+
+    assert fields("tinyshakespeare") == fields("a")
+
+
 def test_a_directory_gives_its_text_and_names_what_is_skipped(here: Path) -> None:
     (here / "notes").mkdir()
     for number in range(12):
@@ -124,9 +142,9 @@ def test_parquet_takes_its_text_column(here: Path) -> None:
 
 
 def test_a_larger_budget_gives_a_model_that_is_not_smaller(here: Path) -> None:
-    (here / "a.txt").write_text(prose(3_000_000))
+    (here / "a.txt").write_text(prose(700_000))
     sizes = []
-    for minutes in ("1", "20", "2000"):
+    for minutes in ("0.1", "5", "2000"):
         assert run("a.txt", "--name", f"m{minutes}", "--minutes", minutes).exit_code == 0
         model = written(f"m{minutes}").model
         sizes.append(model.num_layers * model.hidden_size**2)
