@@ -71,26 +71,34 @@ def _candidates(path: Path) -> Iterator[tuple[Path, Kind, bool]]:
     """Yield each file with its kind, and True if the user named it."""
     if path.is_dir():
         for name in list_files(path, None):
-            yield path / name, _kind(path / name), False
+            yield path / name, _kind(path / name, named=False), False
     elif path.is_file():
-        yield path, _kind(path), True
+        yield path, _kind(path, named=True), True
     elif path.exists():
         raise ConfigError(f"{path} is neither a file nor a directory: name one with text")
     else:
         raise ConfigError(f"{path} does not exist: name a file or directory with text")
 
 
-def _kind(path: Path) -> Kind:
+def _kind(path: Path, named: bool) -> Kind:
     name = path.with_suffix("") if path.suffix in _COMPRESSED else path
-    if name.suffix == ".json" and _is_object(path):
+    if named and path.suffix == ".json" and _is_object(path):
         return "jsonl"
     return _SUFFIXES.get(name.suffix, "text")
 
 
 def _is_object(path: Path) -> bool:
-    """Return True if the first line of a file is a complete JSON object, as in JSON Lines."""
+    """Return True if the first line of a file is a complete JSON object, as in JSON Lines.
+
+    Raises ConfigError for a JSON array.
+    """
     with path.open("rb") as file:
         line = file.readline(_SAMPLE_BYTES)
+    if line.lstrip().startswith(b"["):
+        raise ConfigError(
+            f"{path} is a JSON array, not JSON Lines: write each element on a line of its own, as "
+            "`jq -c '.[]'` does"
+        )
     try:
         return isinstance(orjson.loads(line), dict)
     except orjson.JSONDecodeError:
@@ -103,6 +111,8 @@ def _text(paths: Sequence[Path], candidates: Sequence[tuple[Path, Kind, bool]]) 
         problem = text_files.text_problem(path)
         if problem is None:
             texts.append(path)
+        elif named and path.suffix in _COMPRESSED:
+            raise ConfigError(f"{path} is compressed text: unpack it first")
         elif named:
             raise ConfigError(f"{path} {problem}: name files of UTF-8 text, JSON Lines or parquet")
         else:
@@ -217,7 +227,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 def _text_key(rows: Sequence[dict[str, Any]], path: Path) -> tuple[str, list[str]]:
     """Return the field with the longest texts, or `text`, and the other fields.
 
-    Raises ConfigError if there are no rows, or if no field holds text in each of them.
+    Raises ConfigError if there are no rows, or if one of them lacks the text.
     """
     if not rows:
         raise ConfigError(f"{path} has no rows: name a file with text")
@@ -226,15 +236,20 @@ def _text_key(rows: Sequence[dict[str, Any]], path: Path) -> tuple[str, list[str
         for key, value in row.items():
             lengths.setdefault(key, 0)
             lengths[key] += len(value) if isinstance(value, str) else 0
-    complete = [key for key in lengths if all(isinstance(row.get(key), str) for row in rows)]
-    keys = [key for key in complete if lengths[key]]
+    keys = [key for key in lengths if lengths[key]]
     if not keys:
         raise ConfigError(
-            f"{path} has no field with text in every row (fields: {', '.join(lengths) or 'none'}): "
-            "repair the rows, or name another file"
+            f"{path} has no field with text (fields: {', '.join(lengths) or 'none'}): name another "
+            "file"
         )
     longest = max(keys, key=lambda name: lengths[name])
     key = _PREFERRED_KEY if _PREFERRED_KEY in keys else longest
+    without = sum(not isinstance(row.get(key), str) for row in rows)
+    if without:
+        raise ConfigError(
+            f"{path} has its text in {key!r}, but {without} of the first {len(rows)} rows have no "
+            "text there: remove these rows"
+        )
     return key, [name for name in lengths if name != key]
 
 

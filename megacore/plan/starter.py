@@ -119,11 +119,11 @@ def _divide(survey: Survey) -> _Text:
         samples = tokens * share / (seq_length + 1)
         if samples >= SAMPLES_PER_SPLIT and documents * share >= 2:
             return _Text(vocab_size, tokens, documents, characters, split, seq_length)
+    least = int(10 * SAMPLES_PER_SPLIT * (SEQUENCES[-1] + 1) * bytes_per_token)
+    rows = "" if isinstance(survey.source, TextSource) else f" in {documents} rows"
     raise ConfigError(
-        f"the text has {survey.size} bytes in {documents} documents, too few to divide them into "
-        f"train, validation and test: give at least "
-        f"{int(10 * SAMPLES_PER_SPLIT * (SEQUENCES[-1] + 1) * bytes_per_token):,} bytes in 20 "
-        "documents"
+        f"the text has {survey.size:,} bytes{rows}, too few to divide them into train, validation "
+        f"and test: give at least {least:,} bytes{' in 20 rows' if rows else ''}"
     )
 
 
