@@ -42,9 +42,12 @@ def init(
     in_clone = Path("flows/pretrain.py").is_file() and CONF_DIR.is_dir()
     target = (CONF_DIR if in_clone else Path()) / f"{name}.yaml"
     _check_new(target)
-    starter = propose(survey(paths), name, minutes, Hardware.detect())
+    surveyed = survey(paths)
+    starter = propose(surveyed, name, minutes, Hardware.detect())
     _write_new(target, starter.text)
-    sys.stdout.write(f"wrote {target}: {starter.summary}\n{_next_commands(target, in_clone)}")
+    remarks = "".join(f"{remark}\n" for remark in surveyed.remarks)
+    commands = _next_commands(target, in_clone)
+    sys.stdout.write(f"wrote {target}: {starter.summary}\n{remarks}{commands}")
 
 
 def _check_new(target: Path) -> None:

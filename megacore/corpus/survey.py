@@ -57,6 +57,11 @@ def survey(paths: Sequence[Path]) -> Survey:
             sizes[kind] = sizes.get(kind, 0) + path.stat().st_size
         if not sizes:
             raise ConfigError(f"{_names(paths)} holds no file: name a file or directory with text")
+        kinds = sorted({kind for _, kind, named in candidates if named})
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"the named files are of several kinds ({', '.join(kinds)}): name files of one kind"
+            )
         kind = max(sizes, key=lambda name: sizes[name])
         if kind == "text":
             return _text(paths, candidates)

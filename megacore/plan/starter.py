@@ -36,7 +36,7 @@ SIZES = (
     (24, 1024, 16, 131_072),
 )
 """Layers, hidden size and heads of the models to choose from, and tokens per iteration."""
-EPOCHS = 5
+EPOCHS = 4
 """Number of passes over the text; more of them make a small model repeat it."""
 PARAMETERS_PER_BYTE = 4
 TOKENS_PER_PARAMETER = 10

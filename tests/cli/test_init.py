@@ -105,8 +105,11 @@ def test_a_directory_gives_its_text_and_names_what_is_skipped(here: Path) -> Non
         (here / "notes" / f"{number}.md").write_text(prose(6_000, number))
     (here / "notes" / "empty.md").touch()
     (here / "notes" / "image.png").write_bytes(b"\x89PNG\0\xff")
-    assert run("notes", "--name", "n").exit_code == 0
-    assert "2 of 14 files are skipped: they are empty or not text" in Path("n.yaml").read_text()
+    result = run("notes", "--name", "n")
+    assert result.exit_code == 0
+    remark = "2 of 14 files are skipped: they are empty or not text"
+    assert remark in result.output
+    assert remark in Path("n.yaml").read_text()
     config = written("n")
     assert isinstance(config.data.source, TextSource)
     assert config.data.source.files == (str(here / "notes"),)
@@ -204,6 +207,12 @@ def test_a_directory_without_text_is_refused_with_the_reasons(here: Path) -> Non
     (here / "d" / "empty.md").touch()
     (here / "d" / "image.png").write_bytes(b"\x89PNG\0\xff")
     assert "d holds no text: of 2 files, 1 empty, 1 not UTF-8 text" in refusal("d")
+
+
+def test_named_files_of_several_kinds_are_refused(here: Path) -> None:
+    (here / "a.txt").write_text(prose(50_000))
+    (here / "b.jsonl").write_text('{"text": "b"}\n')
+    assert "the named files are of several kinds (jsonl, text)" in refusal("a.txt", "b.jsonl")
 
 
 def test_a_missing_path_and_a_bad_name_are_refused(here: Path) -> None:
