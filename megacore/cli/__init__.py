@@ -12,6 +12,7 @@ import typer
 from megacore.cli.convert import export, import_
 from megacore.cli.doctor import doctor
 from megacore.cli.index import IndexCommand, index
+from megacore.cli.init import init
 from megacore.cli.inspect import inspect, verify
 from megacore.cli.models import evaluate, generate
 from megacore.cli.plan import plan
@@ -29,7 +30,7 @@ def options() -> None:
     """Pretraining of large language models: data tools, model tools and the workspace."""
 
 
-for command in (runs, stop, clean, plan, doctor, inspect, verify, generate, evaluate):
+for command in (init, runs, stop, clean, plan, doctor, inspect, verify, generate, evaluate):
     app.command()(command)
 app.command("import")(import_)
 app.command()(export)

@@ -17,9 +17,24 @@ class SourceTreeSource(Section):
     """Type of the source."""
     path: str | None = keyed(None, resolved="collect")
     """Path of the directory; null means the standard library of the running Python."""
-    pattern: str = keyed("*.py", resolved="collect")
+    pattern: str | None = keyed(None, resolved="collect")
     """Glob that a file's name must match; a glob with a slash, such as docs/**/*.md, must match the
-    path relative to the directory."""
+    path relative to the directory. Null means *.py without `path`, else every text file: files that
+    are empty, hidden, not UTF-8, or contain NUL bytes are left out."""
+
+
+class TextSource(Section):
+    """Plain text files, each a document or cut into several."""
+
+    kind: Literal["text"] = keyed()
+    """Type of the source."""
+    files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
+    """Paths or globs of files, or directories, of which all text files are read; their order is the
+    order of the documents."""
+    document_characters: int | None = keyed(None, ge=16)
+    """Maximum number of characters of a document. A longer file is cut after the last blank line in
+    the second half of this length, else after the last line end there, else exactly at this length.
+    Null means one document per file."""
 
 
 class JsonlSource(Section):
@@ -99,7 +114,13 @@ class PrefixSource(Section):
 
 
 Source = Annotated[
-    SourceTreeSource | JsonlSource | ParquetSource | HttpSource | HubSource | PrefixSource,
+    SourceTreeSource
+    | TextSource
+    | JsonlSource
+    | ParquetSource
+    | HttpSource
+    | HubSource
+    | PrefixSource,
     Field(discriminator="kind"),
 ]
 
@@ -297,12 +318,12 @@ class DataConfig(Section):
     """Several sources with weights; each source is divided by `split`."""
     split_blends: SplitBlends | None = keyed(None, key="collect")
     """Separate sources for each split."""
-    tokenizer: TokenizerChoice = keyed(key="tokenizer")
+    tokenizer: TokenizerChoice = keyed(TrainBpeTokenizer(kind="train-bpe"), key="tokenizer")
     """Tokenizer that converts text into tokens."""
     split: str | None = keyed(None, resolved=("index", "run"))
     """Relative sizes of the train, validation and test split; null means 969,30,1, or no division
     with `split_blends`."""
-    seq_length: int = keyed(key=("index", "run", "zeroshot"), gt=0)
+    seq_length: int = keyed(256, key=("index", "run", "zeroshot"), gt=0)
     """Tokens per sample (s); for T5, of the encoder's sequence."""
     masked_lm: MaskedLmConfig = keyed(MaskedLmConfig(), key=("index", "run"))
     """Options of BERT's samples; used with family bert only."""

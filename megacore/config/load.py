@@ -3,6 +3,7 @@
 Validation errors of pydantic are translated into clauses with the key, the value and what to do.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -77,6 +78,7 @@ def load_config(
     wrong value: its key, the value, and what to do.
     """
     path, values = _read_values(conf, overrides, conf_dir, _PRETRAINING)
+    values.setdefault("name", name_of(path))
     _read_deepspeed_json(values, path, conf_dir)
     return parse_config(values, origin=str(path))
 
@@ -92,6 +94,11 @@ def load_finetune_config(
     path, values = _read_values(conf, overrides, conf_dir, _FINE_TUNING)
     names = read_files(values, (Path(), path.parent, conf_dir.absolute().parent.parent))
     return parse_finetune_config(values, origin=str(path), files=names)
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a run after a file: its stem in lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9.]+", "-", path.stem.lower()).strip("-.") or "model"
 
 
 def read_config(path: Path) -> RunConfig:

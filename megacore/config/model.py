@@ -35,16 +35,17 @@ _NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 class ModelConfig(Section):
     """Architecture of a transformer as Megatron-LM builds it.
 
-    The defaults are those of GPT-2 (Radford et al. 2019).
+    The default sizes are those of a small model that two CPU cores train in minutes. The other
+    defaults are those of GPT-2 (Radford et al. 2019).
     """
 
-    num_layers: int = keyed(gt=0)
+    num_layers: int = keyed(4, gt=0)
     """Number of transformer layers; for T5, of the encoder."""
     num_decoder_layers: int | None = keyed(None, gt=0)
     """Number of layers of T5's decoder; null means num_layers."""
-    hidden_size: int = keyed(gt=0)
+    hidden_size: int = keyed(256, gt=0)
     """Width of the residual stream (h)."""
-    num_attention_heads: int = keyed(gt=0)
+    num_attention_heads: int = keyed(4, gt=0)
     """Number of attention heads (n)."""
     num_query_groups: int | None = keyed(None, gt=0)
     """Number of key-value heads (g; Ainslie et al. 2023), each shared by n / g query heads; null

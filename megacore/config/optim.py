@@ -28,7 +28,7 @@ class LossScaleConfig(Section):
 class OptimConfig(Section):
     """Options of AdamW (Loshchilov and Hutter 2019) with fp32 main weights."""
 
-    lr: float = keyed(gt=0)
+    lr: float = keyed(1e-3, gt=0)
     """Peak learning rate."""
     min_lr: float = keyed(0.0, ge=0)
     """Learning rate at and after lr_decay_iters, and lower bound of inverse-square-root."""

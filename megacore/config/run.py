@@ -28,7 +28,8 @@ class RunConfig(Section):
     """Complete configuration of a pretraining run."""
 
     name: str = keyed(key="convert", resolved="publish", pattern=r"^[a-z0-9][a-z0-9.-]*$")
-    """Name of the run and of the exported model: lower-case letters, digits, dots and dashes."""
+    """Name of the run and of the exported model: lower-case letters, digits, dots and dashes. A
+    configuration file without it takes its own name."""
     family: Family = keyed("gpt", key="run", resolved="index")
     """Family of the model: a causal decoder (gpt), an encoder (bert), or an encoder and decoder
     (t5)."""
@@ -37,15 +38,15 @@ class RunConfig(Section):
     verify: Literal["quick", "full"] = unkeyed("quick")
     """Check of cached artifacts: quick compares file sizes, and hashes only where a file was
     touched; full compares all hashes."""
-    data: DataConfig = keyed()
+    data: DataConfig = keyed(DataConfig())
     """Data: sources, tokenizer and samples."""
-    model: ModelConfig = keyed(key="run")
+    model: ModelConfig = keyed(ModelConfig(), key="run")
     """Architecture of the model."""
-    optim: OptimConfig = keyed(key="run")
+    optim: OptimConfig = keyed(OptimConfig(), key="run")
     """Optimizer and learning-rate schedule."""
-    train: TrainConfig = keyed(key="run")
+    train: TrainConfig = keyed(TrainConfig(), key="run")
     """Training loop."""
-    checkpoint: CheckpointConfig = unkeyed()
+    checkpoint: CheckpointConfig = unkeyed(CheckpointConfig())
     """Intervals of saving checkpoints, and which of them to keep."""
     resume: ResumeConfig = unkeyed(ResumeConfig())
     """Start from another run's checkpoint."""

@@ -36,12 +36,12 @@ class ProfileConfig(Section):
 class TrainConfig(Section):
     """Options of the training loop: length, batch sizes, precision, and intervals of reports."""
 
-    micro_batch_size: int = unkeyed(gt=0)
+    micro_batch_size: int = unkeyed(8, gt=0)
     """Samples of one forward pass on one rank (b)."""
-    global_batch_size: int = keyed(key="run", resolved="index", gt=0)
+    global_batch_size: int = keyed(16, key="run", resolved="index", gt=0)
     """Samples of one optimizer step over all ranks; a multiple of micro_batch_size x data-parallel
     size."""
-    train_iters: int = keyed(key="train", resolved="index", gt=0)
+    train_iters: int = keyed(1000, key="train", resolved="index", gt=0)
     """Number of optimizer steps; a higher value extends a finished run."""
     precision: Precision = keyed("auto")
     """Data type of the computation; auto selects bf16 where the hardware supports its
@@ -128,7 +128,7 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """Options of saving and keeping checkpoints."""
 
-    save_interval: int = unkeyed(gt=0)
+    save_interval: int = unkeyed(500, gt=0)
     """Interval in iterations of checkpoints; another one is saved at the last iteration."""
     asynchronous: bool = unkeyed(True)
     """If true, training continues while a checkpoint is written: a step only waits for the copy to

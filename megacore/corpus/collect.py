@@ -18,8 +18,9 @@ from megacore.config.data import (
     PrefixSource,
     Source,
     SourceTreeSource,
+    TextSource,
 )
-from megacore.corpus import hub, local_files, remote, source_tree
+from megacore.corpus import hub, local_files, remote, source_tree, text_files
 from megacore.corpus.fetch import shown
 from megacore.errors import DataFormatError
 
@@ -35,6 +36,8 @@ def fingerprint(source: Source) -> dict[str, Any]:
     match source:
         case SourceTreeSource():
             return source_tree.fingerprint(source)
+        case TextSource():
+            return text_files.fingerprint(source)
         case JsonlSource() | ParquetSource():
             return local_files.fingerprint(source)
         case HttpSource():
@@ -73,6 +76,8 @@ def _collector(
     match source:
         case SourceTreeSource():
             return lambda directory: source_tree.collect(source, directory)
+        case TextSource():
+            return lambda directory: text_files.collect(source, directory)
         case JsonlSource() | ParquetSource():
             return lambda directory: local_files.collect(source, directory)
         case HttpSource():
@@ -88,8 +93,11 @@ def _collector(
 def _describe(source: Source) -> str:
     match source:
         case SourceTreeSource():
-            return f"{source_tree.root_of(source)} with pattern {source.pattern}"
-        case JsonlSource() | ParquetSource():
+            pattern = source_tree.pattern_of(source)
+            return f"{source_tree.root_of(source)}" + (
+                f" with pattern {pattern}" if pattern else ""
+            )
+        case TextSource() | JsonlSource() | ParquetSource():
             return ", ".join(source.files)
         case HttpSource():
             return ", ".join(shown(file.url) for file in source.files)

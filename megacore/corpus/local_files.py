@@ -66,10 +66,11 @@ def list_files(source: JsonlSource | ParquetSource) -> list[SourceFile]:
 
     Raises DataFormatError for a missing file or a glob without matches.
     """
-    return [SourceFile.of(path) for pattern in source.files for path in _expand(pattern)]
+    return [SourceFile.of(path) for pattern in source.files for path in expand(pattern)]
 
 
-def _expand(pattern: str) -> list[Path]:
+def expand(pattern: str) -> list[Path]:
+    """Return the path, or the sorted matches of a glob. Raises DataFormatError without matches."""
     if Path(pattern).exists() or not glob.has_magic(pattern):
         return [Path(pattern)]
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True))
@@ -118,6 +119,19 @@ def check_column(path: str | Path, key: str) -> None:
     """Raise DataFormatError if the file has no column `key` or the column is not text."""
     with _open(path) as file:
         _check_column(path, file, key)
+
+
+def text_columns(path: str | Path) -> list[str]:
+    """Return the names of the columns with text."""
+    with _open(path) as file:
+        return [field.name for field in file.schema_arrow if _is_text(field.type)]
+
+
+def read_rows(path: str | Path, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield some columns of each row, in order."""
+    with _open(path) as file:
+        for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
+            yield from batch.to_pylist()
 
 
 def read_column(
@@ -175,20 +189,25 @@ def _damaged(path: str | Path, error: Exception) -> DataFormatError:
 
 
 def _check_column(path: str | Path, file: Any, key: str) -> None:
-    from pyarrow import types
-
     schema = file.schema_arrow
     if key not in schema.names:
         raise DataFormatError(
             f"{path} has no column {key!r}, only {', '.join(schema.names)}: set data.source.key"
         )
     kind = schema.field(key).type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+    if not _is_text(kind):
         raise DataFormatError(
             f"{path} has {kind} in column {key!r} instead of text: set data.source.key"
         )
+
+
+def _is_text(kind: Any) -> bool:
+    """Return True for an arrow type of strings."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _group_bytes(file: Any, group: int, key: str) -> int:

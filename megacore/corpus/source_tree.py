@@ -1,4 +1,4 @@
-"""Source of the text files below a directory, by default Python's standard library."""
+"""Source of the files below a directory, by default Python's standard library."""
 
 import hashlib
 import os
@@ -24,23 +24,32 @@ def root_of(source: SourceTreeSource) -> Path:
     return Path(source.path or sysconfig.get_paths()["stdlib"]).absolute()
 
 
+def pattern_of(source: SourceTreeSource) -> str | None:
+    """Return the source's pattern with the default filled in; None for every text file."""
+    return source.pattern or ("*.py" if source.path is None else None)
+
+
 def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
     """Return the number of files, and one sha256 over all relative paths and content digests."""
     root = root_of(source)
     entries = [
         [name, hashlib.sha256(_read(root / name)).hexdigest()]
-        for name in list_files(root, source.pattern)
+        for name in list_files(root, pattern_of(source))
     ]
     content = {"files": len(entries), "sha256": hashlib.sha256(canonical_json(entries)).hexdigest()}
     return key_parameters(source, "collect", content)
 
 
 def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:
-    """Write each file as a document and return counts; skip and count files that are not UTF-8."""
-    root = root_of(source)
+    """Write each file as a document and return counts.
+
+    Files that are not UTF-8 are skipped and counted; without a pattern, so are files that are empty
+    or contain NUL bytes.
+    """
+    root, pattern = root_of(source), pattern_of(source)
     files = skipped = size = 0
     with CorpusWriter(directory) as writer:
-        for name in list_files(root, source.pattern):
+        for name in list_files(root, pattern):
             files += 1
             content = _read(root / name)
             try:
@@ -48,16 +57,20 @@ def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:
             except UnicodeDecodeError:
                 skipped += 1
                 continue
+            if pattern is None and (not text.strip() or "\0" in text):
+                skipped += 1
+                continue
             writer.add(text, name)
             size += len(content)
     return {"documents": writer.documents, "files": files, "skipped_files": skipped, "bytes": size}
 
 
-def list_files(root: Path, pattern: str) -> list[str]:
+def list_files(root: Path, pattern: str | None) -> list[str]:
     """Return the sorted paths, relative to `root`, of the regular files that match `pattern`.
 
     A pattern without a slash is matched against file names in any folder. Any other pattern is
     matched against the relative path; `*` matches within one folder and `**` any number of folders.
+    None matches every file, except those whose name or folder begins with a dot.
 
     Raises DataFormatError if `root` is not a readable directory.
     """
@@ -68,19 +81,25 @@ def list_files(root: Path, pattern: str) -> list[str]:
     return sorted(_walk(root, pattern))
 
 
-def _walk(root: Path, pattern: str) -> Iterator[str]:
+def _walk(root: Path, pattern: str | None) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise DataFormatError(
             f"{error.filename} cannot be listed: {error.strerror}: make it readable"
         ) from error
 
-    parts = tuple(pattern.split("/"))
+    parts = None if pattern is None else tuple(pattern.split("/"))
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
+        if parts is None:
+            folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
             below = path.relative_to(root)
-            if _matches(below.parts if len(parts) > 1 else (name,), parts) and _is_regular(path):
+            if parts is None:
+                matches = not name.startswith(".")
+            else:
+                matches = _matches(below.parts if len(parts) > 1 else (name,), parts)
+            if matches and _is_regular(path):
                 yield below.as_posix()
 
 

@@ -36,6 +36,8 @@ _FINAL_EPOCH_USE = 0.8
 SURPLUS = 0.005
 """Fraction of extra samples of a member, because a blend does not draw exactly by the weights."""
 INT32_MAX = 2**31 - 1
+_OTHER_SPLITS = ("90,5,5", "80,10,10", "60,20,20")
+"""Weights to propose when a split is too small for one sample."""
 _SUMMED = ("documents", "sequences", "tokens")
 
 
@@ -243,20 +245,37 @@ def _too_small(
     requested: int | None,
 ) -> str:
     samples = "as many as there are" if requested is None else str(requested)
-    more = (
-        f"give it more of data.split (now {options.split})"
-        if options.split
-        else "name a larger one"
-    )
+    divided = ""
+    more = "name a larger one, lower data.seq_length, or use more text"
+    if options.split:
+        ranges = split_ranges(options.split, len(dataset), options.style)
+        parts = ", ".join(f"{split} {last - first}" for split, (first, last) in ranges.items())
+        divided = f" (data.split {options.split} gives {parts})"
+        more = _better_split(dataset, options)
     least = (
         f"{options.seq_length} + {options.extra}"
         if _least_tokens(options, name) > options.extra + 1
         else "a token"
     )
     return (
-        f"the {name} split of {dataset.prefix} has {sequences} of {len(dataset)} sequences with "
-        f"{tokens} tokens, but one sample takes {least} (samples requested: {samples}): {more}, "
-        "lower data.seq_length, or use more text"
+        f"the {name} split of {dataset.prefix} has {sequences} of {len(dataset)} sequences"
+        f"{divided} with {tokens} tokens, but one sample takes {least} (samples requested: "
+        f"{samples}): {more}"
+    )
+
+
+def _better_split(dataset: IndexedDataset, options: IndexOptions) -> str:
+    """Return advice: weights with which each split has a sample, or what else may help."""
+    for split in _OTHER_SPLITS:
+        ranges = split_ranges(split, len(dataset), options.style)
+        if all(
+            dataset.count_tokens(first, last) >= _least_tokens(options, name)
+            for name, (first, last) in ranges.items()
+        ):
+            return f"set data.split to {split}, or use more text"
+    return (
+        "no data.split gives each split a sample: cut the text into more documents "
+        "(document_characters of a source of kind text), lower data.seq_length, or use more text"
     )
 
 

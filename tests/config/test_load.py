@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megacore.config import load_config, parse_overrides, read_config
+from megacore.config import RunConfig, load_config, parse_overrides, read_config
 from megacore.config.load import conf_path
 from megacore.errors import ConfigError
 
@@ -160,11 +160,19 @@ def test_wrong_keys_and_values_are_named(
     assert sentence in refusal(conf(), override)
 
 
-@pytest.mark.parametrize(
-    "key", ["data__source", "model__hidden_size", "train__train_iters", "optim__lr", "name"]
-)
-def test_missing_values_are_named(conf: Callable[..., str], key: str) -> None:
-    assert f"{key.replace('__', '.')} is missing: give it a value" in refusal(conf(**{key: None}))
+@pytest.mark.parametrize("key", ["data__source", "data"])
+def test_a_missing_source_is_named(conf: Callable[..., str], key: str) -> None:
+    assert "data.source is missing: give it a value" in refusal(conf(**{key: None}))
+
+
+def test_every_value_but_the_source_has_a_default(tmp_path: Path) -> None:
+    path = tmp_path / "My Text_1.yaml"
+    path.write_text("data: {source: {kind: text, files: [a.txt]}}\n", encoding="utf-8")
+    config = load_config(str(path))
+    assert config.name == "my-text-1"
+    assert load_config(str(path), {"name": "other"}).name == "other"
+    assert config.data.tokenizer.kind == "train-bpe"
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_all_wrong_values_are_named_in_one_message(conf: Callable[..., str]) -> None:

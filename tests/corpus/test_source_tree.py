@@ -8,7 +8,7 @@ import pytest
 
 from megacore.config.data import SourceTreeSource
 from megacore.corpus.collect import collect, fingerprint
-from megacore.corpus.source_tree import list_files, root_of
+from megacore.corpus.source_tree import list_files, pattern_of, root_of
 from megacore.errors import DataFormatError
 
 
@@ -34,7 +34,8 @@ def tree(tmp_path: Path) -> Path:
 
 def test_files_become_documents_in_path_order(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    counts = collect(SourceTreeSource(kind="source_tree", path=str(tree)), tmp_path / "out")
+    source = SourceTreeSource(kind="source_tree", path=str(tree), pattern="*.py")
+    counts = collect(source, tmp_path / "out")
     assert counts == {"documents": 3, "files": 4, "skipped_files": 1, "bytes": 10}
     lines = (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [
@@ -45,19 +46,32 @@ def test_files_become_documents_in_path_order(tree: Path, tmp_path: Path) -> Non
 
 
 def test_fingerprint_depends_only_on_paths_and_content(tree: Path) -> None:
-    source = SourceTreeSource(kind="source_tree", path=str(tree))
+    source = SourceTreeSource(kind="source_tree", path=str(tree), pattern="*.py")
     before = fingerprint(source)
     assert before["files"] == 4
     os.utime(tree / "b.py", (1, 1))
     moved = tree.rename(tree.with_name("moved"))
-    assert fingerprint(SourceTreeSource(kind="source_tree", path=str(moved))) == before
+    source = source.model_copy(update={"path": str(moved)})
+    assert fingerprint(source) == before
     (moved / "b.py").write_bytes(b"b = 2\n")
-    assert fingerprint(SourceTreeSource(kind="source_tree", path=str(moved))) != before
+    assert fingerprint(source) != before
+
+
+def test_a_directory_without_a_pattern_gives_all_its_text(tree: Path, tmp_path: Path) -> None:
+    (tree / ".hidden").write_text("no")
+    (tree / ".git").mkdir()
+    (tree / ".git" / "config").write_text("no")
+    (tree / "nul.bin").write_bytes(b"a\0b")
+    (tmp_path / "out").mkdir()
+    counts = collect(SourceTreeSource(kind="source_tree", path=str(tree)), tmp_path / "out")
+    assert counts == {"documents": 3, "files": 6, "skipped_files": 3, "bytes": 12}
+    lines = (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["source"] for line in lines] == ["a/c.py", "a/notes.txt", "b.py"]
 
 
 def test_the_default_tree_is_the_standard_library() -> None:
     source = SourceTreeSource(kind="source_tree")
-    files = list_files(root_of(source), source.pattern)
+    files = list_files(root_of(source), pattern_of(source))
     assert "json/decoder.py" in files
     assert not [name for name in files if "site-packages" in name]
 

@@ -154,7 +154,10 @@ def test_an_empty_split_is_refused_if_samples_are_requested(tmp_path: Path) -> N
         DataFormatError, match=r"the valid split of .* has 0 of 10 sequences .*requested: 7"
     ):
         build_index_maps(mixture, tmp_path, options, (5, 7, 0))
-    with pytest.raises(DataFormatError, match="the test split"):
+    with pytest.raises(
+        DataFormatError,
+        match=r"the test split .* gives train 9, valid 1, test 0\) .*: set data\.split to 80,10,10",
+    ):
         index_plan(mixture, replace(options, split="9,1,0"), (5, 5, None))
     build_index_maps(mixture, tmp_path, options, (5, 0, 0))
     assert len(GPTDataset(prefix, tmp_path, "valid", 10)) == 0
@@ -168,6 +171,16 @@ def test_a_split_with_fewer_tokens_than_a_sample_is_refused(tmp_path: Path) -> N
         index_plan(
             Mixture.single(prefix), IndexOptions(split="8,1,1", seq_length=10, seed=1), (5, 1, 0)
         )
+
+
+@pytest.mark.parametrize("lengths", [[1000], [5] * 30])
+def test_a_text_that_no_split_divides_gets_other_advice(tmp_path: Path, lengths: list[int]) -> None:
+    mixture = Mixture.single(write_tokens(tmp_path / "a", lengths))
+    options = IndexOptions(split="969,30,1", seq_length=90, seed=1)
+    with pytest.raises(
+        DataFormatError, match=r"no data\.split gives each split a sample: cut the text into more"
+    ):
+        index_plan(mixture, options, (5, 1, None))
 
 
 def test_split_ranges_count_sequences_and_not_documents(tmp_path: Path) -> None:

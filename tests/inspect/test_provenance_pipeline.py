@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megacore.cli import app
-from megacore.config.data import JsonlSource, ParquetSource, Source, SourceTreeSource
+from megacore.config.data import JsonlSource, ParquetSource, Source, SourceTreeSource, TextSource
 from megacore.corpus.collect import collect
 from megacore.corpus.segments import divide, segments
 from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
@@ -45,9 +45,11 @@ def write_source(directory: Path, kind: str) -> Source:
     if kind == "parquet":
         pq.write_table(pa.table({"text": TEXTS}), directory / "a.parquet", row_group_size=7)
         return ParquetSource(kind="parquet", files=(str(directory / "*.parquet"),))
-    if kind == "source_tree":
+    if kind in ("source_tree", "text"):
         for number, text in enumerate(TEXTS):
             (directory / f"{number:02d}.txt").write_text(text)
+        if kind == "text":
+            return TextSource(kind="text", files=(str(directory),))
         return SourceTreeSource(kind="source_tree", path=str(directory), pattern="*.txt")
     lines = [json.dumps({"text": text}) for text in TEXTS]
     for place, bad in ((55, "{"), (41, ""), (20, '{"other": 1}'), (3, ""), (3, '{"text": 3}')):
@@ -79,7 +81,7 @@ def check_documents(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "source_tree"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "source_tree", "text"])
 def test_every_document_is_traced_to_its_source(
     tmp_path: Path, tokenizer: Path, kind: str, seed: int | None
 ) -> None:
@@ -112,7 +114,7 @@ def test_every_document_is_traced_to_its_source(
             if text:
                 first, last = source["characters"]
                 assert source["text"][first:last] == text
-            if kind == "source_tree":
+            if kind in ("source_tree", "text"):
                 assert (tmp_path / "source" / source["named_source"]).read_text() == source["text"]
 
 

@@ -173,6 +173,8 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "RemoteFile.sha256": ["0" * 64],
         "SourceTreeSource.path": [files("b/tree")],
         "SourceTreeSource.pattern": ["*.txt"],
+        "TextSource.files": [[files("b/words.txt")]],
+        "TextSource.document_characters": [16],
         "PrefixSource.prefix": [files("b/tokens/tokens_text_document")],
         "Gpt2BpeTokenizer.vocab_file": [words],
         "Gpt2BpeTokenizer.merge_file": [rows],
@@ -376,6 +378,8 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
     by_split_only = {"data__source": None, "data__split": None, "data__split_blends": by_split}
     yield base("gpt2-tiny", data__tokenizer=piece, **by_split_only), "data"
     yield base("gpt2-tiny", data__source=prefix, data__shard_runner="dask"), "data"
+    text = {"kind": "text", "files": [files("a/words.txt")]}
+    yield base("gpt2-tiny", data__source=text), "data"
     yield base("gpt2-tiny", data__source=parquet, train__profile={"from": 1, "to": 3}), "data train"
     yield (
         base("gpt2-tiny", train__rampup_batch_size=rampup, train__pretrained_checkpoint=checkpoint),

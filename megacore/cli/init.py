@@ -1,0 +1,93 @@
+"""`megacore init`: a configuration for a user's own text."""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def init(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="files or directories: text, code, JSON Lines or parquet"),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="name of the configuration and of the model")
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="time from text to model that the sizes are chosen for")
+    ] = 10.0,
+) -> None:
+    """Write a commented configuration for text of your own, and print how to train on it.
+
+    In a clone it is written to conf/, elsewhere to the current directory. An existing file is never
+    overwritten.
+    """
+    from megacore.config.load import CONF_DIR, name_of
+    from megacore.corpus.survey import survey
+    from megacore.errors import ConfigError
+    from megacore.hardware import Hardware
+    from megacore.plan.starter import propose
+
+    name = name_of(Path(f"{paths[0].absolute().name}")) if name is None else name
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise ConfigError(
+            f"--name is {name!r}: give lower-case letters, digits, dots and dashes, with a letter "
+            "or digit first"
+        )
+    in_clone = Path("flows/pretrain.py").is_file() and CONF_DIR.is_dir()
+    target = (CONF_DIR if in_clone else Path()) / f"{name}.yaml"
+    _check_new(target)
+    surveyed = survey(paths)
+    starter = propose(surveyed, name, minutes, Hardware.detect())
+    _write_new(target, starter.text)
+    remarks = "".join(f"{remark}\n" for remark in surveyed.remarks)
+    commands = _next_commands(target, in_clone)
+    sys.stdout.write(f"wrote {target}: {starter.summary}\n{remarks}{commands}")
+
+
+def _check_new(target: Path) -> None:
+    """Raise ConfigError if a file exists."""
+    from megacore.errors import ConfigError
+
+    if os.path.lexists(target):
+        raise ConfigError(
+            f"{target} exists and is not overwritten: give another --name, or remove it first"
+        )
+
+
+def _write_new(target: Path, text: str) -> None:
+    """Write a file that is complete or absent after a crash, and never replaces another."""
+    from megacore.artifact.files import replace_file, workspace_errors
+
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    with workspace_errors(target):
+        try:
+            replace_file(temporary, text.encode("utf-8"))
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                _check_new(target)
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _next_commands(target: Path, in_clone: bool) -> str:
+    """Return the commands that check the configuration and that train with it."""
+    import megacore
+
+    clone = Path(megacore.__file__).resolve().parent.parent
+    conf = target.stem if in_clone else str(target.absolute())
+    start = f"{shlex.quote(sys.executable)} -m flows.pretrain --conf {shlex.quote(conf)}"
+    if not in_clone:
+        known = (clone / "flows" / "pretrain.py").is_file()
+        start = f"cd {shlex.quote(str(clone)) if known else 'CLONE'} && {start}"
+    elif re.fullmatch(r"[\w./-]+", conf):
+        start = f"make pretrain CONF={conf}"
+    check = f'{start} ARGS="--dry-run"' if start.startswith("make ") else f"{start} --dry-run"
+    return f"check it:  {check}\ntrain:     {start}\n"

@@ -1,0 +1,271 @@
+"""Survey of a user's files: which source reads them, how much text they hold, and a sample.
+
+The command `megacore init` proposes a configuration from it.
+"""
+
+import glob
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from megacore.config.data import JsonlSource, ParquetSource, TextSource
+from megacore.corpus import local_files, text_files
+from megacore.corpus.formats import file_format_of, pieces
+from megacore.corpus.source_tree import list_files
+from megacore.errors import ConfigError, DataFormatError
+
+Kind = Literal["text", "jsonl", "parquet"]
+_SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_COMPRESSED = (".gz", ".zst")
+_SAMPLE_BYTES = 1 << 20
+"""Size of the sample of a corpus."""
+_SAMPLE_ROWS = 1000
+_PREFERRED_KEY = "text"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Text that was found."""
+
+    source: TextSource | JsonlSource | ParquetSource
+    """Source that reads it, with absolute paths."""
+    size: int
+    """Bytes of text; estimated from the sample for JSON Lines and parquet."""
+    documents: int
+    """Number of documents, without cutting files."""
+    largest: int
+    """Bytes of the largest text file; 0 for other kinds."""
+    sample: tuple[str, ...]
+    """Texts from the beginning, about 1 MiB."""
+    remarks: tuple[str, ...] = ()
+    """Sentences about what was chosen or left out."""
+
+
+def survey(paths: Sequence[Path]) -> Survey:
+    """Look at files and directories and return what they hold.
+
+    The kind with the most bytes is taken. Raises ConfigError with one sentence if there is no text.
+    """
+    try:
+        candidates = [entry for path in paths for entry in _candidates(path)]
+        sizes: dict[Kind, int] = {}
+        for path, kind, _ in candidates:
+            sizes[kind] = sizes.get(kind, 0) + path.stat().st_size
+        if not sizes:
+            raise ConfigError(f"{_names(paths)} holds no file: name a file or directory with text")
+        kinds = sorted({kind for _, kind, named in candidates if named})
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"the named files are of several kinds ({', '.join(kinds)}): name files of one kind"
+            )
+        kind = max(sizes, key=lambda name: sizes[name])
+        if kind == "text":
+            return _text(paths, candidates)
+        return _rows(paths, kind, candidates)
+    except DataFormatError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def _candidates(path: Path) -> Iterator[tuple[Path, Kind, bool]]:
+    """Yield each file with its kind, and True if the user named it."""
+    if path.is_dir():
+        for name in list_files(path, None):
+            yield path / name, _kind(path / name, named=False), False
+    elif path.is_file():
+        yield path, _kind(path, named=True), True
+    elif path.exists():
+        raise ConfigError(f"{path} is neither a file nor a directory: name one with text")
+    else:
+        raise ConfigError(f"{path} does not exist: name a file or directory with text")
+
+
+def _kind(path: Path, named: bool) -> Kind:
+    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    if named and path.suffix == ".json" and _is_object(path):
+        return "jsonl"
+    return _SUFFIXES.get(name.suffix, "text")
+
+
+def _is_object(path: Path) -> bool:
+    """Return True if the first line of a file is a complete JSON object, as in JSON Lines.
+
+    Raises ConfigError for a JSON array.
+    """
+    with path.open("rb") as file:
+        line = file.readline(_SAMPLE_BYTES)
+    if line.lstrip().startswith(b"["):
+        raise ConfigError(
+            f"{path} is a JSON array, not JSON Lines: write each element on a line of its own, as "
+            "`jq -c '.[]'` does"
+        )
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def _text(paths: Sequence[Path], candidates: Sequence[tuple[Path, Kind, bool]]) -> Survey:
+    texts, problems = [], []
+    for path, _, named in candidates:
+        problem = text_files.text_problem(path)
+        if problem is None:
+            texts.append(path)
+        elif named and path.suffix in _COMPRESSED:
+            raise ConfigError(f"{path} is compressed text: unpack it first")
+        elif named:
+            raise ConfigError(f"{path} {problem}: name files of UTF-8 text, JSON Lines or parquet")
+        else:
+            problems.append(problem)
+    if not texts:
+        reasons = ", ".join(
+            f"{problems.count(reason)} {reason.removeprefix('is ')}"
+            for reason in dict.fromkeys(problems)
+        )
+        raise ConfigError(
+            f"{_names(paths)} holds no text: of {len(problems)} files, {reasons}: name files of "
+            "UTF-8 text, JSON Lines or parquet"
+        )
+    sizes = [path.stat().st_size for path in texts]
+    remarks = []
+    if problems:
+        remarks.append(
+            f"{len(problems)} of {len(candidates)} files are skipped: they are empty or not text"
+        )
+    return Survey(
+        TextSource(kind="text", files=tuple(str(path.absolute()) for path in paths)),
+        size=sum(sizes),
+        documents=len(texts),
+        largest=max(sizes),
+        sample=tuple(_head(texts)),
+        remarks=tuple(remarks),
+    )
+
+
+def _head(paths: Sequence[Path]) -> Iterator[str]:
+    """Yield the beginning of the texts, up to the size of a sample."""
+    room = _SAMPLE_BYTES
+    for path in paths:
+        text = next(text_files.documents(path, room))
+        yield text
+        room -= len(text)
+        if room < 16:
+            return
+
+
+def _rows(
+    paths: Sequence[Path], kind: Kind, candidates: Sequence[tuple[Path, Kind, bool]]
+) -> Survey:
+    """Return a survey of JSON Lines or parquet files."""
+    files = [path for path, other, _ in candidates if other == kind]
+    rows = list(itertools.islice(_sample_rows(files, kind), _SAMPLE_ROWS))
+    key, others = _text_key(rows, files[0])
+    texts = [row[key] for row in rows]
+    documents = sum(local_files.count_documents(path, key) for path in files)
+    remarks = [f"the text is in {key!r}" + (f", not in {', '.join(others)}" if others else "")]
+    if len(files) < len(candidates):
+        remarks.append(f"{len(candidates) - len(files)} files of other kinds are not read")
+    patterns = tuple(
+        pattern
+        for path in paths
+        for pattern in (_patterns(path, files) if path.is_dir() else [str(path.absolute())])
+    )
+    source = (
+        ParquetSource(kind="parquet", files=patterns, key=key)
+        if kind == "parquet"
+        else JsonlSource(kind="jsonl", files=patterns, key=key)
+    )
+    mean = sum(len(text.encode()) for text in texts) / len(texts)
+    return Survey(
+        source, int(mean * documents), documents, 0, tuple(_limited(texts)), tuple(remarks)
+    )
+
+
+def _patterns(root: Path, files: Sequence[Path]) -> list[str]:
+    """Return globs for files below a directory, one for each ending."""
+    endings = {
+        "".join(path.suffixes[-2:] if path.suffix in _COMPRESSED else path.suffixes[-1:])
+        for path in files
+        if path.is_relative_to(root)
+    }
+    return [f"{glob.escape(str(root.absolute()))}/**/*{ending}" for ending in sorted(endings)]
+
+
+def _sample_rows(files: Sequence[Path], kind: Kind) -> Iterator[dict[str, Any]]:
+    for path in files:
+        if kind == "parquet":
+            columns = local_files.text_columns(path)
+            if not columns:
+                raise ConfigError(f"{path} has no column with text: name another file")
+            yield from local_files.read_rows(path, columns)
+        else:
+            yield from _objects(path)
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON Lines file. Raises ConfigError for a line that is none."""
+    number, rest = 0, b""
+    for piece in itertools.chain(pieces(path, file_format_of(path)), [b"\n"]):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            number += 1
+            if not line.strip():
+                continue
+            try:
+                value = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{path}:{number} is not JSON ({error}): repair or remove the line"
+                ) from error
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{path}:{number} holds a JSON {type(value).__name__}, not an object with text"
+                )
+            yield value
+
+
+def _text_key(rows: Sequence[dict[str, Any]], path: Path) -> tuple[str, list[str]]:
+    """Return the field with the longest texts, or `text`, and the other fields.
+
+    Raises ConfigError if there are no rows, or if one of them lacks the text.
+    """
+    if not rows:
+        raise ConfigError(f"{path} has no rows: name a file with text")
+    lengths: dict[str, int] = {}
+    for row in rows:
+        for key, value in row.items():
+            lengths.setdefault(key, 0)
+            lengths[key] += len(value) if isinstance(value, str) else 0
+    keys = [key for key in lengths if lengths[key]]
+    if not keys:
+        raise ConfigError(
+            f"{path} has no field with text (fields: {', '.join(lengths) or 'none'}): name another "
+            "file"
+        )
+    longest = max(keys, key=lambda name: lengths[name])
+    key = _PREFERRED_KEY if _PREFERRED_KEY in keys else longest
+    without = sum(not isinstance(row.get(key), str) for row in rows)
+    if without:
+        raise ConfigError(
+            f"{path} has its text in {key!r}, but {without} of the first {len(rows)} rows have no "
+            "text there: remove these rows"
+        )
+    return key, [name for name in lengths if name != key]
+
+
+def _limited(texts: Sequence[str]) -> Iterator[str]:
+    room = _SAMPLE_BYTES
+    for text in texts:
+        yield text[:room]
+        room -= len(text)
+        if room <= 0:
+            return
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths)) or "nothing"
