@@ -72,7 +72,7 @@ class CheckpointScorer:
                 job.index_directory,
                 name,
                 job.config,
-                Path(job.output),
+                Path(job.exit_directory),
                 tokenizer_directory=job.tokenizer_directory,
             )
             for name in ("test", "valid")

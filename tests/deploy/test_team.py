@@ -110,10 +110,11 @@ def check_that_the_run_is_complete(team: Team, contents: dict[str, Any]) -> None
     ]
     assert contents["version"][0] == "1"
     assert contents["version"][1].startswith("mlflow-artifacts:/")
-    assert contents["files"] == ["config.yaml", "export", "plots", "report"]
+    files = ["config.yaml", "evaluation.json", "events.jsonl", "export", "logs", "plots", "report"]
+    assert contents["files"] == files
     assert any(name.endswith("artifacts/model/model.safetensors") for name in contents["share"])
     assert contents["flow run"][1] == "COMPLETED"
-    assert len(contents["tasks"]) == 8
+    assert len(contents["tasks"]) == 11
     assert {state for _, state in contents["tasks"]} == {"COMPLETED"}
     in_database = team.postgres.superuser(
         "--dbname", "mlflow", "--tuples-only", "--command", "SELECT run_uuid FROM runs"

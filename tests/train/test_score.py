@@ -79,6 +79,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> EvaluateJob:
         spec = ModelSpec.of(run, _runs.VOCAB_SIZE, _runs.TOKENS)
         Trainer(run, engine, mesh, data, recorder, tmp_path / "run", spec=spec, peak=1.0).run()
     values = _runs.job(run, tmp_path, tmp_path / "run", token_prefixes=prefixes).model_dump()
+    Path(values["exit_directory"]).mkdir(exist_ok=True)
     checkpoint = str(tmp_path / "run/checkpoints/iter_0000006")
     return EvaluateJob(**values, checkpoints=(checkpoint,), unigram=True, output=str(tmp_path))
 
