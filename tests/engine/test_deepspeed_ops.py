@@ -196,12 +196,15 @@ def test_one_build_serves_every_rank(
         for _ in range(2)
     ]
     try:
-        outputs = {builder.communicate(timeout=500)[0] for builder in builders}
+        outputs = [builder.communicate(timeout=500)[0] for builder in builders]
     finally:
         for builder in builders:
             builder.kill()
     assert [builder.returncode for builder in builders] == [0, 0], outputs
-    assert len(outputs) == 1, "both builders must print the same directory"
+    # One of them says that it waits, or starts when the other has ended and compiles nothing.
+    places = {output.splitlines()[-1] for output in outputs}
+    assert len(places) == 1, "both builders must print the same directory"
+    assert sum(output.startswith("compiling") for output in outputs) >= 1
     assert operator_is_built("cpu_adam")
     libraries = [
         path.name
