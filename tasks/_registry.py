@@ -29,7 +29,7 @@ from tasks._flavor import flavor, task_of
 from tasks._mlflow import Tracking
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel, Metric
+    from mlflow.entities import LoggedModel
     from mlflow.entities.model_registry import ModelVersion
 
 MODEL_TYPE = "transformers"
@@ -111,17 +111,7 @@ def publish_model(
         model = _ensure_model(
             tracking, run_id, export_directory / "model", name, iteration, lineage
         )
-        for metric, value in metrics.items():
-            measured = _known_point(tracking, run_id, metric, value, iteration)
-            log_model_metrics(
-                tracking,
-                run_id,
-                model,
-                {metric: value if measured is None else measured.value},
-                datasets=datasets,
-                step=iteration,
-                timestamp_ms=round(1000 * time.time()) if measured is None else measured.timestamp,
-            )
+        _log_metrics(tracking, run_id, model, metrics, datasets, iteration)
         version = _ensure_version(tracking, run_id, model, name, lineage)
         _show_version(tracking, model.model_id, version)
         move_aliases(tracking, version, measurement, force=force_alias)
@@ -136,23 +126,39 @@ def publish_model(
     }
 
 
-def _known_point(
-    tracking: Tracking, run_id: str, metric: str, value: float, iteration: int
-) -> "Metric | None":
-    """Return the run's newest point of a metric at an iteration if it has this value, else None.
+def _log_metrics(
+    tracking: Tracking,
+    run_id: str,
+    model: "LoggedModel",
+    metrics: Mapping[str, float],
+    datasets: Datasets | None,
+    iteration: int,
+) -> None:
+    """Log the metrics of an exported model, each at the run's point of the same value if it has it.
 
     The checkpoint has been measured before its export: MLflow drops the same point of the run, and
     its curve has each iteration once.
     """
-    points = [
-        point
-        for point in tracking.client.get_metric_history(run_id, metric)
-        if point.step == iteration
-    ]
-    newest = max(points, key=lambda point: point.timestamp, default=None)
-    if newest is None or not math.isclose(value, newest.value, rel_tol=PPL_TOLERANCE):
-        return None
-    return newest
+    now = round(1000 * time.time())
+    for name, value in metrics.items():
+        points = [
+            point
+            for point in tracking.client.get_metric_history(run_id, name)
+            if point.step == iteration
+        ]
+        newest = max(points, key=lambda point: point.timestamp, default=None)
+        timestamp = now
+        if newest is not None and math.isclose(value, newest.value, rel_tol=PPL_TOLERANCE):
+            value, timestamp = newest.value, newest.timestamp
+        log_model_metrics(
+            tracking,
+            run_id,
+            model,
+            {name: value},
+            datasets=datasets,
+            step=iteration,
+            timestamp_ms=timestamp,
+        )
 
 
 def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
