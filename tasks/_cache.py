@@ -18,7 +18,7 @@ from prefect.states import State
 from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
-from megacore.artifact.build import build_artifact
+from megacore.artifact.build import build_artifact, mark_used, try_lock
 from megacore.errors import ArtifactError, MegacoreError
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
@@ -118,7 +118,17 @@ def stage_task(
     """
 
     def default_check(config: FlowConfig, **inputs: Any) -> str | None:
-        return artifact_problem(key_of(config=config, **inputs), config)
+        key = key_of(config=config, **inputs)
+        directory = artifact_directory(key)
+        if not directory.exists():
+            return artifact_problem(key, config)
+        with try_lock(directory, shared=True) as free:
+            if not free:  # the task waits for it
+                return "another process builds or removes it"
+            problem = artifact_problem(key, config)
+            if problem is None:
+                mark_used(directory)
+        return problem
 
     return prefect_task(
         name=name,

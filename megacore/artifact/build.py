@@ -107,7 +107,9 @@ def build_artifact(
         with lock(target, holder=holder, on_wait=on_wait):
             if target.exists():
                 try:
-                    return open_artifact(target, verify), False
+                    artifact = open_artifact(target, verify)
+                    mark_used(target)
+                    return artifact, False
                 except ArtifactError:
                     remove_tree(target)
             for stale in folder.glob(f"{key.key}.tmp-*"):
@@ -153,6 +155,15 @@ def seal(
     return manifest
 
 
+def mark_used(directory: Path) -> None:
+    """Record that a run uses an artifact now, for `megacore clean --older-than`.
+
+    The record is the directory's modification time; one that cannot be changed stays as it is.
+    """
+    with suppress(OSError):
+        os.utime(directory)
+
+
 def remove_tree(directory: Path) -> None:
     """Rename a directory, then delete it, so that no reader sees it half deleted."""
     doomed = directory.with_name(f"{directory.name}.tmp-{os.getpid()}-deleted")
@@ -179,12 +190,10 @@ def lock(
         holder: name of this holder, which waiting processes show.
         on_wait: function that shows one sentence if another process holds the lock.
     """
-    path = target.with_name(f".{target.name}.lock")
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
+    descriptor = os.open(_lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
+    with open(descriptor, "r+", encoding="utf-8") as file:
+        if not _flock(descriptor, kind):
             on_wait(f"waits for {target}, which {_holder_of(file)} uses")
             fcntl.flock(file, kind)
         if shared:
@@ -196,6 +205,46 @@ def lock(
             yield
         finally:
             _replace_text(file, "")
+
+
+@contextmanager
+def try_lock(target: Path, *, shared: bool = False) -> Iterator[bool]:
+    """Yield True if the lock of `target` is free, and then hold it; yield False if it is not.
+
+    Args:
+        target: file or directory to lock, as for `lock`.
+        shared: True to read files that must not change.
+    """
+    descriptor = os.open(_lock_file(target), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        yield _flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(target: Path) -> bool:
+    """Return True if a process holds the lock of `target`, unless all holders share it."""
+    try:
+        descriptor = os.open(_lock_file(target), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _flock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _lock_file(target: Path) -> Path:
+    return target.with_name(f".{target.name}.lock")
+
+
+def _flock(descriptor: int, kind: int) -> bool:
+    """Take a lock and return True, or return False if another process holds it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _holder_of(file: TextIO) -> str:

@@ -99,7 +99,7 @@ def clean(
         float | None,
         typer.Option(
             min=0,
-            help="also artifacts built this many days ago that no run or newer artifact needs",
+            help="also artifacts not used for this many days that no run or newer artifact needs",
         ),
     ] = None,
     dry_run: Annotated[
@@ -109,7 +109,7 @@ def clean(
     """Remove stale temporaries and, if requested, old artifacts; runs are never removed."""
     from rich.console import Console
 
-    from megacore.artifact.clean import old_artifacts, old_downloads, remove, stale_temporaries
+    from megacore.observe.clean import old_artifacts, old_downloads, remove, stale_temporaries
 
     place = _existing(workspace)
     items = stale_temporaries(place)
@@ -117,11 +117,11 @@ def clean(
         items += old_artifacts(place, older_than) + old_downloads(place, older_than)
     for item in items:
         Console().print(f"{item.path}: {item.reason}, {item.size / 2**20:.1f} MiB", soft_wrap=True)
-    if not dry_run:
-        remove(items)
-    total = sum(item.size for item in items) / 2**20
+    removed = items if dry_run else remove(place, items, older_than or 0.0)
+    total = sum(item.size for item in removed) / 2**20
+    kept = f"; {len(items) - len(removed)} are in use" if len(removed) < len(items) else ""
     Console().print(
-        f"{'would remove' if dry_run else 'removed'} {len(items)} items, {total:.1f} MiB"
+        f"{'would remove' if dry_run else 'removed'} {len(removed)} items, {total:.1f} MiB{kept}"
     )
 
 

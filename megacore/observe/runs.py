@@ -1,6 +1,5 @@
 """State and progress of the runs in a workspace, read without a tracking server."""
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megacore.artifact import Manifest, Workspace
+from megacore.artifact.build import is_locked
 from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.errors import ArtifactError, ConfigError, DataFormatError
@@ -66,7 +66,7 @@ def find_run(workspace: Workspace, name: str, *, state: RunState) -> Path:
 
 def is_training(directory: Path) -> bool:
     """Return True if a task holds the run's lock, or a rank started without a task is alive."""
-    if _locked(directory.with_name(f".{directory.name}.lock")):
+    if is_locked(directory):
         return True
     beats = [beat for beat in read_heartbeats(directory / "exit") if beat.phase != ENDED]
     return any(
@@ -141,24 +141,9 @@ def _planned_iterations(train: dict[str, Any]) -> int | None:
 
 
 def _state(directory: Path, *, finished: bool) -> RunState:
-    if _locked(directory.with_name(f".{directory.name}.lock")):
+    if is_locked(directory):
         return "running"
     return "finished" if finished else "incomplete"
-
-
-def _locked(path: Path) -> bool:
-    """Return True if a process holds the lock that `megacore.artifact.lock` takes."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _size(directory: Path) -> int:

@@ -1,0 +1,253 @@
+"""Deletable files of a workspace: stale temporaries, unused artifacts and old downloads.
+
+What is reached by a symbolic link is never deleted: another workspace may use it.
+"""
+
+import itertools
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.artifact.build import is_locked, remove_tree, try_lock
+from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact.manifest import MANIFEST_NAME, Manifest
+from megacore.artifact.workspace import DOWNLOADS, FOLDERS, Workspace
+from megacore.errors import ArtifactError, WorkspaceError
+from megacore.observe.runs import RUN_FILE, is_training
+
+RUNS = ("train", "finetune")
+"""Stages that write in place and resume."""
+REBUILDABLE = tuple(stage for stage in FOLDERS if stage not in RUNS)
+"""Stages whose artifacts can be rebuilt in minutes. Runs are never deleted by age."""
+_CACHES = {"pretrained": "[!.]*", "dataset": "datasets/*/*"}
+"""Glob patterns of complete models and data sets below the downloads of these stages."""
+_TEMPORARY = ".tmp-"
+_SETTLED = 3600.0
+"""Age in seconds after which a temporary without a lock counts as stale."""
+
+
+@dataclass(frozen=True)
+class Removable:
+    """A file or directory that may be deleted."""
+
+    path: Path
+    reason: str
+    size: int
+    """Size in bytes."""
+    owners: tuple[Path, ...] = ()
+    """Artifacts, runs and downloads whose locks must be free to delete it."""
+    is_artifact: bool = False
+    """True for a complete artifact, which a run may begin to use at any time."""
+
+
+def stale_temporaries(workspace: Workspace) -> list[Removable]:
+    """Return the temporaries of builds and checkpoint saves that died.
+
+    Temporaries of live processes are locked and left out.
+    """
+    removables = [
+        _removable(path, "temporary of a write that ended")
+        for pattern in ("*.tmp-*", ".write-test-*")
+        for path in sorted(workspace.root.glob(pattern))
+        if time.time() - path.lstat().st_mtime > _SETTLED
+    ]
+    for name in dict.fromkeys(FOLDERS.values()):
+        for path in _members(workspace, workspace.root / name):
+            owner = path.with_name(path.name.split(_TEMPORARY)[0])
+            if path != owner:
+                parts, reason = [path], "temporary of a build that ended"
+            elif name in {FOLDERS[stage] for stage in RUNS}:
+                parts, reason = _temporary_saves(path), "temporary of a save that ended"
+            else:
+                continue
+            if parts and not is_locked(owner):
+                removables += [_removable(part, reason, owner) for part in parts]
+    return removables
+
+
+def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
+    """Return the artifacts of `REBUILDABLE` stages that nothing needs or used for `days` days.
+
+    One hour is the minimum: a run that begins uses an artifact before it names it. An artifact is
+    needed if it is, directly or indirectly, an input of a newer artifact or of a run. Inputs are
+    compared by key, not by path: a workspace may have been moved or copied, and may be reached by
+    several paths.
+
+    Raises:
+        WorkspaceError: a manifest or a run's job file cannot be read, so that what it needs is
+            unknown.
+    """
+    limit = time.time() - max(days * 86400, _SETTLED)
+    manifests = {
+        path: manifest
+        for name in dict.fromkeys(FOLDERS.values())
+        for path, manifest in _manifests(workspace.root / name)
+    }
+    by_digest = {manifest.digest: path for path, manifest in manifests.items()}
+    run_inputs = _inputs_of_runs(workspace)
+    queue = [
+        path
+        for path, manifest in manifests.items()
+        if manifest.stage not in REBUILDABLE
+        or path.stat().st_mtime >= limit
+        or path.name in run_inputs
+    ]
+    needed: set[Path] = set()
+    while queue:
+        path = queue.pop()
+        if path not in needed:
+            needed.add(path)
+            queue += [
+                by_digest[digest]
+                for digest in manifests[path].inputs.values()
+                if digest in by_digest
+            ]
+    return [
+        _removable(path, f"not used for {days:g} days", path, is_artifact=True)
+        for path in sorted(manifests)
+        if path not in needed and not _is_linked(workspace, path)
+    ]
+
+
+def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
+    """Return the downloaded files that were neither fetched nor resumed for `days` days.
+
+    Artifacts hold hard links to these files, so deleting a download damages no artifact.
+    """
+    limit = time.time() - days * 86400
+    removables = _old_caches(workspace, days)
+    for place in _members(workspace, workspace.folder("collect") / DOWNLOADS):
+        files = list(place.iterdir()) if place.is_dir() else []
+        if not files or any(file.lstat().st_mtime >= limit for file in files):
+            continue
+        locked = [
+            file.with_name(file.name[1:].removesuffix(".lock"))
+            for file in files
+            if file.name.startswith(".") and file.name.endswith(".lock")
+        ]
+        if not any(map(is_locked, locked)):
+            reason = f"downloaded more than {days:g} days ago"
+            removables.append(_removable(place, reason, *locked))
+    return removables
+
+
+def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
+    """Return the cached models and data sets of fine-tunings, untouched for `days` days."""
+    limit = time.time() - max(days * 86400, _SETTLED)
+    removables = []
+    for stage, pattern in _CACHES.items():
+        for place in sorted((workspace.folder(stage) / DOWNLOADS).glob(pattern)):
+            if not place.is_dir() or _is_linked(workspace, place):
+                continue
+            newest = max(path.lstat().st_mtime for path in (place, *place.rglob("*")))
+            if newest < limit and not is_locked(place):
+                reason = f"downloaded more than {days:g} days ago"
+                removables.append(_removable(place, reason, place))
+    return removables
+
+
+def remove(workspace: Workspace, items: list[Removable], days: float = 0.0) -> list[Removable]:
+    """Delete the items that nothing uses, and return those.
+
+    Their locks are held meanwhile. Directories other than temporaries are renamed first, so that no
+    reader sees them half deleted.
+
+    Args:
+        workspace: workspace of the items.
+        items: what `stale_temporaries`, `old_artifacts` and `old_downloads` returned.
+        days: age in days with which `old_artifacts` was called.
+
+    Raises:
+        WorkspaceError: an item cannot be deleted.
+    """
+    removed = []
+    with ExitStack() as held:
+        owners = {owner for item in items for owner in item.owners}
+        free = {owner for owner in owners if held.enter_context(try_lock(owner))}
+        if any(item.is_artifact for item in items):
+            # A run may have begun to use artifacts since they were listed.
+            unneeded = {item.path for item in old_artifacts(workspace, days)}
+        for item in items:
+            if not free.issuperset(item.owners) or (item.is_artifact and item.path not in unneeded):
+                continue
+            with workspace_errors(item.path):
+                if not item.path.is_dir():
+                    item.path.unlink()
+                elif _TEMPORARY in item.path.name:
+                    shutil.rmtree(item.path)
+                else:
+                    remove_tree(item.path)
+            removed.append(item)
+    return removed
+
+
+def _inputs_of_runs(workspace: Workspace) -> set[str]:
+    """Return the keys of the artifacts that the job files of runs name.
+
+    A run that is active or was interrupted has a job file but no manifest yet. An input's key is
+    the name of a directory of its path.
+    """
+    keys: set[str] = set()
+    jobs = [(workspace.root / FOLDERS[stage]).glob(f"*/{RUN_FILE}") for stage in RUNS]
+    for job in itertools.chain(*jobs):
+        try:
+            values: dict[str, Any] = read_json(job)
+            if "examples_directory" in values:
+                paths = [values["examples_directory"], values["pretrained_directory"]]
+            else:
+                paths = [*values["token_prefixes"], values["index_directory"]]
+                paths.append(values["tokenizer_directory"])
+            keys.update(*(Path(path).parts for path in paths))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WorkspaceError(
+                f"{job} cannot be read ({type(error).__name__}: {error}), so the inputs of this "
+                f"run are unknown, and nothing was removed: delete {job.parent} if you do not need "
+                "the run"
+            ) from error
+    return keys
+
+
+def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the complete artifacts of a folder with their manifests. Raises WorkspaceError."""
+    for path in sorted(folder.glob("[!.]*")):
+        if _TEMPORARY in path.name or not (path / MANIFEST_NAME).exists():
+            continue
+        try:
+            yield path, Manifest.read(path)
+        except ArtifactError as error:
+            if not path.exists():  # another process removed it meanwhile
+                continue
+            raise WorkspaceError(
+                f"nothing was removed, because the inputs of an artifact are unknown: {error}"
+            ) from error
+
+
+def _members(workspace: Workspace, folder: Path) -> list[Path]:
+    """Return the visible files and directories of a folder that no symbolic link leads to."""
+    return [path for path in sorted(folder.glob("[!.]*")) if not _is_linked(workspace, path)]
+
+
+def _is_linked(workspace: Workspace, path: Path) -> bool:
+    """Return True if a path below the workspace's root is or passes a symbolic link."""
+    below = path.relative_to(workspace.root)
+    return any((workspace.root / part).is_symlink() for part in (below, *below.parents[:-1]))
+
+
+def _temporary_saves(run_directory: Path) -> list[Path]:
+    """Return the temporaries of checkpoint saves, or none while ranks without a task are alive."""
+    parts = [
+        path
+        for path in sorted((*run_directory.glob("checkpoints/*"), *run_directory.glob("best/*")))
+        if _TEMPORARY in path.name
+    ]
+    return [] if parts and is_training(run_directory) else parts
+
+
+def _removable(path: Path, reason: str, *owners: Path, is_artifact: bool = False) -> Removable:
+    parts = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+    size = sum(part.lstat().st_size for part in parts if part.is_file())
+    return Removable(path, reason, size, owners, is_artifact)
