@@ -38,16 +38,23 @@ def start_server() -> None:
     """Start Prefect's temporary server, which ends with this process but not on Ctrl-C.
 
     A terminal sends Ctrl-C to all of its processes. The flow still needs the server then, to
-    record how it ended. A server that is killed is started again, with the same records.
+    record how it ended. A server that is killed is started again, with the same records. Servers of
+    one workspace start one after another, because each may have to create or migrate the database.
     """
     from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import PREFECT_HOME
+
+    from megacore.artifact import lock
 
     watch_over_server()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     server = SubprocessASGIServer()
     keeper = threading.Thread(target=_keep, args=(server,), name="server-keeper", daemon=True)
+    database = Path(PREFECT_HOME.value()) / "prefect.db"
+    database.parent.mkdir(parents=True, exist_ok=True)
     try:
-        server.start()  # the server and the thread inherit the blocked signal
+        with lock(database):
+            server.start()  # the server and the thread inherit the blocked signal
         keeper.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
