@@ -20,7 +20,8 @@ from torch import Tensor
 from benchmarks._variants import ALL, SEQ_LENGTH, VOCAB_SIZE, Variant
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
-from megacore.engine.build import build_engine, kernels_of
+from megacore.engine.build import build_engine
+from megacore.kernels.choice import choose_kernels
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.timers import Timers
@@ -81,7 +82,7 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            kernels = kernels_of(config.train.kernels, CPU, "fp32")
+            kernels = choose_kernels(CPU, torch.float32, config=config.train.kernels)
             stage = Stage(
                 config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS, kernels=kernels
             )

@@ -54,6 +54,7 @@ def check_sections(config: "RunConfig") -> None:
     _check_recompute(config.train)
     _check_profile(config.train)
     _check_compile(config.train, config.engine)
+    _check_kernels(config.train, config.engine)
     _check_warmup(config)
     _check_decay(config.optim, config.lr_warmup_iters, config.lr_decay_iters)
     _check_weight_decay(config.optim)
@@ -259,6 +260,19 @@ def _check_compile(train: TrainConfig, engine: str) -> None:
             "train.compile is on and engine is deepspeed, whose hooks torch.compile would lose: "
             "set train.compile to auto, or engine to native"
         )
+
+
+def _check_kernels(train: TrainConfig, engine: str) -> None:
+    """Refuse implementations of operations that DeepSpeed's engine computes itself."""
+    options = train.kernels.written
+    if engine != "deepspeed" or isinstance(options, str):
+        return
+    for operation in ("weight_gradient", "adamw"):
+        if operation in options:
+            raise ValueError(
+                f"train.kernels.{operation} is {options[operation]}, which has no effect with "
+                "engine deepspeed, whose own optimizer is used: remove it, or set engine to native"
+            )
 
 
 def _check_warmup(config: "RunConfig") -> None:

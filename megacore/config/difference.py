@@ -118,9 +118,12 @@ def described(changes: Sequence[Change]) -> str:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and value of all leaves; only mappings are descended into."""
+    """Yield the dotted name and value of all leaves; only mappings are descended into.
+
+    `train.kernels` is a leaf: one word or a mapping, which are compared as a whole.
+    """
     for name, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and f"{prefix}{name}" != "train.kernels":
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

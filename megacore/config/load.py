@@ -15,6 +15,7 @@ from megacore.artifact.files import read_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import FILES, read_files
 from megacore.config.run import RunConfig
+from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
 from megacore.foreign.files import Loader, nearest, read_settings_json, read_yaml
 
@@ -47,6 +48,7 @@ _WHOLE: dict[Location, str] = {
     ("parallel", "pipeline_partition"): "balanced, uniform or a list of integers, as in [3, 3]",
 }
 """Advice for values of union types, whichever alternative pydantic tried."""
+_KERNELS = ("train", "kernels")
 _KIND = "kind"
 """Field that selects the alternative of a section. Pydantic includes its value in error
 locations."""
@@ -248,11 +250,16 @@ def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> 
 
 
 def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `values[a][b][c] = value` for the key `a.b.c`, adding missing mappings."""
+    """Set `values[a][b][c] = value` for the key `a.b.c`, adding missing mappings.
+
+    Text that applies to all operations of `train.kernels` becomes a mapping of them.
+    """
     *parents, leaf = key.split(".")
     target = values
     for depth, parent in enumerate(parents):
         child = target.setdefault(parent, {})
+        if tuple(parents[: depth + 1]) == _KERNELS:
+            child = target[parent] = KernelsConfig.expanded(child)
         if not isinstance(child, dict):
             raise ConfigError(
                 f"override {key!r}: {'.'.join(parents[: depth + 1])} holds {child!r}, not a section"

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, field_validator
+from pydantic import ConfigDict, field_validator, model_serializer, model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 
@@ -33,6 +33,69 @@ class ProfileConfig(Section):
     """Last profiled iteration; not less than `from` and not greater than train_iters."""
 
 
+class KernelsConfig(Section):
+    """Implementation of each operation. One word applies to all of them: auto or plain.
+
+    auto is the best implementation that runs here; plain is PyTorch's own operation; cpp are the
+    C++ kernels for CPUs with AVX-512; apex are NVIDIA's for GPUs. A run refuses an implementation
+    that cannot run on its hardware.
+    """
+
+    attention: Literal["auto", "cpp", "plain"] = unkeyed("auto")
+    """Attention; plain is scaled_dot_product_attention."""
+    norm: Literal["auto", "apex", "cpp", "plain"] = unkeyed("auto")
+    """LayerNorm and RMSNorm."""
+    activation: Literal["auto", "cpp", "plain"] = unkeyed("auto")
+    """Activation with its bias, and gated units."""
+    rope: Literal["auto", "cpp", "plain"] = unkeyed("auto")
+    """Rotary position embedding."""
+    dropout: Literal["auto", "cpp", "plain"] = unkeyed("auto")
+    """Dropout, and the residual sum with bias and dropout."""
+    cross_entropy: Literal["auto", "cpp", "compiled", "plain"] = unkeyed("auto")
+    """Cross entropy and its gradient; compiled uses torch.compile."""
+    weight_gradient: Literal["auto", "apex", "torch_fp32", "cpp", "plain"] = unkeyed("auto")
+    """Sum of weight gradients in fp32; torch_fp32 is torch's product of half-precision factors with
+    an fp32 result, on GPUs only."""
+    adamw: Literal["auto", "apex", "cpp", "plain"] = unkeyed("auto")
+    """Update of the optimizer; plain is torch's fused AdamW."""
+    sum_of_squares: Literal["auto", "apex", "cpp", "plain"] = unkeyed("auto")
+    """Sum of squares of the gradients for their norm."""
+
+    @classmethod
+    def expanded(cls, value: Any) -> Any:
+        """Return auto or plain as a mapping of every operation; other values unchanged."""
+        return dict.fromkeys(cls.model_fields, value) if value in ("auto", "plain") else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_word_is_for_all(cls, value: Any) -> Any:
+        if not isinstance(value, dict | cls) and value not in ("auto", "plain"):
+            raise ValueError(
+                f"train.kernels is {value!r}: give auto, plain, or a mapping of operations, such "
+                f"as {{norm: plain}}; the operations are {', '.join(cls.model_fields)}"
+            )
+        if isinstance(value, dict) and (
+            unknown := sorted(map(str, value.keys() - cls.model_fields))
+        ):
+            raise ValueError(
+                f"train.kernels has no operation {', '.join(unknown)}: the operations are "
+                f"{', '.join(cls.model_fields)}"
+            )
+        return cls.expanded(value)
+
+    @model_serializer(mode="plain")
+    def _as_short_as_written(self) -> str | dict[str, str]:
+        return self.written
+
+    @property
+    def written(self) -> str | dict[str, str]:
+        """One word if it applies to all operations, else a mapping of those that are not auto."""
+        options = {name: str(getattr(self, name)) for name in type(self).model_fields}
+        if len(set(options.values())) == 1:
+            return options["attention"]
+        return {name: option for name, option in options.items() if option != "auto"}
+
+
 class TrainConfig(Section):
     """Options of the training loop: length, batch sizes, precision, and intervals of reports."""
 
@@ -46,9 +109,10 @@ class TrainConfig(Section):
     precision: Precision = keyed("auto")
     """Data type of the computation; auto selects bf16 where the hardware supports its
     multiplication natively, else fp32."""
-    kernels: Literal["auto", "plain"] = unkeyed("auto")
-    """Kernels of the operations: auto selects the best available kernel of each operation, plain
-    uses PyTorch's own operations only."""
+    kernels: KernelsConfig = unkeyed(KernelsConfig())
+    """Implementations of the operations: auto selects the best available one of each, plain uses
+    PyTorch's own operations only; or a mapping of operations to implementations, where operations
+    that are not named are auto."""
     compile: Literal["auto", "on", "off"] = unkeyed("auto")
     """Compilation of each layer with torch.compile: on, off, or auto, which means on a GPU only.
     Layers that cannot be compiled run uncompiled, with a warning."""

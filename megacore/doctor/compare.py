@@ -347,7 +347,11 @@ def kernels(facts: Facts) -> Finding | None:
         shown = "; ".join(f"{name} {value['kernels'].get(name)}" for name in _SHOWN_KERNELS)
         judgement.note(host, f"{value['precision']} on {value['device']}: {shown}")
     judgement.unanswered(
-        facts, "torch", "error", "see that torch can be imported there", late="warning"
+        facts,
+        "torch",
+        "error",
+        "see that torch can be imported there, and runs what train.kernels names",
+        late="warning",
     )
     _same(
         judgement,

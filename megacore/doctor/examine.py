@@ -189,7 +189,7 @@ def _requests(
         vocab_size=data.vocab_size,
         index_directory=data.index_directory,
         precision=config.train.precision if config is not None else "auto",
-        kernels=config.train.kernels if config is not None else "auto",
+        kernels=config.train.kernels.written if config is not None else "auto",
         compile=config.train.compile if config is not None else "auto",
         environment=environment,
     )

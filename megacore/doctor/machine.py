@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -220,28 +220,32 @@ def _bytes(text: str | None) -> int | None:
     return None if mebibytes is None else mebibytes * _MIB
 
 
-def look_at_torch(precision: str, kernels: str, compile_layers: str) -> dict[str, Any]:
+def look_at_torch(
+    precision: str, kernels: str | Mapping[str, str], compile_layers: str
+) -> dict[str, Any]:
     """Return torch's build, and the precision and the kernels (by operation) of a run here.
 
     Args:
         precision: `train.precision`.
         kernels: `train.kernels`.
         compile_layers: `train.compile`; compilation itself is only tested when a run starts.
+
+    Raises:
+        ConfigError: a kernel that the configuration names cannot run here.
     """
     import torch
 
+    from megacore.config.train import KernelsConfig
     from megacore.hardware import resolve_precision
-    from megacore.kernels.choice import choose_kernels, plain_kernels
+    from megacore.kernels.choice import choose_kernels
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     resolved = resolve_precision(precision, device.type)
     compiled = compile_layers == "on" or (compile_layers == "auto" and cuda)
-    plain = kernels == "plain"
-    chosen = (
-        plain_kernels() if plain else choose_kernels(device, types[resolved], compiled=compiled)
-    )
+    config = KernelsConfig.model_validate(kernels)
+    chosen = choose_kernels(device, types[resolved], compiled=compiled, config=config)
     nccl = torch.cuda.nccl.version() if cuda else None  # type: ignore[no-untyped-call]
     return {
         "cuda_build": torch.version.cuda,

@@ -49,8 +49,8 @@ class Request:
     """Directory of the index maps."""
     precision: str = "auto"
     """`train.precision`, on which the kernels depend."""
-    kernels: str = "auto"
-    """`train.kernels`."""
+    kernels: str | Mapping[str, str] = "auto"
+    """`train.kernels`, as `KernelsConfig.written`."""
     compile: str = "auto"
     """`train.compile`."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.base import Engine
 from megacore.engine.native import DTYPES, NativeEngine
-from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
+from megacore.kernels.choice import choose_kernels
 from megacore.models.layers.attention import CrossAttention, SelfAttention
 from megacore.models.layers.mlp import MLP
 from megacore.models.layers.transformer import TransformerLayer
@@ -64,10 +64,14 @@ def build_engine(
 
     Raises:
         ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
+        ConfigError: a kernel that the configuration names cannot run here.
     """
     compiler = Compiler(device) if compiles(config.train.compile, config.engine, device) else None
-    kernels = kernels_of(
-        config.train.kernels, device, precision, compiled=compiler is not None and compiler.works
+    kernels = choose_kernels(
+        device,
+        DTYPES[precision],
+        compiled=compiler is not None and compiler.works,
+        config=config.train.kernels,
     )
     if config.engine == "native":
         stage = Stage(
@@ -92,22 +96,6 @@ def build_engine(
         kernels=kernels,
         compiled_adam=compiled_adam,
     )
-
-
-def kernels_of(
-    choice: str, device: torch.device, precision: str, *, compiled: bool = False
-) -> Kernels:
-    """Return the kernels of a run's operations.
-
-    Args:
-        choice: value of `train.kernels`.
-        device: device of the model.
-        precision: fp32, bf16 or fp16.
-        compiled: True if layers go through a working torch.compile.
-    """
-    if choice == "plain":
-        return plain_kernels()
-    return choose_kernels(device, DTYPES[precision], compiled=compiled)
 
 
 def compiles(choice: str, engine: str, device: torch.device) -> bool:

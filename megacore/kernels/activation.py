@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import Activation
-from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
+from megacore.kernels.implementation import Implementation, cpp_obstacle, everywhere
 
 
 class BiasActivation(Protocol):
@@ -65,10 +65,12 @@ def _load_cpp_gated() -> Gated:
 
 
 BIAS_ACTIVATION = (
-    Implementation[BiasActivation]("C++ with AVX-512", _load_cpp_bias_activation, cpp_runs),
-    Implementation[BiasActivation]("torch", lambda: bias_activation, everywhere),
+    Implementation[BiasActivation](
+        "cpp", "C++ with AVX-512", _load_cpp_bias_activation, cpp_obstacle
+    ),
+    Implementation[BiasActivation]("plain", "torch", lambda: bias_activation, everywhere),
 )
 GATED = (
-    Implementation[Gated]("C++ with AVX-512", _load_cpp_gated, cpp_runs),
-    Implementation[Gated]("torch", lambda: gated, everywhere),
+    Implementation[Gated]("cpp", "C++ with AVX-512", _load_cpp_gated, cpp_obstacle),
+    Implementation[Gated]("plain", "torch", lambda: gated, everywhere),
 )

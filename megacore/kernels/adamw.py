@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megacore.kernels.implementation import Implementation, cpp_runs, everywhere, has_apex
+from megacore.kernels.implementation import Implementation, apex_obstacle, cpp_obstacle, everywhere
 
 _APEX_CHUNK = 2048 * 32
 """Elements per thread block, as in apex's own optimizers."""
@@ -148,10 +148,10 @@ def _load_cpp() -> AdamW:
 
 IMPLEMENTATIONS = (
     Implementation[AdamW](
-        "apex FusedAdam",
-        _load_apex,
-        lambda setting: setting.device.type == "cuda" and has_apex("amp_C"),
+        "apex", "apex FusedAdam", _load_apex, lambda setting: apex_obstacle(setting, "amp_C")
     ),
-    Implementation[AdamW]("C++ with AVX-512, publishing as it goes", _load_cpp, cpp_runs),
-    Implementation[AdamW]("torch fused AdamW", lambda: reference, everywhere),
+    Implementation[AdamW](
+        "cpp", "C++ with AVX-512, publishing as it goes", _load_cpp, cpp_obstacle
+    ),
+    Implementation[AdamW]("plain", "torch fused AdamW", lambda: reference, everywhere),
 )

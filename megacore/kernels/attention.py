@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megacore.kernels.implementation import (
     Implementation,
-    cpp_runs,
-    cpp_runs_uncompiled,
+    cpp_obstacle,
+    cpp_obstacle_uncompiled,
     everywhere,
 )
 
@@ -192,16 +192,21 @@ def _load_packed_cpp() -> PackedAttention:
 
 IMPLEMENTATIONS = (
     Implementation[Attention](
-        "C++ with AVX-512, torch for masks", _load_cpp_with_softmax, cpp_runs_uncompiled
+        "cpp",
+        "C++ with AVX-512, torch for masks",
+        _load_cpp_with_softmax,
+        cpp_obstacle_uncompiled,
     ),
     Implementation[Attention](
-        "C++ with AVX-512, torch for dropout and biases", _load_cpp, cpp_runs
+        "cpp", "C++ with AVX-512, torch for dropout and biases", _load_cpp, cpp_obstacle
     ),
-    Implementation[Attention]("torch scaled_dot_product_attention", lambda: reference, everywhere),
+    Implementation[Attention](
+        "plain", "torch scaled_dot_product_attention", lambda: reference, everywhere
+    ),
 )
 PACKED = (
-    Implementation[PackedAttention]("C++ with AVX-512", _load_packed_cpp, cpp_runs),
+    Implementation[PackedAttention]("cpp", "C++ with AVX-512", _load_packed_cpp, cpp_obstacle),
     Implementation[PackedAttention](
-        "torch scaled_dot_product_attention", lambda: packed_reference, everywhere
+        "plain", "torch scaled_dot_product_attention", lambda: packed_reference, everywhere
     ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
 from megacore.kernels import (
     activation,
@@ -25,7 +26,7 @@ from megacore.kernels.adamw import AdamW
 from megacore.kernels.attention import Attention, PackedAttention
 from megacore.kernels.cross_entropy import CrossEntropy
 from megacore.kernels.dropout import BiasDropoutAdd, Dropout
-from megacore.kernels.implementation import Setting, first_usable
+from megacore.kernels.implementation import Implementation, Setting, first_usable
 from megacore.kernels.norm import LayerNorm, RMSNorm
 from megacore.kernels.rope import Rotate
 from megacore.kernels.sum_of_squares import SumOfSquares
@@ -47,6 +48,18 @@ _OPERATIONS: dict[str, Any] = {
     "sum_of_squares": sum_of_squares.IMPLEMENTATIONS,
 }
 """Implementations of each operation in order of preference; the last one is plain torch."""
+_CHOSEN_TOGETHER: dict[str, tuple[str, ...]] = {
+    "attention": ("attention", "packed_attention"),
+    "norm": ("layer_norm", "rms_norm"),
+    "activation": ("bias_activation", "gated"),
+    "rope": ("rotate",),
+    "dropout": ("dropout", "bias_dropout_add"),
+    "cross_entropy": ("cross_entropy",),
+    "weight_gradient": ("weight_gradient",),
+    "adamw": ("optimizer",),
+    "sum_of_squares": ("sum_of_squares",),
+}
+"""Operations to which each name in `train.kernels` applies."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +83,67 @@ class Kernels:
     """Name of each operation's implementation, as in the log and the run's record."""
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> Kernels:
-    """Choose the first usable implementation of each operation.
+def choose_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = False,
+    config: KernelsConfig | None = None,
+) -> Kernels:
+    """Choose the configured implementation of each operation, for auto the first usable one.
 
     Args:
         device: device of the model.
         dtype: type in which the model computes.
         compiled: True if layers go through `torch.compile`.
+        config: value of `train.kernels`; None means auto for every operation.
 
     Raises:
-        ConfigError: the C++ module is missing.
+        ConfigError: a configured implementation cannot run, or the C++ module is missing.
     """
     setting = Setting(device, dtype, compiled)
+    config = config or KernelsConfig()
     try:
         chosen = {
-            operation: first_usable(implementations, setting)
-            for operation, implementations in _OPERATIONS.items()
+            operation: _choose(name, getattr(config, name), operation, setting)
+            for name, operations in _CHOSEN_TOGETHER.items()
+            for operation in operations
         }
     except ImportError as error:
         raise ConfigError(
             f"a kernel cannot be loaded ({error}): install megacore again, which compiles its C++ "
             "kernels, or set train.kernels to plain"
         ) from error
-    names = {operation: name for operation, (name, _) in chosen.items()}
+    names = {operation: chosen[operation][0] for operation in _OPERATIONS}
     return _kernels(names, **{operation: function for operation, (_, function) in chosen.items()})
+
+
+def _choose(name: str, option: str, operation: str, setting: Setting) -> tuple[str, Any]:
+    """Return name and callable of an operation's implementation.
+
+    Args:
+        name: name in `train.kernels`.
+        option: its value.
+        operation: one of the operations to which it applies.
+        setting: properties of the run.
+
+    Raises:
+        ConfigError: no implementation of this option runs in the setting.
+    """
+    implementations: tuple[Implementation[Any], ...] = _OPERATIONS[operation]
+    if option == "auto":
+        return first_usable(implementations, setting)
+    obstacles: list[str] = []
+    for implementation in implementations:
+        if implementation.option == option:
+            obstacle = implementation.obstacle(setting)
+            if obstacle is None:
+                return implementation.name, implementation.load()
+            obstacles.append(obstacle)
+    raise ConfigError(
+        f"train.kernels.{name} is {option}, which cannot run here: {obstacles[-1]}; give auto or "
+        "plain, or remove it"
+    )
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
+from megacore.kernels.implementation import Implementation, Setting, cpp_obstacle, everywhere
 
 _CACHED_ELEMENTS = 1 << 17
 """Logits of a block per thread. The block stays in the cores' caches between passes: 512 KiB of
@@ -230,14 +230,31 @@ def compiled(backend: str = "inductor") -> CrossEntropy:
     return CrossEntropy(*parts)  # type: ignore[arg-type]
 
 
+def _compiler_obstacle(setting: Setting) -> str | None:
+    """Return why torch.compile does not work here, tested on a small function."""
+    if setting.compiled:
+        return None
+    try:
+        torch.compile(torch.nn.functional.silu)(torch.ones(8, device=setting.device))
+    except Exception as error:
+        return f"torch.compile does not work here ({type(error).__name__}: {_first_line(error)})"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
 IMPLEMENTATIONS = (
-    Implementation("C++ with AVX-512, gradient in place", _load_cpp, cpp_runs),
+    Implementation("cpp", "C++ with AVX-512, gradient in place", _load_cpp, cpp_obstacle),
     Implementation(
+        "compiled",
         "torch.compile, gradient in place",
         compiled,
+        _compiler_obstacle,
         lambda setting: setting.device.type == "cuda" and setting.compiled,
     ),
-    Implementation("torch, gradient in place", lambda: REFERENCE, everywhere),
+    Implementation("plain", "torch, gradient in place", lambda: REFERENCE, everywhere),
 )
 
 

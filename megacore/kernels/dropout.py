@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.kernels.implementation import Implementation, cpp_runs_uncompiled, everywhere
+from megacore.kernels.implementation import Implementation, cpp_obstacle_uncompiled, everywhere
 
 
 class Dropout(Protocol):
@@ -53,12 +53,12 @@ def _load_cpp_bias_dropout_add() -> BiasDropoutAdd:
 
 
 DROPOUT = (
-    Implementation[Dropout]("C++ with AVX-512", _load_cpp_dropout, cpp_runs_uncompiled),
-    Implementation[Dropout]("torch", lambda: dropout, everywhere),
+    Implementation[Dropout]("cpp", "C++ with AVX-512", _load_cpp_dropout, cpp_obstacle_uncompiled),
+    Implementation[Dropout]("plain", "torch", lambda: dropout, everywhere),
 )
 BIAS_DROPOUT_ADD = (
     Implementation[BiasDropoutAdd](
-        "C++ with AVX-512", _load_cpp_bias_dropout_add, cpp_runs_uncompiled
+        "cpp", "C++ with AVX-512", _load_cpp_bias_dropout_add, cpp_obstacle_uncompiled
     ),
-    Implementation[BiasDropoutAdd]("torch", lambda: bias_dropout_add, everywhere),
+    Implementation[BiasDropoutAdd]("plain", "torch", lambda: bias_dropout_add, everywhere),
 )

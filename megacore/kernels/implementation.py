@@ -26,13 +26,21 @@ class Setting:
 class Implementation(Generic[F]):
     """One implementation of an operation."""
 
+    option: str
+    """Value of the operation in `train.kernels`."""
     name: str
     """Name in the log and in the run's record."""
     load: Callable[[], F]
     """Function that imports the requirements and returns the callable."""
-    usable: Callable[[Setting], bool]
-    """Function that returns True if the implementation runs in a setting and is better there than
-    the ones after it."""
+    obstacle: Callable[[Setting], str | None]
+    """Function that returns why the implementation cannot run in a setting, None if it can."""
+    preferred: Callable[[Setting], bool] = lambda setting: True
+    """Function that returns True if the implementation, where it runs, is better than the ones
+    after it."""
+
+    def usable(self, setting: Setting) -> bool:
+        """Return True if the automatic choice may take this implementation in a setting."""
+        return self.preferred(setting) and self.obstacle(setting) is None
 
 
 def first_usable(implementations: Sequence[Implementation[F]], setting: Setting) -> tuple[str, F]:
@@ -43,26 +51,56 @@ def first_usable(implementations: Sequence[Implementation[F]], setting: Setting)
     raise AssertionError("the last implementation of an operation is usable everywhere")
 
 
-def everywhere(setting: Setting) -> bool:
-    """Return True: usable in any setting."""
-    return True
+def everywhere(setting: Setting) -> str | None:
+    """Return None: there is no obstacle in any setting."""
+    return None
 
 
-def cpp_runs(setting: Setting) -> bool:
-    """Return True if the C++ kernels of `megacore.kernels.cpu` run in a setting."""
+def cpp_obstacle(setting: Setting) -> str | None:
+    """Return why the C++ kernels of `megacore.kernels.cpu` cannot run, None if they can."""
     if setting.device.type != "cpu":
-        return False
+        return f"it runs on CPUs only, and the model is on {setting.device.type}"
+    if setting.dtype not in (torch.float32, torch.bfloat16):
+        return f"it computes in fp32 and bf16 only, and the model in {_short(setting.dtype)}"
     from megacore.kernels.cpu import common
 
-    return common.runs(setting.dtype)
+    if common.runs(setting.dtype):
+        return None
+    instructions = "AVX512-BF16" if setting.dtype == torch.bfloat16 else "AVX-512"
+    return f"this CPU has no {instructions}"
 
 
-def cpp_runs_uncompiled(setting: Setting) -> bool:
-    """Return True if the C++ kernels run in a setting without torch.compile.
+def cpp_obstacle_uncompiled(setting: Setting) -> str | None:
+    """Return why C++ kernels with random numbers cannot run, None if they can.
 
     torch.compile draws random numbers its own way, and fuses sums with neighbouring operations.
     """
-    return cpp_runs(setting) and not setting.compiled
+    if setting.compiled:
+        return "it does not run in layers that torch.compile compiles; set train.compile to off"
+    return cpp_obstacle(setting)
+
+
+def apex_obstacle(setting: Setting, module: str) -> str | None:
+    """Return why a module of NVIDIA apex cannot run, None if it can."""
+    if setting.device.type != "cuda":
+        return f"it runs on NVIDIA GPUs only, and the model is on {setting.device.type}"
+    if not has_apex(module):
+        return f"apex's module {module} cannot be imported (scripts/install_apex.sh builds it)"
+    return None
+
+
+def half_on_gpu_obstacle(setting: Setting) -> str | None:
+    """Return None for a model in half precision on a GPU, otherwise what is different."""
+    if setting.device.type != "cuda":
+        return f"it runs on GPUs only, and the model is on {setting.device.type}"
+    if setting.dtype == torch.float32:
+        return "it multiplies in half precision only, and the model computes in fp32"
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    """Return the name of a type in messages, such as fp16."""
+    return {torch.float16: "fp16", torch.float64: "fp64"}.get(dtype, str(dtype))
 
 
 @cache

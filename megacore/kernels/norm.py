@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere, has_apex
+from megacore.kernels.implementation import (
+    Implementation,
+    Setting,
+    apex_obstacle,
+    cpp_obstacle,
+    everywhere,
+)
 
 
 class LayerNorm(Protocol):
@@ -71,27 +77,31 @@ def _load_cpp_rms_norm() -> RMSNorm:
     return norm.rms_norm
 
 
-def _runs_apex(setting: Setting) -> bool:
-    return (
-        setting.device.type == "cuda" and not setting.compiled and has_apex("fused_layer_norm_cuda")
-    )
+def _apex_obstacle(setting: Setting) -> str | None:
+    if setting.device.type == "cuda" and setting.compiled:
+        return "it does not run in layers that torch.compile compiles; set train.compile to off"
+    return apex_obstacle(setting, "fused_layer_norm_cuda")
 
 
-def _runs_cpp(setting: Setting) -> bool:
+def _faster_in_cpp(setting: Setting) -> bool:
     """Return True if the C++ kernels are faster.
 
     In fp32, torch.compile is as fast because it fuses the norm with the preceding operations.
     """
-    return cpp_runs(setting) and not (setting.compiled and setting.dtype == torch.float32)
+    return not (setting.compiled and setting.dtype == torch.float32)
 
 
 LAYER_NORM = (
-    Implementation[LayerNorm]("apex FusedLayerNorm", _load_apex_layer_norm, _runs_apex),
-    Implementation[LayerNorm]("C++ with AVX-512", _load_cpp_layer_norm, _runs_cpp),
-    Implementation[LayerNorm]("torch", lambda: layer_norm, everywhere),
+    Implementation[LayerNorm]("apex", "apex FusedLayerNorm", _load_apex_layer_norm, _apex_obstacle),
+    Implementation[LayerNorm](
+        "cpp", "C++ with AVX-512", _load_cpp_layer_norm, cpp_obstacle, _faster_in_cpp
+    ),
+    Implementation[LayerNorm]("plain", "torch", lambda: layer_norm, everywhere),
 )
 RMS_NORM = (
-    Implementation[RMSNorm]("apex FusedRMSNorm", _load_apex_rms_norm, _runs_apex),
-    Implementation[RMSNorm]("C++ with AVX-512", _load_cpp_rms_norm, _runs_cpp),
-    Implementation[RMSNorm]("torch", lambda: rms_norm, everywhere),
+    Implementation[RMSNorm]("apex", "apex FusedRMSNorm", _load_apex_rms_norm, _apex_obstacle),
+    Implementation[RMSNorm](
+        "cpp", "C++ with AVX-512", _load_cpp_rms_norm, cpp_obstacle, _faster_in_cpp
+    ),
+    Implementation[RMSNorm]("plain", "torch", lambda: rms_norm, everywhere),
 )

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megacore.kernels.implementation import Implementation, cpp_runs, everywhere
+from megacore.kernels.implementation import Implementation, cpp_obstacle, everywhere
 
 
 class Rotate(Protocol):
@@ -36,6 +36,6 @@ def _load_cpp() -> Rotate:
 
 
 IMPLEMENTATIONS = (
-    Implementation[Rotate]("C++ with AVX-512", _load_cpp, cpp_runs),
-    Implementation[Rotate]("torch", lambda: reference, everywhere),
+    Implementation[Rotate]("cpp", "C++ with AVX-512", _load_cpp, cpp_obstacle),
+    Implementation[Rotate]("plain", "torch", lambda: reference, everywhere),
 )

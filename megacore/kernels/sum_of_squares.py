@@ -7,7 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere, has_apex
+from megacore.kernels.implementation import (
+    Implementation,
+    Setting,
+    apex_obstacle,
+    cpp_obstacle,
+    everywhere,
+)
 
 _BLOCK = 4096
 _APEX_CHUNK = 2048 * 32
@@ -59,17 +65,18 @@ def _load_cpp() -> SumOfSquares:
     return total
 
 
-def _runs_cpp(setting: Setting) -> bool:
-    """Return True if the kernels run in fp32; gradients are fp32 whatever the model's type."""
-    return cpp_runs(replace(setting, dtype=torch.float32))
+def _cpp_obstacle(setting: Setting) -> str | None:
+    """Return why the kernels cannot run in fp32; gradients are fp32 whatever the model's type."""
+    return cpp_obstacle(replace(setting, dtype=torch.float32))
 
 
 IMPLEMENTATIONS = (
     Implementation[SumOfSquares](
+        "apex",
         "apex multi_tensor_l2norm",
         _load_apex,
-        lambda setting: setting.device.type == "cuda" and has_apex("amp_C"),
+        lambda setting: apex_obstacle(setting, "amp_C"),
     ),
-    Implementation[SumOfSquares]("C++ with AVX-512", _load_cpp, _runs_cpp),
-    Implementation[SumOfSquares]("torch", lambda: reference, everywhere),
+    Implementation[SumOfSquares]("cpp", "C++ with AVX-512", _load_cpp, _cpp_obstacle),
+    Implementation[SumOfSquares]("plain", "torch", lambda: reference, everywhere),
 )

@@ -9,7 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megacore.kernels.implementation import Implementation, Setting, cpp_runs, everywhere, has_apex
+from megacore.kernels.implementation import (
+    Implementation,
+    Setting,
+    apex_obstacle,
+    cpp_obstacle,
+    everywhere,
+    half_on_gpu_obstacle,
+)
 
 
 class WeightGradient(Protocol):
@@ -68,12 +75,15 @@ def _load_cpp() -> WeightGradient:
     return accumulate_
 
 
-def _runs_cpp(setting: Setting) -> bool:
-    return cpp_runs(setting) and setting.dtype == torch.bfloat16
+def _apex_obstacle(setting: Setting) -> str | None:
+    module = "fused_weight_gradient_mlp_cuda"
+    return half_on_gpu_obstacle(setting) or apex_obstacle(setting, module)
 
 
-def _half_on_gpu(setting: Setting) -> bool:
-    return setting.device.type == "cuda" and setting.dtype != torch.float32
+def _cpp_obstacle(setting: Setting) -> str | None:
+    if setting.device.type == "cpu" and setting.dtype == torch.float32:
+        return "it multiplies in bf16 only, and the model computes in fp32"
+    return cpp_obstacle(setting)
 
 
 @cache
@@ -90,20 +100,23 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 9.0).all())
 
 
+def _addmm_obstacle(setting: Setting) -> str | None:
+    obstacle = half_on_gpu_obstacle(setting)
+    if obstacle is None and not _adds_in_fp32(setting.device, setting.dtype):
+        return "torch's addmm does not add to an fp32 sum on this GPU"
+    return obstacle
+
+
 IMPLEMENTATIONS = (
     Implementation[WeightGradient](
-        "apex wgrad_gemm_accum_fp32",
-        _load_apex,
-        lambda setting: _half_on_gpu(setting) and has_apex("fused_weight_gradient_mlp_cuda"),
+        "apex", "apex wgrad_gemm_accum_fp32", _load_apex, _apex_obstacle
     ),
     Implementation[WeightGradient](
-        "torch addmm in fp32",
-        lambda: widening,
-        lambda setting: _half_on_gpu(setting) and _adds_in_fp32(setting.device, setting.dtype),
+        "torch_fp32", "torch addmm in fp32", lambda: widening, _addmm_obstacle
     ),
     Implementation[WeightGradient](
-        "torch mm in fp32, then add", lambda: widening_apart, _half_on_gpu
+        "torch_fp32", "torch mm in fp32, then add", lambda: widening_apart, half_on_gpu_obstacle
     ),
-    Implementation[WeightGradient]("C++ with AVX512-BF16", _load_cpp, _runs_cpp),
-    Implementation[WeightGradient]("torch mm, then add", lambda: reference, everywhere),
+    Implementation[WeightGradient]("cpp", "C++ with AVX512-BF16", _load_cpp, _cpp_obstacle),
+    Implementation[WeightGradient]("plain", "torch mm, then add", lambda: reference, everywhere),
 )

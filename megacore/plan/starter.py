@@ -253,7 +253,7 @@ def _yaml(values: dict[str, Any], survey: Survey, text: _Text, summary: str, min
             "Written by `megacore init`. Every value but data.source has a default; "
             "docs/configuration.md explains the values and the rule behind the sizes."
         ),
-        *_comment(f"Budget {minutes:g} minutes: {summary}."),
+        *_comment(f"Budget {minutes:g} {'minute' if minutes == 1 else 'minutes'}: {summary}."),
         f"name: {_scalar(values['name'])}",
     ]
     for section, fields in values.items():
@@ -289,6 +289,12 @@ def _comments(values: dict[str, Any], survey: Survey, text: _Text) -> dict[str, 
         if not values["data"]["shuffle_documents"]
         else "Documents are shuffled, so that each split has documents from everywhere."
     )
+    entries = (
+        "One entry per byte and one for the end of a document, as the text has few different words"
+        if text.vocab_size == BYTES_ONLY
+        else f"One entry per {BYTES_PER_ENTRY:,} bytes of text, between {VOCABULARIES[0]} and "
+        f"{VOCABULARIES[-1]:,}"
+    )
     train_percent, valid_percent, test_percent = text.split.split(",")
     return {
         "data.source": (
@@ -297,8 +303,8 @@ def _comments(values: dict[str, Any], survey: Survey, text: _Text) -> dict[str, 
             *cut,
         ),
         "data.tokenizer": (
-            f"One entry per {BYTES_PER_ENTRY:,} bytes of text: about "
-            f"{survey.size / text.tokens:.1f} bytes per token, {text.tokens:,} tokens in all.",
+            f"{entries}: about {survey.size / text.tokens:.1f} bytes per token, "
+            f"{text.tokens:,} tokens in all.",
         ),
         "data.split": (
             f"Percent of the documents: {train_percent} train, {valid_percent} validation, "

@@ -19,11 +19,11 @@ from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.shard import TensorShard
 from megacore.data.one_epoch import one_epoch, train_tokens
 from megacore.data.samples import Dataset
-from megacore.engine.build import kernels_of
 from megacore.engine.native import DTYPES
 from megacore.errors import DataFormatError
 from megacore.hardware import resolve_precision
 from megacore.jobs.run import EvaluateJob
+from megacore.kernels.choice import choose_kernels
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
 from megacore.observe.logging import PPL_TOLERANCE, logger, perplexity
@@ -58,7 +58,7 @@ class CheckpointScorer:
             mesh,
             special_tokens=job.special_tokens,
             device=device,
-            kernels=kernels_of(job.config.train.kernels, device, precision),
+            kernels=choose_kernels(device, DTYPES[precision], config=job.config.train.kernels),
         )
         parameters = self._stage.named_parameters
         self._weights = {name: parameter.data for name, parameter in parameters.items()}

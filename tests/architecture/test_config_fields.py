@@ -190,6 +190,7 @@ ALL_MAY_CHANGE = (
         "SlurmConfig",
         "KubernetesConfig",
         "CheckpointConfig",
+        "KernelsConfig",
     ),
     *("ProfileConfig", "EvaluateConfig", "ZeroShotConfig", "ExportConfig", "TrackingConfig"),
     *("FinetuneLaunchConfig", "FinetuneCheckpointConfig", "FindBatchSizeConfig"),

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from megacore.config import RunConfig, load_config, parse_overrides, read_config
 from megacore.config.load import conf_path
+from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -104,6 +105,48 @@ def test_an_override_may_replace_a_whole_section(conf: Callable[..., str]) -> No
         conf(), {"data.source": {"kind": "prefix", "prefix": "corpus_text_document"}}
     )
     assert config.data.source.kind == "prefix"
+
+
+def test_kernels_are_one_word_or_a_mapping(conf: Callable[..., str]) -> None:
+    def kernels(**overrides: Any) -> KernelsConfig:
+        named = {f"train.kernels{name}": value for name, value in overrides.items()}
+        return load_config(conf(), named).train.kernels
+
+    assert kernels().written == "auto"
+    assert kernels(**{"": "plain"}).written == "plain"
+    assert kernels(**{".norm": "plain"}).written == {"norm": "plain"}
+    assert kernels(**{"": {"norm": "cpp", "adamw": "auto"}}).written == {"norm": "cpp"}
+    mixed = kernels(**{"": "plain", ".norm": "auto"})
+    assert (mixed.norm, mixed.attention, mixed.adamw) == ("auto", "plain", "plain")
+    for config in (mixed, kernels()):
+        assert KernelsConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            {"train.kernels.softmax": "plain"},
+            "train.kernels has no operation softmax: the operations are attention, norm, "
+            "activation, rope, dropout, cross_entropy, weight_gradient, adamw, sum_of_squares",
+        ),
+        (
+            {"train.kernels.norm": "triton"},
+            "train.kernels.norm is 'triton': input should be 'auto', 'apex', 'cpp' or 'plain'",
+        ),
+        ({"train.kernels": "fast"}, "train.kernels is 'fast': give auto, plain, or a mapping"),
+        ({"train.kernels": 3}, "train.kernels is 3: give auto, plain, or a mapping"),
+        (
+            {"train.kernels.adamw": "plain", "engine": "deepspeed"},
+            "train.kernels.adamw is plain, which has no effect with engine deepspeed",
+        ),
+    ],
+)
+def test_kernels_that_do_not_exist_are_refused_with_the_list(
+    conf: Callable[..., str], override: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load_config(conf(), override)
 
 
 def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) -> None:

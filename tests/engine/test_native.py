@@ -1,13 +1,19 @@
 """The native engine: mixed precision, skipped updates, and its state."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megacore.config.run import RunConfig
+from megacore.engine.base import Engine
+from megacore.engine.build import build_engine
 from megacore.engine.native import NativeEngine
+from megacore.kernels import choice
+from megacore.kernels.choice import plain_kernels
+from megacore.kernels.implementation import Implementation
 from megacore.models.build import build_model
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
@@ -46,10 +52,60 @@ def copies(engine: NativeEngine) -> dict[str, Tensor]:
     }
 
 
-def iterate(engine: NativeEngine, lr: float = 1e-2) -> list[float]:
+def iterate(engine: Engine, lr: float = 1e-2) -> list[float]:
     engine.forward_backward(iter(TOKENS), range(len(TOKENS)))
     update = engine.update(lr, 0.1)
     return [update.loss, update.grad_norm, update.applied]
+
+
+def step_with(kernels: Any) -> tuple[list[float], dict[str, str]]:
+    """Return loss, gradient norm and second loss with `train.kernels`, and the kernels used."""
+    engine = build_engine(
+        _runs.config(train={"kernels": kernels}),
+        _runs.VOCAB_SIZE,
+        ProcessMesh.serial(),
+        special_tokens=_runs.TOKENS,
+        device=torch.device("cpu"),
+        precision="fp32",
+    )
+    first = iterate(engine)
+    return [*first[:2], iterate(engine)[0]], engine.kernels
+
+
+def test_steps_with_plain_mixed_and_automatic_kernels_agree() -> None:
+    plain, names = step_with("plain")
+    mixed, mixed_names = step_with({"attention": "plain", "norm": "auto", "adamw": "plain"})
+    automatic, automatic_names = step_with("auto")
+    assert mixed == pytest.approx(plain, rel=1e-5)
+    assert automatic == pytest.approx(plain, rel=1e-5)
+    for operation in ("attention", "packed_attention", "optimizer"):
+        assert mixed_names[operation] == names[operation]
+    for operation in ("layer_norm", "cross_entropy", "sum_of_squares"):
+        assert mixed_names[operation] == automatic_names[operation]
+
+
+def test_a_step_calls_the_configured_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = dict.fromkeys(("layer_norm", "rms_norm", "optimizer"), 0)
+
+    def counting(operation: str) -> Implementation[Any]:
+        plain = getattr(plain_kernels(), operation)
+
+        def count(*arguments: Any) -> Any:
+            calls[operation] += 1
+            return plain(*arguments)
+
+        return Implementation("cpp", "counting", lambda: count, lambda setting: None)
+
+    for operation in calls:
+        implementations = (counting(operation), choice._OPERATIONS[operation][-1])
+        monkeypatch.setitem(choice._OPERATIONS, operation, implementations)
+    step_with({"norm": "cpp", "adamw": "plain"})
+    assert calls["layer_norm"] > 0
+    assert calls["optimizer"] == 0
+    calls["layer_norm"] = 0
+    step_with({"norm": "plain", "adamw": "cpp"})
+    assert calls["layer_norm"] == 0
+    assert calls["optimizer"] > 0
 
 
 def test_loss_and_gradient_norm_equal_those_of_the_mean_loss() -> None:

@@ -2,20 +2,22 @@
 
 import sys
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
-from megacore.kernels import activation, choice, dropout, norm, rope
+from megacore.kernels import activation, choice, dropout, implementation, norm, rope
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels, summary
 from megacore.kernels.cpu import common
 from megacore.kernels.implementation import (
     Implementation,
     Setting,
-    cpp_runs,
+    cpp_obstacle,
     everywhere,
     first_usable,
     has_apex,
@@ -101,7 +103,9 @@ def test_a_module_that_is_not_compiled_is_reported(monkeypatch: pytest.MonkeyPat
     def load() -> None:
         raise ModuleNotFoundError("No module named 'megacore.kernels.cpu._kernels'")
 
-    monkeypatch.setitem(choice._OPERATIONS, "rotate", (Implementation("C++", load, everywhere),))
+    monkeypatch.setitem(
+        choice._OPERATIONS, "rotate", (Implementation("cpp", "C++", load, everywhere),)
+    )
     with pytest.raises(
         ConfigError, match=r"_kernels'\): install megacore again.*train\.kernels to plain"
     ):
@@ -112,8 +116,8 @@ def test_cpu_capabilities_are_not_queried_for_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "megacore.kernels.cpu.common", None)
     monkeypatch.delattr("megacore.kernels.cpu.common")
     with pytest.raises(ImportError):
-        cpp_runs(Setting(CPU, torch.float32))
-    assert not cpp_runs(Setting(GPU, torch.float32))
+        cpp_obstacle(Setting(CPU, torch.float32))
+    assert "CPUs only" in str(cpp_obstacle(Setting(GPU, torch.float32)))
 
 
 def test_the_summary_groups_operations_by_implementation() -> None:
@@ -159,7 +163,9 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Apex:
     for name in ("apex", "apex.normalization"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    monkeypatch.setattr(norm, "has_apex", lambda module: module == "fused_layer_norm_cuda")
+    monkeypatch.setattr(
+        implementation, "has_apex", lambda module: module == "fused_layer_norm_cuda"
+    )
     return stand_in
 
 
@@ -195,7 +201,7 @@ def test_apex_norms_are_not_used_in_graphs_or_on_cpus(apex: Apex) -> None:
 def test_plain_torch_is_used_if_nothing_else_runs(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm, "has_apex", lambda module: False)
+    monkeypatch.setattr(implementation, "has_apex", lambda module: False)
     assert first_usable(POINTWISE[operation], Setting(GPU, torch.bfloat16))[0] == "torch"
     assert first_usable(POINTWISE[operation], Setting(CPU, torch.float16))[0] == "torch"
     assert first_usable(POINTWISE[operation], Setting(CPU, torch.float64))[0] == "torch"
@@ -221,3 +227,84 @@ def test_norms_and_dropout_of_compiled_models_are_left_to_torch() -> None:
         "bias_dropout_add",
         "dropout",
     }
+
+
+def test_the_configuration_has_the_options_of_every_operation() -> None:
+    assert set(choice._CHOSEN_TOGETHER) == set(KernelsConfig.model_fields)
+    operations = [operation for group in choice._CHOSEN_TOGETHER.values() for operation in group]
+    assert sorted(operations) == sorted(choice._OPERATIONS)
+    for name, group in choice._CHOSEN_TOGETHER.items():
+        options = get_args(KernelsConfig.model_fields[name].annotation)
+        for operation in group:
+            existing = [each.option for each in choice._OPERATIONS[operation]]
+            assert options == ("auto", *dict.fromkeys(existing)), operation
+
+
+@pytest.mark.skipif(not common.runs_fp32(), reason="this CPU has no AVX-512")
+def test_each_operation_has_its_own_choice() -> None:
+    automatic, plain = choose_kernels(CPU, torch.float32), plain_kernels()
+    for name, group in choice._CHOSEN_TOGETHER.items():
+        if name == "weight_gradient":
+            continue  # torch is the automatic choice in fp32
+        chosen = choose_kernels(CPU, torch.float32, config=KernelsConfig(**{name: "plain"}))
+        for operation in chosen.names:
+            expected = plain if operation in group else automatic
+            assert chosen.names[operation] == expected.names[operation]
+        assert {getattr(chosen, operation) for operation in group} == {
+            getattr(plain, operation) for operation in group
+        }
+    everywhere_plain = choose_kernels(
+        CPU, torch.float32, config=KernelsConfig.model_validate("plain")
+    )
+    assert everywhere_plain.names == plain.names
+    # torch.compile makes torch's norm the automatic choice; a configured one stays.
+    compiled = {"compiled": True, "config": KernelsConfig(norm="cpp", attention="cpp")}
+    names = choose_kernels(CPU, torch.float32, **compiled).names
+    assert names["rms_norm"] == "C++ with AVX-512"
+    assert names["attention"] == "C++ with AVX-512, torch for dropout and biases"
+
+
+REFUSED = {
+    "norm: apex": (CPU, torch.float32, False, "runs on NVIDIA GPUs only.*is on cpu"),
+    "adamw: apex": (GPU, torch.float32, False, "module amp_C cannot be imported"),
+    "attention: cpp": (GPU, torch.bfloat16, False, "runs on CPUs only.*is on cuda"),
+    "rope: cpp": (CPU, torch.float16, False, "fp32 and bf16 only, and the model in fp16"),
+    "dropout: cpp": (CPU, torch.float32, True, "set train.compile to off"),
+    "weight_gradient: cpp": (CPU, torch.float32, False, "bf16 only, and the model computes in"),
+    "weight_gradient: torch_fp32": (CPU, torch.bfloat16, False, "runs on GPUs only"),
+    "weight_gradient: apex": (GPU, torch.float32, False, "half precision only"),
+}
+
+
+@pytest.mark.parametrize("chosen", REFUSED)
+def test_an_implementation_that_cannot_run_is_refused(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(implementation, "has_apex", lambda module: False)
+    name, option = chosen.split(": ")
+    device, dtype, compiled, reason = REFUSED[chosen]
+    config = KernelsConfig.model_validate({name: option})
+    with pytest.raises(
+        ConfigError, match=rf"train\.kernels\.{name} is {option}, .* here: .*{reason}"
+    ):
+        choose_kernels(device, dtype, compiled=compiled, config=config)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "instructions"), [(torch.float32, "AVX-512"), (torch.bfloat16, "AVX512-BF16")]
+)
+def test_a_configured_kernel_names_the_missing_instructions(
+    dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "runs", lambda dtype: False)
+    with pytest.raises(ConfigError, match=rf"norm is cpp.*this CPU has no {instructions};"):
+        choose_kernels(CPU, dtype, config=KernelsConfig(norm="cpp"))
+
+
+def test_compiled_cross_entropy_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(function: object) -> None:
+        raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    with pytest.raises(ConfigError, match=r"does not work here \(RuntimeError: no compiler\);"):
+        choose_kernels(CPU, torch.float32, config=KernelsConfig(cross_entropy="compiled"))

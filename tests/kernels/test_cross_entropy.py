@@ -31,10 +31,12 @@ def running() -> Iterator[tuple[Implementation[CrossEntropy], torch.dtype]]:
                 yield each, dtype
     # A GPU uses these functions through torch.compile: here uncompiled, and compiled for the CPU.
     pieces = CrossEntropy(whole_statistics, whole_gradient_, whole_loss_)
-    yield Implementation("torch in one piece", lambda: pieces, everywhere), torch.float32
-    yield Implementation("torch in one piece", lambda: pieces, everywhere), torch.bfloat16
+    yield Implementation("plain", "torch in one piece", lambda: pieces, everywhere), torch.float32
+    yield Implementation("plain", "torch in one piece", lambda: pieces, everywhere), torch.bfloat16
     yield (
-        Implementation("torch.compile without inductor", lambda: compiled("aot_eager"), everywhere),
+        Implementation(
+            "compiled", "torch.compile without inductor", lambda: compiled("aot_eager"), everywhere
+        ),
         torch.bfloat16,
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.config.spec import ModelSpec
+from megacore.config.train import KernelsConfig
 from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.kernels.cpu.common import runs_bf16, runs_fp32
 from megacore.models.base import Model
@@ -70,6 +71,20 @@ def test_losses_and_gradients_equal_plain_torch(name: str, dropout: bool) -> Non
             ),
             expected,
         )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_losses_and_gradients_of_mixed_kernels_equal_plain_torch(name: str) -> None:
+    model_spec = spec(name, **DROPOUT)
+    model_input = _families.given(model_spec)
+    mixed = choose_kernels(
+        torch.device("cpu"),
+        torch.float32,
+        config=KernelsConfig(attention="plain", norm="cpp", cross_entropy="plain", dropout="cpp"),
+    )
+    expected = _families.backward([build(model_spec, plain_kernels())], model_input, dropout_seed=5)
+    actual = _families.backward([build(model_spec, mixed)], model_input, dropout_seed=5)
+    check_gradients(actual, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -102,6 +102,8 @@ def changed(values: dict[str, Any], path: tuple[str | int, ...], value: Any) -> 
     copy = deepcopy(values)
     target: Any = copy
     for part in path[:-1]:
+        if isinstance(target[part], str):  # one word for all fields of a section
+            target[part] = {}
         target = target[part]
     target[path[-1]] = value
     return copy

@@ -310,6 +310,8 @@ def check(
 def values_at(values: Any, path: tuple[str | int, ...]) -> Any:
     """Return the plain value at a path."""
     for part in path:
+        if isinstance(values, str):  # one word for all fields of a section
+            return values
         values = values[part]
     return values
 
