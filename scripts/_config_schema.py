@@ -9,6 +9,7 @@ It differs from pydantic's schema where a YAML file may have other values than a
 - Validators translate some values, and other files give some required ones.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
@@ -19,7 +20,11 @@ from megacore.config.base import OMIT_DEFAULT, RESOLVED, STAGES
 Content = dict[str, Any]
 KIND = "kind"
 """Field that selects the section of a union."""
-GIVEN_ELSEWHERE = {"RunConfig": {"name"}, "FinetuneConfig": {"optim"}, "FinetuneOptimConfig": {"lr"}}
+GIVEN_ELSEWHERE = {
+    "RunConfig": {"name"},
+    "FinetuneConfig": {"optim"},
+    "FinetuneOptimConfig": {"lr"},
+}
 """Required fields, by section, that a file may leave out: the default name is the file's, and a
 DeepSpeed JSON may give the learning rate."""
 ONE_OF = {"DataConfig": ("source", "blend", "split_blends")}
@@ -129,11 +134,6 @@ class SchemaOf:
             "title": self._title(section, field.alias or name),
             "description": description,
         }
-        words = {"on": True, "off": False}
-        if "enum" in result:
-            result["enum"] = result["enum"] + [
-                words[word] for word in words if word in result["enum"]
-            ]
         result = _with_yaml_1_1_booleans(result)
         return {**self._choices(result, name), **TRANSLATED.get((section.__name__, name), {})}
 
@@ -237,11 +237,22 @@ def yaml_value(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {yaml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(yaml_value, value)) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, str):
+        return value if value and value == value.strip() else f'"{value}"'
+    return json.dumps(value)
 
 
 def _with_yaml_1_1_booleans(content: Content) -> Content:
-    """Return the schema of a field, which as a boolean also takes yes, no, on and off."""
+    """Return the schema of a field in which on and true, or off and false, are the same.
+
+    A boolean also takes yes, no, on and off; the words on and off also true and false.
+    """
+    booleans = [
+        value for word, value in (("on", True), ("off", False)) if word in content.get("enum", ())
+    ]
+    if booleans:
+        rest = {key: value for key, value in content.items() if key != "type"}
+        return {**rest, "enum": content["enum"] + booleans}
     if content.get("type") == "boolean":
         return {**content, "type": ["boolean", "string"], "pattern": _YAML_1_1_BOOLEANS}
     if {"type": "boolean"} in content.get("anyOf", ()):

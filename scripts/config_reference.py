@@ -1,10 +1,10 @@
-"""Write docs/reference.md and the JSON schemas in conf/ from the configuration's definition.
+"""Reference page and JSON schemas of the configuration, generated from megacore/config.
 
-    python scripts/config_reference.py            write the files
-    python scripts/config_reference.py --check    exit with 1 if one of them is not up to date
+`make reference` writes docs/reference.md, conf/schema.json and conf/finetune/schema.json. They are
+committed, so that readers and editors need no installation; a test fails if they are not up to
+date. This is a script and no command of `megacore`, because it writes files of the repository.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -48,15 +48,15 @@ _INTRODUCTION = f"""# Reference
 
 <!-- Written by `{COMMAND}` from megacore/config: change the docstrings there. -->
 
-Every key of a configuration. [Configuration](configuration.md) has examples, and explains how an editor completes and
-checks these keys.
+Every key of the configuration files. [Configuration](configuration.md) has examples, and explains
+how an editor completes and checks these keys.
 
 - **key**: the dotted name, as in `-o optim.lr=1e-4`. `[]` stands for each element of a list.
-- **default**: the value of a key that the file omits. Null in a type means that the key may be `null`.
-- **stages**: the stages whose [key](configuration.md#values-that-determine-a-cached-output) the value enters: a change
-  makes them and later stages run again. With \\*, the key contains a value that the stage derives from it, such as the
-  content of a named file. With "none", the value changes no output.
-  {{contained}}
+- **default**: the value of a key that the file omits.
+- **stages**: the stages whose [key](configuration.md#values-that-determine-a-cached-output) the
+  value enters. A change makes them and the stages after them run again; with "none", it does not.
+  \\*: the key contains a value derived from it, such as the content of a named file.
+{{contained}}
 """
 
 
@@ -127,8 +127,10 @@ def outputs() -> dict[str, str]:
 
 def page() -> str:
     """Return the page in Markdown."""
-    pairs = (f"in that of `{outer}` if it is in that of `{inner}`" for inner, outer in CONTAINED.items())
-    parts = [_INTRODUCTION.format(contained=f"A value is also {' and '.join(pairs)}.")]
+    contained = (
+        f"  The key of `{outer}` contains that of `{inner}`." for inner, outer in CONTAINED.items()
+    )
+    parts = [_INTRODUCTION.format(contained="\n".join(contained))]
     for flow in FLOWS:
         tables = list(_tables(flow))
         kinds: dict[type[BaseModel], Table] = {}
@@ -140,7 +142,7 @@ def page() -> str:
             level, intro = ("##", flow.intro) if not table.name else ("###", _text(table.section))
             properties = contents[table.section.__name__]["properties"]
             rows = _rows(flow, table, properties, kinds)
-            parts.append("\n".join([f"{level} {table.heading}\n", f"{intro}\n", _HEADER, *rows, ""]))
+            parts.append("\n".join([f"{level} {table.heading}", "", intro, "", _HEADER, *rows, ""]))
     return "\n".join(parts)
 
 
@@ -171,15 +173,20 @@ def _tables(flow: Flow) -> Iterator[Table]:
 def _rows(
     flow: Flow, table: Table, properties: dict[str, Any], tables: dict[type[BaseModel], Table]
 ) -> Iterator[str]:
-    """Yield the rows of a table: required keys first named so, `kind` first of all."""
+    """Yield the rows of a table, `kind` first."""
     fields = sorted(table.section.model_fields.items(), key=lambda item: item[0] != KIND)
     for name, field in fields:
         key = field.alias or name
         inner = [tables[section] for section in sections_of(field.annotation)]
         stages = "" if inner else _stages(flow, table, name)
+        if inner:
+            nullable = type(None) in get_args(field.annotation)
+            kind = _section_type(inner, listed=is_list(field.annotation), nullable=nullable)
+        else:
+            kind = _type(properties[key])
         cells = (
             f"`{'.'.join(filter(None, (table.name, key)))}`",
-            _section_type(inner, is_list(field.annotation)) if inner else _type(properties[key]),
+            kind,
             _default(table, name),
             _escaped(one_line(field.description)),
             stages,
@@ -187,12 +194,13 @@ def _rows(
         yield f"| {' | '.join(cells)} |"
 
 
-def _section_type(inner: list[Table], listed: bool) -> str:
+def _section_type(inner: list[Table], *, listed: bool, nullable: bool) -> str:
     """Return the type of a field with sections, with links to their tables."""
+    null = " or null" * nullable
     if len(inner) == 1:
-        return f"{'list of ' * listed}[section{'s' * listed}]({inner[0].link})"
+        return f"{'list of ' * listed}[section{'s' * listed}]({inner[0].link}){null}"
     kinds = ", ".join(f"[{kind_of(table.section)}]({table.link})" for table in inner)
-    return f"section by `kind`: {kinds}"
+    return f"section{null}; kinds: {kinds}"
 
 
 def _type(content: dict[str, Any]) -> str:
@@ -206,9 +214,7 @@ def _type(content: dict[str, Any]) -> str:
         number = f", at least {content['minItems']}" if "minItems" in content else ""
         return f"list of {_type(content['items'])}{number}"
     limits = [
-        f"{sign} {yaml_value(content[name])}"
-        for name, sign in _COMPARISONS.items()
-        if name in content
+        f"{sign} {content[name]:.15g}" for name, sign in _COMPARISONS.items() if name in content
     ]
     return " ".join([_TYPES[content["type"]], ", ".join(limits)]).strip()
 
@@ -262,33 +268,18 @@ def _escaped(text: str) -> str:
 
 def _code(text: str) -> str:
     """Return code for a cell of a table, in which backticks cannot protect a vertical line."""
-    if not text:
-        return '`""`'
     if "|" not in text:
         return f"`{text}`"
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return f"<code>{text.replace('|', '&#124;')}</code>"
 
 
-def main() -> int:
-    """Write the files, or compare them with what would be written."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args()
-    old = [
-        path
-        for path, text in outputs().items()
-        if not (ROOT / path).is_file() or (ROOT / path).read_text(encoding="utf-8") != text
-    ]
-    if options.check:
-        for path in old:
-            sys.stderr.write(f"{path} is not up to date: run {COMMAND}\n")
-        return min(1, len(old))
-    for path in old:
-        (ROOT / path).write_text(outputs()[path], encoding="utf-8")
-        sys.stdout.write(f"wrote {path}\n")
-    return 0
+def main() -> None:
+    """Write the files."""
+    for path, text in outputs().items():
+        (ROOT / path).write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
