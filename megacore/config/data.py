@@ -377,8 +377,8 @@ class DataConfig(Section):
     workers: int | None = unkeyed(None, gt=0)
     """Threads that tokenize one shard; null means one per core."""
     shard_mb: int | None = unkeyed(None, gt=0)
-    """Size in MB (10^6 bytes) of the shards into which a larger corpus is divided, each tokenized by
-    a separate task; null does not divide the corpus."""
+    """Size of the shards in MB (10^6 bytes) into which a larger corpus is divided, each tokenized
+    by a separate task; null does not divide the corpus."""
     shard_runner: Literal["threads", "processes", "dask"] = unkeyed("threads")
     """Executor of the shards' tasks: threads or processes of this host, or a Dask cluster."""
     shard_workers: int = unkeyed(2, gt=0)
