@@ -22,7 +22,7 @@ PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 # ARGS may select only slow tests, or only fast ones: then pytest ends with 5 for the others.
 NONE_ALLOWED = $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv test test-slow test-all soak bench pretrain finetune server deploy stop status lint format types docs clean clean-venv
+.PHONY: help venv test test-slow test-all soak bench pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -77,6 +77,9 @@ format: $(STAMP)  ## Rewrite the code in the project's format
 types: $(STAMP)  ## Check types: strictly in megacore
 	$(PY) -m mypy --num-workers 2 --strict megacore
 	$(PY) -m mypy --num-workers 2 tasks flows scripts benchmarks
+
+reference: $(STAMP)  ## Write docs/reference.md and the editors' schemas in conf/ from megacore/config
+	$(PY) scripts/config_reference.py
 
 docs: $(STAMP)  ## Build the documentation into site/
 	$(PY) -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[docs]"

@@ -9,6 +9,10 @@ from typing import Annotated
 
 import typer
 
+_SCHEMA = "schema.json"
+_EDITORS = "# yaml-language-server: $schema="
+"""Beginning of the comment from which editors with the YAML language server take the schema."""
+
 
 def init(
     paths: Annotated[
@@ -44,7 +48,7 @@ def init(
     _check_new(target)
     surveyed = survey(paths)
     starter = propose(surveyed, name, minutes, Hardware.detect())
-    _write_new(target, starter.text)
+    _write_new(target, _schema_line(target) + starter.text)
     remarks = "".join(f"{remark}\n" for remark in surveyed.remarks)
     commands = _next_commands(target, in_clone)
     sys.stdout.write(f"wrote {target}: {starter.summary}\n{remarks}{commands}")
@@ -75,6 +79,16 @@ def _write_new(target: Path, text: str) -> None:
                 raise
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _schema_line(target: Path) -> str:
+    """Return a comment that names the JSON schema to editors; "" if there is none."""
+    import megacore
+
+    if (target.parent / _SCHEMA).is_file():
+        return f"{_EDITORS}{_SCHEMA}\n"
+    schema = Path(megacore.__file__).resolve().parent.parent / "conf" / _SCHEMA
+    return f"{_EDITORS}{schema.as_uri()}\n" if schema.is_file() else ""
 
 
 def _next_commands(target: Path, in_clone: bool) -> str:

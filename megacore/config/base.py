@@ -55,7 +55,7 @@ class Section(BaseModel):
     def _bools_are_no_numbers(cls, values: Any) -> Any:
         """Refuse booleans for numeric fields, because Python would accept them as 1 or 0.
 
-        YAML reads on and off as booleans: for fields with the values "on" and "off" they are
+        YAML reads on and off as booleans: for fields with the value "on" or "off" they are
         translated back.
         """
         if not isinstance(values, dict):
@@ -66,11 +66,12 @@ class Section(BaseModel):
             kinds = () if field is None else (field.annotation, *get_args(field.annotation))
             if not isinstance(value, bool) or not kinds or bool in kinds:
                 continue
-            if not {"on", "off"} <= set(map(str, kinds)):
+            word = "on" if value else "off"
+            if word not in map(str, kinds):
                 raise ValueError(
                     f"{name} is {str(value).lower()}: give a value of its type, not true or false"
                 )
-            result[name] = "on" if value else "off"
+            result[name] = word
         return result
 
 

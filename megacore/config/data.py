@@ -18,9 +18,9 @@ class SourceTreeSource(Section):
     path: str | None = keyed(None, resolved="collect")
     """Path of the directory; null means the standard library of the running Python."""
     pattern: str | None = keyed(None, resolved="collect")
-    """Glob that a file's name must match; a glob with a slash, such as docs/**/*.md, must match the
-    path relative to the directory. Null means *.py without `path`, else every text file: files that
-    are empty, hidden, not UTF-8, or contain NUL bytes are left out."""
+    """Glob that a file's name must match; a glob with a slash, such as `docs/**/*.md`, must match
+    the path relative to the directory. Null means `*.py` without `path`, else every text file:
+    files that are empty, hidden, not UTF-8, or contain NUL bytes are left out."""
 
 
 class TextSource(Section):
@@ -43,7 +43,8 @@ class JsonlSource(Section):
     kind: Literal["jsonl"] = keyed()
     """Type of the source."""
     files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
-    """Paths or globs of the files; their order is the order of the documents."""
+    """Paths or globs of the files, such as `/data/*.jsonl`; their order is the order of the
+    documents."""
     key: str = keyed("text")
     """Field of each line that contains the document."""
 
@@ -54,7 +55,8 @@ class ParquetSource(Section):
     kind: Literal["parquet"] = keyed()
     """Type of the source."""
     files: tuple[str, ...] = keyed(resolved="collect", min_length=1)
-    """Paths or globs of the files; their order is the order of the documents."""
+    """Paths or globs of the files, such as `/data/*.parquet`; their order is the order of the
+    documents."""
     key: str = keyed("text")
     """Column that contains the document."""
 
@@ -91,7 +93,8 @@ class HubSource(Section):
     dataset: str = keyed(min_length=1)
     """Name of the data set on the hub, or a local directory of parquet files."""
     config: str | None = keyed(None)
-    """Configuration name of the data set."""
+    """Configuration name of the data set, such as `wikitext-103-raw-v1`; null means its only or
+    default one."""
     split: str = keyed("train")
     """Split of the data set to read."""
     revision: str | None = keyed(None)
@@ -110,7 +113,7 @@ class PrefixSource(Section):
     kind: Literal["prefix"] = keyed()
     """Type of the source."""
     prefix: str = keyed(resolved="collect", min_length=1)
-    """Path of the token files without .bin and .idx."""
+    """Path of the two files without .bin and .idx, such as `/data/corpus_text_document`."""
 
 
 Source = Annotated[
@@ -159,7 +162,7 @@ class _Vocabulary(Section):
     """Options that all tokenizers share."""
 
     vocab_extra_ids: int = keyed(0, omit_default=True, ge=0)
-    """Number of sentinels <extra_id_0>, <extra_id_1>, … added at the end of the vocabulary; T5
+    """Number of sentinels `<extra_id_0>`, `<extra_id_1>`, … added at the end of the vocabulary; T5
     needs them."""
 
 
@@ -171,7 +174,7 @@ class TrainBpeTokenizer(_Vocabulary):
     vocab_size: int = keyed(8192, gt=256)
     """Number of vocabulary entries, including special tokens but not sentinels."""
     special_tokens: tuple[str, ...] = keyed((), omit_default=True)
-    """Special tokens in addition to <|endoftext|>, such as those of fill-in-the-middle; text is
+    """Special tokens in addition to `<|endoftext|>`, such as those of fill-in-the-middle; text is
     never split inside them."""
 
 
@@ -282,7 +285,8 @@ class MaskedLmConfig(Section):
     """Maximum number of consecutive words that are selected together; a length n has a probability
     proportional to 1 / n (Megatron-LM). 1 selects single words (Devlin et al. 2018)."""
     short_seq_prob: float = keyed(0.1, ge=0, le=1)
-    """Fraction of samples with a shorter target length."""
+    """Fraction of samples with a shorter target length, drawn evenly from 2 tokens to the
+    maximum."""
     sentence_task: Literal["sop", "nsp"] = keyed("sop")
     """Task of the binary head: sop, detect whether the two segments are swapped (Lan et al. 2019);
     nsp, detect whether the second segment comes from another document (Devlin et al. 2018)."""
@@ -300,7 +304,8 @@ class SpanCorruptionConfig(Section):
     """Mean length of a replaced span in tokens; null draws spans of 1 to 10 whole words from a
     geometric distribution with p = 0.2 (Joshi et al. 2019), like Megatron-LM."""
     short_seq_prob: float = keyed(0.1, ge=0, le=1)
-    """Fraction of samples with a shorter target length."""
+    """Fraction of samples with a shorter target length, drawn evenly from 2 tokens to the
+    maximum."""
     decoder_seq_length: int = keyed(128, gt=1)
     """Length of the decoder's sequence in tokens; a span for which no space is left there is not
     replaced."""
@@ -313,24 +318,24 @@ class DataConfig(Section):
     """
 
     source: Source | None = keyed(None, key="collect")
-    """Single source of documents."""
+    """Single source of documents. Give exactly one of source, blend and split_blends."""
     blend: tuple[WeightedSource, ...] | None = keyed(None, key="collect", min_length=1)
-    """Several sources with weights; each source is divided by `split`."""
+    """Several sources with weights, instead of source; each of them is divided by `split`."""
     split_blends: SplitBlends | None = keyed(None, key="collect")
-    """Separate sources for each split."""
+    """Separate sources with weights for each split, instead of source."""
     tokenizer: TokenizerChoice = keyed(TrainBpeTokenizer(kind="train-bpe"), key="tokenizer")
     """Tokenizer that converts text into tokens."""
     split: str | None = keyed(None, resolved=("index", "run"))
-    """Relative sizes of the train, validation and test split; null means 969,30,1, or no division
-    with `split_blends`."""
+    """Relative sizes of the train, validation and test split in documents, such as `90,5,5`; null
+    means 969,30,1, or no division with `split_blends`."""
     seq_length: int = keyed(256, key=("index", "run", "zeroshot"), gt=0)
-    """Tokens per sample (s); for T5, of the encoder's sequence."""
+    """Length of a sample in tokens (s); for T5, of the encoder's sequence."""
     masked_lm: MaskedLmConfig = keyed(MaskedLmConfig(), key=("index", "run"))
     """Options of BERT's samples; used with family bert only."""
     span_corruption: SpanCorruptionConfig = keyed(SpanCorruptionConfig(), key=("index", "run"))
     """Options of T5's samples; used with family t5 only."""
     append_eod: bool = keyed(True, key="tokenize")
-    """If true, <|endoftext|> is added after each document."""
+    """If true, the token `<|endoftext|>` is added after each document."""
     shuffle_documents: bool = keyed(True, resolved="tokenize")
     """If true, documents are shuffled with the seed after they are tokenized. Splits are contiguous
     ranges of documents, so the order decides which split a document belongs to."""
@@ -345,7 +350,7 @@ class DataConfig(Section):
     """Sentence splitter: nltk's Punkt model of `language`, which is downloaded once, or simple
     rules that need no download."""
     language: str = keyed("english", key="punkt", pattern=r"^[a-z_]+$")
-    """Language of the Punkt model."""
+    """Language of the Punkt model: its English name in lower case, such as `german`."""
     packing: Literal["packed", "pack_until_overflow", "unpacked"] = keyed(
         "packed", key=("index", "run")
     )
@@ -361,26 +366,26 @@ class DataConfig(Section):
     """If true, the last sample of the validation split is dropped if it is shorter than the
     others."""
     reset_position_ids: bool = keyed(False, key="run")
-    """If true, positions restart at 0 after each <|endoftext|>."""
+    """If true, positions restart at 0 after each `<|endoftext|>`."""
     reset_attention_mask: bool = keyed(False, key="run")
     """If true, a token attends only to tokens of the same document."""
     eod_mask_loss: bool = keyed(False, key="run")
-    """If true, the prediction of the token after an <|endoftext|> does not contribute to the
+    """If true, the prediction of the token after an `<|endoftext|>` does not contribute to the
     loss."""
     fim: FimConfig | None = keyed(None, key="run")
     """Fill-in-the-middle of the training split; null leaves documents unchanged."""
     workers: int | None = unkeyed(None, gt=0)
     """Threads that tokenize one shard; null means one per core."""
     shard_mb: int | None = unkeyed(None, gt=0)
-    """Size of the shards in MB into which a larger corpus is divided, each tokenized by a separate
-    task; null does not divide the corpus."""
+    """Size of the shards in MB (10^6 bytes) into which a larger corpus is divided, each tokenized
+    by a separate task; null does not divide the corpus."""
     shard_runner: Literal["threads", "processes", "dask"] = unkeyed("threads")
     """Executor of the shards' tasks: threads or processes of this host, or a Dask cluster."""
     shard_workers: int = unkeyed(2, gt=0)
     """Number of shards that are tokenized at the same time on this host."""
     dask_address: str | None = unkeyed(None)
-    """Address of the Dask cluster's scheduler, such as tcp://host:8786; null starts a cluster with
-    shard_workers workers on this host."""
+    """Address of the Dask cluster's scheduler, such as `tcp://host:8786`; null starts a cluster
+    with shard_workers workers on this host."""
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -77,7 +77,8 @@ class HubRows(Section):
     dataset: str = keyed(min_length=1)
     """Name of the data set on the hub, or a local directory of parquet files."""
     config: str | None = keyed(None)
-    """Configuration name of the data set, such as mrpc of GLUE."""
+    """Configuration name of the data set, such as mrpc of GLUE; null means its only
+    or default one."""
     revision: str | None = keyed(None)
     """Commit, tag or branch; null means the default branch. A commit makes the run reproducible."""
     train: str = keyed("train", min_length=1)
@@ -114,7 +115,7 @@ class FinetuneOptimConfig(Section):
     """
 
     lr: float = keyed(gt=0)
-    """Peak learning rate."""
+    """Peak learning rate; may be omitted if DeepSpeed's JSON gives one."""
     weight_decay: float = keyed(0.0, ge=0)
     """Weight decay of all weights except biases and norms."""
     adam_beta1: float = keyed(0.9, ge=0, lt=1)
@@ -128,7 +129,7 @@ class FinetuneOptimConfig(Section):
     )
     """Learning-rate schedule after the warm-up, by its name in transformers."""
     warmup_steps: int = keyed(0, ge=0)
-    """Number of optimizer steps in which the learning rate rises from 0."""
+    """Number of optimizer steps in which the learning rate rises from 0 to lr."""
     clip_grad: float = keyed(1.0, ge=0)
     """Maximum global gradient norm, to which larger gradients are scaled down; 0 disables
     clipping."""

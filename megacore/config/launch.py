@@ -23,7 +23,7 @@ class SlurmConfig(Section):
     account: str | None = unkeyed(None, min_length=1)
     """Account to charge; null means the user's default."""
     qos: str | None = unkeyed(None, min_length=1)
-    """Quality of service; null means the default."""
+    """Quality of service of the job (--qos); null means the user's default."""
     time_limit: str | None = unkeyed(None, min_length=1)
     """Wall-clock limit of each attempt in sbatch's format (`12:00:00`, `2-00:00:00`); null means
     the limit of the partition."""
@@ -44,7 +44,8 @@ class KubernetesConfig(Section):
     """Path of a JobSet with {{ placeholders }}; null means the template
     megacore/cluster/batch/templates/jobset.yaml.j2."""
     image: str | None = unkeyed(None, min_length=1)
-    """Container image for all nodes, which contains this project and its environment; required."""
+    """Container image for all nodes, which contains this project and its environment; required
+    with launch.kind kubernetes."""
     python: str = unkeyed("/app/.venv/bin/python", min_length=1)
     """Path of the Python interpreter in the image; the default is its place in the image of this
     project's Dockerfile."""
@@ -52,7 +53,7 @@ class KubernetesConfig(Section):
     """Namespace of the JobSet."""
     workspace_claim: str | None = unkeyed(None, min_length=1)
     """PersistentVolumeClaim (ReadWriteMany) with the workspace, which is mounted at the workspace's
-    path; required."""
+    path; required with launch.kind kubernetes."""
     service_account: str | None = unkeyed(None, min_length=1)
     """Service account for the pods; null means the namespace's default."""
     queue: str | None = unkeyed(None, min_length=1)
@@ -66,17 +67,18 @@ class KubernetesConfig(Section):
     memory: str | None = unkeyed(None, min_length=1)
     """Host memory of a pod, such as `512Gi`; null means no request."""
     shared_memory: str = unkeyed("16Gi", min_length=1)
-    """Size of /dev/shm in a pod."""
+    """Size of /dev/shm in a pod, as a Kubernetes quantity in bytes."""
     node_selector: dict[str, str] = unkeyed({})
-    """Labels that a node must have to run pods."""
+    """Labels that a node must have to run pods, by name; {} means any node."""
 
 
 class LaunchConfig(Section):
     """Options of starting and supervising processes."""
 
     kind: LaunchKind = unkeyed("torchrun")
-    """Launcher of the ranks, for both engines. A single rank on this host starts without torchrun
-    or deepspeed."""
+    """Launcher of the ranks, for both engines: torchrun or deepspeed on this host or those of the
+    hostfile, slurm or kubernetes as a job of the cluster. A single rank on this host starts without
+    torchrun or deepspeed."""
     hostfile: str | None = keyed(None, resolved=("finetune", "find-batch-size"), min_length=1)
     """Path of a file with a line `host slots=ranks` for each host, which is reached through ssh;
     null means only this host, or with slurm and kubernetes the hosts that they allocate."""

@@ -42,7 +42,7 @@ class ModelConfig(Section):
     num_layers: int = keyed(4, gt=0)
     """Number of transformer layers; for T5, of the encoder."""
     num_decoder_layers: int | None = keyed(None, gt=0)
-    """Number of layers of T5's decoder; null means num_layers."""
+    """Number of layers of T5's decoder; null means num_layers. T5 only."""
     hidden_size: int = keyed(256, gt=0)
     """Width of the residual stream (h)."""
     num_attention_heads: int = keyed(4, gt=0)
@@ -70,13 +70,15 @@ class ModelConfig(Section):
     """Position embedding: a learned table; rotary (Su et al. 2021, GPT only); ALiBi (Press et al.
     2021, GPT only); T5's relative bias (Raffel et al. 2019, T5 only); or none (GPT only)."""
     rotary_base: float = keyed(10000.0, gt=1.0)
-    """Base of the rotary frequencies."""
+    """Base of the rotary frequencies; used with position_embedding_type rope only."""
     rotary_percent: float = keyed(1.0, gt=0.0, le=1.0)
-    """Fraction of each head's elements that is rotated."""
+    """Fraction of each head's elements that is rotated, from 0 to 1; used with
+    position_embedding_type rope only."""
     relative_attention_num_buckets: int = keyed(32, gt=1)
-    """Number of distance buckets of the relative bias."""
+    """Number of distance buckets of the relative bias. T5 only."""
     relative_attention_max_distance: int = keyed(128, gt=1)
-    """Distance in tokens from which all distances share the last bucket of the relative bias."""
+    """Distance in tokens from which all distances share the last bucket of the relative bias. T5
+    only."""
     sliding_window: int | None = keyed(None, gt=0)
     """Number of tokens that each token attends to, including itself (Jiang et al. 2023); null means
     all previous tokens. GPT only."""
@@ -90,7 +92,7 @@ class ModelConfig(Section):
     embedding (Press and Wolf 2017)."""
     bert_binary_head: bool = keyed(True, key="run", resolved="index")
     """If true, BERT has a pooler and a binary head that predicts how its two segments are related
-    (data.masked_lm.sentence_task)."""
+    (data.masked_lm.sentence_task). BERT only."""
     max_position_embeddings: int | None = keyed(None, gt=0)
     """Longest sequence in tokens, which is the number of rows of the learned position table; null
     means data.seq_length."""
@@ -103,7 +105,8 @@ class ModelConfig(Section):
     residual stream use std / sqrt(2 x num_layers). T5's deviations follow from its widths (Raffel
     et al. 2019)."""
     layernorm_epsilon: float = keyed(1e-5, gt=0.0)
-    """Epsilon of all norms."""
+    """Term added to the variance (LayerNorm) or mean square (RMSNorm) in all norms for numerical
+    stability."""
     make_vocab_size_divisible_by: int = keyed(128, gt=0)
     """Number of entries to whose multiple the vocabulary is padded; the tensor-parallel size must
     divide the padded size."""

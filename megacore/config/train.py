@@ -123,7 +123,7 @@ class TrainConfig(Section):
     recompute_num_layers: int | None = unkeyed(None, gt=0)
     """Number of layers at the start of each pipeline chunk that are recomputed; null means all."""
     pretrained_checkpoint: str | None = keyed(None, resolved="run")
-    """Path of a checkpoint (iter_*) whose weights the run starts with; null means random initial
+    """Path of a checkpoint (`iter_*`) whose weights the run starts with; null means random initial
     weights."""
     rampup_batch_size: RampupBatchSize | None = keyed(None, key="run", resolved="index")
     """Growth of the batch from a smaller size to global_batch_size; null means global_batch_size
@@ -141,8 +141,8 @@ class TrainConfig(Section):
     """Action on a spike: warn logs a warning with rank, iteration and samples; stop ends the run
     with the same message."""
     skip_samples: tuple[str, ...] = keyed((), resolved="train")
-    """Numbers of samples in the run's order, such as "4096" or "4096-4127". A global batch that
-    contains one of them is skipped."""
+    """Numbers of samples in the run's order, from 0: one, such as 4096, or the first and the last,
+    such as 4096-4127. A global batch that contains one of them is skipped."""
     exit_interval: int | None = unkeyed(None, gt=0)
     """Interval in iterations after which the run saves a checkpoint and ends, to be resumed later;
     null means never."""
@@ -156,8 +156,8 @@ class TrainConfig(Section):
     eval_iters: int = keyed(10, resolved="index", gt=0)
     """Number of global batches per validation, the same ones each time."""
     profile: ProfileConfig | None = unkeyed(None)
-    """Iterations {from, to} that are profiled; traces and memory timelines are stored with the run.
-    Null means none."""
+    """Iterations that are profiled, such as `{from: 10, to: 12}`; traces and memory timelines are
+    stored with the run. Null means none."""
 
     @field_validator("skip_samples", mode="before")
     @classmethod
@@ -209,8 +209,8 @@ class ResumeConfig(Section):
     """Options of resuming from another run's checkpoint."""
 
     checkpoint: str | None = keyed(None, resolved="run", min_length=1)
-    """Path of another run's checkpoint (iter_*) to resume from, including optimizer state and data
-    position; null means the run's own newest checkpoint. The key contains its content, not its
+    """Path of another run's checkpoint (`iter_*`) to resume from, including optimizer state and
+    data position; null means the run's own newest checkpoint. The key contains its content, not its
     path."""
     override: tuple[str, ...] = unkeyed(())
     """Dotted names of keyed values, such as optim.lr, that may differ from the checkpoint's
@@ -247,7 +247,7 @@ class EvaluateConfig(Section):
     """
 
     micro_batch_size: int = unkeyed(16, gt=0)
-    """Samples of one forward pass on one rank."""
+    """Samples of one forward pass on one rank in evaluations."""
     max_samples: int | None = keyed(4096, gt=0)
     """Number of samples per split to evaluate, in shuffled order; null means all. Training
     evaluates as many validation samples at each checkpoint."""
@@ -283,7 +283,8 @@ class TrackingConfig(Section):
     registered_model: str | None = keyed(None, resolved=("publish", "finetune-publish"))
     """Name in the model registry; null means the name of the run."""
     tensorboard: bool = unkeyed(False)
-    """If true, TensorBoard event files are written next to the run."""
+    """If true, TensorBoard event files are written to `tensorboard/` in the run's directory.
+    Pretraining only."""
     system_metrics: bool = unkeyed(True)
     """If true, MLflow measures CPU, memory, disk, network and GPUs of the flow's host every 10 s
     while the run trains."""

@@ -97,6 +97,17 @@ def test_the_page_on_configuration_begins_with_such_a_file(here: Path) -> None:
         return re.findall(r"^ *\w+:|^  # [A-Z]\w+ \w+", text, re.MULTILINE)
 
     assert fields("tinyshakespeare") == fields("a")
+    assert block[1].startswith("# yaml-language-server: $schema=schema.json\n# Written by")
+
+
+def test_the_file_names_the_schema_to_editors(here: Path) -> None:
+    (here / "a.txt").write_text(prose(50_000))
+    run("a.txt")
+    first = (here / "a.yaml").read_text().splitlines()[0]
+    assert first == f"# yaml-language-server: $schema=file://{ROOT / 'conf' / 'schema.json'}"
+    (here / "schema.json").touch()
+    run("a.txt", "--name", "b")
+    assert (here / "b.yaml").read_text().startswith("# yaml-language-server: $schema=schema.json\n")
 
 
 def test_a_directory_gives_its_text_and_names_what_is_skipped(here: Path) -> None:

@@ -341,6 +341,13 @@ def test_on_and_off_stay_strings(conf: Callable[..., str], written: str, expecte
     )
 
 
+def test_off_stays_a_string_where_on_is_no_value(conf: Callable[..., str]) -> None:
+    overrides = parse_overrides(["launch.preflight=off"])
+    assert load_config(conf(), overrides).launch.preflight == "off"
+    with pytest.raises(ConfigError, match="preflight is true: give a value of its type"):
+        load_config(conf(), parse_overrides(["launch.preflight=on"]))
+
+
 @pytest.mark.parametrize("pair", ["train.train_iters", "=5", "a=[", ""])
 def test_a_malformed_override_is_refused_and_shown(pair: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(pair))):
