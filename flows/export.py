@@ -7,7 +7,7 @@ from prefect import flow
 from flows.evaluate import score_stages
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
-from tasks._form import PRETRAINING, with_form
+from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, sentence_state
 from tasks.convert import convert
 from tasks.preflight import load_checked_config
@@ -25,6 +25,7 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
     pipeline.summary += zero_shot
 
 
+@on_page(PRETRAINING)
 @flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)
 @sentence_state
 @with_form(PRETRAINING)

@@ -5,7 +5,7 @@ from typing import Any
 from prefect import flow
 
 from megacore.artifact import Artifact
-from tasks._form import PRETRAINING, with_form
+from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, sentence_state
 from tasks.download import download, download_punkt, needs_punkt
 from tasks.index import build_index
@@ -28,6 +28,7 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
     return tokens, tokenizer, index
 
 
+@on_page(PRETRAINING)
 @flow(name="prepare-data", flow_run_name="prepare-data-{conf}", validate_parameters=False)
 @sentence_state
 @with_form(PRETRAINING)

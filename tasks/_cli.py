@@ -67,7 +67,7 @@ def _parse(flow: Flow[..., Any]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = argparse.ArgumentParser(
         prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__
     )
-    flow_parameters = inspect.signature(inspect.unwrap(flow.fn)).parameters
+    flow_parameters = inspect.signature(flow.fn).parameters
     form = FINE_TUNING if flow.name == "finetune" else PRETRAINING
     parser.add_argument(
         "--conf",

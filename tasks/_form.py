@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
+from prefect import Flow
 from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema
 from pydantic.fields import FieldInfo
+from pydantic_core import MISSING
 
 from megacore.config import RunConfig
 from megacore.config.finetune import FinetuneConfig
@@ -19,6 +21,7 @@ from megacore.errors import ConfigError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+PrefectFlow = TypeVar("PrefectFlow", bound=Flow[..., Any])
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,9 @@ OTHERS = {
 
 
 def with_form(form: Form) -> Callable[[Callable[Parameters, Result]], Callable[..., Result]]:
-    """Add a form's parameters to a function that takes `conf` and `overrides`.
+    """Add a form's parameters to a function that takes `overrides`, which gets their values there.
 
-    The function gets their values as overrides. It raises ConfigError if a value is in `overrides`
-    too, and differs.
+    The function raises ConfigError if `overrides` has another value for one of them.
     """
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[..., Result]:
@@ -109,8 +111,49 @@ def with_form(form: Form) -> Callable[[Callable[Parameters, Result]], Callable[.
             bound.arguments["overrides"] = merged(bound.arguments.get("overrides"), values)
             return function(*bound.args, **bound.kwargs)
 
-        run.__signature__ = _with_parameters(signature, form)  # type: ignore[attr-defined]
+        added = [
+            inspect.Parameter(
+                parameter_of(name),
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=Annotated[Any, WithJsonSchema(_json_schema(field))],
+                default=None,
+            )
+            for name, field in form.fields().items()
+        ]
+        parameters = [*signature.parameters.values(), *added]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return run
+
+    return decorate
+
+
+def on_page(form: Form) -> Callable[[PrefectFlow], PrefectFlow]:
+    """Give the parameters of a flow with a form titles, descriptions and an order on the page.
+
+    Prefect deploys the schema of the flow's signature, and calls the function by the function's.
+    """
+    texts = {
+        name: (title, f"{text[:1].upper()}{text[1:]}.".format(directory=form.directory))
+        for name, (title, text) in OTHERS.items()
+    }
+    for name, field in form.fields().items():
+        text = " ".join(str(field.description).split())
+        texts[parameter_of(name)] = (form.titles[name], f"{name}: {text}")
+    names = [parameter_of(name) for name in form.titles]
+    order = ["conf", *names, *(name for name in OTHERS if name != "conf")]
+
+    def decorate(flow: PrefectFlow) -> PrefectFlow:
+        parameters = []
+        for name, parameter in inspect.signature(flow.fn).parameters.items():
+            title, description = texts[name]
+            # The page submits the default of an empty input, and null is not of the field's type.
+            default = MISSING if name in names else parameter.default
+            # Prefect titles a parameter with its name, unless the extra of its schema has a title.
+            extra: dict[str, Any] = {"title": title, "position": order.index(name)}
+            shown = Field(default, description=description, json_schema_extra=extra)
+            parameters.append(parameter.replace(default=shown))
+        flow.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return flow
 
     return decorate
 
@@ -156,35 +199,6 @@ def _values_in(overrides: Mapping[str, Any], name: str) -> Iterator[Any]:
             yield value
         elif name.startswith(f"{key}.") and isinstance(value, Mapping):
             yield from _values_in(value, name.removeprefix(f"{key}."))
-
-
-def _with_parameters(signature: inspect.Signature, form: Form) -> inspect.Signature:
-    """Return a flow's signature with its form; the order on the page is that of `position`."""
-    names = [parameter_of(name) for name in form.titles]
-    order = ["conf", *names, *(name for name in OTHERS if name != "conf")]
-    parameters = []
-    for name, parameter in signature.parameters.items():
-        title, text = OTHERS[name]
-        text = f"{text[:1].upper()}{text[1:]}.".format(directory=form.directory)
-        default = _described(parameter.default, title, text, order.index(name))
-        parameters.append(parameter.replace(default=default))
-    for key, field in form.fields().items():
-        name, text = parameter_of(key), " ".join(str(field.description).split())
-        parameters.append(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=Annotated[Any, WithJsonSchema(_json_schema(field))],
-                default=_described(None, form.titles[key], f"{key}: {text}", order.index(name)),
-            )
-        )
-    return signature.replace(parameters=parameters)
-
-
-def _described(default: Any, title: str, description: str, position: int) -> Any:
-    # Prefect titles a parameter with its name, unless the extra of its schema has a title.
-    extra: dict[str, Any] = {"title": title, "position": position}
-    return Field(default, description=description, json_schema_extra=extra)
 
 
 def _json_schema(field: FieldInfo) -> dict[str, Any]:
