@@ -136,6 +136,7 @@ def on_page(form: Form) -> Callable[[PrefectFlow], PrefectFlow]:
         name: (title, f"{text[:1].upper()}{text[1:]}.".format(directory=form.directory))
         for name, (title, text) in OTHERS.items()
     }
+    texts["conf"] = (texts["conf"][0], f"{texts['conf'][1]} Empty fields keep its values.")
     for name, field in form.fields().items():
         text = " ".join(str(field.description).split())
         texts[parameter_of(name)] = (form.titles[name], f"{name}: {text}")
