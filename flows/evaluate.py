@@ -7,6 +7,7 @@ from prefect import flow
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
+from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, sentence_state
 from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
 from tasks.evaluate import evaluate as report_scores
@@ -35,8 +36,10 @@ def score_stages(
     return evaluation, zeroshot_summary(zero_shot)
 
 
+@on_page(PRETRAINING)
 @flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)
 @sentence_state
+@with_form(PRETRAINING)
 def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Score the checkpoints of `pretrain` for `conf` with these `overrides`.
 

@@ -7,6 +7,7 @@ from prefect import flow
 from flows.evaluate import score_stages
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
+from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, sentence_state
 from tasks.convert import convert
 from tasks.preflight import load_checked_config
@@ -24,8 +25,10 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
     pipeline.summary += zero_shot
 
 
+@on_page(PRETRAINING)
 @flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)
 @sentence_state
+@with_form(PRETRAINING)
 def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Export and publish the finished training of `pretrain` for `conf` with these `overrides`."""
     config = load_checked_config(conf, overrides, trains=False)

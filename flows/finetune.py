@@ -11,6 +11,7 @@ from prefect.states import State
 
 from megacore.artifact import Artifact
 from megacore.config.finetune import FinetuneConfig
+from tasks._form import FINE_TUNING, on_page, with_form
 from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.dataset import dataset
 from tasks.examples import examples
@@ -29,8 +30,10 @@ def prepared(pipeline: StageRunner[FinetuneConfig]) -> tuple[Artifact, Artifact]
     return model, pipeline.stage(examples, model, rows)
 
 
+@on_page(FINE_TUNING)
 @flow(name="finetune", flow_run_name=run_name, validate_parameters=False)
 @sentence_state
+@with_form(FINE_TUNING)
 def finetune(
     conf: str = "mrpc",
     overrides: dict[str, Any] | None = None,

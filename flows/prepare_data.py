@@ -5,6 +5,7 @@ from typing import Any
 from prefect import flow
 
 from megacore.artifact import Artifact
+from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, sentence_state
 from tasks.download import download, download_punkt, needs_punkt
 from tasks.index import build_index
@@ -27,8 +28,10 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
     return tokens, tokenizer, index
 
 
+@on_page(PRETRAINING)
 @flow(name="prepare-data", flow_run_name="prepare-data-{conf}", validate_parameters=False)
 @sentence_state
+@with_form(PRETRAINING)
 def prepare_data(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Prepare the data of `conf`, a name in conf/ or a path, with dotted `overrides`."""
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:

@@ -7,13 +7,16 @@ from prefect.states import State
 
 from flows.export import publication_stages
 from flows.prepare_data import data_stages
+from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.preflight import dry_run_report, load_checked_config
 from tasks.train import train
 
 
+@on_page(PRETRAINING)
 @flow(name="pretrain", flow_run_name=run_name, validate_parameters=False)
 @sentence_state
+@with_form(PRETRAINING)
 def pretrain(
     conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None, dry_run: bool = False
 ) -> State[Any] | None:

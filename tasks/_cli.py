@@ -14,16 +14,11 @@ from megacore.config import parse_overrides
 from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
 from megacore.redact import redact_values
 from tasks._environment import answers
+from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
 from tasks._orphans import end_process, start_server
 
-_SWITCHES = {
-    "dry_run": "show keys, cache, memory and days; run nothing",
-    "find_batch_size": (
-        "find the largest micro batch of each distribution that fits, print the table, train "
-        "nothing"
-    ),
-}
-"""Boolean parameters of flows with their help texts."""
+_SWITCHES = ("dry_run", "find_batch_size")
+"""Boolean parameters of flows."""
 
 
 class TerminatedError(BaseException):
@@ -73,11 +68,11 @@ def _parse(flow: Flow[..., Any]) -> tuple[argparse.Namespace, dict[str, str]]:
         prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__
     )
     flow_parameters = inspect.signature(flow.fn).parameters
-    directory = "conf/finetune/" if flow.name == "finetune" else "conf/"
+    form = FINE_TUNING if flow.name == "finetune" else PRETRAINING
     parser.add_argument(
         "--conf",
         default=flow_parameters["conf"].default,
-        help=f"name of a file in {directory}, or a path",
+        help=OTHERS["conf"][1].format(directory=form.directory),
     )
     parser.add_argument(
         "-o",
@@ -87,7 +82,7 @@ def _parse(flow: Flow[..., Any]) -> tuple[argparse.Namespace, dict[str, str]]:
         metavar="KEY=VALUE",
         help="dotted key, such as train.train_iters=50",
     )
-    switches = {name: text for name, text in _SWITCHES.items() if name in flow_parameters}
+    switches = {name: OTHERS[name][1] for name in _SWITCHES if name in flow_parameters}
     for name, text in switches.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
     return parser.parse_args(), switches

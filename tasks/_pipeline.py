@@ -26,6 +26,7 @@ from megacore.errors import MegacoreError, TrainingStoppedError
 from megacore.redact import redact, redact_values
 from tasks._cache import StageResult
 from tasks._flow_config import FlowConfig
+from tasks._form import all_overrides
 from tasks._logging import CountedRetries
 
 DELETED = "Deleted"
@@ -222,7 +223,7 @@ def resume_command() -> str | None:
         "--conf",
         str(parameters["conf"]),
     ]
-    for key, value in redact_values(parameters.get("overrides") or {}).items():
+    for key, value in redact_values(all_overrides(parameters) or {}).items():
         words += ["-o", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
     words += [f"--{name.replace('_', '-')}" for name, value in parameters.items() if value is True]
     return redact(shlex.join(words))
