@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from megacore.config.base import OMIT_DEFAULT, RESOLVED, STAGES
 
@@ -33,6 +34,8 @@ NEEDED = {"RunConfig": ("data",)}
 """Optional fields, by section, without which a file is incomplete."""
 TRANSLATED = {("TrainConfig", "skip_samples"): {"items": {"type": ["string", "integer"]}}}
 """Parts of the schemas of fields whose validators accept further types."""
+WORDS = {("TrainConfig", "kernels"): ["auto", "plain"]}
+"""Words that may replace a section, by the field that holds it."""
 _EXTENDS = {
     "title": "extends",
     "description": "Configuration files that this file extends: a path, or a list of paths. Values "
@@ -134,6 +137,8 @@ class SchemaOf:
             "title": self._title(section, field.alias or name),
             "description": description,
         }
+        if words := WORDS.get((section.__name__, name)):
+            result["anyOf"] = [{"enum": words}, {"$ref": result.pop("$ref")}]
         result = _with_yaml_1_1_booleans(result)
         return {**self._choices(result, name), **TRANSLATED.get((section.__name__, name), {})}
 
@@ -228,7 +233,7 @@ def _walk(
 
 def field_default(section: BaseModel, name: str) -> Any:
     """Return the value of a field of a default section as JSON."""
-    return section.model_dump(mode="json", by_alias=False)[name]
+    return to_jsonable_python(getattr(section, name))
 
 
 def yaml_value(value: Any) -> str:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from _config_schema import (  # noqa: E402
     KIND,
+    WORDS,
     SchemaOf,
     field_default,
     is_list,
@@ -181,7 +182,9 @@ def _rows(
         stages = "" if inner else _stages(flow, table, name)
         if inner:
             nullable = type(None) in get_args(field.annotation)
+            words = [f"`{word}`, " for word in WORDS.get((table.section.__name__, name), ())]
             kind = _section_type(inner, listed=is_list(field.annotation), nullable=nullable)
+            kind = "".join(words) + kind
         else:
             kind = _type(properties[key])
         cells = (
