@@ -30,4 +30,4 @@ class FlowConfig(Protocol):
         """Resolved name in the model registry."""
 
     def model_dump(self, *, mode: str = "python", exclude_unset: bool = False) -> dict[str, Any]:
-        """Return all values, or only those that were given; `mode="json"` converts to JSON types."""
+        """Return all values, or those that were given; `mode="json"` converts to JSON types."""

@@ -89,9 +89,7 @@ def show_config(config: FlowConfig) -> None:
     values = redact_values(config.model_dump(mode="json", exclude_unset=True))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     Console().print(
-        f"configuration {config.name}, merged, without defaults:
-
-{text}",
+        f"configuration {config.name}, merged, without defaults:\n\n{text}",
         soft_wrap=True,
         highlight=False,
         markup=False,
