@@ -8,7 +8,7 @@ from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
 from tasks._form import PRETRAINING, on_page, with_form
-from tasks._pipeline import StageRunner, sentence_state
+from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
 from tasks.evaluate import evaluate as report_scores
 from tasks.preflight import load_checked_config
@@ -37,7 +37,7 @@ def score_stages(
 
 
 @on_page(PRETRAINING)
-@flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)
+@flow(name="evaluate", flow_run_name=run_name, validate_parameters=False)
 @sentence_state
 @with_form(PRETRAINING)
 def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:

@@ -8,7 +8,7 @@ from flows.evaluate import score_stages
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from tasks._form import PRETRAINING, on_page, with_form
-from tasks._pipeline import StageRunner, sentence_state
+from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.convert import convert
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
@@ -26,7 +26,7 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
 
 
 @on_page(PRETRAINING)
-@flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)
+@flow(name="export", flow_run_name=run_name, validate_parameters=False)
 @sentence_state
 @with_form(PRETRAINING)
 def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:

@@ -6,7 +6,7 @@ from prefect import flow
 
 from megacore.artifact import Artifact
 from tasks._form import PRETRAINING, on_page, with_form
-from tasks._pipeline import StageRunner, sentence_state
+from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.download import download, download_punkt, needs_punkt
 from tasks.index import build_index
 from tasks.preflight import load_checked_config
@@ -29,7 +29,7 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
 
 
 @on_page(PRETRAINING)
-@flow(name="prepare-data", flow_run_name="prepare-data-{conf}", validate_parameters=False)
+@flow(name="prepare-data", flow_run_name=run_name, validate_parameters=False)
 @sentence_state
 @with_form(PRETRAINING)
 def prepare_data(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
