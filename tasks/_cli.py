@@ -4,6 +4,7 @@ import argparse
 import inspect
 import signal
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -70,7 +71,9 @@ def _raise_terminated(number: int, frame: FrameType | None) -> None:
 def _parse(flow: Flow[..., Any]) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the arguments of the command line, and the flow's switches with their help texts."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__
+        # Run as a program, the flow's own module is called __main__.
+        prog=f"python -m flows.{Path(inspect.getfile(inspect.unwrap(flow.fn))).stem}",
+        description=flow.fn.__doc__,
     )
     flow_parameters = inspect.signature(flow.fn).parameters
     directory = "conf/finetune/" if flow.name == "finetune" else "conf/"
