@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL
 
 from megacore.config import parse_overrides
 from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
-from megacore.redact import redact_values
+from megacore.redact import redact, redact_values
 from tasks._environment import answers
 from tasks._orphans import end_process, start_server
 
@@ -114,6 +114,6 @@ def _require_server() -> None:
     url = PREFECT_API_URL.value()
     if url and not answers(f"{url}/health"):
         raise LaunchError(
-            f"the Prefect server at {url} (from prefect.toml or PREFECT_API_URL) does not answer: "
+            f"the Prefect server at {redact(url)} (from prefect.toml or PREFECT_API_URL) does not answer: "
             "`make server` starts it, `make stop` forgets it"
         )
