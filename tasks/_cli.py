@@ -114,6 +114,6 @@ def _require_server() -> None:
     url = PREFECT_API_URL.value()
     if url and not answers(f"{url}/health"):
         raise LaunchError(
-            f"the Prefect server at {redact(url)} (from prefect.toml or PREFECT_API_URL) does not answer: "
-            "`make server` starts it, `make stop` forgets it"
+            f"the Prefect server at {redact(url)} (from prefect.toml or PREFECT_API_URL) does not "
+            "answer: `make server` starts it, `make stop` forgets it"
         )
