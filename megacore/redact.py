@@ -79,6 +79,14 @@ def redact_values(value: Any, *, environment: bool = True) -> Any:
     return value
 
 
+def page_address(url: str) -> str:
+    """Return a server's URL for a link: without user and password, other credentials hidden.
+
+    A browser opens it, and asks for the password itself.
+    """
+    return redact(_USER.sub("", url, count=1))
+
+
 def address_identity(url: str) -> str:
     """Return the part of a URL that identifies its content, for use in a stage key.
 

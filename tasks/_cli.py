@@ -4,6 +4,7 @@ import argparse
 import inspect
 import signal
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,7 @@ from prefect.settings import PREFECT_API_URL
 
 from megacore.config import parse_overrides
 from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
-from megacore.redact import redact_values
+from megacore.redact import redact, redact_values
 from tasks._environment import answers
 from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
 from tasks._orphans import end_process, start_server
@@ -65,7 +66,9 @@ def _raise_terminated(number: int, frame: FrameType | None) -> None:
 def _parse(flow: Flow[..., Any]) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the arguments of the command line, and the flow's switches with their help texts."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {flow.fn.__module__}", description=flow.fn.__doc__
+        # Run as a program, the flow's own module is called __main__.
+        prog=f"python -m flows.{Path(inspect.getfile(inspect.unwrap(flow.fn))).stem}",
+        description=flow.fn.__doc__,
     )
     flow_parameters = inspect.signature(flow.fn).parameters
     form = FINE_TUNING if flow.name == "finetune" else PRETRAINING
@@ -106,6 +109,6 @@ def _require_server() -> None:
     url = PREFECT_API_URL.value()
     if url and not answers(f"{url}/health"):
         raise LaunchError(
-            f"the Prefect server at {url} (from prefect.toml or PREFECT_API_URL) does not answer: "
-            "`make server` starts it, `make stop` forgets it"
+            f"the Prefect server at {redact(url)} (from prefect.toml or PREFECT_API_URL) does not "
+            "answer: `make server` starts it, `make stop` forgets it"
         )

@@ -23,6 +23,7 @@ from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
 from megacore.errors import LaunchError
 from megacore.hardware import Hardware
+from megacore.redact import page_address
 
 LEASE = 60.0
 """Seconds for which the server keeps a reservation that is not renewed: Prefect's minimum."""
@@ -174,7 +175,7 @@ class _Reservation:
             )
         page = url_for("flow-run", obj_id=holder["id"])
         return f"flow run {holder.get('name')!r} holds limit {self.name}" + (
-            f" ({page})" if page else ""
+            f" ({page_address(page)})" if page else ""
         )
 
     def _record_holder(self) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Self
 from prefect import get_run_logger
 from prefect.artifacts import create_link_artifact
 
-from megacore.redact import redact
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking
 from tasks._publication import run_url, shown_by
@@ -144,7 +143,7 @@ def _link(tracking: Tracking, run_id: str) -> None:
     try:
         server = shown_by(tracking)
         if server is not None:
-            page = redact(run_url(tracking, server, run_id))
+            page = run_url(tracking, server, run_id)
             create_link_artifact(link=page, link_text="MLflow run", key="mlflow-run")
     except Exception as error:  # a missing link must not end a training
         get_run_logger().warning("the link to the MLflow run was not made: %s", error)

@@ -11,6 +11,7 @@ from prefect import get_run_logger
 
 from megacore.artifact import StageKey, Workspace
 from megacore.artifact.files import read_json, write_json
+from megacore.redact import page_address
 from tasks._aliases import alias_problem, standing
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build
 from tasks._environment import mlflow_server
@@ -142,9 +143,12 @@ def mlflow_places(tracking: Tracking, receipt: dict[str, str]) -> list[str]:
 
 
 def shown_by(tracking: Tracking) -> str | None:
-    """Return the address of the server that shows the store, or None without one."""
+    """Return the address of the server that shows the store, or None without one.
+
+    It is for links: it has no credentials.
+    """
     if tracking.uri.startswith("http"):
-        return tracking.uri
+        return page_address(tracking.uri)
     return (
         mlflow_server(tracking.workspace)
         if tracking.uri == tracking.workspace.tracking_uri

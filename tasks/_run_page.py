@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
-from megacore.redact import redact
+from megacore.redact import page_address, redact
 from tasks._checkpoint_models import MODEL_TYPE as CHECKPOINT
 from tasks._checkpoint_models import STATE_TAG
 from tasks._forward import ATTEMPTS, EVENTS_FILE
@@ -132,7 +132,7 @@ def note_tags(text: str, tags: Mapping[str, str]) -> dict[str, str]:
 def flow_run_link() -> str | None:
     """Return the current flow run as a markdown link; None without a configured server."""
     page = flow_run.ui_url if PREFECT_API_URL.value() else None
-    return f"[{flow_run.name}]({redact(page)})" if page else None
+    return f"[{flow_run.name}]({page_address(page)})" if page else None
 
 
 def _describe(

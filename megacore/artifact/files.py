@@ -91,6 +91,7 @@ def workspace_errors(path: Path) -> Iterator[None]:
             "EACCES": f"make it writable or {elsewhere}",
             "EPERM": f"make it writable or {elsewhere}",
             "EROFS": elsewhere,
+            "EEXIST": f"move what is in the way or {elsewhere}",
             "ENOTDIR": f"move the file that is in the way or {elsewhere}",
             "EISDIR": f"move the directory that is in the way or {elsewhere}",
             "ENAMETOOLONG": "give it a shorter name",

@@ -36,6 +36,7 @@ FOLDERS = {
 }
 """Folder of each stage's artifacts, below the workspace's root."""
 
+_COMPILED, _MLFLOW, _PREFECT = _OTHER_FOLDERS = ("compiled", "mlartifacts", "prefect")
 DOWNLOADS = ".downloads"
 """Subfolder with downloaded files, complete and partial."""
 CHECKPOINTS_NAME = "checkpoints"
@@ -58,27 +59,38 @@ class Workspace:
     def of(cls, root: str | Path | None = None) -> "Workspace":
         """Create the workspace if it is missing, and check that it is writable.
 
-        The root is `root`, else MEGACORE_WORKSPACE, else ./workspace.
+        The root is `root`, else MEGACORE_WORKSPACE, else ./workspace. A folder that is missing is
+        made by the first stage that writes to it; one that can never be made is refused here,
+        before hours of training.
 
         Raises:
-            WorkspaceError: the directory cannot be created or written.
+            WorkspaceError: the directory cannot be created or written, or the name of one of its
+                folders is taken by a file or a broken link.
         """
         root = Path(root or os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
         probe = root / f".write-test-{os.getpid()}-{threading.get_ident()}"
         try:
             with workspace_errors(root):
+                if os.path.lexists(root) and not root.is_dir():
+                    raise WorkspaceError(
+                        f"workspace {root} is {_kind_of(root)}: set MEGACORE_WORKSPACE to a "
+                        "directory"
+                    )
                 root.mkdir(parents=True, exist_ok=True)
                 probe.write_bytes(b"x")
                 probe.unlink()
-        except FileExistsError as error:
-            raise WorkspaceError(
-                f"workspace {root} is a file: set MEGACORE_WORKSPACE to a directory"
-            ) from error
         except OSError as error:
             raise WorkspaceError(
                 f"workspace {root} cannot be used: {error.strerror}: set MEGACORE_WORKSPACE to "
                 "another directory"
             ) from error
+        for name in (*dict.fromkeys(FOLDERS.values()), *_OTHER_FOLDERS):
+            folder = root / name
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise WorkspaceError(
+                    f"{folder} is {_kind_of(folder)}, and the workspace needs a directory there: "
+                    "move it away, or set MEGACORE_WORKSPACE to another directory"
+                )
         return cls(root)
 
     def folder(self, stage: str) -> Path:
@@ -88,7 +100,7 @@ class Workspace:
     @property
     def compiled(self) -> Path:
         """Cache of torch.compile, kept for the next run."""
-        return self.root / "compiled"
+        return self.root / _COMPILED
 
     @property
     def tracking_uri(self) -> str:
@@ -98,9 +110,14 @@ class Workspace:
     @property
     def mlflow_artifacts(self) -> Path:
         """Directory of MLflow's files."""
-        return self.root / "mlartifacts"
+        return self.root / _MLFLOW
 
     @property
     def prefect_home(self) -> Path:
         """Directory of Prefect's database, results and settings."""
-        return self.root / "prefect"
+        return self.root / _PREFECT
+
+
+def _kind_of(path: Path) -> str:
+    """Return what is at a path that is no directory, as a message names it."""
+    return "a link to a missing directory" if path.is_symlink() and not path.exists() else "a file"

@@ -5,10 +5,11 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from megacore import __version__
 from megacore.cli.convert import export, import_
 from megacore.cli.doctor import doctor
 from megacore.cli.index import IndexCommand, index
@@ -21,12 +22,31 @@ from megacore.cli.workspace import clean, runs, stop
 from megacore.errors import MegacoreError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Pretraining of large language models."
+    no_args_is_help=True,
+    add_completion=False,
+    # Commands inherit it.
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _show_version(requested: bool) -> None:
+    if requested:
+        sys.stdout.write(f"megacore {__version__}\n")
+        raise typer.Exit
+
+
 @app.callback()
-def options() -> None:
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
     """Pretraining of large language models: data tools, model tools and the workspace."""
 
 

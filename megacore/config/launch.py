@@ -102,9 +102,10 @@ class LaunchConfig(Section):
     """Path of ssh's configuration with port, user and identity of each host; null means the user's
     configuration."""
     forward_env: tuple[str, ...] = unkeyed(
-        ("NCCL_*", "GLOO_*", "UCX_*", "TORCH_*", "PYTHON*", "DS_*", "MEGACORE_*")
+        ("CUDA_*", "NCCL_*", "GLOO_*", "UCX_*", "TORCH_*", "PYTHON*", "DS_*", "MEGACORE_*")
     )
-    """Environment variables to forward to the other hosts: names, or prefixes with * at the end."""
+    """Environment variables to forward to the other hosts: names, or prefixes with * at the end. No
+    prefix includes CUDA_VISIBLE_DEVICES, because each host numbers its own GPUs."""
     env_file: str | None = unkeyed(None, min_length=1)
     """Path of a file with lines NAME=VALUE, the environment of the ranks on all hosts; null means
     `.deepspeed_env` of the working or the home directory if it exists, like DeepSpeed's

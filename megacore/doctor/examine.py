@@ -6,7 +6,6 @@ An examination takes less than a minute; checks that are not finished by then ar
 unfinished.
 """
 
-import fnmatch
 import os
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megacore.cluster.hosts.network import local_address
-from megacore.cluster.hosts.plan import env_file_of, read_env_file
+from megacore.cluster.hosts.plan import env_file_of, forwarded, read_env_file
 from megacore.cluster.hosts.ssh import HostResult, Ssh, check_ssh, python, run_on_hosts
 from megacore.config.hostfile import is_this_machine
 from megacore.doctor.between import measure_pairs, try_ports
@@ -155,12 +154,7 @@ def addresses_of(hosts: list[str], ssh: Ssh) -> dict[str, str]:
 
 def environment_of(subject: Subject) -> dict[str, str]:
     """Return the variables passed to the ranks on other hosts. Raises ConfigError."""
-    patterns = subject.launch.forward_env
-    passed = {
-        name: value
-        for name, value in os.environ.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    passed = forwarded(os.environ, subject.launch.forward_env)
     file = env_file_of(subject.launch.env_file)
     return passed if file is None else passed | read_env_file(Path(file))
 

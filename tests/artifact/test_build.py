@@ -262,3 +262,22 @@ def test_lock_file_is_empty_after_use(tmp_path: Path) -> None:
     with lock(tmp_path / "run"):
         assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
     assert (tmp_path / ".run.lock").read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["corpora", "runs", "exports", "scores", "mlartifacts", "prefect"])
+def test_a_folder_that_can_never_be_made_is_refused_at_the_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("in the way")
+    with pytest.raises(WorkspaceError, match=rf"{name} is a file, .*: move it away"):
+        Workspace.of(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(tmp_path / "missing")
+    with pytest.raises(WorkspaceError, match=rf"{name} is a link to a missing directory"):
+        Workspace.of(tmp_path)
+    (tmp_path / "missing").mkdir()
+    assert Workspace.of(tmp_path).root == tmp_path
+
+
+def test_a_folder_replaced_by_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "corpora").write_text("in the way")
+    with pytest.raises(WorkspaceError, match="move what is in the way"):
+        build_artifact(tmp_path / "corpora", KEY, fill)

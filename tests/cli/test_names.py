@@ -1,5 +1,9 @@
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from megacore import __version__
+from megacore.cli import app
 from megacore.cli._options import options_named, with_options
 from megacore.config.data import DataConfig
 from megacore.errors import DataFormatError
@@ -24,3 +28,16 @@ def test_all_replaced_keys_exist() -> None:
     from megacore.cli import _options
 
     assert {key.split(".")[1] for key in _options._OPTIONS} <= set(DataConfig.model_fields)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"megacore {__version__}\n")
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in get_command(app).commands)])
+def test_each_command_has_both_options_of_help(command: list[str]) -> None:
+    short, long = (CliRunner().invoke(app, [*command, option]) for option in ("-h", "--help"))
+    assert short.exit_code == 0
+    assert short.output == long.output
+    assert "Usage:" in short.output

@@ -1,15 +1,18 @@
 """Absence of the configuration's secrets in MLflow and in Prefect's artifacts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megacore.artifact import Workspace
 from megacore.config.data import HttpSource
-from megacore.errors import ConfigError
-from tasks import _pipeline
+from megacore.errors import ConfigError, LaunchError
+from tasks import _cli, _pipeline
 from tasks._cli import _refuse_secrets
 from tasks._mlflow import RunFacts, Tracking, ensure_run
+from tasks._publication import mlflow_places
 from tests.tasks.conftest import make_config
 
 CANARY = "c4n4ry-0123456789"
@@ -69,3 +72,26 @@ def test_override_with_a_credential_is_refused() -> None:
         with pytest.raises(ConfigError, match="holds a credential") as caught:
             _refuse_secrets(secret)
         assert CANARY not in str(caught.value)
+
+
+def test_links_to_a_server_hold_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{CANARY}@host:5000")
+    monkeypatch.setattr("tasks._publication.standing", lambda *names: "alias candidate")
+    monkeypatch.setattr("tasks._publication.run_url", lambda _, server, run: f"{server}/{run}")
+    tracking = Tracking(Workspace(tmp_path), "pretrain")
+    monkeypatch.setitem(vars(tracking), "experiment_id", "7")
+    receipt = {"uri": "models:/m/1", "model_name": "m", "version": "1", "run_id": "abc"}
+    lines = mlflow_places(tracking, receipt)
+    assert "all runs by PPL: [pretrain](http://host:5000/#/experiments/7/runs" in lines[2]
+    assert CANARY not in "".join(lines)
+
+
+def test_the_refusal_of_a_server_hides_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"http://me:{CANARY}@host:4200/api"
+    monkeypatch.setattr(_cli, "PREFECT_API_URL", SimpleNamespace(value=lambda: url))
+    monkeypatch.setattr(_cli, "answers", lambda url: False)
+    with pytest.raises(LaunchError, match=r"http://\*\*\*@host:4200/api") as caught:
+        _cli._require_server()
+    assert CANARY not in str(caught.value)

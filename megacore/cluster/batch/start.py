@@ -1,6 +1,5 @@
 """Start of ranks through a scheduler: checks, the follower's command, and the dry run."""
 
-import fnmatch
 import os
 import shutil
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from megacore.cluster.batch.kubernetes import KubernetesJob
 from megacore.cluster.batch.slurm import SlurmJob
 from megacore.cluster.batch.spec import FOLLOWER_LIMIT, STOP_MARGIN, BatchSpec, ranks_per_node
-from megacore.cluster.hosts.plan import env_file_of, read_env_file
+from megacore.cluster.hosts.plan import env_file_of, forwarded, read_env_file
 from megacore.cluster.hosts.ssh import python
 from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, LaunchError, ParallelLayoutError
@@ -170,24 +169,19 @@ def _specification(
     launch: LaunchConfig, module: str, job: RankJob, job_file: Path, env: Mapping[str, str]
 ) -> BatchSpec:
     env_file = env_file_of(launch.env_file)
-    forwarded = {name: value for name, value in os.environ.items() if _is_forwarded(name, launch)}
+    passed = forwarded(os.environ, launch.forward_env)
+    passed.pop(JOB_VARIABLE, None)
     job_file = job_file.absolute()
     return BatchSpec(
         module=module,
         job_file=str(job_file),
         exit_directory=str(Path(job.exit_directory).absolute()),
         launch=launch,
-        environment={**forwarded, **(read_env_file(Path(env_file)) if env_file else {}), **env},
+        environment={**passed, **(read_env_file(Path(env_file)) if env_file else {}), **env},
         directory=os.getcwd(),
         python=sys.executable,
         workspace=str(_workspace()),
         follower_limit=FOLLOWER_LIMIT,
-    )
-
-
-def _is_forwarded(name: str, launch: LaunchConfig) -> bool:
-    return name != JOB_VARIABLE and any(
-        fnmatch.fnmatchcase(name, pattern) for pattern in launch.forward_env
     )
 
 

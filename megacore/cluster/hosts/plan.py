@@ -25,6 +25,7 @@ DEFAULT_ENV_FILE = ".deepspeed_env"
 
 DeepSpeed's launcher reads the same file.
 """
+_LOCAL = "CUDA_VISIBLE_DEVICES"
 _JOIN_LIMIT = 300
 """Seconds for the rendezvous of all hosts' launchers; some load torch from a slow file system."""
 
@@ -73,7 +74,8 @@ class Plan:
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the ranks' variables, from `environment` and the file. Raises ConfigError."""
-        passed = {name: value for name, value in environment.items() if self._passes(name)}
+        own = {name: value for name, value in environment.items() if name in self.own_env}
+        passed = {**own, **forwarded(environment, self.forward_env)}
         return {**passed, **({} if self.env_file is None else read_env_file(Path(self.env_file)))}
 
     def command(self, number: int, master: str, port: int | str) -> list[str]:
@@ -98,9 +100,6 @@ class Plan:
         if host in self.devices:
             return [*self.devices[host]]
         return visible_devices(ranks) if is_this_machine(host) else [*range(ranks)]
-
-    def _passes(self, name: str) -> bool:
-        return name in self.own_env or any(_matches(name, pattern) for pattern in self.forward_env)
 
 
 def plan_ssh(plan: Plan) -> Ssh:
@@ -264,5 +263,16 @@ def read_env_file(path: Path) -> dict[str, str]:
     return variables
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+def forwarded(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+    """Return the variables of `environment` that `launch.forward_env` forwards to other hosts.
+
+    CUDA_VISIBLE_DEVICES is forwarded only by its full name: it counts this host's GPUs, and on
+    other hosts it would hide the wrong ones or replace the scheduler's choice.
+    """
+    names = {*patterns}
+    prefixes = tuple(pattern[:-1] for pattern in names if pattern.endswith("*"))
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in names or (name.startswith(prefixes) and name != _LOCAL)
+    }

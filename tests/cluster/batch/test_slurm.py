@@ -395,6 +395,8 @@ def test_start_batch_writes_the_spec_of_the_follower(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("HF_TOKEN", "secret")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=1\n")
     job = RankJob(exit_directory="exit", ranks=8, threads_per_rank=1)
@@ -408,10 +410,11 @@ def test_start_batch_writes_the_spec_of_the_follower(
     assert written.path.stat().st_mode & 0o777 == 0o600
     assert {
         "NCCL_DEBUG": "INFO",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "FROM_FILE": "1",
         "OWN": "2",
     }.items() <= written.environment.items()
-    assert "HF_TOKEN" not in written.environment
+    assert not {"HF_TOKEN", "CUDA_VISIBLE_DEVICES"} & written.environment.keys()
     assert written.exit_directory == str(tmp_path / "exit")
     with pytest.raises(ConfigError, match="is no batch job written by this version"):
         BatchSpec.read(tmp_path / "run.json")

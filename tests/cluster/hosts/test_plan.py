@@ -11,10 +11,12 @@ from megacore.cluster.hosts.plan import (
     Plan,
     endpoint,
     env_file_of,
+    forwarded,
     meeting_addresses,
     read_env_file,
 )
 from megacore.cluster.hosts.ssh import Ssh
+from megacore.config.launch import LaunchConfig
 from megacore.errors import ConfigError, LaunchError
 
 
@@ -68,6 +70,17 @@ def test_variables_are_selected_by_name_and_by_prefix(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "4",
         "MORE": "'a b'",
     }
+
+
+def test_visible_gpus_are_forwarded_only_by_their_full_name() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_LAUNCH_BLOCKING": "1", "NCCL_IB_HCA": "mlx5"}
+    assert forwarded(environment, LaunchConfig().forward_env) == {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_IB_HCA": "mlx5",
+    }
+    assert forwarded(environment, ("*",)).keys() == {"CUDA_LAUNCH_BLOCKING", "NCCL_IB_HCA"}
+    assert forwarded(environment, ("CUDA_VISIBLE_DEVICES",)) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert forwarded(environment, ()) == {}
 
 
 @pytest.mark.parametrize("line", ["no equals", "1A=2", "=x", "A B=secret", "A-B=secret"])
