@@ -4,8 +4,8 @@ conf/bert-tiny.yaml was pretrained on the same library.
 
     python scripts/code_pairs.py [directory]
 
-writes train.jsonl, valid.jsonl and test.jsonl (default: workspace/pairs), always with the same
-content. A sample is a statement whose first word is replaced by [MASK], and the label is that word:
+writes train.jsonl, valid.jsonl and test.jsonl (default: pairs/ in the workspace), always with the same
+content. A sample is a statement whose first word is replaced by [MASK]; the label is that word:
 
     {"statement": "[MASK] os.path.join(self.root, name)", "keyword": "return"}
 
@@ -24,6 +24,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from megacore.artifact.workspace import workspace_root
+
 BLOCKS = ("class", "def", "elif", "for", "if")
 """Keywords whose statement ends with a colon."""
 KEYWORDS = (*BLOCKS, "from", "raise", "return")
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) > 1:
         print("usage: code_pairs.py [directory]", file=sys.stderr)
         return 2
-    directory = Path(arguments[0] if arguments else "workspace/pairs")
+    directory = Path(arguments[0]) if arguments else workspace_root() / "pairs"
     directory.mkdir(parents=True, exist_ok=True)
     library = Path(sysconfig.get_paths()["stdlib"])
     print(f"{directory / 'corpus'}: {write_corpus(library, directory / 'corpus')} statements")

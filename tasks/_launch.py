@@ -14,7 +14,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.theme import Theme
 
 from megacore.observe.events import EventReader
@@ -116,7 +116,6 @@ class TrainingMonitor:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
             console=self._handler.console if self._handler else Console(stderr=True),
             disable=not sys.stderr.isatty(),
         )
@@ -161,18 +160,20 @@ class TrainingMonitor:
         name = "lm_loss" if "lm_loss" in event else "loss"
         # An interval in which every iteration overflowed (fp16 at the start) has no loss.
         loss = "-" if event.get(name) is None else f"{event[name]:.3f}"
-        self._bar.update(self._task, total=total, completed=iteration, note=f"loss {loss}")
         now = time.monotonic()
         self._first = self._first or (now, iteration)
+        lr = "" if event.get("lr") is None else f", lr {event['lr']:.2e}"
+        rate = event.get("tokens_per_second")
+        tokens = "" if rate is None else f", {rate:,.0f} tokens/s"
+        progress = (
+            f"{name.replace('_', ' ')} {loss}{self._ppl}{lr}{tokens}, "
+            f"{self._eta(now, iteration, total)} left"
+        )
+        self._bar.update(self._task, total=total, completed=iteration, note=progress)
         if now - self._updated < ARTIFACT_INTERVAL and iteration < total:
             return
         self._updated = now
-        rate = event.get("tokens_per_second")
-        tokens = "" if rate is None else f", {rate:,.0f} tokens/s"
-        progress = f"{name.replace('_', ' ')} {loss}{self._ppl}{tokens}"
-        self._update_artifact(
-            iteration, total, f"{progress}, {self._eta(now, iteration, total)} left"
-        )
+        self._update_artifact(iteration, total, progress)
 
     def _eta(self, now: float, iteration: int, total: int) -> str:
         started, first = self._first or (now, iteration)

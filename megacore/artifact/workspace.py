@@ -49,6 +49,11 @@ CONFIG_KEY = "config"
 """Key in a checkpoint's state of the configuration it was written with, in JSON."""
 
 
+def workspace_root() -> Path:
+    """Return the absolute path of MEGACORE_WORKSPACE, else of ./workspace; it need not exist."""
+    return Path(os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Paths below the workspace's root."""
@@ -67,7 +72,7 @@ class Workspace:
             WorkspaceError: the directory cannot be created or written, or the name of one of its
                 folders is taken by a file or a broken link.
         """
-        root = Path(root or os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
+        root = Path(root).absolute() if root else workspace_root()
         probe = root / f".write-test-{os.getpid()}-{threading.get_ident()}"
         try:
             with workspace_errors(root):

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megacore.artifact.files import read_json
+from megacore.artifact.workspace import workspace_root
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_files
 from megacore.config.run import RunConfig
@@ -50,6 +51,8 @@ _WHOLE: dict[Location, str] = {
 }
 """Advice for values of union types, whichever alternative pydantic tried."""
 _KERNELS = ("train", "kernels")
+WORKSPACE = "${workspace}"
+"""Placeholder in files and overrides for the path of the workspace."""
 _EXTENDS = "extends"
 """Key of a file for the configurations that it extends."""
 _KIND = "kind"
@@ -254,8 +257,18 @@ def _read_values(
     merged = _read_extended(conf_path(conf, conf_dir, kind=kind), (), conf_dir, kind)
     for key, value in overrides.items():
         _set_dotted(merged.values, key, value)
+    merged = merged._replace(values=_with_workspace(merged.values))
     merged.values.setdefault("name", name_of(merged.path))
     return merged._replace(overrides=tuple(overrides))
+
+
+def _with_workspace(value: Any) -> Any:
+    """Return a value of a file in which texts have the workspace's path for `WORKSPACE`."""
+    if isinstance(value, dict):
+        return {key: _with_workspace(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_workspace(item) for item in value]
+    return value.replace(WORKSPACE, str(workspace_root())) if isinstance(value, str) else value
 
 
 def _read_extended(path: Path, above: tuple[Path, ...], conf_dir: Path, kind: _Kind) -> _Merged:

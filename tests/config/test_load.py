@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megacore.config import RunConfig, load_config, parse_overrides, read_config
+from megacore.config.data import TextSource
 from megacore.config.load import conf_path
 from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
@@ -404,3 +405,18 @@ def test_a_wrong_value_of_a_union_is_named_once(
     message = refusal(conf(), override)
     assert sentence in message
     assert ";" not in message
+
+
+def test_the_workspace_is_a_placeholder_in_files_and_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path / "elsewhere"))
+    path = tmp_path / "own.yaml"
+    path.write_text('data: {source: {kind: text, files: ["${workspace}/texts/*.txt", other.txt]}}')
+    overrides = {"train.pretrained_checkpoint": "${workspace}/runs/abcd/checkpoints/iter_0000010"}
+    config = load_config(str(path), overrides)
+    assert isinstance(config.data.source, TextSource)
+    assert config.data.source.files == (f"{tmp_path}/elsewhere/texts/*.txt", "other.txt")
+    assert config.train.pretrained_checkpoint == (
+        f"{tmp_path}/elsewhere/runs/abcd/checkpoints/iter_0000010"
+    )

@@ -92,13 +92,15 @@ def test_progress_names_loss_perplexity_and_tokens_per_second(
     with _launch.TrainingMonitor(tmp_path / "log", events, 20, forwarder) as monitor:
         events.write_text(
             '{"kind": "perplexity", "time": 1.0, "iteration": 10, "valid_ppl": 77.9}\n'
-            '{"kind": "step", "time": 1.0, "iteration": 10, "lm_loss": 4.5, "tokens_per_second": '
-            "12345.6}\n"
+            '{"kind": "step", "time": 1.0, "iteration": 10, "lm_loss": 4.5, "lr": 0.00015, '
+            '"tokens_per_second": 12345.6}\n'
         )
         monitor.poll()
     assert shown["description"] == (
-        "iteration 10 of 20, lm loss 4.500, valid_ppl 77.90, 12,346 tokens/s, unknown left"
+        "iteration 10 of 20, lm loss 4.500, valid_ppl 77.90, lr 1.50e-04, 12,346 tokens/s, "
+        "unknown left"
     )
+    assert shown["description"] == f"iteration 10 of 20, {monitor._bar.tasks[0].fields['note']}"
 
 
 def test_progress_of_a_fine_tuning_uses_the_length_in_its_events(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.artifact.workspace import workspace_root
 from megacore.cluster.batch.kubernetes import KubernetesJob
 from megacore.cluster.batch.slurm import SlurmJob
 from megacore.cluster.batch.spec import FOLLOWER_LIMIT, STOP_MARGIN, BatchSpec, ranks_per_node
@@ -180,14 +181,9 @@ def _specification(
         environment={**passed, **(read_env_file(Path(env_file)) if env_file else {}), **env},
         directory=os.getcwd(),
         python=sys.executable,
-        workspace=str(_workspace()),
+        workspace=str(workspace_root()),
         follower_limit=FOLLOWER_LIMIT,
     )
-
-
-def _workspace() -> Path:
-    """Return the workspace directory that the stages use."""
-    return Path(os.environ.get("MEGACORE_WORKSPACE") or "workspace").absolute()
 
 
 def _check_layouts(spec: BatchSpec, job: RankJob) -> None:
