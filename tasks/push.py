@@ -157,6 +157,7 @@ def _hub_errors(repository: str, endpoint: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     subject = f"export.push_to_hub is {repository}, but the hub at {endpoint}"
+    lost: tuple[type[Exception], ...] = (OSError, *broken_connections())
     try:
         yield
     except LocalTokenNotFoundError as error:
@@ -177,7 +178,7 @@ def _hub_errors(repository: str, endpoint: str) -> Iterator[None]:
         raise ConfigError(f"{subject} refused the upload with {status} ({reason}): {advice}") from (
             error
         )
-    except (OSError, *broken_connections()) as error:
+    except lost as error:
         raise HubError(
             f"{subject} cannot be reached ({first_sentence(error)}): start again, which continues "
             "with the upload"

@@ -204,9 +204,7 @@ def special_values(files: Files) -> dict[str, list[Any]]:
             for name in ("LaunchConfig", "FinetuneLaunchConfig")
             for field in ("include", "exclude")
         },
-        **{
-            f"{name}.push_to_hub": ["some/repository"] for name in ("ExportConfig", "HubConfig")
-        },
+        **{f"{name}.push_to_hub": ["some/repository"] for name in ("ExportConfig", "HubConfig")},
         "PretrainedConfig.path": [files("b/pretrained"), "some/other"],
         "FileRows.train": [[rows]],
         "FileRows.valid": [[rows], []],
