@@ -12,6 +12,7 @@ from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.convert import convert
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
+from tasks.push import check_push, push_stage
 from tasks.train import finished_training
 
 
@@ -23,6 +24,7 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
     published = pipeline.stage(publish, trained, evaluation, exported, *data)
     pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published)
     pipeline.summary += zero_shot
+    push_stage(pipeline, trained, exported, published)
 
 
 @on_page(PRETRAINING)
@@ -32,6 +34,7 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
 def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Export and publish the finished training of `pretrain` for `conf` with these `overrides`."""
     config = load_checked_config(conf, overrides, trains=False)
+    check_push(config.export)
     with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)
         trained = finished_training(config, *data)

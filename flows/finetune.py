@@ -21,6 +21,7 @@ from tasks.finetune_export import finetune_export
 from tasks.finetune_preflight import finetune_dry_run, load_checked_finetuning
 from tasks.finetune_publish import finetune_publish, outcome
 from tasks.pretrained import pretrained
+from tasks.push import push_stage
 
 
 def prepared(pipeline: StageRunner[FinetuneConfig]) -> tuple[Artifact, Artifact]:
@@ -64,6 +65,7 @@ def finetune(
         exported = pipeline.stage(finetune_export, trained, model, samples)
         published = pipeline.stage(finetune_publish, model, samples, trained, exported)
         pipeline.summary = outcome(config, trained, exported, published)
+        push_stage(pipeline, trained, exported, published)
     return pipeline.ended
 
 

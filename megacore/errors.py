@@ -141,6 +141,13 @@ class TrackingError(MegacoreError):
     exit_code = 9
 
 
+class HubError(MegacoreError):
+    """Hugging Face hub that did not accept an upload; a retry may succeed."""
+
+    retryable = True
+    exit_code = 12
+
+
 ERROR_TYPES: dict[str, type[MegacoreError]] = {
     cls.__name__: cls
     for cls in (
@@ -165,6 +172,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         WorkerLostError,
         StageTimeoutError,
         TrackingError,
+        HubError,
     )
 }
 """Error classes by name: an error crosses a process boundary as class name and message."""

@@ -7,6 +7,7 @@ all events; it is updated after each batch. Events that may have arrived without
 waits: deliveries run in a thread, and failed deliveries are tried again later.
 """
 
+import json
 import logging
 import threading
 import time
@@ -117,6 +118,8 @@ class Batch:
     """Events of checkpoints: saved, measured, deleted."""
     files: list[str] = field(default_factory=list)
     """Paths of profiles, relative to the run directory."""
+    tables: set[str] = field(default_factory=set)
+    """Paths of tables, relative to the run directory."""
     progress: dict[str, str] = field(default_factory=dict)
     """Tags of the run by the last step: columns of MLflow's table of runs."""
 
@@ -173,6 +176,10 @@ def next_batch(events: Path, offset: int, seen: set[tuple[str, int]]) -> Batch:
             if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
                 raise _damaged(events, end, "it lacks files")
             batch.files += files
+        elif kind == "answers":
+            if not isinstance(event.get("file"), str):
+                raise _damaged(events, end, "it lacks file")
+            batch.tables.add(event["file"])
         if kind == "step":
             batch.progress = progress_of(event)
         batch.end = end
@@ -369,6 +376,7 @@ class Forwarder:
 
     def _send(self, batch: Batch) -> None:
         from mlflow.entities import Metric, RunTag
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
         assert self._run_id is not None
         with self._tracking.errors("take the run's events"):
@@ -382,16 +390,21 @@ class Forwarder:
             for event in batch.checkpoints:
                 self._record_checkpoint(event)
             for name in batch.files:
+                self._send_file(self._directory / name, Path(name).parent.name)
+            for name in sorted(batch.tables):
+                # The file has all rows: sending it again replaces them.
                 self._send_file(self._directory / name)
+                table = json.dumps([{"path": name, "type": "table"}])
+                self._tracking.client.set_tag(self._run_id, MLFLOW_LOGGED_ARTIFACTS, table)
 
-    def _send_file(self, path: Path) -> None:
-        """Log a profile as an artifact of the run, in a separate folder.
+    def _send_file(self, path: Path, folder: str | None = None) -> None:
+        """Log a file as an artifact of the run, in `folder` if it is not None.
 
         A file that no longer exists is left out.
         """
         assert self._run_id is not None
         if path.is_file():
-            self._tracking.client.log_artifact(self._run_id, str(path), path.parent.name)
+            self._tracking.client.log_artifact(self._run_id, str(path), folder)
         else:
             _log.warning("%s is not there any more: MLflow does not get it", path)
 

@@ -29,6 +29,11 @@ NOTE_DIGEST = "megacore.description_sha256"
 LOGS = "logs"
 """Folder of the attempts' logs, in the run directory and among the run's artifacts."""
 
+HUB_TAG = "hub"
+"""Tag with the address of the model's commit on the Hugging Face hub."""
+
+_MODEL_LINE = "- model: "
+_HUB_LINE = "- Hugging Face hub: "
 _FILE_LIMIT = 4 << 20
 """Bytes of a log or of the events that become an artifact; of a longer file, the last ones."""
 _MOST_ROWS = 10
@@ -91,16 +96,17 @@ def describe_model(tracking: Tracking, facts: RunFacts, receipt: Mapping[str, st
     client, name, number = tracking.client, receipt["model_name"], receipt["version"]
     with tracking.errors(f"describe {receipt['uri']}"):
         model = client.get_logged_model(receipt["model_id"])
+        version = client.get_model_version(name, number)
         results = [
             f"**{_results(model)}**",
             "",
-            f"- model: `{receipt['uri']}`, step {model.params.get('step', '?')}",
+            f"{_MODEL_LINE}`{receipt['uri']}`, step {model.params.get('step', '?')}",
+            *([_HUB_LINE + version.tags[HUB_TAG]] if HUB_TAG in version.tags else []),
         ]
         text = "\n".join([*results, f"- MLflow run: `{receipt['run_id']}`", *_facts_lines(facts)])
         tags = note_tags(text, model.tags)
         if tags:
             client.set_logged_model_tags(model.model_id, tags)
-        version = client.get_model_version(name, number)
         _describe(
             text,
             version.description,
@@ -119,6 +125,51 @@ def describe_model(tracking: Tracking, facts: RunFacts, receipt: Mapping[str, st
             lambda note: client.update_registered_model(name, note),
         )
     return results
+
+
+def show_pushed(tracking: Tracking, receipt: Mapping[str, str], address: str) -> None:
+    """Set the model's address on the hub as a tag and in the descriptions of run and model.
+
+    Repeating it changes nothing. Raises TrackingError.
+
+    Args:
+        tracking: MLflow store.
+        receipt: receipt of the publication in MLflow.
+        address: address of the uploaded commit.
+    """
+    from mlflow.entities import RunTag
+
+    client, name, number = tracking.client, receipt["model_name"], receipt["version"]
+    with tracking.errors(f"record {address}"):
+        version = client.get_model_version(name, number)
+        client.set_model_version_tag(name, number, HUB_TAG, address)
+        _describe(
+            _with_address(version.description or "", address),
+            version.description,
+            version.tags,
+            lambda tag, value: client.set_model_version_tag(name, number, tag, value),
+            lambda note: client.update_model_version(name, number, note),
+        )
+        tags = client.get_logged_model(receipt["model_id"]).tags
+        text = _with_address(tags.get(NOTE, ""), address)
+        client.set_logged_model_tags(
+            receipt["model_id"], {HUB_TAG: address, **note_tags(text, tags)}
+        )
+        tags = client.get_run(receipt["run_id"]).data.tags
+        text = _with_address(tags.get(NOTE, ""), address)
+        changed = {HUB_TAG: address, **note_tags(text, tags)}
+        client.log_batch(
+            receipt["run_id"], tags=[RunTag(tag, value) for tag, value in changed.items()]
+        )
+
+
+def _with_address(text: str, address: str) -> str:
+    """Return a description with the model's address on the hub after the line of the model."""
+    lines = [line for line in text.split("\n") if not line.startswith(_HUB_LINE)]
+    place = next((n for n, line in enumerate(lines) if line.startswith(_MODEL_LINE)), None)
+    if place is not None:
+        lines.insert(place + 1, _HUB_LINE + address)
+    return "\n".join(lines)
 
 
 def note_tags(text: str, tags: Mapping[str, str]) -> dict[str, str]:

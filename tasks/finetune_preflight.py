@@ -32,6 +32,7 @@ from tasks.finetune_export import export_key
 from tasks.finetune_publish import publication_problem, publish_key
 from tasks.preflight import CONF_DIR
 from tasks.pretrained import pretrained_key
+from tasks.push import check_push, planned_push
 
 _PACKAGES = ("accelerate", "transformers", "datasets")
 """Packages of the extra `finetune` that every fine-tuning needs."""
@@ -70,6 +71,7 @@ def check_here(config: FinetuneConfig) -> None:
                 f"a fine-tuning needs {package}, which is not installed: pip install "
                 "megacore[finetune]"
             )
+    check_push(config.export)
     launch, hardware = config.launch, Hardware.detect()
     option = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
     uses_deepspeed = launch.distributed.startswith("zero") or launch.kind == "deepspeed"
@@ -218,7 +220,10 @@ def finetune_dry_run(
         refusal = error
     artifacts: dict[str, Artifact] = {}
     methods = config.find_batch_size.methods if find_batch_size else ()
-    rows = [planned_row(planned, config, artifacts) for planned in planned_stages(methods)]
+    stages = planned_stages(methods)
+    if not methods:
+        stages += planned_push(config.export, "finetune", "finetune-export", "finetune-publish")
+    rows = [planned_row(planned, config, artifacts) for planned in stages]
     cost = _processes(config) if refusal is None else str(refusal)
     if find_batch_size and refusal is None:
         cost = f"{', '.join(methods)} are compared, with {cost.partition(' with ')[0]}"

@@ -3,12 +3,16 @@
 The model is tagged with its parent.
 """
 
+import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 from megacore.artifact import Artifact, Manifest, StageKey
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import best_metric
 from megacore.config.keys import key_parameters
+from megacore.finetune.metrics import ANSWERS_NAME, read_answers
 from tasks._aliases import Measurement
 from tasks._cache import StageResult, stage_task
 from tasks._mlflow import Tracking
@@ -25,6 +29,8 @@ from tasks._registry import publish_model
 from tasks.finetune import run_facts
 
 VERSION = 1
+_CELL_LENGTH = 160
+"""Characters of a text in the table of answers."""
 
 
 def publish_key(
@@ -150,10 +156,26 @@ def outcome(
             f"{counts['best_iteration']} of {counts['iterations']}."
         ),
         "",
+        *_answer_lines(finetuned.directory, int(counts["best_iteration"])),
         f"- begun with: {_initial_model_link(config, parent)}",
         *places(tracking_of(config), finetuned.directory, exported.directory, published.directory),
     ]
     return "\n".join(lines)
+
+
+def _answer_lines(directory: Path, iteration: int) -> list[str]:
+    """Return the texts that the best model generated for validation samples as markdown."""
+    answers = read_answers(directory / ANSWERS_NAME, iteration)
+    if not answers:
+        return []
+    rows = [f"| {' | '.join(map(_cell, answer))} |" for answer in answers]
+    return ["| question | reference | answer |", "| --- | --- | --- |", *rows, ""]
+
+
+def _cell(text: str) -> str:
+    """Return a text as one cell of a markdown table."""
+    shown = textwrap.shorten(text, _CELL_LENGTH, placeholder=" …")
+    return re.sub(r"([\\`*_{}\[\]<>|])", r"\\\1", shown)
 
 
 def _best_epoch(counts: dict[str, Any]) -> float:

@@ -26,6 +26,7 @@ from tasks.download import collect_key, needs_punkt, punkt_key
 from tasks.evaluate import Target, evaluate_key, kept_checkpoints, score_key
 from tasks.index import index_key
 from tasks.publish import publication_problem, publish_key
+from tasks.push import check_push, planned_push
 from tasks.tokenize import blend_key, tokenizer_key
 from tasks.train import check_pretrained, run_directory, train_key, training_problem
 from tasks.zeroshot import text_digests, zeroshot_key
@@ -59,6 +60,7 @@ def check_machine(config: RunConfig) -> str:
     check_launcher(config.launch)
     exportable(config.family, config.model, config.data)
     text_digests(config)
+    check_push(config.export)
     return preflight(
         config, expected_vocab_size(config.data.tokenizer), Hardware.detect()
     ).summary()
@@ -114,6 +116,7 @@ def planned_publication(config: RunConfig, trained: Artifact | None) -> list[Pla
             ("train", "evaluate", "convert", *data),
             problem=publication_problem,
         ),
+        *planned_push(config.export, "train", "convert", "publish"),
     ]
 
 

@@ -25,6 +25,7 @@ FOLDERS = {
     "zeroshot": "zeroshot",
     "convert": "exports",
     "publish": "published",
+    "push": "pushed",
     "operator": "extensions",
     "pretrained": "pretrained",
     "dataset": "datasets",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from megacore.config.spec import ModelSpec
-from megacore.errors import ConfigError, DataFormatError, ParallelLayoutError
+from megacore.errors import ConfigError, ConversionError, DataFormatError, ParallelLayoutError
 
 if TYPE_CHECKING:
     from megacore.tokenizer import Tokenizer
@@ -32,6 +32,16 @@ TensorParallelOption = Annotated[
 ]
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="compute type: fp32, bf16, fp16 or auto")
+]
+ModelArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        help="a run, a checkpoint (iter_*), an export, or a transformers directory of a model that "
+        "continues or answers texts"
+    ),
+]
+InteractiveOption = Annotated[
+    bool, typer.Option("--interactive", help="read lines, and continue or answer each")
 ]
 _FIRST_MEASURES = ("word_ppl", "token_ppl", "accuracy", "target_ppl")
 """Measures to show first."""
@@ -148,13 +158,15 @@ def _print_scores(model: str, scores: dict[str, dict[str, Any]]) -> None:
 
 
 def generate(
-    checkpoint: CheckpointOption,
+    model: ModelArgument = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="the same as MODEL")] = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="text to continue; several are allowed")
     ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="file with a prompt on each line")
     ] = None,
+    interactive: InteractiveOption = False,
     tokenizer: TokenizerOption = None,
     max_new_tokens: Annotated[
         int | None,
@@ -177,34 +189,44 @@ def generate(
     precision: PrecisionOption = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """Continue prompts, or answer them with T5.
+    """Continue prompts, or answer them with T5 and other encoder-decoders.
 
-    Take the most probable token each time, or draw tokens.
+    Take the most probable token each time, or draw tokens. The text of a single prompt appears
+    while it is generated.
     """
+    from megacore.cli.chat import CheckpointWriter, transformers_writer, write_all
     from megacore.convert.model_source import find_model, find_tokenizer, require_family
-    from megacore.jobs.model import GenerateJob, GenerateOptions, new_token_limits, places
-    from megacore.ranks.generate import MODULE
-    from megacore.ranks.stages import run_job
+    from megacore.jobs.model import GenerateOptions, new_token_limits
 
     options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
-    texts = _prompts(prompt or [], prompt_file)
-    source = find_model(checkpoint)
+    path = _model_path(model, checkpoint)
+    _check_interactive(interactive, prompt, prompt_file, as_json, tensor_model_parallel_size)
+    texts = _prompts(prompt or [], prompt_file, required=not interactive)
+    try:
+        source = find_model(path)
+    except ConversionError:
+        plain = not as_json and tensor_model_parallel_size == 1 and tokenizer is None
+        writer = transformers_writer(path, options) if plain and precision == "fp32" else None
+        if writer is None:
+            raise
+        sys.stderr.write(f"{path} holds a model that transformers runs, without megacore\n")
+        write_all(writer, texts)
+        return
     require_family(source, ("gpt", "t5"), "megacore generate")
     model_tokenizer = find_tokenizer(source, tokenizer)
     answers, end = source.spec.family == "t5", _end_token(source.spec, model_tokenizer)
+    ranks = ranks_of(source.spec, tensor_model_parallel_size, 1, precision)
     prompts = _encoded(model_tokenizer, texts, end if answers else None)
     new_token_limits(prompts, options, source.spec.max_position_embeddings, answers=answers)
-    with scratch_directory() as scratch:
-        job = GenerateJob(
-            source=source,
-            prompts=prompts,
-            options=options,
-            end=end,
-            batch_size=batch_size,
-            **ranks_of(source.spec, tensor_model_parallel_size, 1, precision),
-            **places(scratch),
+    if len(texts) <= 1 and not as_json and ranks["ranks"] == 1:
+        threads = ranks["threads_per_rank"]
+        writer = CheckpointWriter(
+            source, model_tokenizer, options, end=end, precision=precision, threads=threads
         )
-        continuations = run_job(MODULE, job, scratch)["continuations"]
+        write_all(writer, texts)
+        return
+    fields = {"source": source, "prompts": prompts, "options": options, "end": end}
+    continuations = _by_ranks(fields | {"batch_size": batch_size} | ranks)
     rows = [
         _continuation_row(model_tokenizer, text, ids, continuation, answers)
         for text, ids, continuation in zip(texts, prompts, continuations, strict=True)
@@ -212,7 +234,50 @@ def generate(
     _print_continuations(rows, as_json, answers)
 
 
-def _prompts(options: list[str], file: Path | None) -> list[str]:
+def _by_ranks(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Generate with ranks that are started for it; `fields` are those of the job."""
+    from megacore.jobs.model import GenerateJob, places
+    from megacore.ranks.generate import MODULE
+    from megacore.ranks.stages import run_job
+
+    with scratch_directory() as scratch:
+        job = GenerateJob(**fields, **places(scratch))
+        continuations: list[dict[str, Any]] = run_job(MODULE, job, scratch)["continuations"]
+    return continuations
+
+
+def _model_path(model: Path | None, checkpoint: Path | None) -> Path:
+    """Return the path of the model, given in one of two ways. Raises ConfigError."""
+    path = model or checkpoint
+    if path is None or (model is not None and checkpoint is not None):
+        count = "no model is named" if path is None else "MODEL and --checkpoint are both given"
+        raise ConfigError(f"{count}: name one directory, as in megacore generate DIRECTORY")
+    return path
+
+
+def _check_interactive(
+    interactive: bool,
+    prompts: list[str] | None,
+    file: Path | None,
+    as_json: bool,
+    tensor: int,
+) -> None:
+    """Raise ConfigError for options that a loop of lines does not have."""
+    others = {
+        "--prompt": bool(prompts),
+        "--prompt-file": file is not None,
+        "--json": as_json,
+        "--tensor-model-parallel-size": tensor > 1,
+    }
+    wrong = next((name for name, present in others.items() if present), None)
+    if interactive and wrong is not None:
+        raise ConfigError(
+            f"--interactive reads lines and writes text with one process: leave out {wrong}, or "
+            "--interactive"
+        )
+
+
+def _prompts(options: list[str], file: Path | None, *, required: bool) -> list[str]:
     """Return the prompts of the command line, then those of the file.
 
     Raises ConfigError, DataFormatError.
@@ -229,7 +294,7 @@ def _prompts(options: list[str], file: Path | None) -> list[str]:
         if empty is not None:
             raise DataFormatError(f"{file}:{empty} is empty: give a prompt on each line")
         texts += lines
-    if not texts:
+    if required and not texts:
         raise ConfigError("there is no prompt: give --prompt or --prompt-file")
     return texts
 

@@ -18,6 +18,7 @@ PretrainStage = Literal[
     "zeroshot",
     "convert",
     "publish",
+    "push",
 ]
 """Stages of the flow pretrain, and `run`: the training directory, in which a training resumes."""
 FinetuneStage = Literal[
@@ -27,6 +28,7 @@ FinetuneStage = Literal[
     "finetune",
     "finetune-export",
     "finetune-publish",
+    "push",
     "find-batch-size",
 ]
 """Stages of the flow finetune."""

@@ -19,7 +19,7 @@ _TOKENS: frozenset[Stage] = frozenset(
 keys."""
 _TRAINING = _TOKENS | {"run"}
 """Stages whose output a training computes with, and the training itself."""
-_LATER: frozenset[Stage] = frozenset(["evaluate", "zeroshot", "convert", "publish"])
+_LATER: frozenset[Stage] = frozenset(["evaluate", "zeroshot", "convert", "publish", "push"])
 """Stages after the training; their values do not affect it."""
 _OWN_CHECKS = ("train.pretrained_checkpoint", "resume")
 """Values that give the origin of the weights; separate checks compare them."""

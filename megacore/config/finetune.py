@@ -14,7 +14,7 @@ from megacore.config.finetune_task import (
     best_metric,
 )
 from megacore.config.launch import LaunchConfig
-from megacore.config.train import Precision, TrackingConfig
+from megacore.config.train import HubConfig, Precision, TrackingConfig
 from megacore.errors import ConfigError
 
 Distribution = Literal["ddp", "zero2", "zero3", "zero3-offload", "fsdp"]
@@ -245,6 +245,8 @@ class FinetuneConfig(Section):
     """Start and supervision of the processes."""
     find_batch_size: FindBatchSizeConfig = keyed(FindBatchSizeConfig(), key="find-batch-size")
     """Search for the largest batch size and comparison of distributions."""
+    export: HubConfig = unkeyed(HubConfig())
+    """Upload of the fine-tuned model to the Hugging Face hub."""
     tracking: TrackingConfig = unkeyed(TrackingConfig(experiment="finetune"))
     """Tracking with MLflow."""
 

@@ -24,6 +24,7 @@ PLACES: Mapping[Stage, Mapping[str, str]] = {
     "evaluate": {"evaluate": ""},
     "zeroshot": {"evaluate.zero_shot": "", "data": ""},
     "convert": {"export": ""},
+    "push": {"export": ""},
     "examples": {"data": "limits", "model": ""},
     "finetune": {"launch": "", "launch.deepspeed_config": "deepspeed"},
     "find-batch-size": {"launch": "", "find_batch_size": "search"},

@@ -1,5 +1,6 @@
 """Sections `train`, `checkpoint`, `resume`, `evaluate`, `export` and `tracking`."""
 
+import re
 from typing import Any, Literal
 
 from pydantic import ConfigDict, field_validator, model_serializer, model_validator
@@ -8,6 +9,9 @@ from megacore.config.base import Section, keyed, unkeyed
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
+_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
+_REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.)){_NAME}/(?=.{{1,96}}$){_NAME}", re.ASCII)
+"""Name of a repository on the Hugging Face hub with its owner."""
 
 
 class RampupBatchSize(Section):
@@ -255,8 +259,29 @@ class EvaluateConfig(Section):
     """Zero-shot evaluation on texts outside the training data."""
 
 
-class ExportConfig(Section):
-    """Options of the conversion to transformers and of its gate."""
+class HubConfig(Section):
+    """Upload of the exported model to the Hugging Face hub, after its gate and publication."""
+
+    push_to_hub: str | None = keyed(None, key="push")
+    """Repository that the export is uploaded to, as OWNER/NAME; null means none. The token is that
+    of the environment variable HF_TOKEN or of `hf auth login`."""
+    hub_private: bool = unkeyed(True)
+    """If true, a new repository is private, and an existing one that is public is refused. If
+    false, a new repository is public."""
+
+    @field_validator("push_to_hub")
+    @classmethod
+    def _repository_has_an_owner(cls, value: str | None) -> str | None:
+        if value is None or _REPOSITORY.fullmatch(value):
+            return value
+        raise ValueError(
+            f"export.push_to_hub is {value!r}: give the owner and the name of a repository, as in "
+            "my-team/my-model, of letters, digits, dots, dashes and underscores"
+        )
+
+
+class ExportConfig(HubConfig):
+    """Options of the conversion to transformers, of its gate, and of the upload to the hub."""
 
     parity_samples: int = keyed(8, gt=0)
     """Number of validation samples on which the gate compares logits and greedy tokens of

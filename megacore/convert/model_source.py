@@ -22,14 +22,15 @@ _WHAT_OTHERS_DO = {"bert": "fills in masked words", "t5": "answers a text instea
 def find_model(path: Path) -> ModelSource:
     """Find the model at `path`.
 
-    `path` is a checkpoint, a directory of checkpoints (the newest complete one is used), or a
-    transformers directory.
+    `path` is a checkpoint, a directory of checkpoints (the newest complete one is used), a
+    transformers directory, or the directory of an export or a fine-tuning with such a directory.
 
     Raises:
         CheckpointError: if there is no checkpoint, its files were changed, or it does not describe
             its model.
         ConversionError: if the transformers directory contains a model without counterpart here.
     """
+    path = transformers_directory(path) or path
     if (path / "config.json").is_file() and not (path / METADATA_NAME).exists():
         from megacore.convert.hf.config import HfConfig
         from megacore.convert.hf.forms import read_spec as spec_of_class
@@ -43,7 +44,23 @@ def find_model(path: Path) -> ModelSource:
     )
 
 
+def transformers_directory(path: Path) -> Path | None:
+    """Return the transformers directory at `path`; None if there is none.
+
+    It is `path` itself, the model of an export (`exports/KEY`), or the best model of a fine-tuning
+    (`finetuned/KEY`).
+    """
+    places = (path, path / "model", *sorted(path.glob("best/iter_*/model"), reverse=True))
+    models = (place for place in places if (place / "config.json").is_file())
+    return next((place for place in models if not (place / METADATA_NAME).exists()), None)
+
+
 def _checkpoint(path: Path) -> Path:
+    if str(path).startswith("models:/"):
+        raise CheckpointError(
+            f"{path} is a model of MLflow, and megacore reads directories: download it with "
+            f"`mlflow artifacts download -u {path} -d DIRECTORY`, and give DIRECTORY"
+        )
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is no directory: give a checkpoint (iter_*) or a transformers directory"

@@ -1,10 +1,12 @@
-"""Metrics of fine-tuned models."""
+"""Metrics of fine-tuned models, and the table of generated texts that some are computed from."""
 
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from megacore.artifact.files import read_json, write_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import metric_names
 from megacore.errors import ConfigError
@@ -15,6 +17,9 @@ _PACKAGES = {
     "bleu": "sacrebleu",
     **dict.fromkeys(("rouge1", "rouge2", "rougeL", "rougeLsum"), "rouge_score"),
 }
+
+ANSWERS_NAME = "answers.json"
+"""Name of the file in the run directory with these texts."""
 
 Split = Callable[[str], list[str]]
 """Function that splits a text into sentences."""
@@ -95,3 +100,33 @@ def text_metrics(
 def perplexity(loss: float) -> float:
     """Return the exponential of a mean loss per token."""
     return math.exp(loss) if loss < math.log(1e300) else math.inf
+
+
+class Answer(NamedTuple):
+    """Text that a model generated for a sample."""
+
+    question: str
+    """Source text as the model reads it: with the prefix, and truncated."""
+    reference: str
+    """Target text."""
+    answer: str
+    """Generated text."""
+
+
+def write_answers(path: Path, step: int, epoch: int, answers: Sequence[Answer]) -> None:
+    """Add the answers after `step` optimizer steps to a table in the form of MLflow's tables.
+
+    Rows of the same step are replaced: a repeated evaluation adds nothing.
+
+    Raises WorkspaceError.
+    """
+    columns = ["step", "epoch", *Answer._fields]
+    before = read_json(path)["data"] if path.is_file() else []
+    rows = [row for row in before if row[0] != step] + [[step, epoch, *row] for row in answers]
+    write_json(path, {"columns": columns, "data": sorted(rows, key=lambda row: row[0])})
+
+
+def read_answers(path: Path, step: int) -> list[Answer]:
+    """Return the answers after `step` optimizer steps; none if there is no such table."""
+    rows = read_json(path)["data"] if path.is_file() else []
+    return [Answer(*row[2:]) for row in rows if row[0] == step]

@@ -18,8 +18,14 @@ from megacore.config.finetune import FinetuneConfig
 from megacore.errors import LossError
 from megacore.finetune.best import BEST_NAME, BestModelStore
 from megacore.finetune.checkpoints import FinetuneCheckpoints, Progress
+from megacore.finetune.metrics import ANSWERS_NAME, write_answers
 from megacore.finetune.resolve import Schedule, memory_advice
-from megacore.finetune.task import FinetuneTask, Score, SplitScorer, sample_losses
+from megacore.finetune.task import (
+    FinetuneTask,
+    Score,
+    SplitScorer,
+    sample_losses,
+)
 from megacore.finetune.trainer import Step, StepTrainer, check_finite
 from megacore.observe.heartbeat import Heartbeat
 from megacore.observe.logging import logger
@@ -387,6 +393,7 @@ class Finetuner:
         progress.metrics, progress.evaluation_seconds = score.metrics, score.seconds
         progress.start_metrics = progress.start_metrics or score.metrics
         self._report("evaluation", score)
+        self._record_answers(score)
         # The model before the first step is never kept.
         if progress.iteration and self._best.beats(progress.iteration, score.metrics):
             tested: Score | None = None
@@ -419,6 +426,18 @@ class Finetuner:
             seconds=score.seconds,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
+        )
+
+    def _record_answers(self, score: Score) -> None:
+        """Write the generated texts to the run's table, and an event that names the file."""
+        if not score.answers:
+            return
+        progress = self.progress
+        if self._rank == 0:
+            path = self._run_directory / ANSWERS_NAME
+            write_answers(path, progress.iteration, progress.epoch, score.answers)
+        self._recorder.event(
+            "answers", iteration=progress.iteration, epoch=progress.epoch, file=ANSWERS_NAME
         )
 
     def _facts(self, tested: Score | None) -> dict[str, Any]:

@@ -22,8 +22,15 @@ from megacore.finetune.examples import (
     end_id,
     token_counts,
 )
-from megacore.finetune.metrics import text_metrics
-from megacore.finetune.task import IGNORED, Batch, TransformersTask, mask_of, padded, token_losses
+from megacore.finetune.metrics import Answer, text_metrics
+from megacore.finetune.task import (
+    IGNORED,
+    Batch,
+    TransformersTask,
+    mask_of,
+    padded,
+    token_losses,
+)
 from megacore.tokenizer.sentences import (
     SplitterChoice,
     download_punkt,
@@ -268,11 +275,16 @@ class Seq2SeqScorer:
         self._loss += float(losses.double().sum())
         self._tokens += int(tokens.sum())
 
-    def _texts(self, ids: torch.Tensor) -> list[str]:
+    def _texts(self, ids: torch.Tensor | list[list[int]]) -> list[str]:
         return [
             text.strip()
             for text in self._task.tokenizer.batch_decode(ids, skip_special_tokens=True)
         ]
+
+    def answers(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """Return the scored texts of `rows`, which are the first samples of the split."""
+        questions = self._texts([row[IDS] for row in rows])
+        return list(map(Answer, questions, self._targets, self._written))
 
     def metrics(self) -> dict[str, float]:
         """Return `loss`, the mean over all target tokens, and the task's metrics over all texts."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from megacore.config.finetune_task import (
 from megacore.errors import ConfigError, DataFormatError
 from megacore.finetune.dataset import open_split
 from megacore.finetune.examples import IDS, LABELS, read_task
+from megacore.finetune.metrics import Answer
 from megacore.finetune.pretrained import MODEL_DIRECTORY, quiet, read_model_config, read_tokenizer
 from megacore.train.memory import is_out_of_memory
 
@@ -51,6 +52,14 @@ class Scorer(Protocol):
 
         They are identical on each rank.
         """
+
+
+@runtime_checkable
+class AnswerScorer(Scorer, Protocol):
+    """Scorer of a task whose metrics are computed from generated texts."""
+
+    def answers(self, rows: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """Return the scored texts of `rows`, which are the first samples of the split."""
 
 
 class FinetuneTask(Protocol):
@@ -89,6 +98,8 @@ class FinetuneTask(Protocol):
         """Return a new scorer for one pass over a split; `model` is the prepared model."""
 
 
+SHOWN_ANSWERS = 8
+"""Number of samples of a split whose generated texts are recorded at each evaluation."""
 IGNORED = -100
 """Label of a position without a loss."""
 
@@ -303,6 +314,9 @@ class Score:
     """Values by metric, including `loss`."""
     samples: int
     seconds: float
+    answers: tuple[Answer, ...] = ()
+    """Generated texts of the split's first samples, always the same ones; empty for a task that
+    generates none."""
 
 
 class SplitScorer:
@@ -360,7 +374,11 @@ class SplitScorer:
                 scorer.add(batch)
             beat("metrics")
             metrics = scorer.metrics()
-        return Score(metrics, self.samples, time.monotonic() - started)
+            answers: list[Answer] = []
+            if isinstance(scorer, AnswerScorer):
+                shown = range(min(SHOWN_ANSWERS, self.samples))
+                answers = scorer.answers([self._rows[number] for number in shown])
+        return Score(metrics, self.samples, time.monotonic() - started, tuple(answers))
 
 
 def rows_of(task: FinetuneTask, split: Split) -> Any:

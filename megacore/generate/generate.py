@@ -4,7 +4,7 @@ The random draws of a prompt depend only on the seed, the prompt's number and th
 drawn so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,7 @@ def generate(
     start: int = 0,
     batch_size: int = 8,
     use_cache: bool = True,
+    on_token: Callable[[int, int], None] | None = None,
 ) -> list[Continuation]:
     """Continue each prompt until the model ends the text or the limit of tokens is reached.
 
@@ -65,6 +66,7 @@ def generate(
         batch_size: prompts per batch.
         use_cache: cache keys and values. Without the cache, every step computes all preceding
             tokens again. T5's decoder never has a cache.
+        on_token: called with the prompt's number, from 0, and each new id when it is chosen.
 
     Raises:
         ConfigError: if a prompt is empty or too long, or has an id outside of the vocabulary.
@@ -86,7 +88,13 @@ def generate(
         )
         chooser = Chooser(options, numbers)
         results += _continue(
-            batch, chooser, [limits[number] for number in numbers], vocab_size, end, model.tp
+            batch,
+            chooser,
+            [limits[number] for number in numbers],
+            vocab_size,
+            end,
+            model.tp,
+            None if on_token is None else _numbered(on_token, first),
         )
     return results
 
@@ -274,6 +282,7 @@ def _continue(
     vocab_size: int,
     end: int | None,
     tp: ParallelGroup,
+    on_token: Callable[[int, int], None] | None,
 ) -> list[Continuation]:
     """Generate tokens for the prompts of a batch, dropping each prompt when it is finished."""
     tokens: list[list[int]] = [[] for _ in limits]
@@ -283,6 +292,8 @@ def _continue(
         chosen = _agree(chooser.choose(logits[:, :vocab_size]), tp)
         for row, token in zip(running, chosen.tolist(), strict=True):
             tokens[row].append(token)
+            if on_token is not None:
+                on_token(row, token)
         unfinished = [
             index
             for index, row in enumerate(running)
@@ -295,6 +306,11 @@ def _continue(
             batch.keep(unfinished)
             chooser.keep(unfinished)
         logits = batch.read(chosen[:, None])
+
+
+def _numbered(on_token: Callable[[int, int], None], first: int) -> Callable[[int, int], None]:
+    """Return `on_token` for the rows of a batch that begins with prompt number `first`."""
+    return lambda row, token: on_token(first + row, token)
 
 
 def _agree(chosen: Tensor, tp: ParallelGroup) -> Tensor:

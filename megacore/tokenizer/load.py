@@ -4,7 +4,7 @@ import itertools
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,6 +93,40 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the ids of one text."""
         return self.encode_batch([text])[0]
+
+
+class IncrementalText:
+    """Text of a growing sequence of ids, in pieces of complete characters."""
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        emit: Callable[[str], object],
+        context: Sequence[int] = (),
+    ) -> None:
+        """Begin after the ids in `context`, whose text is not emitted.
+
+        `decode` returns the text of ids, and `emit` takes each piece of new text.
+        """
+        self._decode, self._emit = decode, emit
+        self._ids = list(context)
+        self._first = len(self._ids)
+        self._text = self._decode(self._ids) if self._ids else ""
+
+    def add(self, token: int) -> None:
+        """Append an id and emit the text that is complete."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        # A character's bytes may be spread over several ids.
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(self._text):
+            self._emit(text[len(self._text) :])
+            self._text = text
+
+    def end(self) -> None:
+        """Emit the remaining text, in which incomplete characters are replaced."""
+        text = self._decode(self._ids)
+        if len(self._ids) > self._first and text.startswith(self._text):
+            self._emit(text[len(self._text) :])
 
 
 class JsonTokenizer(Tokenizer):

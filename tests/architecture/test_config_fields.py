@@ -172,7 +172,8 @@ MAY_CHANGE = {
     }
     | {"log_interval", "eval_interval", "eval_iters", "profile"},
     "ResumeConfig": {"override"},
-    "FinetuneConfig": {"name", "verify", "checkpoint", "launch", "find_batch_size", "tracking"},
+    "FinetuneConfig": {"name", "verify", "checkpoint", "launch", "find_batch_size"}
+    | {"export", "tracking"},
     "FinetuneDataConfig": {"workers"},
     "FinetuneTrainConfig": {
         "eval_batch_size",
@@ -193,6 +194,7 @@ ALL_MAY_CHANGE = (
         "KernelsConfig",
     ),
     *("ProfileConfig", "EvaluateConfig", "ZeroShotConfig", "ExportConfig", "TrackingConfig"),
+    "HubConfig",
     *("FinetuneLaunchConfig", "FinetuneCheckpointConfig", "FindBatchSizeConfig"),
 )
 RUN_AND_INPUTS = frozenset(

@@ -113,6 +113,7 @@ def test_stage_folders_are_spelled_in_one_place() -> None:
         "zeroshot": "zeroshot",
         "convert": "exports",
         "publish": "published",
+        "push": "pushed",
         "operator": "extensions",
         "pretrained": "pretrained",
         "dataset": "datasets",

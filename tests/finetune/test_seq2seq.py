@@ -9,8 +9,9 @@ import torch
 
 from megacore.errors import ConfigError, DataFormatError, DownloadError
 from megacore.finetune.export import Exported, sample_text
+from megacore.finetune.metrics import ANSWERS_NAME, read_answers, write_answers
 from megacore.finetune.seq2seq import Seq2SeqTask
-from megacore.finetune.task import build_task
+from megacore.finetune.task import SHOWN_ANSWERS, SplitScorer, build_task
 from tests.finetune._tiny_models import (
     copy_rows,
     learn,
@@ -22,6 +23,7 @@ from tests.finetune._tiny_models import (
     write_model,
     write_rows,
 )
+from tests.finetune._tiny_task import run
 
 ALL = {"metrics": ["bleu", "rouge1", "rouge2", "rougeL", "rougeLsum"]}
 
@@ -186,3 +188,47 @@ def test_failed_download_of_nltk_models_is_retryable(
         DownloadError, match=r"no route to host\).*set task\.sentence_splitter to rules"
     ):
         prepare(_punkt_config(blenderbot), tmp_path / "work")
+
+
+def test_answers_of_the_first_samples_are_those_that_were_scored(
+    blenderbot: Path, accelerator: Any
+) -> None:
+    task = task_of(blenderbot, task={"num_beams": 2})
+    model: Any = accelerator.prepare(task.build_model())
+    rows = task.split("train") or []
+    score = SplitScorer(task, "train", accelerator, 3).score(model)
+    assert score is not None
+    assert len(score.answers) == min(SHOWN_ANSWERS, len(rows)) > 3
+    for row, answer in zip(rows, score.answers, strict=False):
+        assert answer.question == text(task, row["input_ids"])
+        assert answer.reference == text(task, row["labels"])
+        batch = task.collate([row])
+        written = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            generation_config=task.generation(model),
+        )
+        assert answer.answer == text(task, written[0])
+
+
+def text(task: Seq2SeqTask, ids: Any) -> str:
+    return str(task.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+
+def test_evaluations_add_their_answers_to_one_table(blenderbot: Path, tmp_path: Path) -> None:
+    task = task_of(blenderbot)
+    settings = {"max_steps": 2, "num_epochs": 1, "micro_batch_size": 2, "precision": "fp32"}
+    config = tiny_config(blenderbot / "model", blenderbot / "data", "seq2seq", train=settings)
+    result = run(config, task, tmp_path)
+    table = json.loads((tmp_path / ANSWERS_NAME).read_text())
+    assert table["columns"] == ["step", "epoch", "question", "reference", "answer"]
+    samples = min(SHOWN_ANSWERS, len(task.split("valid") or []))
+    assert [row[0] for row in table["data"]] == [0] * samples + [2] * samples
+    questions = [row[2] for row in table["data"]]
+    assert questions[:samples] == questions[samples:]
+    assert [event["iteration"] for event in result.of("answers")] == [0, 2]
+    answers = read_answers(tmp_path / ANSWERS_NAME, 2)
+    write_answers(tmp_path / ANSWERS_NAME, 2, 1, answers)
+    write_answers(tmp_path / ANSWERS_NAME, 1, 0, answers[:1])
+    again = json.loads((tmp_path / ANSWERS_NAME).read_text())["data"]
+    assert [row[0] for row in again] == [0] * samples + [1] + [2] * samples

@@ -11,8 +11,9 @@ from megacore.artifact import Artifact, Workspace
 from megacore.artifact.build import StageKey, seal
 from megacore.config.finetune import FinetuneConfig
 from megacore.errors import ConfigError
+from megacore.finetune.metrics import ANSWERS_NAME, Answer, write_answers
 from megacore.hardware import Hardware
-from tasks import finetune_preflight
+from tasks import finetune_preflight, finetune_publish
 from tasks._mlflow import Tracking
 from tasks._parent import note_parent, parent_directory, parent_of, pinned
 from tasks._registry import publish_model
@@ -226,3 +227,15 @@ def test_parameter_count_comes_from_the_weights(tmp_path: Path) -> None:
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         expected = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert finetune_preflight.parameter_count(tmp_path) == expected
+
+
+def test_summary_shows_the_answers_of_the_best_model(tmp_path: Path) -> None:
+    assert finetune_publish._answer_lines(tmp_path, 20) == []
+    for step, text in ((10, "no"), (20, "a | <b>\nand")):
+        write_answers(tmp_path / ANSWERS_NAME, step, 1, [Answer("why?", "so", text)])
+    assert finetune_publish._answer_lines(tmp_path, 20) == [
+        "| question | reference | answer |",
+        "| --- | --- | --- |",
+        r"| why? | so | a \| \<b\> and |",
+        "",
+    ]

@@ -28,6 +28,7 @@ from tasks.finetune import finetune_key
 from tasks.index import index_key
 from tasks.pretrained import pretrained_key
 from tasks.publish import publish_key
+from tasks.push import push_key
 from tasks.shards import shard_key
 from tasks.tokenize import blend_key, tokenizer_key
 from tasks.train import run_key, train_key
@@ -132,6 +133,7 @@ def pretrain_keys(config: RunConfig, files: Files) -> dict[str, Callable[[], Any
         "zeroshot": lambda: zeroshot_key(config, tokenizer, CHECKPOINT),
         "convert": lambda: convert_key(config, trained, evaluation, *data),
         "publish": lambda: publish_key(config, trained, evaluation, artifact("convert"), *data),
+        "push": lambda: push_key(config, trained, artifact("convert"), artifact("publish")),
     }
 
 
@@ -148,6 +150,7 @@ def finetune_keys(config: FinetuneConfig, files: Files) -> dict[str, Callable[[]
         "finetune-publish": lambda: finetune_publish.publish_key(
             config, pretrained, samples, tuned, exported
         ),
+        "push": lambda: push_key(config, tuned, exported, files.artifact("finetune-publish")),
         "find-batch-size": lambda: [
             find_batch_size_key(config, method, pretrained, samples).key
             for method in ("ddp", "zero2")
@@ -201,6 +204,7 @@ def special_values(files: Files) -> dict[str, list[Any]]:
             for name in ("LaunchConfig", "FinetuneLaunchConfig")
             for field in ("include", "exclude")
         },
+        **{f"{name}.push_to_hub": ["some/repository"] for name in ("ExportConfig", "HubConfig")},
         "PretrainedConfig.path": [files("b/pretrained"), "some/other"],
         "FileRows.train": [[rows]],
         "FileRows.valid": [[rows], []],
