@@ -4,8 +4,9 @@ conf/bert-tiny.yaml was pretrained on the same library.
 
     python scripts/code_pairs.py [directory]
 
-writes train.jsonl, valid.jsonl and test.jsonl (default: pairs/ in the workspace), always with the same
-content. A sample is a statement whose first word is replaced by [MASK]; the label is that word:
+writes train.jsonl, valid.jsonl and test.jsonl (default: pairs/ in the workspace), always with the
+same content. A sample is a statement whose first word is replaced by [MASK], and the label is that
+word:
 
     {"statement": "[MASK] os.path.join(self.root, name)", "keyword": "return"}
 
