@@ -7,7 +7,7 @@ from prefect import flow
 from megacore.artifact import Artifact
 from tasks._pipeline import StageRunner, sentence_state
 from tasks.download import download, download_punkt, needs_punkt
-from tasks.index import build_index
+from tasks.index import build_index, report_epochs
 from tasks.preflight import load_checked_config
 from tasks.tokenize import blend, make_tokenizer, tokenize
 
@@ -32,7 +32,8 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
 def prepare_data(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Prepare the data of `conf`, a name in conf/ or a path, with dotted `overrides`."""
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
-        data_stages(pipeline)
+        _, _, index = data_stages(pipeline)
+        pipeline.summary = report_epochs(pipeline.config, index)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def collect(
     counts = _collector(source, cache_directory, directory.parent)(directory)
     if not counts["documents"]:
         raise DataFormatError(
-            f"the corpus is empty: {_describe(source)} has no document "
+            f"the corpus is empty: {describe(source)} has no document "
             f"({counts['files']} files, {counts['skipped_files']} of them skipped): point "
             "data.source at text"
         )
@@ -90,7 +90,8 @@ def _collector(
             return lambda directory: local_files.collect_prefix(source, directory)
 
 
-def _describe(source: Source) -> str:
+def describe(source: Source) -> str:
+    """Return the name of a source for messages."""
     match source:
         case SourceTreeSource():
             pattern = source_tree.pattern_of(source)
@@ -102,6 +103,7 @@ def _describe(source: Source) -> str:
         case HttpSource():
             return ", ".join(shown(file.url) for file in source.files)
         case HubSource():
-            return f"{source.dataset} split {source.split}"
+            name = f"{source.dataset} {source.config}" if source.config else source.dataset
+            return f"{name} split {source.split}"
         case PrefixSource():
             return source.prefix
