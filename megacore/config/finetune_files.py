@@ -26,12 +26,12 @@ _BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 """Fields of `train` whose product is the number of samples per optimizer step of a rank."""
 
 
-def read_files(values: dict[str, Any], roots: Sequence[Path]) -> dict[str, str]:
+def read_files(values: dict[str, Any], roots: Mapping[str, Sequence[Path]]) -> dict[str, str]:
     """Replace the paths of files in the values by the files' contents.
 
     Args:
         values: values by section; modified in place.
-        roots: directories that a path may be relative to.
+        roots: directories that a path may be relative to, by the dotted name of its value.
 
     Returns:
         Path of each file by the dotted name of its value.
@@ -46,15 +46,16 @@ def read_files(values: dict[str, Any], roots: Sequence[Path]) -> dict[str, str]:
         return names
     launch = values["launch"] = dict(launch)
     if isinstance(launch.get("deepspeed_config"), str):
-        path = _settings_file(DEEPSPEED, launch["deepspeed_config"], roots)
+        path = _settings_file(DEEPSPEED, launch["deepspeed_config"], roots[DEEPSPEED])
         launch["deepspeed_config"] = read_settings_json(path, DEEPSPEED)
         names[DEEPSPEED] = str(path)
+    beside: tuple[Path, ...] = tuple(roots[ACCELERATE])
     if isinstance(launch.get("accelerate_config"), str):
-        path = _settings_file(ACCELERATE, launch["accelerate_config"], roots)
+        path = _settings_file(ACCELERATE, launch["accelerate_config"], beside)
         launch["accelerate_config"], names[ACCELERATE] = _accelerate(path), str(path)
-        roots = (*roots, path.parent)
+        beside = (*beside, path.parent)
     if isinstance(launch.get("accelerate_config"), dict):
-        _read_named_json(launch, names, roots)
+        _read_named_json(launch, names, beside)
     return names
 
 

@@ -1,5 +1,6 @@
 """Loading of configurations: YAML and dotted overrides become a RunConfig or FinetuneConfig.
 
+A file may extend others with `extends: NAME`: its values are merged over theirs.
 Validation errors of pydantic are translated into clauses with the key, the value and what to do.
 """
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from megacore.artifact.files import read_json
 from megacore.config.finetune import FinetuneConfig
-from megacore.config.finetune_files import FILES, read_files
+from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_files
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError
 from megacore.foreign.files import Loader, nearest, read_settings_json, read_yaml
@@ -47,6 +48,8 @@ _WHOLE: dict[Location, str] = {
     ("parallel", "pipeline_partition"): "balanced, uniform or a list of integers, as in [3, 3]",
 }
 """Advice for values of union types, whichever alternative pydantic tried."""
+_EXTENDS = "extends"
+"""Key of a file for the configurations that it extends."""
 _KIND = "kind"
 """Field that selects the alternative of a section. Pydantic includes its value in error
 locations."""
@@ -69,18 +72,57 @@ _PRETRAINING = _Kind(RunConfig, "pretrain", CONF_DIR, "conf/gpt2-tiny.yaml", "mo
 _FINE_TUNING = _Kind(FinetuneConfig, "finetune", FINETUNE_DIR, "conf/finetune/mrpc.yaml", "task")
 
 
+class _File(NamedTuple):
+    """YAML file and the values that it contains itself."""
+
+    path: Path
+    values: dict[str, Any]
+
+
+class _Merged(NamedTuple):
+    """Values of a configuration and the files they come from."""
+
+    values: dict[str, Any]
+    files: tuple[_File, ...]
+    """Files in the order in which they were merged: the named file is the last one."""
+    overrides: tuple[str, ...] = ()
+    """Dotted keys that were overridden."""
+
+    @property
+    def path(self) -> Path:
+        """File that the user named."""
+        return self.files[-1].path
+
+    @property
+    def origin(self) -> str:
+        """Name of the values in messages."""
+        bases = dict.fromkeys(str(file.path) for file in reversed(self.files[:-1]))
+        return f"{self.path} (extends {', '.join(bases)})" if bases else str(self.path)
+
+    def file_of(self, key: str) -> Path:
+        """Return the file that gives the value `key`; the named file if an override or none does.
+
+        A relative path in a configuration is relative to the directory of that file.
+        """
+        overridden = any(f"{key}.".startswith(f"{override}.") for override in self.overrides)
+        if overridden or not _has(self.values, key):
+            return self.path
+        return next(
+            (file.path for file in reversed(self.files) if _has(file.values, key)), self.path
+        )
+
+
 def load_config(
     conf: str, overrides: Mapping[str, Any] | None = None, *, conf_dir: Path = CONF_DIR
 ) -> RunConfig:
     """Read a YAML file, apply dotted overrides and validate the result.
 
     An override is, for example, `{"train.train_iters": 50}`. Raises ConfigError with one clause per
-    wrong value: its key, the value, and what to do.
+    wrong value: its key, the value, what to do, and the extended file that the value comes from.
     """
-    path, values = _read_values(conf, overrides, conf_dir, _PRETRAINING)
-    values.setdefault("name", name_of(path))
-    _read_deepspeed_json(values, path, conf_dir)
-    return parse_config(values, origin=str(path))
+    merged = _read_values(conf, overrides, conf_dir, _PRETRAINING)
+    _read_deepspeed_json(merged, conf_dir)
+    return cast(RunConfig, _validated(_PRETRAINING, merged.values, merged.origin, merged=merged))
 
 
 def load_finetune_config(
@@ -91,9 +133,14 @@ def load_finetune_config(
     The files named by `launch.accelerate_config` and `launch.deepspeed_config` are read too. The
     configuration contains their content, so that other processes need not read them.
     """
-    path, values = _read_values(conf, overrides, conf_dir, _FINE_TUNING)
-    names = read_files(values, (Path(), path.parent, conf_dir.absolute().parent.parent))
-    return parse_finetune_config(values, origin=str(path), files=names)
+    merged = _read_values(conf, overrides, conf_dir, _FINE_TUNING)
+    clone = conf_dir.absolute().parent.parent
+    roots = {key: (Path(), merged.file_of(key).parent, clone) for key in (ACCELERATE, DEEPSPEED)}
+    context = {FILES: read_files(merged.values, roots)}
+    return cast(
+        FinetuneConfig,
+        _validated(_FINE_TUNING, merged.values, merged.origin, context, merged=merged),
+    )
 
 
 def name_of(path: Path) -> str:
@@ -173,24 +220,73 @@ def conf_path(conf: str, conf_dir: Path = CONF_DIR, *, kind: _Kind = _PRETRAININ
 
 
 def _validated(
-    kind: _Kind, values: Mapping[str, Any], origin: str, context: dict[str, Any] | None = None
+    kind: _Kind,
+    values: Mapping[str, Any],
+    origin: str,
+    context: dict[str, Any] | None = None,
+    *,
+    merged: _Merged | None = None,
 ) -> BaseModel:
     try:
         return kind.schema.model_validate(values, context=context)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {format_errors(error, kind.schema)}") from error
+        problems = format_errors(error, kind.schema, merged)
+        raise ConfigError(f"{origin}: {problems}") from error
 
 
 def _read_values(
     conf: str, overrides: Mapping[str, Any] | None, conf_dir: Path, kind: _Kind
-) -> tuple[Path, dict[str, Any]]:
-    """Return the path of the configuration file and its values with overrides applied."""
+) -> _Merged:
+    """Return the values of the configuration file with the overrides applied, and their files."""
     if not isinstance(conf, str) or not isinstance(overrides or {}, Mapping):
         raise ConfigError(
             f"conf is {conf!r} and overrides are {overrides!r}: give a name or path, and a mapping "
             "of dotted keys"
         )
-    path = conf_path(conf, conf_dir, kind=kind)
+    overrides = overrides or {}
+    if _EXTENDS in overrides:
+        raise ConfigError(
+            f"override extends={overrides[_EXTENDS]}: only a file extends others; write "
+            f"`extends: {overrides[_EXTENDS]}` in one"
+        )
+    merged = _read_extended(conf_path(conf, conf_dir, kind=kind), (), conf_dir, kind)
+    for key, value in overrides.items():
+        _set_dotted(merged.values, key, value)
+    merged.values.setdefault("name", name_of(merged.path))
+    return merged._replace(overrides=tuple(overrides))
+
+
+def _read_extended(path: Path, above: tuple[Path, ...], conf_dir: Path, kind: _Kind) -> _Merged:
+    """Read a file and the files that it extends, and merge its values over theirs.
+
+    `above` are the files that led to this one, which does then not give the `name`.
+    """
+    chain = (*above, path)
+    if path.resolve() in (other.resolve() for other in above):
+        raise ConfigError(
+            f"{chain[0]} extends itself: {' extends '.join(map(str, chain))}: remove one `extends`"
+        )
+    values = _read_file(path, kind)
+    if above:
+        values.pop("name", None)
+    bases = values.pop(_EXTENDS, ())
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{path}: extends is {bases!r}: give the name or path of a configuration, or a list "
+            "of them"
+        )
+    merged: dict[str, Any] = {}
+    files: tuple[_File, ...] = ()
+    for name in names:
+        base = _read_extended(_base_path(name, path, conf_dir, kind), chain, conf_dir, kind)
+        merged = _merge(merged, base.values, kind.schema)
+        files += base.files
+    return _Merged(_merge(merged, values, kind.schema), (*files, _File(path, values)))
+
+
+def _read_file(path: Path, kind: _Kind) -> dict[str, Any]:
+    """Return the content of one file. Raises ConfigError if it belongs to the other flow."""
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(
@@ -202,9 +298,44 @@ def _read_values(
             f"{path} has {other.sign}, a value of the flow {other.flow}, not of {kind.flow}: start "
             "that"
         )
-    for key, value in (overrides or {}).items():
-        _set_dotted(values, key, value)
-    return path, values
+    return values
+
+
+def _base_path(name: str, extending: Path, conf_dir: Path, kind: _Kind) -> Path:
+    """Return the file that `extends: name` refers to.
+
+    The directory of the extending file comes first, then the directories of `conf_path`.
+    """
+    for candidate in (extending.parent / name, extending.parent / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    try:
+        return conf_path(name, conf_dir, kind=kind)
+    except ConfigError as error:
+        raise ConfigError(f"{extending} extends {name!r}: {error}") from error
+
+
+def _merge(
+    base: Mapping[str, Any],
+    values: Mapping[str, Any],
+    schema: type[BaseModel],
+    location: Location = (),
+) -> dict[str, Any]:
+    """Return the mapping `base` with `values` merged over it: only mappings merge.
+
+    A mapping with another `kind` replaces the one in `base` if the kinds have different fields.
+    """
+    merged = dict(base)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            old, place = merged.get(key), (*location, key)
+            old = old if isinstance(old, dict) else {}
+            differ = value.get(_KIND, old.get(_KIND)) != old.get(_KIND)
+            if differ and len(_sections_at(place, schema)) > 1:
+                old = {}
+            value = _merge(old, value, schema, place)
+        merged[key] = value
+    return merged
 
 
 def _other(kind: _Kind) -> _Kind:
@@ -212,19 +343,23 @@ def _other(kind: _Kind) -> _Kind:
 
 
 def _has(values: Any, key: str) -> bool:
+    """Return True if the nested mappings have the dotted key, or a list that may have it."""
     for part in key.split("."):
+        if isinstance(values, list):
+            return True
         if not isinstance(values, dict) or part not in values:
             return False
         values = values[part]
     return True
 
 
-def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> None:
+def _read_deepspeed_json(merged: _Merged, conf_dir: Path) -> None:
     """Replace the path in `deepspeed.config` with the content of the file.
 
     Other processes then need not read the file. The path may be relative to the working directory,
-    to the directory of the configuration, or to the parent of `conf_dir`.
+    to the directory of the file that contains it, or to the parent of `conf_dir`.
     """
+    values = merged.values
     section = values.get("deepspeed")
     if (
         values.get("engine") != "deepspeed"
@@ -235,7 +370,8 @@ def _read_deepspeed_json(values: dict[str, Any], conf: Path, conf_dir: Path) -> 
     json_name = section["config"]
     candidates = list(
         dict.fromkeys(
-            Path(root, json_name) for root in ("", conf.parent, conf_dir.absolute().parent)
+            Path(root, json_name)
+            for root in ("", merged.file_of("deepspeed.config").parent, conf_dir.absolute().parent)
         )
     )
     json_path = next((path for path in candidates if path.is_file()), None)
@@ -261,16 +397,25 @@ def _set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
     target[leaf] = value
 
 
-def format_errors(error: ValidationError, schema: type[BaseModel]) -> str:
+def format_errors(
+    error: ValidationError, schema: type[BaseModel], merged: _Merged | None = None
+) -> str:
     """Return all validation errors, one clause per key, joined by semicolons.
 
     Args:
         error: error raised by the validation.
         schema: class against which the values were validated.
+        merged: values and their files; a clause then names the extended file that it is about.
     """
     # Each alternative of a union reports its own errors: only the first error of each key is shown.
     items = [item for item in error.errors() if not _follows(item, error.errors())]
     problems = {_key(item, schema): _describe(item, schema) for item in reversed(items)}
+    if merged is not None:
+        files = {key: merged.file_of(key) for key in problems}
+        problems = {
+            key: problem if files[key] == merged.path else f"{problem} (in {files[key]})"
+            for key, problem in problems.items()
+        }
     return "; ".join(reversed(problems.values()))
 
 
