@@ -190,7 +190,7 @@ def outcome(
 ) -> str:
     """Return the final markdown of the flow.
 
-    It shows perplexities, epochs, a text that the model generated, and the locations of the results.
+    It shows perplexities, epochs, a text of the model, and the locations of the results.
     """
     counts = evaluation.counts
     get_run_logger().info(

@@ -50,10 +50,11 @@ def fingerprint(source: Source) -> dict[str, Any]:
 
 def collect(
     source: Source, directory: Path, *, cache_directory: Path | None = None
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Fill the empty `directory` with the corpus.
 
-    Returns counts: documents, files, skipped_files, bytes.
+    Returns counts: documents, files, skipped_files, bytes; of a data set of the hub also its
+    commit, and the rows if several form a document.
 
     Downloads are cached in `cache_directory`, which outlives a failed attempt; it defaults to
     `.huggingface` (hub) or `.downloads` (web servers) next to `directory`. Raises DataFormatError
@@ -72,7 +73,7 @@ def collect(
 
 def _collector(
     source: Source, cache_directory: Path | None, parent: Path
-) -> Callable[[Path], dict[str, int]]:
+) -> Callable[[Path], dict[str, Any]]:
     match source:
         case SourceTreeSource():
             return lambda directory: source_tree.collect(source, directory)

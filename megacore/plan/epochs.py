@@ -65,8 +65,9 @@ class Epochs:
         if not many:
             return None
         return (
-            f"the training makes {', '.join(many)}: repeated data is nearly as good as new only up to "
-            f"{MOST_EPOCHS} epochs (arXiv:2305.16264): add data, or lower train.train_iters"
+            f"the training makes {', '.join(many)}: repeated data is nearly as good as new "
+            f"only up to {MOST_EPOCHS} epochs (arXiv:2305.16264): add data, or lower "
+            "train.train_iters"
         )
 
 
