@@ -34,7 +34,7 @@ class Epochs:
     """Name of each source, and the epochs over its train split."""
     unit: Literal["tokens", "samples"] = "tokens"
     estimate: str = ""
-    """What `size` was estimated from; empty if it was counted."""
+    """Basis of the estimate of `size`; empty if it was counted."""
 
     @property
     def epochs(self) -> float:
