@@ -7,7 +7,7 @@ from prefect import flow
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
 from megacore.config import RunConfig
-from tasks._pipeline import StageRunner, sentence_state
+from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.evaluate import best_row, evaluation_summary, kept_checkpoints, score_checkpoints
 from tasks.evaluate import evaluate as report_scores
 from tasks.preflight import load_checked_config
@@ -35,7 +35,7 @@ def score_stages(
     return evaluation, zeroshot_summary(zero_shot)
 
 
-@flow(name="evaluate", flow_run_name="evaluate-{conf}", validate_parameters=False)
+@flow(name="evaluate", flow_run_name=run_name, validate_parameters=False)
 @sentence_state
 def evaluate(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Score the checkpoints of `pretrain` for `conf` with these `overrides`.

@@ -7,7 +7,7 @@ from prefect import flow
 from flows.evaluate import score_stages
 from flows.prepare_data import data_stages
 from megacore.artifact import Artifact
-from tasks._pipeline import StageRunner, sentence_state
+from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.convert import convert
 from tasks.preflight import load_checked_config
 from tasks.publish import outcome, publish
@@ -24,7 +24,7 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
     pipeline.summary += zero_shot
 
 
-@flow(name="export", flow_run_name="export-{conf}", validate_parameters=False)
+@flow(name="export", flow_run_name=run_name, validate_parameters=False)
 @sentence_state
 def export(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Export and publish the finished training of `pretrain` for `conf` with these `overrides`."""

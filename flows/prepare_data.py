@@ -5,7 +5,7 @@ from typing import Any
 from prefect import flow
 
 from megacore.artifact import Artifact
-from tasks._pipeline import StageRunner, sentence_state
+from tasks._pipeline import StageRunner, run_name, sentence_state
 from tasks.download import COLLECTED_AT_ONCE, download, download_punkt, needs_punkt
 from tasks.index import build_index, report_epochs
 from tasks.preflight import load_checked_config
@@ -30,7 +30,7 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
     return tokens, tokenizer, index
 
 
-@flow(name="prepare-data", flow_run_name="prepare-data-{conf}", validate_parameters=False)
+@flow(name="prepare-data", flow_run_name=run_name, validate_parameters=False)
 @sentence_state
 def prepare_data(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Prepare the data of `conf`, a name in conf/ or a path, with dotted `overrides`."""

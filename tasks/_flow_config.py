@@ -29,5 +29,5 @@ class FlowConfig(Protocol):
     def registered_model(self) -> str:
         """Resolved name in the model registry."""
 
-    def model_dump(self, *, mode: str = "python") -> dict[str, Any]:
-        """Return all values; `mode="json"` converts them to JSON types."""
+    def model_dump(self, *, mode: str = "python", exclude_unset: bool = False) -> dict[str, Any]:
+        """Return all values, or those that were given; `mode="json"` converts to JSON types."""

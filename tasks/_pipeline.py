@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
@@ -24,6 +25,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from megacore.artifact import Artifact
+from megacore.config.load import name_of
 from megacore.errors import MegacoreError, TrainingStoppedError
 from megacore.redact import redact, redact_values
 from tasks._cache import StageResult
@@ -74,10 +76,7 @@ class StageRunner(Generic[Config]):
     @classmethod
     def start(cls, config: Config) -> Self:
         """Store the merged configuration as an artifact of the flow run, and return its runner."""
-        text = yaml.safe_dump(redact_values(config.model_dump(mode="json")), sort_keys=False)
-        create_markdown_artifact(
-            f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}"
-        )
+        store_config(config)
         return cls(config)
 
     def __enter__(self) -> Self:
@@ -217,6 +216,14 @@ class StageRunner(Generic[Config]):
             console.print(Markdown(self.summary))
 
 
+def store_config(config: FlowConfig) -> None:
+    """Store a merged configuration, with all defaults, as an artifact of the flow run."""
+    text = yaml.safe_dump(redact_values(config.model_dump(mode="json")), sort_keys=False)
+    create_markdown_artifact(
+        f"```yaml\n{text}```\n", key="config", description=f"merged config of {config.name}"
+    )
+
+
 def stopped(error: TrainingStoppedError) -> State[Any]:
     """Return the state of a flow run whose training was stopped: neither completed nor failed.
 
@@ -257,13 +264,18 @@ def _send_logs() -> None:
 
 
 def run_name() -> str:
-    """Return the name of the current flow run: flow, configuration, and a switch that is on."""
+    """Return the name of the current flow run: flow, configuration, and a switch that is on.
+
+    A configuration given as a path is named by its stem, like a file without `name`.
+    """
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow is not None
     parameters = context.parameters or {}
     switches = [name.replace("_", "-") for name, value in parameters.items() if value is True]
-    return "-".join([context.flow.name, str(parameters["conf"]), *switches])
+    conf = str(parameters["conf"])
+    path = Path(conf if conf.endswith((".yaml", ".yml")) else f"{conf}.yaml")
+    return "-".join([context.flow.name, name_of(path), *switches])
 
 
 def resume_command() -> str | None:

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from prefect.artifacts import create_table_artifact
 from rich.console import Console
 from rich.table import Table
 
 from megacore.artifact import Artifact, StageKey, open_artifact
 from megacore.errors import MegacoreError
+from megacore.redact import redact_values
 from tasks._cache import artifact_directory, artifact_problem
 from tasks._flow_config import FlowConfig
+from tasks._pipeline import store_config
 
 
 class PlannedStage(NamedTuple):
@@ -78,6 +81,19 @@ def planned_row(
         problem = str(error)
     state = "cached" if problem is None else "would run"
     return {"stage": planned.name, "key": key.key, "state": state, "why": problem or ""}
+
+
+def show_config(config: FlowConfig) -> None:
+    """Print the values that the files and overrides give, merged, and store all values."""
+    store_config(config)
+    values = redact_values(config.model_dump(mode="json", exclude_unset=True))
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    Console().print(
+        f"configuration {config.name}, merged, without defaults:\n\n{text}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
 
 
 def show_plan(

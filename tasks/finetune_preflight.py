@@ -23,7 +23,7 @@ from megacore.plan.preflight import CPU_DAYS_LIMIT
 from megacore.plan.throughput import SECONDS_PER_DAY, assumed_flops_per_second
 from tasks._parent import parent_directory, pinned
 from tasks._pipeline import numbered
-from tasks._plan import PlannedStage, planned_row, show_plan
+from tasks._plan import PlannedStage, planned_row, show_config, show_plan
 from tasks.dataset import dataset_key
 from tasks.examples import examples_key
 from tasks.find_batch_size import check_find_batch_size, find_batch_size_key
@@ -198,7 +198,7 @@ def planned_stages(methods: Sequence[Distribution] = ()) -> list[PlannedStage]:
 def finetune_dry_run(
     conf: str, overrides: Mapping[str, Any] | None, *, find_batch_size: bool = False
 ) -> None:
-    """Print (and store) each stage's key and state and the start commands; run nothing.
+    """Print (and store) configuration, keys and states of stages, and start commands; run nothing.
 
     A key is unknown until its inputs exist. An error of the checks is shown too, then raised.
 
@@ -208,6 +208,7 @@ def finetune_dry_run(
         find_batch_size: True to plan the comparison of distributions instead of the training.
     """
     config = _load(conf, overrides)
+    show_config(config)
     refusal: MegacoreError | None = None
     try:
         check_here(config)

@@ -25,7 +25,7 @@ from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
 from megacore.ranks.evaluate import UNIGRAM
 from tasks._pipeline import numbered
-from tasks._plan import PlannedStage, planned_row, show_plan
+from tasks._plan import PlannedStage, planned_row, show_config, show_plan
 from tasks._resume import check_resumed, warn_of_other_runs
 from tasks._tokens import tokenize_key
 from tasks.convert import convert_key
@@ -150,11 +150,12 @@ def _planned_zero_shot(config: RunConfig, kept: tuple[Target, ...]) -> list[Plan
 
 
 def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
-    """Print (and store) each stage's key and state and the cost of the training; run nothing.
+    """Print (and store) the configuration, each stage's key and state, and the cost; run nothing.
 
     A key is unknown until its inputs exist. An error of the checks is shown too, then raised.
     """
     config = load_checked_config(conf, overrides, trains=False)
+    show_config(config)
     refusal: MegacoreError | None = None
     try:
         cost = check_machine(config)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megacore.config import FinetuneConfig, RunConfig, load_config, load_finetune_config
 from tests.architecture._source import ROOT, tree
 
 FLOWS = {
@@ -61,7 +62,7 @@ def test_descriptions_state_the_hardware_of_the_conf(prefect_yaml: dict[str, Any
     for item in prefect_yaml["deployments"]:
         conf, text = read_conf(item), item["description"]
         count, device = re.findall(r"\b(\d+) (CPU core|GPU)s?\b", text)[0]
-        assert int(count) == conf["launch"]["nproc_per_node"], text
+        assert int(count) == conf.launch.nproc_per_node, text
         assert (device == "CPU core") == item["name"].endswith("-tiny"), text
 
 
@@ -71,19 +72,17 @@ def test_tags_state_flow_family_size_and_devices(prefect_yaml: dict[str, Any]) -
         assert project == "megacore"
         assert (FLOWS | FINETUNE)[flow] == item["entrypoint"]
         text, conf = item["description"], read_conf(item)
-        assert family == conf.get("family", "gpt") or flow == "finetune"
+        assert isinstance(conf, FinetuneConfig) or family == conf.family
         assert size in item["name"] or size in text.lower(), item
         on_cpu = "CPU core" in text or flow == "prepare-data"
         assert device == ("cpu" if on_cpu else "gpu"), item
 
 
-def read_conf(item: dict[str, Any]) -> dict[str, Any]:
-    """Read the configuration file of a deployment."""
-    folder = ROOT / "conf" / ("finetune" if item["entrypoint"] in FINETUNE.values() else "")
-    conf: dict[str, Any] = yaml.safe_load(
-        (folder / f"{item['name']}.yaml").read_text(encoding="utf-8")
-    )
-    return conf
+def read_conf(item: dict[str, Any]) -> RunConfig | FinetuneConfig:
+    """Load the configuration of a deployment."""
+    if item["entrypoint"] in FINETUNE.values():
+        return load_finetune_config(item["name"], conf_dir=ROOT / "conf" / "finetune")
+    return load_config(item["name"], conf_dir=ROOT / "conf")
 
 
 @pytest.mark.parametrize("name", FLOWS | FINETUNE)
@@ -107,7 +106,4 @@ def test_runs_work_in_the_clone_that_deployed_them(prefect_yaml: dict[str, Any])
 
 def test_a_conf_is_named_like_its_file() -> None:
     for conf in CONFS:
-        assert (
-            yaml.safe_load((ROOT / "conf" / f"{conf}.yaml").read_text(encoding="utf-8"))["name"]
-            == conf
-        )
+        assert load_config(conf, conf_dir=ROOT / "conf").name == conf
