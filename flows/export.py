@@ -22,7 +22,7 @@ def publication_stages(pipeline: StageRunner, trained: Artifact, *data: Artifact
     assert evaluation is not None, "a finished training has a report"
     exported = pipeline.stage(convert, trained, evaluation, *data)
     published = pipeline.stage(publish, trained, evaluation, exported, *data)
-    pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published)
+    pipeline.summary = outcome(pipeline.config, trained, evaluation, exported, published, data[-1])
     pipeline.summary += zero_shot
     push_stage(pipeline, trained, exported, published)
 

@@ -7,22 +7,25 @@ from prefect import flow
 from megacore.artifact import Artifact
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, run_name, sentence_state
-from tasks.download import download, download_punkt, needs_punkt
-from tasks.index import build_index
+from tasks.download import COLLECTED_AT_ONCE, download, download_punkt, needs_punkt
+from tasks.index import build_index, report_epochs
 from tasks.preflight import load_checked_config
-from tasks.tokenize import blend, make_tokenizer, tokenize
+from tasks.tokenize import blend, make_tokenizer, share_cores, tokenize
 
 
 def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
-    """Run the data stages in order, each source separately.
+    """Run the data stages in order, each source separately and several sources side by side.
 
     Returns the tokens, the tokenizer and the index maps.
     """
     config = pipeline.config
-    corpora = tuple(pipeline.stage(download, source) for source in config.data.sources)
+    sources = [(source,) for source in config.data.sources]
+    corpora = pipeline.stages(download, sources, at_once=COLLECTED_AT_ONCE)
     tokenizer = pipeline.stage(make_tokenizer, corpora)
     punkt = pipeline.stage(download_punkt) if needs_punkt(config) else None
-    members = tuple(pipeline.stage(tokenize, corpus, tokenizer, punkt) for corpus in corpora)
+    at_once, configs = share_cores(config, corpora)
+    inputs = [(corpus, tokenizer, punkt) for corpus in corpora]
+    members = pipeline.stages(tokenize, inputs, at_once=at_once, configs=configs)
     tokens = members[0] if len(members) == 1 else pipeline.stage(blend, members)
     index = pipeline.stage(build_index, tokens)
     return tokens, tokenizer, index
@@ -35,7 +38,8 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
 def prepare_data(conf: str = "gpt2-tiny", overrides: dict[str, Any] | None = None) -> None:
     """Prepare the data of `conf`, a name in conf/ or a path, with dotted `overrides`."""
     with StageRunner.start(load_checked_config(conf, overrides, trains=False)) as pipeline:
-        data_stages(pipeline)
+        _, _, index = data_stages(pipeline)
+        pipeline.summary = report_epochs(pipeline.config, index)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from flows.export import publication_stages
 from flows.prepare_data import data_stages
 from tasks._form import PRETRAINING, on_page, with_form
 from tasks._pipeline import StageRunner, run_name, sentence_state
+from tasks.index import report_epochs
 from tasks.preflight import dry_run_report, load_checked_config
 from tasks.train import train
 
@@ -31,6 +32,8 @@ def pretrain(
     config = load_checked_config(conf, overrides)
     with StageRunner.start(config) as pipeline:
         data = data_stages(pipeline)
+        # Kept if the training fails; otherwise the outcome, which repeats it, replaces it.
+        pipeline.summary = report_epochs(config, data[-1])
         trained = pipeline.stage(train, *data)
         publication_stages(pipeline, trained, *data)
     return pipeline.ended

@@ -23,6 +23,7 @@ import yaml
 from megacore.artifact import Artifact, Workspace, lock
 from megacore.artifact.files import read_json, write_json
 from megacore.errors import TrackingError
+from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
 from tasks._flow_config import FlowConfig
 
@@ -133,6 +134,8 @@ class RunFacts:
     """Data that training reads, by role, such as `train` and `valid`."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """Further tags, such as the flow run's name."""
+    epochs: Epochs | None = None
+    """Epochs of a pretraining over its data, recorded as the metric `epochs`."""
 
 
 class Tracking:
@@ -414,6 +417,8 @@ def _describe(
         "megacore.run_directory": str(run_directory),
     }
     tracking.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+    if facts.epochs is not None:
+        tracking.client.log_metric(run_id, "epochs", facts.epochs.epochs)
     log_datasets(tracking, run_id, facts.datasets)
     tracking.client.log_text(run_id, text, "config.yaml")
     # Last, so that after a crash before this line the run is described again.

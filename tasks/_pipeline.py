@@ -6,7 +6,9 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -62,7 +64,7 @@ class StageRow:
 
 @dataclass
 class StageRunner(Generic[Config]):
-    """Runner of stages, one after another, that records the outcome of each."""
+    """Runner of stages that records the outcome of each."""
 
     config: Config
     rows: list[StageRow] = field(default_factory=list)
@@ -103,6 +105,51 @@ class StageRunner(Generic[Config]):
         assert result is not None, f"{task.name} ended in the state {DELETED}"
         return result.artifact
 
+    def stages(
+        self,
+        task: Task[..., StageResult],
+        inputs: Sequence[tuple[Any, ...]],
+        *,
+        at_once: int,
+        configs: Sequence[Config] | None = None,
+    ) -> tuple[Artifact, ...]:
+        """Run one stage for each of several inputs side by side, in one task run each.
+
+        If one fails, the others are finished first, so that the next run reuses them; then the
+        error of the first input that failed fails the flow. An interruption does not wait for them.
+
+        Args:
+            task: the stage's task.
+            inputs: artifacts and other arguments of each task run.
+            at_once: number of task runs at the same time.
+            configs: configuration of each task run; None means the flow's.
+        """
+        if len(inputs) == 1:
+            return (self.stage(task, *inputs[0]),)
+        earlier = self._runs_of(task.name)
+        names = [numbered(task.name, earlier + number) for number in range(len(inputs))]
+        pool = ThreadPoolExecutor(at_once, f"megacore-{task.name}")
+        try:
+            # Each thread has its own copy of the context, with the flow run that Prefect reads.
+            futures = [
+                pool.submit(copy_context().run, self._call, task, config, arguments)
+                for config, arguments in zip(
+                    configs or [self.config] * len(inputs), inputs, strict=True
+                )
+            ]
+            ended = [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        results, errors = [], []
+        for name, (state, seconds) in zip(names, ended, strict=True):
+            try:
+                results.append(self._record(name, state, seconds))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return tuple(result.artifact for result in results if result is not None)
+
     def checkpoint_stage(
         self, task: Task[..., Any], checkpoint: str, *inputs: Any
     ) -> StageResult | None:
@@ -114,13 +161,22 @@ class StageRunner(Generic[Config]):
         return self._run(name, task.with_options(task_run_name=name), inputs)
 
     def _run(self, name: str, task: Task[..., Any], inputs: tuple[Any, ...]) -> StageResult | None:
+        return self._record(name, *self._call(task, self.config, inputs))
+
+    def _call(
+        self, task: Task[..., Any], config: Config, inputs: tuple[Any, ...]
+    ) -> tuple[State[StageResult], float]:
+        """Run a task with the configured retries; return its final state and its seconds."""
         launch = self.config.launch
         counts = isinstance(task.retries, CountedRetries)
         retries = CountedRetries(launch.retries) if counts else launch.retries
         configured = task.with_options(retries=retries, retry_delay_seconds=launch.retry_delay)
         started = time.monotonic()
-        state: State[StageResult] = configured(self.config, *inputs, return_state=True)  # type: ignore[assignment]
-        seconds = time.monotonic() - started
+        state: State[StageResult] = configured(config, *inputs, return_state=True)  # type: ignore[assignment]
+        return state, time.monotonic() - started
+
+    def _record(self, name: str, state: State[StageResult], seconds: float) -> StageResult | None:
+        """Add the row of a task that ended, and return its result. Raises the task's error."""
         if not state.is_completed():
             stopped = isinstance(state.result(raise_on_failure=False), TrainingStoppedError)
             self.rows.append(StageRow(name, "stopped" if stopped else "failed", seconds, "-", {}))
@@ -137,8 +193,12 @@ class StageRunner(Generic[Config]):
 
     def _row_name(self, stage: str) -> str:
         """Return the stage's name, numbered from the second source on."""
+        return numbered(stage, self._runs_of(stage))
+
+    def _runs_of(self, stage: str) -> int:
+        """Return the number of the stage's rows."""
         pattern = rf"{re.escape(stage)}( \d+)?"
-        return numbered(stage, sum(bool(re.fullmatch(pattern, row.stage)) for row in self.rows))
+        return sum(bool(re.fullmatch(pattern, row.stage)) for row in self.rows)
 
     def _report(self) -> None:
         cells = [row.cells() for row in self.rows]

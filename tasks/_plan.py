@@ -102,17 +102,22 @@ def show_plan(
     cost: str,
     refusal: MegacoreError | None,
     commands: Callable[[], list[str]],
+    *,
+    warning: str | None = None,
 ) -> None:
     """Print the table, store it as an artifact, and print the commands that would be started.
 
     Args:
         name: name of the configuration.
         rows: rows from `planned_row`.
-        cost: expected cost of the training, in one line.
+        cost: expected cost of the training, and its epochs, in one line each.
         refusal: error that keeps the training from running here; raised at the end.
         commands: function that returns the start commands; called only if the training can run.
+        warning: sentence that is shown below the cost.
     """
-    create_table_artifact(rows, key="dry-run", description=f"what {name} would do; {cost}")
+    create_table_artifact(
+        rows, key="dry-run", description=f"what {name} would do; {'; '.join(cost.splitlines())}"
+    )
     table = Table(title=f"dry run of {name}: nothing was started")
     for column in rows[0]:
         table.add_column(column, overflow="fold")
@@ -121,6 +126,8 @@ def show_plan(
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     console.print(cost, soft_wrap=True, highlight=False)
+    if warning is not None:
+        console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
     if refusal is not None:
         raise refusal
     for line in commands():

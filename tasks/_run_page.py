@@ -215,6 +215,11 @@ def _facts_lines(facts: RunFacts, run_directory: Path | None = None) -> Iterator
             f", {dataset.profile[unit]:,} {unit}" for unit in _UNITS if unit in dataset.profile
         )
         yield f"- {role} data: `{dataset.name}`" + "".join(sizes)
+    if facts.epochs is not None:
+        yield f"- {facts.epochs.sentence()}"
+        warning = facts.epochs.warning()
+        if warning:
+            yield f"- **warning:** {warning}"
     yield f"- run: `{facts.key}`" + ("" if run_directory is None else f" in `{run_directory}`")
     link = flow_run_link()
     if link is not None:

@@ -10,6 +10,9 @@ from megacore.config.keys import key_parameters
 from megacore.errors import DataFormatError
 from tasks._cache import StageResult, build, stage_task
 
+COLLECTED_AT_ONCE = 4
+"""Number of sources that are collected at the same time; servers and disks limit their rate."""
+
 
 def collect_key(config: RunConfig, source: Source) -> StageKey:
     """Return the key of a corpus, determined by the content of its source."""

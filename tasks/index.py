@@ -4,12 +4,15 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefect import get_run_logger
+
 from megacore.artifact import Artifact, Manifest, StageKey
 from megacore.artifact.files import canonical_json
 from megacore.config import RunConfig
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.data import WeightedSource
 from megacore.config.keys import key_parameters
+from megacore.plan.epochs import Epochs, measured_epochs
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build, stage_task
 from tasks._mlflow import Dataset
@@ -129,6 +132,26 @@ def split_datasets(config: RunConfig, tokens: Artifact, index: Artifact) -> dict
         )
         for split in ("train", "valid", "test")
     }
+
+
+def epochs_of(config: RunConfig, index: Artifact) -> Epochs:
+    """Return the epochs of the training that reads these maps."""
+    return measured_epochs(config, index.counts["train"])
+
+
+def report_epochs(config: RunConfig, index: Artifact) -> str:
+    """Log a warning if the data is repeated too often, and return the flow's summary of epochs."""
+    warning = epochs_of(config, index).warning()
+    if warning:
+        get_run_logger().warning("%s", warning)
+    return epochs_summary(config, index)
+
+
+def epochs_summary(config: RunConfig, index: Artifact) -> str:
+    """Return the epochs of the training as markdown, with a warning if they are too many."""
+    epochs = epochs_of(config, index)
+    warning = epochs.warning()
+    return f"{epochs.sentence()}\n" + (f"\n**Warning:** {warning}\n" if warning else "")
 
 
 def _digest(content: Any) -> str:

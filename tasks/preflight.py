@@ -10,10 +10,17 @@ from prefect import get_run_logger
 from megacore.artifact import Artifact, StageKey, Workspace
 from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config import RunConfig, load_config
+from megacore.config.data import HubSource, Source, SourceTreeSource, TextSource
 from megacore.convert.counterparts import exportable
 from megacore.errors import MegacoreError
 from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
+from megacore.plan.epochs import (
+    BYTES_PER_TOKEN,
+    Epochs,
+    estimated_epochs,
+    train_sources,
+)
 from megacore.plan.preflight import preflight, resolve_launch
 from megacore.plan.vocabulary import expected_vocab_size
 from megacore.ranks.evaluate import UNIGRAM
@@ -24,13 +31,14 @@ from tasks._tokens import tokenize_key
 from tasks.convert import convert_key
 from tasks.download import collect_key, needs_punkt, punkt_key
 from tasks.evaluate import Target, evaluate_key, kept_checkpoints, score_key
-from tasks.index import index_key
+from tasks.index import epochs_of, index_key
 from tasks.publish import publication_problem, publish_key
 from tasks.push import check_push, planned_push
 from tasks.tokenize import blend_key, tokenizer_key
 from tasks.train import check_pretrained, run_directory, train_key, training_problem
 from tasks.zeroshot import text_digests, zeroshot_key
 
+EPOCHS_UNKNOWN = "epochs: known after the stage tokenize"
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -162,9 +170,51 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
         planned_row(planned, config, artifacts)
         for planned in planned_publication(config, artifacts.get("train"))
     ]
+    epochs = planned_epochs(config, artifacts)
     show_plan(
-        config.name, rows, f"training: {cost}", refusal, lambda: launch_commands(config, artifacts)
+        config.name,
+        rows,
+        f"training: {cost}\n{epochs.sentence() if epochs else EPOCHS_UNKNOWN}",
+        refusal,
+        lambda: launch_commands(config, artifacts),
+        warning=epochs.warning() if epochs else None,
     )
+
+
+def planned_epochs(config: RunConfig, artifacts: Mapping[str, Artifact]) -> Epochs | None:
+    """Return the epochs of the training, or None if the size of a source is not known yet.
+
+    They are estimated if the index maps do not exist: from the tokens of a source, or from the
+    bytes of a collected one.
+
+    Args:
+        config: configuration of the run.
+        artifacts: existing artifacts by the names in `planned_training`.
+    """
+    if "index" in artifacts:
+        return epochs_of(config, artifacts["index"])
+    sizes = [_tokens(config, source, artifacts) for source in train_sources(config.data)]
+    tokens = [size for size, _ in sizes if size is not None]
+    if len(tokens) < len(sizes):
+        return None
+    counted = all(is_counted for _, is_counted in sizes)
+    estimate = "data.split" if counted else f"{BYTES_PER_TOKEN} bytes of text per token"
+    return estimated_epochs(config, tokens, estimate)
+
+
+def _tokens(
+    config: RunConfig, source: Source, artifacts: Mapping[str, Artifact]
+) -> tuple[int | None, bool]:
+    """Return the tokens of a source, or None, and whether they were counted."""
+    number = config.data.sources.index(source)
+    tokens = artifacts.get(numbered("tokenize", number))
+    if tokens is not None:
+        return tokens.counts["tokens"], True
+    corpus = artifacts.get(numbered("collect", number))
+    # The files of other sources may be compressed, or hold more than the text.
+    if corpus is None or not isinstance(source, HubSource | SourceTreeSource | TextSource):
+        return None, False
+    return corpus.counts["bytes"] // BYTES_PER_TOKEN, False
 
 
 def launch_commands(config: RunConfig, artifacts: Mapping[str, Artifact]) -> list[str]:

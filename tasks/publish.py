@@ -26,7 +26,7 @@ from tasks.evaluate import (
     perplexities_of,
     read_evaluation,
 )
-from tasks.index import split_datasets
+from tasks.index import epochs_summary, split_datasets
 from tasks.train import run_facts
 
 VERSION = 2
@@ -186,10 +186,11 @@ def outcome(
     evaluation: Artifact,
     export: Artifact,
     published: Artifact,
+    index: Artifact,
 ) -> str:
     """Return the final markdown of the flow.
 
-    It shows perplexities, a text that the model generated, and the locations of the results.
+    It shows perplexities, epochs, a text of the model, and the locations of the results.
     """
     counts = evaluation.counts
     get_run_logger().info(
@@ -206,6 +207,7 @@ def outcome(
         ),
         "",
         evaluation_summary(read_evaluation(evaluation)),
+        epochs_summary(config, index),
         "What it writes:",
         "",
         "```",

@@ -1,6 +1,8 @@
 """Stages `tokenizer`, `tokenize` and `blend`: a vocabulary, then each corpus as token files."""
 
 import base64
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from megacore.artifact import Artifact, StageKey
 from megacore.config import RunConfig
+from megacore.config.data import holds_tokens
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, build, stage_task
@@ -41,6 +44,30 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
     special = SpecialTokens.model_validate(result.artifact.counts["special_tokens"])
     check_roles(special, config.family, config.data)
     return result
+
+
+def share_cores(config: RunConfig, corpora: Sequence[Artifact]) -> tuple[int, list[RunConfig]]:
+    """Return how many corpora are tokenized at the same time, and the configuration of each.
+
+    The corpora share the cores in proportion to their bytes, so that they end at the same time,
+    each with at least one thread. With `data.workers`, as many are tokenized at the same time as
+    have cores. With `data.shard_mb` it is one: its shards are tokenized side by side.
+    """
+    data, cores = config.data, len(os.sched_getaffinity(0))
+    if data.shard_mb is not None or data.workers is not None:
+        at_once = 1 if data.shard_mb is not None else max(1, cores // (data.workers or 1))
+        return at_once, [config] * len(corpora)
+    # Ready-made token files are linked, without work.
+    sizes = [
+        0 if holds_tokens(source) else corpus.counts["bytes"]
+        for source, corpus in zip(data.sources, corpora, strict=True)
+    ]
+    total = max(1, sum(sizes))
+    shares = [max(1, round(cores * size / total)) for size in sizes]
+    return cores, [
+        config.model_copy(update={"data": data.model_copy(update={"workers": share})})
+        for share in shares
+    ]
 
 
 @stage_task("tokenize", tokenize_key)

@@ -31,7 +31,7 @@ from tasks._live_run import LiveRun
 from tasks._mlflow import RunFacts, Tracking
 from tasks._resume import resumed_digest
 from tasks._retry import counted_failures, pretraining_may_retry
-from tasks.index import resolved_samples, split_datasets, without_other_families
+from tasks.index import epochs_of, resolved_samples, split_datasets, without_other_families
 
 SEALED = "checkpoints/*/complete.json"
 """Pattern of the files in a training's manifest: the completion markers, each of which contains the
@@ -184,7 +184,8 @@ def _run(
         stages.train(job, monitor.poll)
         monitor.poll()
     remove_stale(directory / "checkpoints")
-    seal(directory, key, training_counts(directory, config), time.monotonic() - started, SEALED)
+    counts = training_counts(directory, config, index)
+    seal(directory, key, counts, time.monotonic() - started, SEALED)
 
 
 def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifact) -> None:
@@ -220,7 +221,8 @@ def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifac
 def run_facts(config: RunConfig, key: str, tokens: Artifact, index: Artifact) -> RunFacts:
     """Return the facts that MLflow records in addition to the configuration."""
     datasets = split_datasets(config, tokens, index)
-    return RunFacts(key=key, datasets=datasets, tags={"megacore.conf": config.name})
+    epochs = epochs_of(config, index)
+    return RunFacts(key=key, datasets=datasets, tags={"megacore.conf": config.name}, epochs=epochs)
 
 
 def make_job(
@@ -273,8 +275,8 @@ def job_of(
     )
 
 
-def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
-    """Return the counts of a training's manifest: iterations, tokens and the kept checkpoints."""
+def training_counts(directory: Path, config: RunConfig, index: Artifact) -> dict[str, Any]:
+    """Return the counts of a training's manifest: iterations, tokens, epochs and checkpoints."""
     from megacore.checkpoint.format import complete_checkpoints
 
     checkpoints = [
@@ -289,6 +291,7 @@ def training_counts(directory: Path, config: RunConfig) -> dict[str, Any]:
     return {
         "iterations": config.train.train_iters,
         "tokens": samples * config.data.seq_length,
+        "epochs": epochs_of(config, index).epochs,
         "checkpoints": checkpoints,
     }
 

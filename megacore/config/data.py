@@ -1,9 +1,10 @@
 """Section `data`: the sources of documents, the tokenizer, and the division into samples."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megacore.config.base import Section, keyed, unkeyed
 
@@ -101,10 +102,24 @@ class HubSource(Section):
     """Commit, tag or branch; null means the default branch. A commit makes the corpus
     reproducible."""
     key: str = keyed("text")
-    """Column that contains the document."""
+    """Column that contains the document, or a part of it."""
+    document_start: str | None = keyed(None, omit_default=True, min_length=1)
+    """Regular expression of Python's re that is searched in each row: a row that matches begins a
+    document, and the rows up to the next match belong to it. Null means one document per row."""
     streaming: bool = unkeyed(True)
     """If true, rows are read while they arrive; if false, all files are downloaded first, and an
     interrupted download resumes."""
+
+    @field_validator("document_start")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(
+                f"{pattern!r} is no regular expression ({error}): correct it"
+            ) from error
+        return pattern
 
 
 class PrefixSource(Section):

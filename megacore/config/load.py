@@ -338,15 +338,15 @@ def _merge(
 ) -> dict[str, Any]:
     """Return the mapping `base` with `values` merged over it: only mappings merge.
 
-    A mapping with another `kind` replaces the one in `base` if the kinds have different fields.
+    A mapping that names its `kind` is complete, where kinds have different fields: it replaces the
+    one in `base`.
     """
     merged = dict(base)
     for key, value in values.items():
         if isinstance(value, dict):
             old, place = merged.get(key), (*location, key)
             old = old if isinstance(old, dict) else {}
-            differ = value.get(_KIND, old.get(_KIND)) != old.get(_KIND)
-            if differ and len(_sections_at(place, schema)) > 1:
+            if _KIND in value and len(_sections_at(place, schema)) > 1:
                 old = {}
             value = _merge(old, value, schema, place)
         merged[key] = value

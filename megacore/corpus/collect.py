@@ -50,10 +50,11 @@ def fingerprint(source: Source) -> dict[str, Any]:
 
 def collect(
     source: Source, directory: Path, *, cache_directory: Path | None = None
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Fill the empty `directory` with the corpus.
 
-    Returns counts: documents, files, skipped_files, bytes.
+    Returns counts: documents, files, skipped_files, bytes; of a data set of the hub also its
+    commit, and the rows if several form a document.
 
     Downloads are cached in `cache_directory`, which outlives a failed attempt; it defaults to
     `.huggingface` (hub) or `.downloads` (web servers) next to `directory`. Raises DataFormatError
@@ -63,7 +64,7 @@ def collect(
     counts = _collector(source, cache_directory, directory.parent)(directory)
     if not counts["documents"]:
         raise DataFormatError(
-            f"the corpus is empty: {_describe(source)} has no document "
+            f"the corpus is empty: {describe(source)} has no document "
             f"({counts['files']} files, {counts['skipped_files']} of them skipped): point "
             "data.source at text"
         )
@@ -72,7 +73,7 @@ def collect(
 
 def _collector(
     source: Source, cache_directory: Path | None, parent: Path
-) -> Callable[[Path], dict[str, int]]:
+) -> Callable[[Path], dict[str, Any]]:
     match source:
         case SourceTreeSource():
             return lambda directory: source_tree.collect(source, directory)
@@ -90,7 +91,8 @@ def _collector(
             return lambda directory: local_files.collect_prefix(source, directory)
 
 
-def _describe(source: Source) -> str:
+def describe(source: Source) -> str:
+    """Return the name of a source for messages."""
     match source:
         case SourceTreeSource():
             pattern = source_tree.pattern_of(source)
@@ -102,6 +104,7 @@ def _describe(source: Source) -> str:
         case HttpSource():
             return ", ".join(shown(file.url) for file in source.files)
         case HubSource():
-            return f"{source.dataset} split {source.split}"
+            name = f"{source.dataset} {source.config}" if source.config else source.dataset
+            return f"{name} split {source.split}"
         case PrefixSource():
             return source.prefix

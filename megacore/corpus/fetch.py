@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from megacore.redact import redact, redact_log
 if TYPE_CHECKING:
     import httpx
 
+_BAR = threading.Lock()
+"""Held by the download whose progress bar is on the terminal."""
 ProgressCallback = Callable[[int, int | None], None]
 """Callback that receives the number of bytes so far and the total, which is None if unknown."""
 _LOG_SECONDS = 10.0
@@ -362,13 +365,19 @@ def _sentence(error: BaseException) -> str:
 def download_progress(name: str) -> Iterator[ProgressCallback]:
     """Show the progress of the download `name`: a bar on a terminal, else log lines.
 
-    A terminal that cannot redraw a line (TERM=dumb) gets log lines.
+    A terminal that cannot redraw a line (TERM=dumb) gets log lines, as does each further download
+    of several at the same time.
     """
     from rich.console import Console
 
     console = Console(stderr=True)
-    with _bar(name, console) if console.is_interactive else _log(name) as report:
-        yield report
+    has_bar = console.is_interactive and _BAR.acquire(blocking=False)
+    try:
+        with _bar(name, console) if has_bar else _log(name) as report:
+            yield report
+    finally:
+        if has_bar:
+            _BAR.release()
 
 
 @contextmanager

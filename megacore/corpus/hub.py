@@ -3,6 +3,9 @@
 import errno
 import importlib
 import importlib.util
+import logging
+import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,12 @@ from megacore.config.data import HubSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter, SourceFile
 from megacore.errors import DataFormatError, DownloadError
+
+_logger = logging.getLogger(__name__)
+_COMMIT = re.compile("[0-9a-f]{40}")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_LARGEST_DOCUMENT = 1 << 28
+"""Characters of a document above which its expression cannot be right."""
 
 
 def fingerprint(source: HubSource) -> dict[str, Any]:
@@ -30,10 +39,13 @@ def fingerprint(source: HubSource) -> dict[str, Any]:
     return key_parameters(source, "collect", {"files": identities})
 
 
-def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[str, int]:
+def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[str, Any]:
     """Write the text of every row as a document, in the data set's order, and return counts.
 
-    Memory does not grow with the size of the data set. The count of files is always 0.
+    With `document_start`, the rows from one that matches to the next are a document. A document is
+    named after its first row. Memory holds one document; it does not grow with the data set.
+
+    The count of files is always 0. `revision` is the commit that was read, if it is known, and `rows` the number of rows, with `document_start`.
 
     Unless the data set is streamed, all of its files are downloaded into `cache_directory` first;
     files that an earlier attempt downloaded are reused.
@@ -41,16 +53,97 @@ def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[s
     Raises DataFormatError for a data set, split or column that does not exist, DownloadError for a
     lost connection.
     """
-    size = 0
+    size, rows = 0, 0
+
+    def counted(texts: Iterator[str]) -> Iterator[str]:
+        nonlocal rows
+        for text in texts:
+            rows += 1
+            yield text
+
+    revision = _commit(source, cache_directory)
     with CorpusWriter(directory) as writer:
-        for text in _texts(source, cache_directory):
-            writer.add(text, f"{source.dataset}/{source.split}/{writer.documents}")
+        texts = counted(_texts(source, revision or source.revision, cache_directory))
+        for row, text in _documents(source, texts):
+            writer.add(text, f"{source.dataset}/{source.split}/{row}")
             size += len(text.encode("utf-8", "surrogatepass"))
-    return {"documents": writer.documents, "files": 0, "skipped_files": 0, "bytes": size}
+    counts = {"documents": writer.documents, "files": 0, "skipped_files": 0, "bytes": size}
+    joined = {} if source.document_start is None else {"rows": rows}
+    return counts | joined | ({} if revision is None else {"revision": revision})
 
 
-def _texts(source: HubSource, cache_directory: Path) -> Iterator[str]:
-    rows = _open(source, cache_directory)
+def _documents(source: HubSource, texts: Iterator[str]) -> Iterator[tuple[int, str]]:
+    """Yield (number of its first row, text) of each document.
+
+    With `document_start`, each row ends with a line break, also an empty one; those at the end of a
+    document are removed. Empty rows before the first document are dropped. Raises DataFormatError
+    if no row matches, or if a document is larger than _LARGEST_DOCUMENT.
+    """
+    if source.document_start is None:
+        yield from enumerate(texts)
+        return
+    begins = re.compile(source.document_start).search
+    first, size, matches = 0, 0, 0
+    parts: list[str] = []
+    for row, text in enumerate(texts):
+        if begins(text):
+            yield from _joined(first, parts)
+            first, size, parts, matches = row, 0, [], matches + 1
+        parts.append(text if text.endswith("\n") else f"{text}\n")
+        size += len(text)
+        if size > _LARGEST_DOCUMENT:
+            raise DataFormatError(
+                f"{_name(source)}: no row from {first} to {row} matches data.source.document_start "
+                f"{source.document_start!r}, and a document has at most "
+                f"{_LARGEST_DOCUMENT:,} characters: correct the expression"
+            )
+    if not matches:
+        raise DataFormatError(
+            f"{_name(source)}: no row matches data.source.document_start "
+            f"{source.document_start!r}: correct the expression"
+        )
+    yield from _joined(first, parts)
+
+
+def _joined(first: int, parts: list[str]) -> Iterator[tuple[int, str]]:
+    text = "".join(parts).rstrip("\n")
+    if text:
+        yield first, text
+
+
+def _is_on_hub(source: HubSource) -> bool:
+    """Return True unless the data set is a path."""
+    return not Path(source.dataset).is_dir() and bool(_HUB_NAME.fullmatch(source.dataset))
+
+
+def _commit(source: HubSource, cache_directory: Path) -> str | None:
+    """Return the commit that the data set's revision means now, or None if nobody can tell.
+
+    The rows are then read from this commit, even if the branch moves on. Without a connection,
+    `datasets` may still read a downloaded copy.
+    """
+    if not _is_on_hub(source) or _COMMIT.fullmatch(source.revision or ""):
+        return source.revision if _is_on_hub(source) else None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    with loading(_name(source), cache_directory):
+        try:
+            return HfApi().dataset_info(source.dataset, revision=source.revision).sha
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            # Also errors of HTTP, which would count as a lost connection.
+            raise ValueError(first_sentence(error)) from error
+        except broken_connections() as error:
+            _logger.warning(
+                "%s: the hub cannot be asked for the commit (%s), so it is not recorded",
+                _name(source),
+                first_sentence(error),
+            )
+            return None
+
+
+def _texts(source: HubSource, revision: str | None, cache_directory: Path) -> Iterator[str]:
+    rows = _open(source, revision, cache_directory)
     broken: tuple[type[Exception], ...] = (OSError, *broken_connections())
     try:
         for number, row in enumerate(rows):
@@ -74,7 +167,7 @@ def broken_connections() -> tuple[type[Exception], ...]:
     return ConnectionError, TimeoutError, *(client.TransportError for client in clients)
 
 
-def _open(source: HubSource, cache_directory: Path) -> Any:
+def _open(source: HubSource, revision: str | None, cache_directory: Path) -> Any:
     # Imported here because `datasets` takes a second to import and only this source needs it.
     import datasets
 
@@ -83,7 +176,7 @@ def _open(source: HubSource, cache_directory: Path) -> Any:
             source.dataset,
             source.config,
             split=source.split,
-            revision=source.revision,
+            revision=revision,
             streaming=source.streaming,
             cache_dir=str(cache_directory / "datasets"),
         )
@@ -122,20 +215,34 @@ def loading(name: str, cache_directory: Path) -> Iterator[None]:
         ) from error
 
 
+_CACHE_USERS: list[tuple[Path, str]] = []
+"""Directory of each data set that is being loaded, and the cache before the first of them."""
+_CACHE_FREE = threading.Condition()
+
+
 @contextmanager
 def _hub_cache(directory: Path) -> Iterator[None]:
     """Set the hub client's cache to `directory` within the context.
 
     The client stores a data set's card there; `load_dataset` does not pass its cache_dir for that.
+    The setting belongs to the process: threads with the same directory share it, the last one
+    restores it, and a thread with another directory waits.
     """
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_CACHE
-    constants.HF_HUB_CACHE = str(directory)
+    with _CACHE_FREE:
+        _CACHE_FREE.wait_for(lambda: not _CACHE_USERS or _CACHE_USERS[0][0] == directory)
+        before = _CACHE_USERS[0][1] if _CACHE_USERS else constants.HF_HUB_CACHE
+        _CACHE_USERS.append((directory, before))
+        constants.HF_HUB_CACHE = str(directory)
     try:
         yield
     finally:
-        constants.HF_HUB_CACHE = before
+        with _CACHE_FREE:
+            _CACHE_USERS.pop()
+            if not _CACHE_USERS:
+                constants.HF_HUB_CACHE = before
+            _CACHE_FREE.notify_all()
 
 
 @contextmanager

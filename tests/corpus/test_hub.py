@@ -4,14 +4,20 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from megacore.config.data import HubSource
+from megacore.corpus import hub
 from megacore.corpus.collect import collect, fingerprint
 from megacore.errors import DataFormatError, DownloadError, WorkspaceError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WIKITEXT = "^ = (?!= ).+ = $"
 
 
 @pytest.fixture
@@ -78,12 +84,114 @@ def test_a_lost_connection_is_retryable_and_the_cache_setting_is_restored(
     with pytest.raises(
         DownloadError, match="cannot be loaded: Couldn't reach the Hub: check the network"
     ) as caught:
-        collect(source(Path("owner/name")), tmp_path / "out")
+        collect(source(Path("owner/name"), revision=COMMIT), tmp_path / "out")
     assert caught.value.retryable
     assert cache_directories == {
         name: str(tmp_path / ".huggingface" / name) for name in ("datasets", "hub")
     }
     assert before == constants.HF_HUB_CACHE
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """Provide the rows of two articles in two files, the second one divided between them."""
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    parts = [
+        [
+            "",
+            " = First = \n",
+            "",
+            " Text of = the = first . \n",
+            " = = Section = = \n",
+            " More . \n",
+            "",
+        ],
+        [" = E = mc² = \n", "", " = = = Deep = = = \n"],
+        ["without a line break", "", ""],
+    ]
+    for shard, texts in enumerate(parts):
+        pq.write_table(pa.table({"text": texts}), folder / f"train-{shard:05}.parquet")
+    (tmp_path / "out").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_rows_are_joined_from_one_that_matches_to_the_next(
+    lines: Path, tmp_path: Path, streaming: bool
+) -> None:
+    counts = collect(source(lines, document_start=WIKITEXT, streaming=streaming), tmp_path / "out")
+    assert (counts["documents"], counts["rows"]) == (2, 13)
+    documents = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [document["text"] for document in documents] == [
+        " = First = \n\n Text of = the = first . \n = = Section = = \n More . ",
+        " = E = mc² = \n\n = = = Deep = = = \nwithout a line break",
+    ]
+    assert [document["source"].rsplit("/", 1)[1] for document in documents] == ["1", "7"]
+
+
+def test_rows_before_the_first_match_are_a_document(lines: Path, tmp_path: Path) -> None:
+    counts = collect(source(lines, document_start="mc²"), tmp_path / "out")
+    assert counts["documents"] == 2
+    first = json.loads((tmp_path / "out" / "corpus.jsonl").read_text("utf-8").splitlines()[0])
+    assert first["source"].endswith("/0")
+    assert first["text"].startswith("\n = First")
+
+
+def test_expression_that_matches_no_row_is_refused(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = source(lines, document_start="^Chapter")
+    with pytest.raises(DataFormatError, match=r"no row matches .*document_start '\^Chapter'"):
+        collect(absent, tmp_path / "out")
+    monkeypatch.setattr(hub, "_LARGEST_DOCUMENT", 20)
+    with pytest.raises(DataFormatError, match=r"no row from 0 to 3 matches .* at most 20 char"):
+        collect(absent, tmp_path / "out")
+    with pytest.raises(ValidationError, match=r"'\(' is no regular expression"):
+        source(lines, document_start="(")
+
+
+def test_branch_is_resolved_to_the_commit_that_is_read_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import huggingface_hub
+
+    asked: list[object] = []
+
+    def info(_: object, name: str, *, revision: str | None) -> SimpleNamespace:
+        asked.append((name, revision))
+        return SimpleNamespace(sha=COMMIT)
+
+    def load(*_: object, revision: str, **__: object) -> datasets.Dataset:
+        asked.append(revision)
+        return datasets.Dataset.from_dict({"text": ["one"]})
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    (tmp_path / "out").mkdir()
+    counts = collect(source(Path("owner/name"), revision="main"), tmp_path / "out")
+    assert counts["revision"] == COMMIT
+    assert asked == [("owner/name", "main"), COMMIT]
+
+
+def test_threads_share_the_setting_of_the_cache(tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_CACHE
+    with hub._hub_cache(tmp_path):
+        with hub._hub_cache(tmp_path):
+            pass
+        assert str(tmp_path) == constants.HF_HUB_CACHE
+    assert before == constants.HF_HUB_CACHE
+
+
+def test_fingerprint_depends_on_the_expression_only_if_there_is_one(dataset: Path) -> None:
+    assert "document_start" not in fingerprint(source(dataset))
+    assert fingerprint(source(dataset, document_start="a"))["document_start"] == "a"
 
 
 def test_fingerprint_of_a_local_dataset_depends_on_its_files(dataset: Path) -> None:

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from flows.prepare_data import prepare_data
 from flows.pretrain import pretrain
+from megacore.corpus import collect as corpus
 from megacore.errors import DataFormatError, WorkerLostError
 from megacore.token_files.indexed_dataset import IndexedDataset, token_prefixes
 from megacore.tokenizer import tokenize as shards
@@ -100,6 +101,57 @@ def test_only_changed_parts_of_a_blend_run_again(place: Path, rows: Rows) -> Non
         "blend",
         "index",
     ]
+
+
+def test_sources_are_collected_and_tokenized_side_by_side(
+    place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    for module, name in ((corpus, "collect"), (shards, "tokenize_corpus")):
+        # Each call waits for the other one, which never comes if they run in turn.
+        meeting, original = threading.Barrier(2, timeout=60), getattr(module, name)
+
+        def meet(
+            *args: Any,
+            meeting: threading.Barrier = meeting,
+            original: Callable[..., Any] = original,
+            **kwargs: Any,
+        ) -> Any:
+            meeting.wait()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, meet)
+    members = [{"weight": 1, "source": source(place, name, 60)} for name in "ab"]
+    prepare_data(write_conf(place, blend=members))
+    assert set(rows.values()) == {"ran"}
+    assert [row for row in rows if row.startswith(("collect", "tokenize "))] == [
+        "collect",
+        "collect 2",
+        "tokenize 2",
+    ]
+
+
+def test_error_of_a_source_is_the_flows_after_the_others_finished(
+    place: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, original = threading.Event(), corpus.collect
+
+    def fail_second(source: Any, directory: Path, **kwargs: Any) -> Any:
+        if "b.jsonl" in source.files[0]:
+            failed.set()
+            raise DataFormatError("injected failure")
+        assert failed.wait(60)
+        return original(source, directory, **kwargs)
+
+    members = [{"weight": 1, "source": source(place, name, 60)} for name in "abc"]
+    conf = write_conf(place, blend=members)
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "collect", fail_second)
+        with pytest.raises(DataFormatError, match="injected failure"):
+            prepare_data(conf)
+    assert rows == {"collect": "ran", "collect 2": "failed", "collect 3": "ran"}
+    prepare_data(conf)
+    assert (rows["collect"], rows["collect 2"], rows["collect 3"]) == ("cached", "ran", "cached")
 
 
 @pytest.mark.slow

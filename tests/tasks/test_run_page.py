@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import tasks._run_page
 from megacore.config import RunConfig
+from megacore.plan.epochs import Epochs
 from tasks._forward import Forwarder
 from tasks._mlflow import RunFacts, Tracking
 from tasks._run_page import NOTE, NOTE_DIGEST, describe_model, note_tags, update_run_page
@@ -42,6 +44,19 @@ def artifacts_of(tracking: Tracking, run_id: str) -> Path:
 def note(tracking: Tracking, run_id: str) -> str:
     text: str = tracking.client.get_run(run_id).data.tags[NOTE]
     return text
+
+
+def test_description_and_metric_have_the_epochs(
+    tracking: Tracking, run_directory: Path, config: RunConfig, facts: RunFacts, log: EventLog
+) -> None:
+    log.start()
+    repeated = replace(facts, epochs=Epochs(900, 100, (("/data/a.jsonl", 9.0),)))
+    run_id = Forwarder(tracking, run_directory, config, repeated).flush()
+    update_run_page(tracking, run_id, run_directory, repeated)
+    lines = note(tracking, run_id).splitlines()
+    assert "- epochs: 9 (900 tokens of training over 100 tokens of the train split)" in lines
+    assert any(line.startswith("- **warning:** the training makes 9 epochs") for line in lines)
+    assert tracking.client.get_run(run_id).data.metrics["epochs"] == 9.0
 
 
 def test_description_has_data_checkpoints_by_perplexity_and_attempts(

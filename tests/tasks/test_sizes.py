@@ -21,8 +21,16 @@ def test_number_of_samples_follows_from_the_batches(run_directory: Path) -> None
     config, ramp = make_config(), make_config(rampup_batch_size=RAMP)
     assert requested_samples(config) == (200, 20, None)
     assert requested_samples(ramp) == (190, 20, None)
-    assert training_counts(run_directory, config)["tokens"] == 200 * 16
-    assert training_counts(run_directory, ramp)["tokens"] == 190 * 16
+    index = Artifact(
+        stage="index",
+        key="ab" * 8,
+        path=str(run_directory),
+        digest="f" * 64,
+        counts={"train": {"tokens": 1600, "samples": 200, "epochs": 2}},
+    )
+    counts = training_counts(run_directory, config, index)
+    assert (counts["tokens"], counts["epochs"]) == (200 * 16, 2.0)
+    assert training_counts(run_directory, ramp, index)["tokens"] == 190 * 16
 
 
 def artifact(tmp_path: Path, **counts: int) -> Artifact:

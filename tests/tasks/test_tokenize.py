@@ -1,0 +1,47 @@
+"""Division of the cores among corpora that are tokenized side by side."""
+
+from typing import Any
+
+import pytest
+
+from megacore.artifact import Artifact
+from megacore.config import RunConfig, load_config
+from tasks.tokenize import share_cores
+
+
+def config(**data: Any) -> RunConfig:
+    blend = [
+        {"weight": 1, "source": {"kind": "jsonl", "files": [f"/data/{name}.jsonl"]}}
+        for name in "abc"
+    ]
+    values = {f"data.{name}": value for name, value in data.items()}
+    return load_config("gpt2-tiny", {"data.source": None, "data.blend": blend, **values})
+
+
+def corpora(*sizes: int) -> list[Artifact]:
+    return [
+        Artifact(stage="collect", key=str(size), path="", digest="", counts={"bytes": size})
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "sizes", "data", "expected"),
+    [
+        (8, (600, 150, 50), {}, (8, [6, 2, 1])),
+        (2, (10, 10, 10), {}, (2, [1, 1, 1])),
+        (8, (600, 150, 50), {"workers": 3}, (2, [3, 3, 3])),
+        (2, (600, 150, 50), {"workers": 3}, (1, [3, 3, 3])),
+        (8, (600, 150, 50), {"shard_mb": 1}, (1, [None] * 3)),
+    ],
+)
+def test_corpora_share_the_cores_by_size(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    sizes: tuple[int, ...],
+    data: dict[str, int],
+    expected: tuple[int, list[int | None]],
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    at_once, configs = share_cores(config(**data), corpora(*sizes))
+    assert (at_once, [each.data.workers for each in configs]) == expected
