@@ -103,7 +103,10 @@ def generated_login(workspace: Workspace) -> tuple[Login, bool]:
     """
     path = password_file(workspace)
     try:
-        created = _create_password(path)
+        created = not path.exists()
+        if created:
+            _users_database(workspace).unlink(missing_ok=True)  # has the hash of an earlier one
+            write_private(path, f"{USER}:{secrets.token_urlsafe(24)}\n")
         status = path.stat()
         login = Login.read(workspace)
     except (OSError, ValueError) as error:
@@ -117,14 +120,6 @@ def generated_login(workspace: Workspace) -> tuple[Login, bool]:
             f"{status.st_uid}, so others may know it: delete it, then make server makes another"
         )
     return login, created
-
-
-def _create_password(path: Path) -> bool:
-    """Create the file, with its mode, if it does not exist; return True if it was created."""
-    if path.exists():
-        return False
-    write_private(path, f"{USER}:{secrets.token_urlsafe(24)}\n")
-    return True
 
 
 def write_private(path: Path, text: str) -> None:
@@ -159,20 +154,23 @@ def protect(workspace: Workspace, prefect_url: str, mlflow_url: str) -> tuple[li
         if "Prefect" in generated:
             os.environ[PREFECT_PASSWORD] = str(login)
         if "MLflow" in generated:
-            _add_user(workspace, login, created)
+            _add_user(workspace, login)
             if mlflow_url == os.environ.get("MLFLOW_TRACKING_URI"):
                 login.admit_to_mlflow()
     os.environ["PREFECT_API_AUTH_STRING"] = os.environ[PREFECT_PASSWORD]
     return generated, created
 
 
-def _add_user(workspace: Workspace, login: Login, created: bool) -> None:
+def _users_database(workspace: Workspace) -> Path:
+    """Return the path of the database of MLflow's users."""
+    return workspace.root / "servers" / "mlflow_users.db"
+
+
+def _add_user(workspace: Workspace, login: Login) -> None:
     """Set the variables of MLflow's users: the only one is the generated login."""
-    directory = workspace.root / "servers"
-    directory.mkdir(exist_ok=True)
-    database, settings = directory / "mlflow_users.db", directory / "mlflow_users.ini"
-    if created:
-        database.unlink(missing_ok=True)  # it has the hash of an earlier password
+    database = _users_database(workspace)
+    database.parent.mkdir(exist_ok=True)
+    settings = database.with_suffix(".ini")
     parser = configparser.RawConfigParser()
     parser["mlflow"] = {
         "database_uri": f"sqlite:///{database}".replace("%", "%%"),
