@@ -48,7 +48,7 @@ case $artifacts in
     *) copy "$artifacts/" "$partial/artifacts/" ;;
 esac
 if [ -n "${MEGACORE_WORKSPACE:-}" ]; then
-    copy --exclude /servers.json --exclude /servers/ --exclude '*.tmp-*' --exclude '*.lock' \
+    copy --exclude /servers.json --exclude /servers.password --exclude /servers/ --exclude '*.tmp-*' --exclude '*.lock' \
         "$MEGACORE_WORKSPACE/" "$partial/workspace/"
 fi
 

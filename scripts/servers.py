@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,11 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from _backends import (  # noqa: E402
-    PREFECT_PASSWORD,
     check_backends,
     environment_of,
     mlflow_command,
+    protect,
     runs_use_server,
+    write_private,
 )
 from _processes import Started, end, require_free_port, spawn  # noqa: E402
 
@@ -40,7 +42,7 @@ from megacore.artifact import Workspace, lock  # noqa: E402
 from megacore.artifact.files import write_json  # noqa: E402
 from megacore.errors import ConfigError, LaunchError, MegacoreError  # noqa: E402
 from megacore.redact import redact  # noqa: E402
-from tasks._environment import prepare_environment  # noqa: E402
+from tasks._environment import Login, password_file, prepare_environment  # noqa: E402
 from tasks._mlflow import create_store, page_url  # noqa: E402
 
 HOST = "127.0.0.1"
@@ -68,6 +70,8 @@ class Servers:
     processes: dict[str, Started] = field(default_factory=dict)
     tracked: bool = False
     """True if runs write to MLflow's server instead of to its store."""
+    generated: list[str] = field(default_factory=list)
+    """Servers that ask for the workspace's generated password: Prefect, MLflow or both."""
 
     @classmethod
     def read(cls, path: Path) -> "Servers | None":
@@ -97,14 +101,27 @@ class Servers:
             for name in ("prefect", "worker", "mlflow")
         }
 
-    def describe(self) -> str:
-        """Return the addresses and commands for a user."""
+    def describe(self, workspace: Workspace, *, show_password: bool = False) -> str:
+        """Return the addresses and commands for a user, and where the password is, or itself."""
         tracked = f"track    export MLFLOW_TRACKING_URI={self.mlflow_url}\n" if self.tracked else ""
+        login = ""
+        if self.generated:
+            command = f"cat {shlex.quote(str(password_file(workspace)))}"
+            shown = f"{Login.read(workspace)} (again: {command})" if show_password else command
+            login = f"login    {shown}\n         {_login_use(self.generated)}\n"
         return (
-            f"Prefect  {self.prefect_url}\nMLflow   {page_url(self.mlflow_url)}\n{tracked}"
+            f"Prefect  {self.prefect_url}\nMLflow   {page_url(self.mlflow_url)}\n{login}{tracked}"
             "run      .venv/bin/prefect deployment run pretrain/gpt2-tiny --watch\n"
             "end      make stop"
         )
+
+
+def _login_use(servers: list[str]) -> str:
+    uses = {
+        "Prefect": "Prefect asks for all of it",
+        "MLflow": "MLflow for the name before the colon and the password after it",
+    }
+    return "; ".join(uses[server] for server in servers)
 
 
 def state_file(workspace: Workspace) -> Path:
@@ -119,7 +136,7 @@ def start(workspace: Workspace) -> None:
     """
     servers_before = Servers.read(state_file(workspace))
     if servers_before and all(servers_before.running.values()):
-        print(f"already running:\n{servers_before.describe()}")
+        print(f"already running:\n{servers_before.describe(workspace)}")
         return
     if servers_before:
         stop(workspace)
@@ -137,11 +154,14 @@ def start(workspace: Workspace) -> None:
     servers = Servers(secrets.token_hex(8), *urls, tracked=runs_use_server())
     servers.write(state_file(workspace))
     try:
+        if servers.tracked and os.environ.get("MLFLOW_TRACKING_URI") == workspace.tracking_uri:
+            os.environ["MLFLOW_TRACKING_URI"] = servers.mlflow_url
+        servers.generated, created = protect(workspace, *urls)
         _start_all(servers, workspace, prefect_port, mlflow_port)
     except BaseException:
         stop(workspace)
         raise
-    print(servers.describe())
+    print(servers.describe(workspace, show_password=created))
 
 
 def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow_port: int) -> None:
@@ -157,10 +177,6 @@ def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow
         PYTHONUNBUFFERED="1",
         PWD=str(ROOT),
     )
-    if PREFECT_PASSWORD in os.environ:
-        os.environ.setdefault("PREFECT_API_AUTH_STRING", os.environ[PREFECT_PASSWORD])
-    if servers.tracked and os.environ.get("MLFLOW_TRACKING_URI") == workspace.tracking_uri:
-        os.environ["MLFLOW_TRACKING_URI"] = servers.mlflow_url
     prefect = [sys.executable, "-m", "prefect"]
     _launch(
         servers,
@@ -337,17 +353,18 @@ async def _worker_online(servers: Servers) -> None:
 def _write_prefect_toml(servers: Servers, workspace: Workspace) -> None:
     home = workspace.prefect_home
     results = os.environ["PREFECT_RESULTS_LOCAL_STORAGE_PATH"]
+    api = {"url": f"{servers.prefect_url}/api"}
+    if "Prefect" in servers.generated:
+        api["auth_string"] = str(Login.read(workspace))
     lines = [
         TOML_HEADER,
         f"home = {json.dumps(str(home))}",
         f"profiles_path = {json.dumps(str(home / 'profiles.toml'))}",
-        f'api = {{ url = "{servers.prefect_url}/api" }}',
+        f"api = {{ {', '.join(f'{name} = {json.dumps(value)}' for name, value in api.items())} }}",
         f"results = {{ local_storage_path = {json.dumps(results)} }}",
         "server = { analytics_enabled = false }",
     ]
-    temporary = PREFECT_TOML.with_name(f"prefect.toml.tmp-{os.getpid()}")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(PREFECT_TOML)
+    write_private(PREFECT_TOML, "\n".join(lines) + "\n")
 
 
 def deploy(workspace: Workspace) -> None:
@@ -405,7 +422,7 @@ def status(workspace: Workspace) -> None:
         print(f"{name:8} {'running' if alive else 'not running'}")
     if not all(servers.running.values()):
         raise LaunchError("not everything runs: make stop, then make server")
-    print(servers.describe())
+    print(servers.describe(workspace))
 
 
 def _port(variable: str, default: int) -> int:

@@ -1,7 +1,10 @@
 """Settings that Prefect and MLflow read when imported: import this module before either."""
 
+import contextlib
 import os
 import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
 
 from megacore.artifact import Workspace
 from megacore.artifact.files import read_json
@@ -29,16 +32,57 @@ def prepare_environment() -> Workspace:
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    if os.environ["MLFLOW_TRACKING_URI"] == _mlflow_address(workspace):
+        with contextlib.suppress(OSError, ValueError):  # the servers' user has set another login
+            Login.read(workspace).admit_to_mlflow()
     return workspace
+
+
+@dataclass(frozen=True)
+class Login:
+    """User and password of the servers of `make server`."""
+
+    name: str
+    password: str
+
+    @classmethod
+    def read(cls, workspace: Workspace) -> "Login":
+        """Read the generated password. Raises OSError or ValueError."""
+        name, colon, password = (
+            password_file(workspace).read_text(encoding="utf-8").strip().partition(":")
+        )
+        if not (name and colon and password):
+            raise ValueError("it is not name:password")
+        return cls(name, password)
+
+    def __str__(self) -> str:
+        """Return the login as Prefect takes it."""
+        return f"{self.name}:{self.password}"
+
+    def admit_to_mlflow(self) -> None:
+        """Let this process's requests to MLflow's server use it, unless the user set another."""
+        if "MLFLOW_TRACKING_USERNAME" not in os.environ:
+            os.environ["MLFLOW_TRACKING_USERNAME"] = self.name
+            os.environ["MLFLOW_TRACKING_PASSWORD"] = self.password
+
+
+def password_file(workspace: Workspace) -> Path:
+    """Return the path of the generated password, `name:password`."""
+    return workspace.root / "servers.password"
 
 
 def mlflow_server(workspace: Workspace) -> str | None:
     """Return the address of the MLflow server of `make server`, or None if it does not answer."""
+    address = _mlflow_address(workspace)
+    return address if address and answers(f"{address}/health") else None
+
+
+def _mlflow_address(workspace: Workspace) -> str | None:
+    """Return the recorded address of the MLflow server of `make server`."""
     try:
-        address = str(read_json(workspace.root / "servers.json")["mlflow_url"])
+        return str(read_json(workspace.root / "servers.json")["mlflow_url"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return address if answers(f"{address}/health") else None
 
 
 def answers(url: str) -> bool:

@@ -37,10 +37,12 @@ _restarting = threading.Lock()
 def start_server() -> None:
     """Start Prefect's temporary server, which ends with this process but not on Ctrl-C.
 
-    A terminal sends Ctrl-C to all of its processes. The flow still needs the server then, to
-    record how it ended. A server that is killed is started again, with the same records. Servers of
-    one workspace start one after another, because each may have to create or migrate the database.
+        A terminal sends Ctrl-C to all of its processes. The flow still needs the server then, to
+    record how it ended. A server that is killed is started again, with the same records. It asks
+    every process for a password that only this one and its children know. Servers of one workspace
+    start one after another, because each may have to create or migrate the database.
     """
+    _set_password()
     from prefect.server.api.server import SubprocessASGIServer
     from prefect.settings import PREFECT_HOME
 
@@ -58,6 +60,20 @@ def start_server() -> None:
         keeper.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _set_password() -> None:
+    """Set a password of a single use for the temporary server and its clients."""
+    from prefect.context import refresh_global_settings_context
+
+    password = f"megacore:{secrets.token_urlsafe(24)}"
+    os.environ.update(
+        PREFECT_SERVER_API_AUTH_STRING=password,
+        PREFECT_API_AUTH_STRING=password,
+        # It has no pages of its own.
+        PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS="http://127.0.0.1",
+    )
+    refresh_global_settings_context()
 
 
 def _keep(server: Any) -> None:

@@ -60,6 +60,23 @@ class Browser:
             assert time.monotonic() < deadline, f"{missing} not in the page:\n{shown}"
             time.sleep(0.2)
 
+    def wait_for_element(self, selector: str) -> None:
+        """Wait until the page has an element."""
+        deadline = time.monotonic() + PAGE_LIMIT
+        expression = f"document.querySelector({json.dumps(selector)}) !== null"
+        while not self.call("Runtime.evaluate", expression=expression)["result"].get("value"):
+            assert time.monotonic() < deadline, f"{selector} not in the page:\n{self.text()}"
+            time.sleep(0.2)
+
+    def enter(self, text: str) -> None:
+        """Type `text` into the page's first input and press Enter."""
+        focused = "document.querySelector('input').focus()"
+        self.call("Runtime.evaluate", expression=focused)
+        self.call("Input.insertText", text=text)
+        for kind in ("keyDown", "keyUp"):
+            key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+            self.call("Input.dispatchKeyEvent", type=kind, **key)
+
     def screenshot(self, path: Path) -> None:
         """Write a picture of the page as PNG."""
         answer = self.call("Page.captureScreenshot", format="png")

@@ -45,7 +45,8 @@ def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[s
     With `document_start`, the rows from one that matches to the next are a document. A document is
     named after its first row. Memory holds one document; it does not grow with the data set.
 
-    The count of files is always 0. `revision` is the commit that was read, if it is known, and `rows` the number of rows, with `document_start`.
+    The count of files is always 0. `revision` is the commit that was read, if it is known, and
+    `rows` the number of rows, with `document_start`.
 
     Unless the data set is streamed, all of its files are downloaded into `cache_directory` first;
     files that an earlier attempt downloaded are reused.

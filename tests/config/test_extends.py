@@ -64,7 +64,7 @@ def test_a_list_is_replaced_and_null_removes_a_value(write: Write) -> None:
     assert config.lr_warmup_iters == 2
 
 
-def test_another_kind_replaces_the_whole_mapping(write: Write) -> None:
+def test_a_mapping_with_its_kind_replaces_the_whole_mapping(write: Write) -> None:
     tokenizer = {"kind": "train-bpe", "vocab_size": 4096}
     source = {"kind": "jsonl", "files": ["a.jsonl"], "key": "body"}
     write(
@@ -90,6 +90,10 @@ def test_another_kind_replaces_the_whole_mapping(write: Write) -> None:
         "vocab_size": 512,
     }
     assert (config.launch.kind, config.launch.nproc_per_node) == ("slurm", 2)
+    same = {"source": {"kind": "jsonl", "files": ["b.jsonl"]}}
+    source = load_config(write("same", {"extends": "base"}, data=same)).data.source
+    assert source is not None
+    assert source.model_dump(exclude_unset=True) == {"kind": "jsonl", "files": ("b.jsonl",)}
 
 
 def test_the_last_of_several_bases_wins_and_names_are_not_inherited(write: Write) -> None:

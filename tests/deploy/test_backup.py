@@ -32,7 +32,8 @@ class Place:
         (self.artifacts / "model").write_text("weights")
         (self.workspace / "runs").mkdir(parents=True)
         (self.workspace / "runs" / "events.jsonl").write_text("{}")
-        (self.workspace / "servers.json").write_text("of this machine")
+        for name in ("servers.json", "servers.password"):
+            (self.workspace / name).write_text("of this machine")
         self.program("pg_dump", PG_DUMP)
 
     def program(self, name: str, text: str) -> None:
@@ -72,7 +73,7 @@ def test_files_are_copied_after_the_databases(place: Place) -> None:
         "model", *(f"during-{name}" for name in DATABASES)
     }  # fmt: skip
     assert (copy / "workspace" / "runs" / "events.jsonl").exists()
-    assert not (copy / "workspace" / "servers.json").exists()
+    assert not list((copy / "workspace").glob("servers*"))
     assert copy.stat().st_mode & 0o077 == 0, "it holds users' passwords as hashes"
 
 

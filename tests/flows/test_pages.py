@@ -4,10 +4,10 @@ import json
 import re
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import yaml
 
 from tests._browser import Browser, browser
 from tests.flows.conftest import tiny_config, write_corpus
-from tests.scripts._clone import Clone
+from tests.scripts._clone import Clone, ask
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -68,14 +68,9 @@ class Team:
 
 
 def prefect(clone: Clone, path: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{clone.ports[0]}/api/{path}",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-        method="POST",
-    )
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
+    status, text = ask(f"http://127.0.0.1:{clone.ports[0]}/api/{path}", body, clone.login)
+    assert status == 200, text
+    return json.loads(text)
 
 
 def worker_log(clone: Clone) -> str:
@@ -135,8 +130,17 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Browser]:
+def page(team: Team) -> Iterator[Browser]:
+    """Provide a browser that is logged in like a user's."""
+    login, (prefect_port, mlflow_port) = team.clone.login, team.clone.ports
     with browser() as tab:
+        tab.open(f"http://127.0.0.1:{prefect_port}/deployments")
+        tab.wait_for_element("input")
+        assert "gpt2-tiny" not in tab.text()
+        tab.enter(login)
+        tab.wait_for("Deployments", "gpt2-tiny")
+        tab.open(f"http://{login}@127.0.0.1:{mlflow_port}/version")  # the browser keeps the login
+        tab.wait_for(version("mlflow"))
         yield tab
 
 

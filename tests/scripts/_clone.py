@@ -1,5 +1,6 @@
 """A copy of the files that `make server` needs, with a separate workspace and ports."""
 
+import base64
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import psutil
 import yaml
@@ -86,6 +88,16 @@ class Clone:
         state: dict[str, Any] = json.loads((self.workspace / "servers.json").read_text())
         return state
 
+    @property
+    def password_file(self) -> Path:
+        """File with the generated password of the servers."""
+        return self.workspace / "servers.password"
+
+    @property
+    def login(self) -> str:
+        """Generated `name:password` of the servers."""
+        return self.password_file.read_text(encoding="utf-8").strip()
+
     def left_over(self, token: str) -> list[int]:
         """Return the ids of all processes that inherited the token of a start."""
         pids = []
@@ -107,7 +119,23 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def get(url: str) -> str:
+def ask(url: str, body: Any = None, login: str | None = None, **headers: str) -> tuple[int, str]:
+    """Return status and text of the answer to a GET, or a POST of `body` as JSON."""
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode())
+    request.add_header("content-type", "application/json")
+    if login:
+        request.add_header("authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+    for name, value in headers.items():
+        request.add_header(name, value)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as refused:
+        return refused.code, refused.read().decode()
+
+
+def get(url: str, login: str | None = None) -> str:
     """Return the text at a URL."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return str(answer.read().decode())
+    status, text = ask(url, login=login)
+    assert status == 200, (url, status, text)
+    return text

@@ -1,13 +1,24 @@
 """Databases and artifact stores of the servers, and the environment of each process."""
 
+import configparser
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from megacore.artifact import Workspace
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, WorkspaceError
 from scripts import _backends
-from scripts._backends import check_backends, environment_of, mlflow_command
+from scripts._backends import (
+    check_backends,
+    environment_of,
+    generated_login,
+    mlflow_command,
+    protect,
+    write_private,
+)
+from tasks._environment import Login, password_file, prepare_environment
 
 POSTGRES = {
     "PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql+asyncpg://prefect@127.0.0.1:1/prefect",
@@ -20,8 +31,19 @@ POSTGRES = {
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*_backends.SERVER_ONLY, _backends.MLFLOW_ARTIFACTS):
-        monkeypatch.delenv(name, raising=False)
+    unset = (
+        *_backends.SERVER_ONLY,
+        _backends.MLFLOW_ARTIFACTS,
+        _backends.MLFLOW_HOSTS,
+        _backends.PREFECT_ORIGINS,
+        "PREFECT_API_AUTH_STRING",
+        "MLFLOW_TRACKING_URI",
+        "MLFLOW_TRACKING_USERNAME",
+        "MLFLOW_TRACKING_PASSWORD",
+    )
+    for name in unset:
+        monkeypatch.setenv(name, "")  # so that what the test sets is undone
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
@@ -127,3 +149,114 @@ def test_authentication_without_database_key_or_user_file_is_refused(
     set_all(environment, POSTGRES)
     with pytest.raises(ConfigError, match="no such file"):
         check_backends()
+
+
+PREFECT, MLFLOW = "http://127.0.0.1:4200", "http://127.0.0.1:5000"
+
+
+def test_password_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        login, created = generated_login(Workspace(tmp_path))
+    finally:
+        os.umask(umask)
+    assert created
+    assert stat.S_IMODE(password_file(Workspace(tmp_path)).stat().st_mode) == 0o600
+    assert len(login.password) >= 32
+    assert generated_login(Workspace(tmp_path)) == (login, False)
+    other = Workspace(tmp_path / "other")
+    other.root.mkdir()
+    assert generated_login(other)[0] != login
+
+
+def test_private_file_has_its_mode_before_its_content(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Other users could otherwise open it for a moment, and read what is written later."""
+    path = tmp_path / "prefect.toml"
+    path.write_text("earlier")
+    path.chmod(0o644)
+    modes = []
+    fdopen = open
+
+    def opened(file: int, mode: str, encoding: str) -> object:
+        modes.append(stat.S_IMODE(os.fstat(file).st_mode))
+        return fdopen(file, mode, encoding=encoding)
+
+    monkeypatch.setattr(_backends, "open", opened, raising=False)
+    write_private(path, "name:password")
+    assert modes == [0o600]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text() == "name:password"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [("megacore:secret-word", 0o640, "has mode 0640"), ("secret-word", 0o600, "not name:password")],
+)
+def test_known_or_damaged_password_is_refused_without_being_shown(
+    tmp_path: Path, content: str, mode: int, message: str
+) -> None:
+    path = password_file(Workspace(tmp_path))
+    path.write_text(content)
+    path.chmod(mode)
+    with pytest.raises(WorkspaceError, match=message) as refused:
+        generated_login(Workspace(tmp_path))
+    assert "delete it" in str(refused.value)
+    assert "secret-word" not in str(refused.value)
+
+
+def test_servers_get_the_generated_password_and_clients_theirs(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    workspace = Workspace(tmp_path / "100% mine")
+    workspace.root.mkdir()
+    environment.setenv("PREFECT_API_AUTH_STRING", "another:servers")
+    assert protect(workspace, PREFECT, MLFLOW) == (["Prefect", "MLflow"], True)
+    login = Login.read(workspace)
+    server, worker = environment_of("prefect", workspace), environment_of("worker", workspace)
+    assert server["PREFECT_SERVER_API_AUTH_STRING"] == str(login)
+    assert server["MLFLOW_AUTH_ADMIN_PASSWORD"] == login.password
+    assert server["PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS"] == f"{PREFECT},http://localhost:4200"
+    assert worker["PREFECT_API_AUTH_STRING"] == str(login)
+    assert "MLFLOW_TRACKING_PASSWORD" not in worker, "it writes to the file"
+    settings = configparser.ConfigParser()
+    settings.read(server["MLFLOW_AUTH_CONFIG_PATH"])
+    users = workspace.root / "servers" / "mlflow_users.db"
+    assert settings["mlflow"]["database_uri"] == f"sqlite:///{users}"
+
+
+def test_users_of_an_earlier_password_are_forgotten(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    users = tmp_path / "servers" / "mlflow_users.db"
+    users.parent.mkdir()
+    users.write_text("a hash")
+    protect(Workspace(tmp_path), PREFECT, MLFLOW)
+    assert not users.exists()
+    users.write_text("a hash")
+    environment.delenv("MLFLOW_AUTH_CONFIG_PATH")
+    protect(Workspace(tmp_path), PREFECT, MLFLOW)
+    assert users.exists()
+
+
+def test_password_of_the_environment_is_used_and_not_written(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_all(environment, {**POSTGRES, "MLFLOW_AUTH_CONFIG_PATH": "users.ini"})
+    assert protect(Workspace(tmp_path), PREFECT, MLFLOW) == ([], False)
+    assert os.environ["PREFECT_API_AUTH_STRING"] == "team:a-password"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_workspaces_own_mlflow_server_is_sent_its_password(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment.setattr(os, "environ", {**os.environ, "MEGACORE_WORKSPACE": str(tmp_path)})
+    login, _ = generated_login(Workspace(tmp_path))
+    (tmp_path / "servers.json").write_text(f'{{"mlflow_url": "{MLFLOW}"}}')
+    for address, password in (("https://mlflow.example.org", None), (MLFLOW, login.password)):
+        environment.setenv("MLFLOW_TRACKING_URI", address)
+        prepare_environment()
+        assert os.environ.get("MLFLOW_TRACKING_PASSWORD") == password

@@ -3,17 +3,21 @@
 import json
 import os
 import socket
+import stat
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from urllib.error import HTTPError
 
 import psutil
 import pytest
 import yaml
+from websockets import ConnectionClosed, Subprotocol
+from websockets.sync.client import connect
 
-from tests.scripts._clone import Clone, get
+from tests.scripts._clone import Clone, ask, get
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +104,18 @@ def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
     assert mlflow_url in started.stdout
     token = clone.state()["token"]
     assert len(clone.left_over(token)) >= 3
+    assert clone.login in started.stdout
 
     check_deployments(clone, prefect_url)
-    assert "MLflow" in get(mlflow_url)
+    assert "MLflow" in get(mlflow_url, clone.login)
     assert f"{prefect_url}/api" in get(f"{prefect_url}/ui-settings")
-    assert "already running" in clone.servers("start").stdout
+    again = clone.servers("start").stdout
+    assert "already running" in again
+    assert f"cat {clone.password_file}" in again
+    assert clone.login not in again
     assert clone.servers("status").returncode == 0
+    check_outsiders_are_refused(clone, prefect_url, mlflow_url)
+    check_password_is_in_no_argument_or_log(clone, token)
 
     check_limit_keeps_the_users_value(clone, prefect_url)
     check_deployment_run(clone)
@@ -117,14 +127,9 @@ def test_servers_start_run_a_deployment_and_stop(clone: Clone) -> None:
 
 
 def check_deployments(clone: Clone, prefect_url: str) -> None:
-    request = urllib.request.Request(
-        f"{prefect_url}/api/deployments/filter",
-        b"{}",
-        {"content-type": "application/json"},
-        method="POST",
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        deployed = json.load(answer)
+    status, text = ask(f"{prefect_url}/api/deployments/filter", {}, clone.login)
+    assert status == 200
+    deployed = json.loads(text)
     expected = yaml.safe_load((clone.root / "prefect.yaml").read_text())["deployments"]
     assert sorted((item["entrypoint"], item["name"]) for item in deployed) == sorted(
         (item["entrypoint"], item["name"]) for item in expected
@@ -136,16 +141,85 @@ def check_deployments(clone: Clone, prefect_url: str) -> None:
         ]
 
 
+def check_outsiders_are_refused(clone: Clone, prefect_url: str, mlflow_url: str) -> None:
+    """Try what another local user, a web page and a rebound host name would."""
+    deployment = {"name": "run-my-code", "flow_id": "00000000-0000-0000-0000-000000000000"}
+    evil = {"Origin": "http://evil.example"}
+    rebound = {"Host": "10.evil.example"}  # MLflow's default hosts include 10.*
+    prefect, mlflow = f"{prefect_url}/api", f"{mlflow_url}/api/2.0/mlflow/experiments"
+    for login in (None, "megacore:wrong", "megacore:"):
+        for headers in ({}, evil, rebound):
+            assert ask(f"{prefect}/deployments/", deployment, login, **headers)[0] == 401
+            assert ask(f"{prefect}/admin/settings", None, login, **headers)[0] == 401
+        for headers in ({}, evil):
+            assert ask(f"{mlflow}/create", {"name": "evil"}, login, **headers)[0] in (401, 403)
+            assert ask(f"{mlflow}/search?max_results=1", None, login)[0] == 401
+    for path in ("", "/ajax-api/3.0/mlflow/assistant/config", "/graphql"):
+        assert ask(f"{mlflow_url}{path}")[0] == 401
+    assert ask(f"{mlflow}/search?max_results=1", None, clone.login)[0] == 200
+    assert ask(f"{mlflow}/search?max_results=1", None, clone.login, **rebound)[0] == 403
+    assert ask(f"{mlflow}/create", {"name": "evil"}, clone.login, **evil)[0] == 403
+    check_origins(prefect_url)
+    check_websocket_needs_the_password(clone)
+
+
+def check_origins(prefect_url: str) -> None:
+    """Check that browsers let only the pages of Prefect itself read answers and send JSON."""
+    page = f"http://localhost:{prefect_url.rpartition(':')[2]}"
+    for origin, allowed in (
+        (prefect_url, prefect_url),
+        (page, page),
+        ("http://evil.example", None),
+        ("null", None),
+    ):
+        preflight = urllib.request.Request(f"{prefect_url}/api/deployments/", method="OPTIONS")
+        preflight.add_header("Origin", origin)
+        preflight.add_header("Access-Control-Request-Method", "POST")
+        try:
+            with urllib.request.urlopen(preflight, timeout=10) as answer:
+                headers = answer.headers
+        except HTTPError as refused:
+            headers = refused.headers
+        assert headers.get("access-control-allow-origin") == allowed
+
+
+def check_websocket_needs_the_password(clone: Clone) -> None:
+    address = f"ws://127.0.0.1:{clone.ports[0]}/api/events/in"
+    for token, kind in (("wrong", None), (clone.login, "auth_success")):
+        with connect(address, subprotocols=[Subprotocol("prefect")]) as events:
+            events.send(json.dumps({"type": "auth", "token": token}))
+            if kind is None:
+                with pytest.raises(ConnectionClosed, match="Invalid token"):
+                    events.recv(timeout=10)
+            else:
+                assert json.loads(events.recv(timeout=10))["type"] == kind
+
+
+def check_password_is_in_no_argument_or_log(clone: Clone, token: str) -> None:
+    password = clone.login.partition(":")[2]
+    commands = [psutil.Process(pid).cmdline() for pid in clone.left_over(token)]
+    assert len(commands) >= 3
+    assert password not in str(commands)
+    holding = {
+        path.relative_to(clone.root)
+        for path in clone.root.rglob("*")
+        if path.is_file() and password.encode() in path.read_bytes()
+    }
+    expected = {Path("prefect.toml"), Path("workspace/servers.password")}
+    assert holding == expected
+    assert {stat.S_IMODE((clone.root / path).stat().st_mode) for path in expected} == {0o600}
+
+
 def check_limit_keeps_the_users_value(clone: Clone, prefect_url: str) -> None:
     from tasks._devices import limit_name
 
     name = limit_name("cpu")
     page = f"{prefect_url}/api/v2/concurrency_limits/{name}"
-    assert json.loads(get(page))["limit"] == 1
+    assert json.loads(get(page, clone.login))["limit"] == 1
     updated = clone.prefect("gcl", "update", name, "--limit", "3")
     assert updated.returncode == 0, updated.stdout + updated.stderr
     assert clone.servers("deploy", PREFECT_API_URL=f"{prefect_url}/api").returncode == 0
-    assert json.loads(get(page))["limit"] == 3
+    assert json.loads(get(page, clone.login))["limit"] == 3
 
 
 def check_deployment_run(clone: Clone) -> None:

@@ -146,17 +146,28 @@ def test_ending_flow_does_not_wait_for_a_server_that_is_gone(tmp_path: Path, cod
 
 
 RESTARTED_SERVER = """
-import sys, time
+import os, sys, time, urllib.error, urllib.request
+from prefect.client.orchestration import get_client
 from prefect.server.api.server import SubprocessASGIServer
 from tasks._environment import answers
 from tasks._orphans import end_process, start_server
 start_server()
 server = SubprocessASGIServer()
+def refuses():
+    try:
+        urllib.request.urlopen(f"{server.api_url}/version")
+    except urllib.error.HTTPError as error:
+        return error.code == 401
+assert refuses(), "the server answers without its password"
 url, killed = f"{server.api_url}/health", server.server_process
 killed.kill()
 killed.wait()
 while not answers(url):
     time.sleep(0.2)
+assert refuses(), "the restarted server answers without its password"
+with get_client(sync_client=True) as client:
+    assert client.read_flow_runs() == []
+assert os.environ["PREFECT_API_AUTH_STRING"] not in str(killed.args)
 end_process(f"{server.server_process is not killed}", 0)
 """
 
