@@ -65,7 +65,7 @@ def kind_of(section: type[BaseModel]) -> str | None:
 
 def is_list(annotation: Any) -> bool:
     """Return True if a type is a tuple, or a tuple or None."""
-    return tuple in map(get_origin, (annotation, *get_args(annotation)))
+    return any(get_origin(each) is tuple for each in (annotation, *get_args(annotation)))
 
 
 def one_line(text: str | None) -> str:
