@@ -21,7 +21,7 @@ from tasks.finetune_export import finetune_export
 from tasks.finetune_preflight import finetune_dry_run, load_checked_finetuning
 from tasks.finetune_publish import finetune_publish, outcome
 from tasks.pretrained import pretrained
-from tasks.push import push_stage
+from tasks.push import check_push, push_stage
 
 
 def prepared(pipeline: StageRunner[FinetuneConfig]) -> tuple[Artifact, Artifact]:
@@ -53,6 +53,8 @@ def finetune(
     config = load_checked_finetuning(conf, overrides)
     if find_batch_size:
         check_find_batch_size(config)
+    else:
+        check_push(config.export)
     with StageRunner.start(config) as pipeline:
         model, samples = prepared(pipeline)
         if find_batch_size:

@@ -23,8 +23,8 @@ def data_stages(pipeline: StageRunner) -> tuple[Artifact, Artifact, Artifact]:
     corpora = pipeline.stages(download, sources, at_once=COLLECTED_AT_ONCE)
     tokenizer = pipeline.stage(make_tokenizer, corpora)
     punkt = pipeline.stage(download_punkt) if needs_punkt(config) else None
-    at_once, configs = share_cores(config, corpora)
     inputs = [(corpus, tokenizer, punkt) for corpus in corpora]
+    at_once, configs = share_cores(config, inputs)
     members = pipeline.stages(tokenize, inputs, at_once=at_once, configs=configs)
     tokens = members[0] if len(members) == 1 else pipeline.stage(blend, members)
     index = pipeline.stage(build_index, tokens)

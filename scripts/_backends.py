@@ -115,6 +115,12 @@ def generated_login(workspace: Workspace) -> tuple[Login, bool]:
             "server makes another; a workspace has servers of one user"
         ) from error
     if status.st_mode & 0o077 or status.st_uid != os.getuid():
+        if created:
+            path.unlink()
+            raise WorkspaceError(
+                f"{path.parent} does not keep the modes of files, so others could read the "
+                "password of the servers: set MEGACORE_WORKSPACE to a file system that does"
+            )
         raise WorkspaceError(
             f"{path}, the password of the servers, has mode {status.st_mode & 0o777:04o} and owner "
             f"{status.st_uid}, so others may know it: delete it, then make server makes another"
@@ -127,9 +133,13 @@ def write_private(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def protect(workspace: Workspace, prefect_url: str, mlflow_url: str) -> tuple[list[str], bool]:

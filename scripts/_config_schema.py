@@ -38,8 +38,8 @@ WORDS = {("TrainConfig", "kernels"): ["auto", "plain"]}
 """Words that may replace a section, by the field that holds it."""
 _EXTENDS = {
     "title": "extends",
-    "description": "Configuration files that this file extends: a path, or a list of paths. Values "
-    "of this file replace theirs.",
+    "description": "Configurations that this file extends: a name or path, or a list of them. "
+    "Sections merge; other values of this file replace theirs.",
     "anyOf": [
         {"type": "string", "minLength": 1},
         {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},

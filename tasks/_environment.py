@@ -5,6 +5,7 @@ import os
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megacore.artifact import Workspace
 from megacore.artifact.files import read_json
@@ -32,7 +33,8 @@ def prepare_environment() -> Workspace:
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    if os.environ["MLFLOW_TRACKING_URI"] == _mlflow_address(workspace):
+    address = _mlflow_address(workspace)
+    if address and _same_server(os.environ["MLFLOW_TRACKING_URI"], address):
         with contextlib.suppress(OSError, ValueError):  # the servers' user has set another login
             Login.read(workspace).admit_to_mlflow()
     return workspace
@@ -83,6 +85,16 @@ def _mlflow_address(workspace: Workspace) -> str | None:
         return str(read_json(workspace.root / "servers.json")["mlflow_url"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _same_server(url: str, address: str) -> bool:
+    """Return True if both name one server of this host, which has several names for itself."""
+    try:
+        parts, other = urlsplit(url), urlsplit(address)
+        names = {other.hostname, "127.0.0.1", "localhost"}
+        return (parts.scheme, parts.port) == (other.scheme, other.port) and parts.hostname in names
+    except ValueError:
+        return False
 
 
 def answers(url: str) -> bool:

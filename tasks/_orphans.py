@@ -37,7 +37,7 @@ _restarting = threading.Lock()
 def start_server() -> None:
     """Start Prefect's temporary server, which ends with this process but not on Ctrl-C.
 
-        A terminal sends Ctrl-C to all of its processes. The flow still needs the server then, to
+    A terminal sends Ctrl-C to all of its processes. The flow still needs the server then, to
     record how it ended. A server that is killed is started again, with the same records. It asks
     every process for a password that only this one and its children know. Servers of one workspace
     start one after another, because each may have to create or migrate the database.
@@ -49,17 +49,17 @@ def start_server() -> None:
     from megacore.artifact import lock
 
     watch_over_server()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     server = SubprocessASGIServer()
     keeper = threading.Thread(target=_keep, args=(server,), name="server-keeper", daemon=True)
     database = Path(PREFECT_HOME.value()) / "prefect.db"
     database.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with lock(database):
+    with lock(database):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             server.start()  # the server and the thread inherit the blocked signal
-        keeper.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            keeper.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _set_password() -> None:
@@ -123,7 +123,8 @@ def end_process(last_line: str, code: int) -> NoReturn:
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    if unsent:
+    busy = [thread for thread in threading.enumerate() if not thread.daemon]
+    if unsent or len(busy) > 1:
         os._exit(code)  # the interpreter's own end would wait for them
     sys.exit(code)
 

@@ -125,7 +125,7 @@ def show_plan(
         table.add_row(*row.values())
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    console.print(cost, soft_wrap=True, highlight=False)
+    console.print(cost, soft_wrap=True, highlight=False, markup=False)
     if warning is not None:
         console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False)
     if refusal is not None:

@@ -71,7 +71,6 @@ def check_here(config: FinetuneConfig) -> None:
                 f"a fine-tuning needs {package}, which is not installed: pip install "
                 "megacore[finetune]"
             )
-    check_push(config.export)
     launch, hardware = config.launch, Hardware.detect()
     option = "launch.kind" if launch.kind == "deepspeed" else "launch.distributed"
     uses_deepspeed = launch.distributed.startswith("zero") or launch.kind == "deepspeed"
@@ -216,6 +215,8 @@ def finetune_dry_run(
         check_here(config)
         if find_batch_size:
             check_find_batch_size(config)
+        else:
+            check_push(config.export)
     except MegacoreError as error:
         refusal = error
     artifacts: dict[str, Artifact] = {}

@@ -1,6 +1,7 @@
 """Stage `index`: the order in which samples are drawn from the tokens."""
 
 import hashlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +152,10 @@ def epochs_summary(config: RunConfig, index: Artifact) -> str:
     """Return the epochs of the training as markdown, with a warning if they are too many."""
     epochs = epochs_of(config, index)
     warning = epochs.warning()
-    return f"{epochs.sentence()}\n" + (f"\n**Warning:** {warning}\n" if warning else "")
+    sentence, warning = (
+        re.sub(r"([*_`\[\]<>])", r"\\\1", text or "") for text in (epochs.sentence(), warning)
+    )
+    return f"{sentence}\n" + (f"\n**Warning:** {warning}\n" if warning else "")
 
 
 def _digest(content: Any) -> str:

@@ -18,6 +18,7 @@ from megacore.jobs.run import RankJob
 from megacore.plan.epochs import (
     BYTES_PER_TOKEN,
     Epochs,
+    counts_tokens,
     estimated_epochs,
     train_sources,
 )
@@ -38,7 +39,7 @@ from tasks.tokenize import blend_key, tokenizer_key
 from tasks.train import check_pretrained, run_directory, train_key, training_problem
 from tasks.zeroshot import text_digests, zeroshot_key
 
-EPOCHS_UNKNOWN = "epochs: known after the stage tokenize"
+EPOCHS_UNKNOWN = "epochs: known after the stage index"
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -184,8 +185,8 @@ def dry_run_report(conf: str, overrides: Mapping[str, Any] | None) -> None:
 def planned_epochs(config: RunConfig, artifacts: Mapping[str, Artifact]) -> Epochs | None:
     """Return the epochs of the training, or None if the size of a source is not known yet.
 
-    They are estimated if the index maps do not exist: from the tokens of a source, or from the
-    bytes of a collected one.
+    They are estimated if the index maps do not exist and samples are packed: from the tokens of a
+    source, or from the bytes of a collected one.
 
     Args:
         config: configuration of the run.
@@ -193,6 +194,8 @@ def planned_epochs(config: RunConfig, artifacts: Mapping[str, Artifact]) -> Epoc
     """
     if "index" in artifacts:
         return epochs_of(config, artifacts["index"])
+    if not counts_tokens(config):
+        return None
     sizes = [_tokens(config, source, artifacts) for source in train_sources(config.data)]
     tokens = [size for size, _ in sizes if size is not None]
     if len(tokens) < len(sizes):

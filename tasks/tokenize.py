@@ -13,7 +13,7 @@ from megacore.config import RunConfig
 from megacore.config.data import holds_tokens
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
-from tasks._cache import StageResult, build, stage_task
+from tasks._cache import StageResult, artifact_directory, build, stage_task
 from tasks._tokens import tokenize_key, tokenize_options
 from tasks.shards import discard, needs_shards, tokenize_in_shards
 
@@ -46,21 +46,26 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
     return result
 
 
-def share_cores(config: RunConfig, corpora: Sequence[Artifact]) -> tuple[int, list[RunConfig]]:
+def share_cores(
+    config: RunConfig, inputs: Sequence[tuple[Artifact, Artifact, Artifact | None]]
+) -> tuple[int, list[RunConfig]]:
     """Return how many corpora are tokenized at the same time, and the configuration of each.
 
-    The corpora share the cores in proportion to their bytes, so that they end at the same time,
-    each with at least one thread. With `data.workers`, as many are tokenized at the same time as
-    have cores. With `data.shard_mb` it is one: its shards are tokenized side by side.
+    `inputs` are those of `tokenize`. Corpora that are not tokenized yet share the cores in
+    proportion to their bytes, so that they end at the same time, each with at least one thread.
+    With `data.workers`, as many are tokenized at the same time as have cores. With `data.shard_mb`
+    it is one: its shards are tokenized side by side.
     """
     data, cores = config.data, len(os.sched_getaffinity(0))
     if data.shard_mb is not None or data.workers is not None:
         at_once = 1 if data.shard_mb is not None else max(1, cores // (data.workers or 1))
-        return at_once, [config] * len(corpora)
+        return at_once, [config] * len(inputs)
     # Ready-made token files are linked, without work.
     sizes = [
-        0 if holds_tokens(source) else corpus.counts["bytes"]
-        for source, corpus in zip(data.sources, corpora, strict=True)
+        0
+        if holds_tokens(source) or artifact_directory(tokenize_key(config, *each)).exists()
+        else each[0].counts["bytes"]
+        for source, each in zip(data.sources, inputs, strict=True)
     ]
     total = max(1, sum(sizes))
     shares = [max(1, round(cores * size / total)) for size in sizes]

@@ -131,7 +131,8 @@ def chat(writer: Writer) -> None:
         try:
             show(writer, line)
         except KeyboardInterrupt:
-            continue
+            if not terminal:
+                raise
         except ConfigError as error:
             _report(error)
 

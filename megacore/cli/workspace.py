@@ -117,7 +117,7 @@ def clean(
         items += old_artifacts(place, older_than) + old_downloads(place, older_than)
     for item in items:
         Console().print(f"{item.path}: {item.reason}, {item.size / 2**20:.1f} MiB", soft_wrap=True)
-    removed = items if dry_run else remove(place, items, older_than or 0.0)
+    removed = items if dry_run else remove(items)
     total = sum(item.size for item in removed) / 2**20
     kept = f"; {len(items) - len(removed)} are in use" if len(removed) < len(items) else ""
     Console().print(

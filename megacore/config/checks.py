@@ -268,7 +268,7 @@ def _check_kernels(train: TrainConfig, engine: str) -> None:
     if engine != "deepspeed" or isinstance(options, str):
         return
     for operation in ("weight_gradient", "adamw"):
-        if operation in options:
+        if options.get(operation, "auto") not in ("auto", "plain"):
             raise ValueError(
                 f"train.kernels.{operation} is {options[operation]}, which has no effect with "
                 "engine deepspeed, whose own optimizer is used: remove it, or set engine to native"

@@ -390,7 +390,8 @@ class DataConfig(Section):
     fim: FimConfig | None = keyed(None, key="run")
     """Fill-in-the-middle of the training split; null leaves documents unchanged."""
     workers: int | None = unkeyed(None, gt=0)
-    """Threads that tokenize one shard; null means one per core."""
+    """Threads that tokenize one source or shard; null means one per core, which several sources
+    share by size."""
     shard_mb: int | None = unkeyed(None, gt=0)
     """Size of the shards in MB (10^6 bytes) into which a larger corpus is divided, each tokenized
     by a separate task; null does not divide the corpus."""

@@ -322,7 +322,7 @@ def _base_path(name: str, extending: Path, conf_dir: Path, kind: _Kind) -> Path:
     The directory of the extending file comes first, then the directories of `conf_path`.
     """
     for candidate in (extending.parent / name, extending.parent / f"{name}.yaml"):
-        if candidate.is_file():
+        if candidate.is_file() and not candidate.samefile(extending):
             return candidate
     try:
         return conf_path(name, conf_dir, kind=kind)
@@ -345,6 +345,7 @@ def _merge(
     for key, value in values.items():
         if isinstance(value, dict):
             old, place = merged.get(key), (*location, key)
+            old = KernelsConfig.expanded(old) if place == _KERNELS else old
             old = old if isinstance(old, dict) else {}
             if _KIND in value and len(_sections_at(place, schema)) > 1:
                 old = {}

@@ -87,15 +87,21 @@ class KernelsConfig(Section):
             )
         return cls.expanded(value)
 
+    @property
+    def for_evaluation(self) -> "KernelsConfig":
+        """The same without a choice for operations that only a training step has."""
+        step = ("weight_gradient", "adamw", "sum_of_squares")
+        return self.model_copy(update=dict.fromkeys(step, "auto"))
+
     @model_serializer(mode="plain")
     def _as_short_as_written(self) -> str | dict[str, str]:
         return self.written
 
     @property
     def written(self) -> str | dict[str, str]:
-        """One word if it applies to all operations, else a mapping of those that are not auto."""
+        """Auto or plain if it applies to all operations, else a mapping of those not auto."""
         options = {name: str(getattr(self, name)) for name in type(self).model_fields}
-        if len(set(options.values())) == 1:
+        if set(options.values()) in ({"auto"}, {"plain"}):
             return options["attention"]
         return {name: option for name, option in options.items() if option != "auto"}
 
@@ -265,7 +271,7 @@ class HubConfig(Section):
     push_to_hub: str | None = keyed(None, key="push")
     """Repository that the export is uploaded to, as OWNER/NAME; null means none. The token is that
     of the environment variable HF_TOKEN or of `hf auth login`."""
-    hub_private: bool = unkeyed(True)
+    hub_private: bool = keyed(True, key="push")
     """If true, a new repository is private, and an existing one that is public is refused. If
     false, a new repository is public."""
 

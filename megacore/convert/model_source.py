@@ -50,7 +50,8 @@ def transformers_directory(path: Path) -> Path | None:
     It is `path` itself, the model of an export (`exports/KEY`), or the best model of a fine-tuning
     (`finetuned/KEY`).
     """
-    places = (path, path / "model", *sorted(path.glob("best/iter_*/model"), reverse=True))
+    best = [place for place in path.glob("best/iter_*/model") if ".tmp-" not in place.parent.name]
+    places = (path, path / "model", *sorted(best, reverse=True))
     models = (place for place in places if (place / "config.json").is_file())
     return next((place for place in models if not (place / METADATA_NAME).exists()), None)
 

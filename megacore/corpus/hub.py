@@ -94,11 +94,12 @@ def _documents(source: HubSource, texts: Iterator[str]) -> Iterator[tuple[int, s
         size += len(text)
         if size > _LARGEST_DOCUMENT:
             raise DataFormatError(
-                f"{_name(source)}: no row from {first} to {row} matches data.source.document_start "
+                f"{_name(source)}: no row from {first + bool(matches)} to {row} matches "
+                f"data.source.document_start "
                 f"{source.document_start!r}, and a document has at most "
                 f"{_LARGEST_DOCUMENT:,} characters: correct the expression"
             )
-    if not matches:
+    if parts and not matches:
         raise DataFormatError(
             f"{_name(source)}: no row matches data.source.document_start "
             f"{source.document_start!r}: correct the expression"

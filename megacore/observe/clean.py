@@ -40,8 +40,8 @@ class Removable:
     """Size in bytes."""
     owners: tuple[Path, ...] = ()
     """Artifacts, runs and downloads whose locks must be free to delete it."""
-    is_artifact: bool = False
-    """True for a complete artifact, which a run may begin to use at any time."""
+    mtime_ns: int = 0
+    """Modification time when it was listed; a later one means that it is used again."""
 
 
 def stale_temporaries(workspace: Workspace) -> list[Removable]:
@@ -78,9 +78,10 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
     several paths.
 
     Raises:
-        WorkspaceError: a manifest or a run's job file cannot be read, so that what it needs is
-            unknown.
+        WorkspaceError: what is needed is unknown: a manifest or a run's job file cannot be read, or
+            an artifact is being built.
     """
+    _refuse_during_builds(workspace)
     limit = time.time() - max(days * 86400, _SETTLED)
     manifests = {
         path: manifest
@@ -107,7 +108,7 @@ def old_artifacts(workspace: Workspace, days: float) -> list[Removable]:
                 if digest in by_digest
             ]
     return [
-        _removable(path, f"not used for {days:g} days", path, is_artifact=True)
+        _removable(path, f"not used for {days:g} days", path)
         for path in sorted(manifests)
         if path not in needed and not _is_linked(workspace, path)
     ]
@@ -118,7 +119,7 @@ def old_downloads(workspace: Workspace, days: float) -> list[Removable]:
 
     Artifacts hold hard links to these files, so deleting a download damages no artifact.
     """
-    limit = time.time() - days * 86400
+    limit = time.time() - max(days * 86400, _SETTLED)
     removables = _old_caches(workspace, days)
     for place in _members(workspace, workspace.folder("collect") / DOWNLOADS):
         files = list(place.iterdir()) if place.is_dir() else []
@@ -150,39 +151,48 @@ def _old_caches(workspace: Workspace, days: float) -> list[Removable]:
     return removables
 
 
-def remove(workspace: Workspace, items: list[Removable], days: float = 0.0) -> list[Removable]:
+def remove(items: list[Removable]) -> list[Removable]:
     """Delete the items that nothing uses, and return those.
 
-    Their locks are held meanwhile. Directories other than temporaries are renamed first, so that no
-    reader sees them half deleted.
+    The locks of an item are held meanwhile. A run that uses an artifact changes its modification
+    time first. Directories other than temporaries are renamed first, so that no reader sees them
+    half deleted.
 
     Args:
-        workspace: workspace of the items.
         items: what `stale_temporaries`, `old_artifacts` and `old_downloads` returned.
-        days: age in days with which `old_artifacts` was called.
 
     Raises:
         WorkspaceError: an item cannot be deleted.
     """
     removed = []
-    with ExitStack() as held:
-        owners = {owner for item in items for owner in item.owners}
-        free = {owner for owner in owners if held.enter_context(try_lock(owner))}
-        if any(item.is_artifact for item in items):
-            # A run may have begun to use artifacts since they were listed.
-            unneeded = {item.path for item in old_artifacts(workspace, days)}
-        for item in items:
-            if not free.issuperset(item.owners) or (item.is_artifact and item.path not in unneeded):
-                continue
-            with workspace_errors(item.path):
+    for item in items:
+        with ExitStack() as held, workspace_errors(item.path):
+            try:
+                free = all(held.enter_context(try_lock(owner)) for owner in item.owners)
+                if not free or item.path.lstat().st_mtime_ns != item.mtime_ns:
+                    continue
                 if not item.path.is_dir():
                     item.path.unlink()
                 elif _TEMPORARY in item.path.name:
                     shutil.rmtree(item.path)
                 else:
                     remove_tree(item.path)
-            removed.append(item)
+            except FileNotFoundError:  # another process removed it
+                continue
+        removed.append(item)
     return removed
+
+
+def _refuse_during_builds(workspace: Workspace) -> None:
+    """Raise WorkspaceError while an artifact is built: it names its inputs at the end."""
+    for name in dict.fromkeys(FOLDERS.values()):
+        for path in (workspace.root / name).glob(f"[!.]*{_TEMPORARY}*"):
+            owner = path.with_name(path.name.split(_TEMPORARY)[0])
+            if is_locked(owner):
+                raise WorkspaceError(
+                    f"{owner} is being built from artifacts that it does not name yet, so nothing "
+                    "was removed: try again when it is complete"
+                )
 
 
 def _inputs_of_runs(workspace: Workspace) -> set[str]:
@@ -247,7 +257,7 @@ def _temporary_saves(run_directory: Path) -> list[Path]:
     return [] if parts and is_training(run_directory) else parts
 
 
-def _removable(path: Path, reason: str, *owners: Path, is_artifact: bool = False) -> Removable:
+def _removable(path: Path, reason: str, *owners: Path) -> Removable:
     parts = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
     size = sum(part.lstat().st_size for part in parts if part.is_file())
-    return Removable(path, reason, size, owners, is_artifact)
+    return Removable(path, reason, size, owners, path.lstat().st_mtime_ns)

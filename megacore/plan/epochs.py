@@ -71,12 +71,17 @@ class Epochs:
         )
 
 
+def counts_tokens(config: RunConfig) -> bool:
+    """Return True if all samples have the same number of tokens, so that tokens are counted."""
+    return config.family == "gpt" and config.data.packing == "packed"
+
+
 def measured_epochs(config: RunConfig, train: Mapping[str, Any]) -> Epochs:
     """Return the epochs of a training.
 
     `train` are the counts of the index stage for the train split.
     """
-    by_tokens = config.family == "gpt" and config.data.packing == "packed"
+    by_tokens = counts_tokens(config)
     samples, length = _samples(config), config.data.seq_length if by_tokens else 1
     members = train.get("members") or [{**train, "drawn": train["samples"]}]
     sizes = [

@@ -125,8 +125,11 @@ class IncrementalText:
     def end(self) -> None:
         """Emit the remaining text, in which incomplete characters are replaced."""
         text = self._decode(self._ids)
-        if len(self._ids) > self._first and text.startswith(self._text):
-            self._emit(text[len(self._text) :])
+        if len(self._ids) > self._first:
+            # A later id may have changed text that was emitted.
+            pairs = zip(text, self._text, strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self._emit(text[same:])
 
 
 class JsonTokenizer(Tokenizer):

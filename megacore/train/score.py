@@ -58,7 +58,9 @@ class CheckpointScorer:
             mesh,
             special_tokens=job.special_tokens,
             device=device,
-            kernels=choose_kernels(device, DTYPES[precision], config=job.config.train.kernels),
+            kernels=choose_kernels(
+                device, DTYPES[precision], config=job.config.train.kernels.for_evaluation
+            ),
         )
         parameters = self._stage.named_parameters
         self._weights = {name: parameter.data for name, parameter in parameters.items()}

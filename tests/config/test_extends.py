@@ -173,3 +173,17 @@ def test_bases_that_cannot_be_used_are_refused(write: Write, extends: Any, sente
 
 def test_an_override_extends_nothing(write: Write) -> None:
     assert "only a file extends others" in refusal(write("mine", minimal()), {"extends": "base"})
+
+
+def test_kernels_merge_with_one_word_for_all(write: Write) -> None:
+    write("base", minimal(), train={"kernels": "plain"})
+    config = load_config(write("own", {"extends": "base"}, train={"kernels": {"norm": "auto"}}))
+    assert (config.train.kernels.norm, config.train.kernels.adamw) == ("auto", "plain")
+
+
+def test_a_file_may_extend_one_of_its_own_name_elsewhere(write: Write) -> None:
+    write("base", minimal(), seed=3)
+    Path("mine").mkdir()
+    Path("mine/base.yaml").write_text("extends: base\noptim: {min_lr: 0.00005}\n")
+    config = load_config("mine/base.yaml")
+    assert (config.seed, config.optim.min_lr) == (3, 5e-5)

@@ -138,8 +138,8 @@ def test_kernels_are_one_word_or_a_mapping(conf: Callable[..., str]) -> None:
         ({"train.kernels": "fast"}, "train.kernels is 'fast': give auto, plain, or a mapping"),
         ({"train.kernels": 3}, "train.kernels is 3: give auto, plain, or a mapping"),
         (
-            {"train.kernels.adamw": "plain", "engine": "deepspeed"},
-            "train.kernels.adamw is plain, which has no effect with engine deepspeed",
+            {"train.kernels.adamw": "cpp", "engine": "deepspeed"},
+            "train.kernels.adamw is cpp, which has no effect with engine deepspeed",
         ),
     ],
 )

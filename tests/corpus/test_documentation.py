@@ -13,8 +13,9 @@ from megacore.corpus.remote import TEXT_SUFFIXES, fingerprint
 
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
 EXAMPLES = [
-    yaml.safe_load(block)["source"]
+    values["source"]
     for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    if "source" in (values := yaml.safe_load(block))
 ]
 
 

@@ -264,6 +264,16 @@ def test_each_operation_has_its_own_choice() -> None:
     assert names["attention"] == "C++ with AVX-512, torch for dropout and biases"
 
 
+@pytest.mark.parametrize("option", ["auto", "plain", "cpp"])
+def test_a_configuration_is_read_back_as_it_was_written(option: str) -> None:
+    everything = KernelsConfig(**dict.fromkeys(KernelsConfig.model_fields, option))
+    for config in (everything, everything.model_copy(update={"norm": "plain"})):
+        written = config.model_dump(mode="json")
+        assert KernelsConfig.model_validate(written) == config
+    assert everything.for_evaluation.adamw == "auto"
+    assert everything.for_evaluation.norm == option
+
+
 REFUSED = {
     "norm: apex": (CPU, torch.float32, False, "runs on NVIDIA GPUs only.*is on cpu"),
     "adamw: apex": (GPU, torch.float32, False, "module amp_C cannot be imported"),

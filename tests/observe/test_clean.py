@@ -41,7 +41,7 @@ def test_temporaries_are_removed_unless_their_artifact_is_locked(tmp_path: Path)
     with lock(folder / "bbbb"):
         items = stale_temporaries(workspace)
         assert [item.path for item in items] == [dead, saving]
-        remove(workspace, items, 7)
+        remove(items)
     assert alive.exists()
     assert not dead.exists()
     assert not saving.exists()
@@ -67,7 +67,7 @@ def test_old_artifacts_are_removed_unless_a_trained_model_needs_them(tmp_path: P
     items = old_artifacts(workspace, 7)
     assert [item.path for item in items] == [unused.directory]
     assert items[0].size > 100
-    remove(workspace, items, 7)
+    remove(items)
     assert not unused.directory.exists()
     assert old_artifacts(workspace, 60) == []
 
@@ -86,7 +86,7 @@ def test_old_downloads_are_removed_unless_they_are_locked(tmp_path: Path) -> Non
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         items = old_downloads(workspace, 7)
     assert [item.path for item in items] == [places[1]]
-    remove(workspace, items, 7)
+    remove(items)
     assert [place.exists() for place in places] == [True, False, True]
 
 
@@ -110,7 +110,7 @@ def test_old_downloads_of_fine_tuning_are_removed(tmp_path: Path) -> None:
     assert {item.path for item in old_downloads(workspace, 0)} == {old, locked, table}, (
         "an hour is left to a download"
     )
-    remove(workspace, items, 7)
+    remove(items)
     assert [place.exists() for place in (old, fresh, locked, table)] == [False, True, True, False]
 
 
@@ -225,7 +225,7 @@ def test_an_artifact_that_is_used_after_the_listing_is_retained(tmp_path: Path) 
     assert len(items) == 3
     build_artifact(folder, keys[1], write_file)  # a run finds it
     with lock(locked):
-        removed = remove(workspace, items, 7)
+        removed = remove(items)
     assert [item.path for item in removed] == [unused]
     assert [directory.exists() for directory in (locked, used, unused)] == [True, True, False]
 
@@ -241,3 +241,20 @@ def test_temporaries_of_a_rank_without_a_task_are_retained(tmp_path: Path) -> No
     assert stale_temporaries(workspace) == []
     heartbeat.beat(ENDED)
     assert [item.path for item in stale_temporaries(workspace)] == [saving]
+
+
+def test_nothing_is_removed_while_an_artifact_is_built(tmp_path: Path) -> None:
+    workspace = Workspace.of(tmp_path)
+    corpus, _ = build_artifact(
+        workspace.folder("collect"), StageKey.of("collect", 1, {}), write_file
+    )
+    set_age(corpus.directory, 30)
+    folder, key = workspace.folder("tokenize"), StageKey.of("tokenize", 1, {}, corpus=corpus)
+
+    def build(directory: Path) -> dict[str, int]:
+        with pytest.raises(WorkspaceError, match=rf"{folder / key.key} is being built"):
+            old_artifacts(workspace, 7)
+        return write_file(directory)
+
+    build_artifact(folder, key, build)
+    assert old_artifacts(workspace, 7) == []

@@ -1,11 +1,14 @@
 """Division of the cores among corpora that are tokenized side by side."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacore.artifact import Artifact
 from megacore.config import RunConfig, load_config
+from tasks._cache import artifact_directory
+from tasks._tokens import tokenize_key
 from tasks.tokenize import share_cores
 
 
@@ -18,11 +21,13 @@ def config(**data: Any) -> RunConfig:
     return load_config("gpt2-tiny", {"data.source": None, "data.blend": blend, **values})
 
 
-def corpora(*sizes: int) -> list[Artifact]:
-    return [
-        Artifact(stage="collect", key=str(size), path="", digest="", counts={"bytes": size})
+def inputs(*sizes: int) -> list[tuple[Artifact, Artifact, None]]:
+    tokenizer = Artifact(stage="tokenizer", key="", path="", digest="t", counts={})
+    corpora = (
+        Artifact(stage="collect", key=str(size), path="", digest=f"c{size}", counts={"bytes": size})
         for size in sizes
-    ]
+    )
+    return [(corpus, tokenizer, None) for corpus in corpora]
 
 
 @pytest.mark.parametrize(
@@ -37,11 +42,22 @@ def corpora(*sizes: int) -> list[Artifact]:
 )
 def test_corpora_share_the_cores_by_size(
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     cores: int,
     sizes: tuple[int, ...],
     data: dict[str, int],
     expected: tuple[int, list[int | None]],
 ) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    at_once, configs = share_cores(config(**data), corpora(*sizes))
+    at_once, configs = share_cores(config(**data), inputs(*sizes))
     assert (at_once, [each.data.workers for each in configs]) == expected
+
+
+def test_a_tokenized_corpus_needs_no_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEGACORE_WORKSPACE", str(tmp_path))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    each = inputs(600, 150, 150)
+    artifact_directory(tokenize_key(config(), *each[0])).mkdir(parents=True)
+    _, configs = share_cores(config(), each)
+    assert [each.data.workers for each in configs] == [1, 4, 4]

@@ -74,8 +74,8 @@ class Plan:
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the ranks' variables, from `environment` and the file. Raises ConfigError."""
-        own = {name: value for name, value in environment.items() if name in self.own_env}
-        passed = {**own, **forwarded(environment, self.forward_env)}
+        local = {name: value for name, value in environment.items() if name in self.own_env}
+        passed = {**local, **forwarded(environment, self.forward_env)}
         return {**passed, **({} if self.env_file is None else read_env_file(Path(self.env_file)))}
 
     def command(self, number: int, master: str, port: int | str) -> list[str]:

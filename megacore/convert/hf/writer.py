@@ -109,7 +109,10 @@ class _Pieces:
         self, tokenizer: Any, emit: Callable[[str], object], context: tuple[int, ...] | list[int]
     ) -> None:
         def decode(ids: list[int]) -> str:
-            return str(tokenizer.decode(ids, skip_special_tokens=True))
+            # Clean-up changes text that was emitted, such as the space before a comma.
+            return str(
+                tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            )
 
         self._text = IncrementalText(decode, emit, context)
         self._began = False

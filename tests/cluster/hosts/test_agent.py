@@ -222,8 +222,9 @@ def test_no_file_is_copied_in_a_shared_workspace(head: Head) -> None:
 def test_stopped_ranks_are_reported_as_trouble_with_their_stacks(head: Head) -> None:
     head.prepare()
     head.start("watched-stopped", stall_limit=1.5)
-    trouble = head.wait_for("trouble")
-    assert trouble["stalled"] == [2, 3]
+    # The ranks may stop on either side of one look, and the next look reports both.
+    reports = [head.wait_for("trouble")["stalled"] for _ in range(2)]
+    assert reports[-1] == [2, 3]
     head.channel.send("states")
     states = {state["rank"]: state for state in head.wait_for("states")["ranks"]}
     assert {state["state"] for state in states.values()} == {"stopped"}
