@@ -13,6 +13,7 @@ from prefect.settings import PREFECT_API_URL
 
 from megacore.config import parse_overrides
 from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
+from megacore.observe.logging import print_any_text
 from megacore.redact import redact, redact_values
 from tasks._environment import answers
 from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
@@ -32,6 +33,7 @@ def run_flow(flow: Flow[..., Any]) -> None:
     The last line of a failed command is the error: a user error prints one sentence and sets the
     exit code.
     """
+    print_any_text()
     arguments, switches = _parse(flow)
     signal.signal(signal.SIGTERM, _raise_terminated)
     last_line, code = "", 0

@@ -20,6 +20,7 @@ from megacore.cli.plan import plan
 from megacore.cli.tokenize import TokenizeCommand, tokenize
 from megacore.cli.workspace import clean, runs, stop
 from megacore.errors import MegacoreError
+from megacore.observe.logging import print_any_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,6 +61,7 @@ app.command(cls=IndexCommand)(index)
 
 def main() -> None:
     """Run the command line, and report a MegacoreError as one sentence and an exit code."""
+    print_any_text()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:

@@ -1,5 +1,6 @@
 """Log lines in the format of Megatron-LM."""
 
+import io
 import logging
 import math
 import sys
@@ -15,6 +16,17 @@ logger = logging.getLogger("megacore")
 
 PPL_TOLERANCE = 1e-4
 """Relative difference of two measurements of one perplexity above which they disagree."""
+
+
+def print_any_text() -> None:
+    """Let this process print characters that its terminal's encoding lacks, as escapes.
+
+    An ASCII terminal then shows Japanese text as backslashes and numbers instead of ending the
+    program.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @dataclass(frozen=True)

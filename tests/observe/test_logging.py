@@ -3,8 +3,12 @@
 import dataclasses
 import logging
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +21,7 @@ from megacore.observe.logging import (
     validation_line,
 )
 
+ROOT = Path(__file__).parents[2]
 REPORT = StepReport(
     iteration=100,
     train_iters=500000,
@@ -101,3 +106,17 @@ def test_rank_0_logs_information_and_other_ranks_only_warnings(
         logging.getLogger("megacore.train.loop").info("info of %d", rank)
         logging.getLogger("megacore.checkpoint.format").warning("warning of %d", rank)
     assert capsys.readouterr().out == "info of 0\nwarning of 0\nrank 1: warning of 1\n"
+
+
+def test_characters_that_a_terminal_lacks_are_printed_as_escapes() -> None:
+    program = (
+        "from megacore.observe.logging import print_any_text; print_any_text(); print('a日本')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    assert result.stdout == "a\\u65e5\\u672c\n"
