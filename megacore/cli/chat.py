@@ -90,7 +90,7 @@ def transformers_writer(path: Path, options: GenerateOptions) -> Writer | None:
     if directory is None:
         return None
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
-    from megacore.convert.hf.writer import TransformersWriter, generates_text
+    from megacore.convert.hf.generate import TransformersWriter, generates_text
 
     return TransformersWriter(directory, options) if generates_text(directory) else None
 
