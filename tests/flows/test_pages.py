@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 DEPLOYMENT = "pretrain/gpt2-tiny"
+FIRST = "bert-345m"
+"""Deployment at the top of Prefect's page, which shows some of them at once."""
 LIMIT = 120.0
 REPORTED = "prefect.flow_runs.worker - Check whether"
 """Beginning of the worker's last message about a flow run whose process was killed."""
@@ -136,9 +138,9 @@ def page(team: Team) -> Iterator[Browser]:
     with browser() as tab:
         tab.open(f"http://127.0.0.1:{prefect_port}/deployments")
         tab.wait_for_element("input")
-        assert "gpt2-tiny" not in tab.text()
+        assert FIRST not in tab.text()
         tab.enter(login)
-        tab.wait_for("Deployments", "gpt2-tiny")
+        tab.wait_for("Deployments", FIRST)
         tab.open(f"http://{login}@127.0.0.1:{mlflow_port}/version")  # the browser keeps the login
         tab.wait_for(version("mlflow"))
         yield tab
