@@ -87,6 +87,8 @@ def mlflow_server(workspace: Path, directory: Path) -> Server:
     """Return MLflow's server on the workspace's store."""
     port = free_port()
     command = _mlflow_command(Workspace(workspace), port)
+    users = command.index("--app-name")
+    del command[users : users + 2]  # tests/scripts logs in
     return Server("mlflow", command, f"http://{HOST}:{port}/health", {}, directory / "mlflow.log")
 
 

@@ -81,8 +81,8 @@ def test_deploy_without_a_server_is_refused(idle: Clone) -> None:
 
 @pytest.mark.slow
 def test_failed_start_is_rolled_back(idle: Clone) -> None:
-    idle.workspace.mkdir()
-    (idle.workspace / "prefect").write_text("a file where Prefect's home must be")
+    # A directory where Prefect's database must be.
+    (idle.workspace / "prefect" / "prefect.db").mkdir(parents=True)
     before = set(psutil.pids())
     result = idle.servers("start")
     assert result.returncode == 8, result.stderr
