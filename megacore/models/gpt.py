@@ -26,6 +26,14 @@ class GPTModel(Model):
             final_layernorm=self.has_head,
             recomputed=self.recompute_num_layers,
         )
+        # Made once: copies of new slopes to a GPU would wait for it in every micro batch.
+        self._slopes = (
+            alibi_slopes(self.model.num_attention_heads)
+            .to(device)
+            .chunk(self.tp.size)[self.tp.rank]
+            if self.model.position_embedding_type == "alibi"
+            else None
+        )
 
     def forward(
         self,
@@ -103,15 +111,11 @@ class GPTModel(Model):
         model, device = self.model, hidden.device
         queries = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
         keys = queries + (0 if cache is None else cache.length)
-        rotary = slopes = None
+        rotary = None
         if model.position_embedding_type == "rope":
             if position_ids is None:
                 position_ids = positions_of(0, queries, device)
             rotary = rotary_tables(position_ids, model.rotary_dim, model.rotary_base, hidden.dtype)
-        elif model.position_embedding_type == "alibi":
-            slopes = (
-                alibi_slopes(model.num_attention_heads).to(device).chunk(self.tp.size)[self.tp.rank]
-            )
         bias = attention_bias(
             queries=queries,
             keys=keys,
@@ -123,7 +127,7 @@ class GPTModel(Model):
             window=model.sliding_window
             if model.sliding_window is not None and model.sliding_window < keys
             else None,
-            slopes=slopes,
+            slopes=None if self._slopes is None else self._slopes.to(device),
         )
         return Shared(bias, rotary, cache=cache)
 

@@ -4,6 +4,7 @@ Phases with names that end in " wait" are communication that is not overlapped w
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -29,7 +30,9 @@ class Timers:
         self._heartbeat = heartbeat
         self._running = True
         self._milliseconds: dict[str, float] = {}
-        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[torch.cuda.Event] = []
+        """Events that may be recorded again; creating them takes host time."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -56,11 +59,12 @@ class Timers:
         if not self._running:
             yield
         elif self._events:
-            begin, end = _event(), _event()
+            begin, end = self._event(), self._event()
             begin.record()
             yield
             end.record()
             self._pending.append((phase, begin, end))
+            self._read_passed()
         else:
             start = time.perf_counter()
             yield
@@ -77,17 +81,27 @@ class Timers:
 
     def take(self, iterations: int) -> dict[str, float]:
         """Return the milliseconds per iteration by phase since the last call, and reset them."""
-        for phase, begin, end in self._pending:
-            end.synchronize()
-            self._add(phase, begin.elapsed_time(end))
+        while self._pending:
+            self._pending[0][2].synchronize()
+            self._read_first()
         means = {phase: total / max(iterations, 1) for phase, total in self._milliseconds.items()}
-        self._pending.clear()
         self._milliseconds.clear()
         return means
 
     def _add(self, phase: str, milliseconds: float) -> None:
         self._milliseconds[phase] = self._milliseconds.get(phase, 0.0) + milliseconds
 
+    def _read_passed(self) -> None:
+        """Read the events that the GPU has passed, so that their number stays bounded."""
+        while self._pending and self._pending[0][2].query():
+            self._read_first()
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def _read_first(self) -> None:
+        phase, begin, end = self._pending.popleft()
+        self._add(phase, begin.elapsed_time(end))
+        self._free += (begin, end)
+
+    def _event(self) -> torch.cuda.Event:
+        if self._free:
+            return self._free.pop()
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

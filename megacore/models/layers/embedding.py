@@ -164,9 +164,7 @@ def rotary_tables(
         Two tensors [b or 1, 1, s, size]. The second half of the last dimension repeats the first.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
-    frequencies = 1.0 / torch.pow(
-        torch.tensor(base, dtype=torch.float32, device=position_ids.device), exponents
-    )
+    frequencies = 1.0 / torch.pow(base, exponents)
     angles = position_ids[:, None, :, None].float() * frequencies
     angles = torch.cat([angles, angles], -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
