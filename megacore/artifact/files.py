@@ -104,6 +104,37 @@ def workspace_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+def free_text(path: Path) -> str:
+    """Describe the free space of the file system that holds `path`, which need not exist."""
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    return f"{_size(shutil.disk_usage(place).free)} are free in {place}"
+
+
+def require_space(path: Path, needed: int, purpose: str) -> None:
+    """Refuse to begin what the file system of `path`, which need not exist, has no room for.
+
+    Args:
+        path: file or directory that is about to be written.
+        needed: bytes that are about to be written.
+        purpose: beginning of the message, such as "tokenize writes about".
+
+    Raises:
+        WorkspaceError: less is free; names both numbers.
+    """
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if needed > shutil.disk_usage(place).free:
+        raise WorkspaceError(
+            f"{purpose} {_size(needed)}, and {free_text(path)}: free some space (`megacore clean` "
+            "removes a workspace's stale temporaries) or write elsewhere (MEGACORE_WORKSPACE "
+            "names another workspace)"
+        )
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes as text."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to `output` when the block succeeds.
