@@ -98,7 +98,11 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-_QUIET_LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
+_QUIET_LOGGERS = {
+    "alembic": logging.WARNING,
+    "mlflow.store.model_registry.abstract_store": logging.WARNING,
+    "mlflow.store.db.utils": logging.CRITICAL,  # with a traceback, the error that it then raises
+}
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,8 @@ class Tracking:
 
         The first use of a new SQLite file creates its tables, which takes seconds.
         """
-        for name in _QUIET_LOGGERS:
-            logging.getLogger(name).setLevel(logging.WARNING)
+        for name, level in _QUIET_LOGGERS.items():
+            logging.getLogger(name).setLevel(level)
         from mlflow import MlflowClient
 
         with self.errors("open its store"):
@@ -217,7 +221,8 @@ class Tracking:
         try:
             yield
         except (MlflowException, SQLAlchemyError, OSError) as error:
-            reason = redact(" ".join(str(error).split()))[:500]
+            # After the first line, SQLAlchemy shows the whole statement.
+            reason = redact(" ".join(str(error).partition("[SQL:")[0].split()))[:500]
             raise TrackingError(
                 f"MLflow at {redact(self.uri)} did not {action}: {reason}: check that it is up "
                 "(MLFLOW_TRACKING_URI names another one), then start again"

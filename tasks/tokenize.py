@@ -14,7 +14,7 @@ from megacore.config.data import holds_tokens
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, artifact_directory, build, stage_task
-from tasks._tokens import tokenize_key, tokenize_options
+from tasks._tokens import token_bytes, tokenize_key, tokenize_options
 from tasks.shards import discard, needs_shards, tokenize_in_shards
 
 
@@ -93,7 +93,8 @@ def tokenize(
         )
         return dict(counts)
 
-    result = build(config, tokenize_key(config, corpus, tokenizer, punkt), fill)
+    key = tokenize_key(config, corpus, tokenizer, punkt)
+    result = build(config, key, fill, writes=lambda: token_bytes(corpus, tokenizer))
     discard(shards)
     _show_lengths(config, result.artifact)
     return result

@@ -99,8 +99,9 @@ def workspace_errors(path: Path) -> Iterator[None]:
         code = errno.errorcode.get(error.errno or 0, "")
         if code not in advice:
             raise
+        room = f"; {free_text(path)}" if code == "ENOSPC" else ""
         raise WorkspaceError(
-            f"cannot write {error.filename or path}: {error.strerror}: {advice[code]}"
+            f"cannot write {error.filename or path}: {error.strerror}{room}: {advice[code]}"
         ) from error
 
 
