@@ -12,12 +12,18 @@ from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
 from megacore.config import parse_overrides
-from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
+from megacore.errors import (
+    ConfigError,
+    LaunchError,
+    MegacoreError,
+    TrainingStoppedError,
+    WorkspaceError,
+)
 from megacore.observe.logging import print_any_text
 from megacore.redact import redact, redact_values
 from tasks._environment import answers
 from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
-from tasks._orphans import end_process, start_server
+from tasks._orphans import database_problem, end_process, start_server
 
 _SWITCHES = ("dry_run", "find_batch_size")
 """Boolean parameters of flows."""
@@ -53,6 +59,8 @@ def run_flow(flow: Flow[..., Any]) -> None:
     except TerminatedError:
         last_line, code = f"stopped by SIGTERM; {_RESUME}", -signal.SIGTERM
     except Exception as error:
+        if problem := database_problem():
+            end_process(f"error: {problem}", WorkspaceError.exit_code)
         traceback.print_exc()
         last_line, code = f"error: {type(error).__name__}: {error}", 1
     end_process(last_line, code)
