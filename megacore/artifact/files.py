@@ -101,7 +101,7 @@ def workspace_errors(path: Path) -> Iterator[None]:
             raise
         room = f"; {free_text(path)}" if code == "ENOSPC" else ""
         raise WorkspaceError(
-            f"cannot write {error.filename or path}: {error.strerror}{room}: {advice[code]}"
+            f"cannot write {error.filename or path}: {error.strerror}: {advice[code]}{room}"
         ) from error
 
 

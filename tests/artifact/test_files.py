@@ -1,12 +1,21 @@
 """Tests of atomic file replacement and of reading JSON files."""
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megacore.artifact.files import read_json, read_record, replace_file, write_json
+from megacore.artifact.files import (
+    read_json,
+    read_record,
+    replace_file,
+    require_space,
+    workspace_errors,
+    write_json,
+)
+from megacore.errors import WorkspaceError
 
 
 @dataclass(frozen=True)
@@ -59,3 +68,19 @@ def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
     assert read_record(path, Size) == Size("a", 1)
     path.write_bytes(text.encode("latin-1"))
     assert read_record(path, Size) is None
+
+
+def test_missing_space_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil._ntuple_diskusage(9 << 30, 0, 5 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    require_space(tmp_path / "a" / "b", 5 << 20, "it writes")
+    message = f"it writes 3.0 GiB, and 5.0 MiB are free in {tmp_path}: free some space"
+    with pytest.raises(WorkspaceError, match=message):
+        require_space(tmp_path / "a" / "b", 3 << 30, "it writes")
+    with (
+        pytest.raises(WorkspaceError, match=f"No space .*; 5.0 MiB are free in {tmp_path}"),
+        workspace_errors(tmp_path / "x"),
+    ):
+        raise OSError(28, "No space left on device")
