@@ -102,8 +102,8 @@ def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
             raise SystemExit(stop.exit_code) from stop
     except Exception as error:
         with contextlib.suppress(OSError):  # stderr may be a file on a full disk
-            if isinstance(error, WorkspaceError):
-                sys.stderr.write(f"{_one_line(error)}\n")  # it says where
+            if isinstance(typed := _typed(error)[0], WorkspaceError):
+                sys.stderr.write(f"{_one_line(typed)}\n")  # it says where
             else:
                 traceback.print_exception(error)
         _write_or_say(directory, rank, error)
