@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact, mark_used, try_lock
+from megacore.artifact.manifest import depth_of
 from megacore.errors import ArtifactError, MegacoreError
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
@@ -60,7 +61,7 @@ def artifact_problem(
         return str(error)
     if manifest.key != key.key:
         return f"it was built with key {manifest.key}"
-    return manifest.problem(directory, config.verify)
+    return manifest.problem(directory, depth_of(config.verify))
 
 
 class ArtifactPolicy(CachePolicy):
@@ -165,7 +166,12 @@ def build(
     folder = Workspace.of().folder(key.stage)
     log = get_run_logger()
     artifact, ran = build_artifact(
-        folder, key, function, verify=config.verify, holder=holder_name(), on_wait=log.info
+        folder,
+        key,
+        function,
+        verify=depth_of(config.verify),
+        holder=holder_name(),
+        on_wait=log.info,
     )
     log.info("%s %s %s: %s", key.stage, "built" if ran else "found", artifact.path, artifact.counts)
     return StageResult(artifact=artifact, ran=ran)
