@@ -260,3 +260,23 @@ def test_verify_ends_with_the_error_of_the_first_check_that_fails(tmp_path: Path
     result = run("verify", prefix)
     assert isinstance(result.exception, DataFormatError)
     assert result.exception.exit_code == 3
+
+
+def test_verify_of_a_workspace_lists_all_damage_and_fails(tmp_path: Path) -> None:
+    for name in ("0123", "4567"):
+        directory = tmp_path / "tokenized" / name
+        directory.mkdir(parents=True)
+        (directory / "a.txt").write_text("alpha")
+        Manifest("tokenize", 1, "", {}, {}, list_files(directory), {}, 0.0).write(directory)
+    assert "ok  tokenized/0123: 1 file, 5 bytes" in output("verify", tmp_path)
+    (directory / "a.txt").write_text("alphA")
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1
+    assert [line.split(": ")[0].strip() for line in result.output.splitlines()] == [
+        "ok  tokenized/0123",
+        "damaged  tokenized/4567",
+        "delete it",
+        "then the same `make pretrain` command builds it again (stage tokenize)",
+        "damaged",
+    ]
+    assert f"delete it: rm -r -- {directory}\n" in result.output
