@@ -1,10 +1,10 @@
-"""Comparison of all digests of the artifacts that a training reads for the first time.
+"""Check of all digests of the artifacts that a training reads for the first time.
 
 A quick check does not notice a byte that changed on the disk while the file's size and time stayed.
-So the digests are compared once, at the disk's rate, beside the start of the training. The record
-`.KEY.verified.json` next to the artifact KEY keeps identity, size and times of the files: a file
-that was replaced or written since is compared again. In a folder that cannot be written there is no
-record, and each start compares.
+So the digests are compared once, while the training starts. The record `.KEY.verified.json` next to
+the artifact KEY keeps identity, size and times of the files: a file that was replaced or written
+since is compared again. In a folder that cannot be written there is no record, and each start
+compares.
 """
 
 import logging

@@ -80,7 +80,7 @@ class Damage:
     command: str
     """Shell command that deletes what is damaged."""
     remedy: str
-    """What builds it again after that."""
+    """Command that builds it again after that, and what it does."""
 
 
 def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Check | Damage]:

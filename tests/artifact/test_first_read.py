@@ -1,4 +1,4 @@
-"""Tests of the comparison of digests beside the start of a training."""
+"""Tests of the comparison of digests at the start of a training."""
 
 import os
 import threading

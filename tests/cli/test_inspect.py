@@ -1,6 +1,8 @@
 """Output and refusals of `megacore inspect` and `megacore verify`."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from megacore.artifact.manifest import Manifest, list_files
 from megacore.cli import app
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.errors import ArtifactError, ConfigError, DataFormatError
+from megacore.inspect.report import describe_samples
 from megacore.token_files.indexed_dataset import write_members
 from tests.data._corpus import Corpus, write_corpus
 from tests.data._files import write_tokens
@@ -280,3 +283,19 @@ def test_verify_of_a_workspace_lists_all_damage_and_fails(tmp_path: Path) -> Non
         "damaged",
     ]
     assert f"delete it: rm -r -- {directory}\n" in result.output
+
+
+def test_the_command_of_a_bad_loss_shows_the_documents_that_it_names(index: Path) -> None:
+    clause = describe_samples(index, [3, 4])
+    documents, command = re.fullmatch(
+        r"they are from (document .*); `megacore (.*)` shows sample 3, and so on to --sample 4",
+        clause,
+    ).groups()  # type: ignore[union-attr]
+    shown = output(*shlex.split(command)) + output("inspect", index, "--sample", 4)
+    places = re.findall(r"document (\d+) \((\S+)\)", documents)
+    assert len(places) > 1
+    for document, place in places:
+        assert f"document {document}, sequence" in shown
+        assert f"from {place} (text)" in shown
+    (index / "index.json").write_text("{")
+    assert re.match(r"their documents are unknown \(.*\); `megacore", describe_samples(index, [3]))

@@ -1,4 +1,4 @@
-"""Tests of the check of a training's inputs beside its ranks."""
+"""Tests of the check of a training's inputs while its ranks run."""
 
 import os
 from pathlib import Path
