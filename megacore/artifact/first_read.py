@@ -9,6 +9,7 @@ compares.
 
 import logging
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -136,7 +137,7 @@ class FirstRead:
 def advice(directory: Path, stage: str) -> str:
     """Return what to do about the damaged artifact in `directory`."""
     return (
-        f"delete {directory}, and the same command runs stage {stage} again and continues; if it "
+        f"delete {shlex.quote(str(directory))}, and the same command runs stage {stage} again and continues; if it "
         "happens again, the disk or the memory of this host is at fault"
     )
 
