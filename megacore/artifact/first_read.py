@@ -137,8 +137,8 @@ class FirstRead:
 def advice(directory: Path, stage: str) -> str:
     """Return what to do about the damaged artifact in `directory`."""
     return (
-        f"delete {shlex.quote(str(directory))}, and the same command runs stage {stage} again and continues; if it "
-        "happens again, the disk or the memory of this host is at fault"
+        f"delete {shlex.quote(str(directory))}, and the same command runs stage {stage} again and "
+        "continues; if it happens again, the disk or the memory of this host is at fault"
     )
 
 
