@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact, mark_used, try_lock
 from megacore.artifact.files import require_space
+from megacore.artifact.manifest import depth_of
 from megacore.errors import ArtifactError, MegacoreError
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
@@ -61,7 +62,7 @@ def artifact_problem(
         return str(error)
     if manifest.key != key.key:
         return f"it was built with key {manifest.key}"
-    return manifest.problem(directory, config.verify)
+    return manifest.problem(directory, depth_of(config.verify))
 
 
 class ArtifactPolicy(CachePolicy):
@@ -184,7 +185,12 @@ def build(
         return function(directory)
 
     artifact, ran = build_artifact(
-        folder, key, fill, verify=config.verify, holder=holder_name(), on_wait=log.info
+        folder,
+        key,
+        fill,
+        verify=depth_of(config.verify),
+        holder=holder_name(),
+        on_wait=log.info,
     )
     log.info("%s %s %s: %s", key.stage, "built" if ran else "found", artifact.path, artifact.counts)
     return StageResult(artifact=artifact, ran=ran)

@@ -12,7 +12,7 @@ from prefect.runtime import task_run
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
 from megacore.artifact.files import require_space, workspace_errors
-from megacore.artifact.manifest import MANIFEST_NAME, file_digest
+from megacore.artifact.manifest import MANIFEST_NAME, depth_of, file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
@@ -119,7 +119,7 @@ def training_problem(
         return problem
     try:
         for checkpoint in open_artifact(directory).counts["checkpoints"]:
-            verify(directory / checkpoint["path"], config.verify)
+            verify(directory / checkpoint["path"], depth_of(config.verify))
     except MegacoreError as error:
         return str(error)
     return None

@@ -17,7 +17,7 @@ from typing import Any, Literal, TextIO
 from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact.files import canonical_json, sync_directory, sync_tree, workspace_errors
-from megacore.artifact.manifest import Manifest, list_files
+from megacore.artifact.manifest import Manifest, list_files, verified_record
 from megacore.errors import ArtifactError
 
 KEY_LENGTH = 16
@@ -166,6 +166,7 @@ def mark_used(directory: Path) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Rename a directory, then delete it, so that no reader sees it half deleted."""
+    verified_record(directory).unlink(missing_ok=True)
     doomed = directory.with_name(f"{directory.name}.tmp-{os.getpid()}-deleted")
     os.rename(directory, doomed)
     shutil.rmtree(doomed)

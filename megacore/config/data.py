@@ -84,6 +84,9 @@ class HttpSource(Section):
     """Files to download; their order is the order of the documents."""
     key: str = keyed("text")
     """Field or column that contains the document; not used for token files."""
+    max_file_gb: float = unkeyed(1000.0, gt=0, le=1e6)
+    """Largest size of one file in GB (10^9 bytes), by the length that the server announces and by
+    the bytes that arrive; a larger file is refused."""
 
 
 class HubSource(Section):

@@ -63,8 +63,14 @@ def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[
     WorkspaceError.
     """
     planned = _plan(source)
+    limit = int(source.max_file_gb * 1e9)
     versions = [
-        fetch(plan.remote.url, plan.remote.sha256, plan.in_cache(cache_directory))
+        fetch(
+            plan.remote.url,
+            plan.remote.sha256,
+            plan.in_cache(cache_directory),
+            max_bytes=limit,
+        )
         for plan in planned
     ]
     downloads = [{"url": shown(version.url), "sha256": version.sha256} for version in versions]

@@ -153,6 +153,7 @@ MAY_CHANGE = {
         "export",
     }
     | {"resume", "tracking"},
+    "HttpSource": {"max_file_gb"},
     "HubSource": {"streaming"},
     "DataConfig": {"workers", "shard_mb", "shard_runner", "shard_workers", "dask_address"},
     "TrainConfig": {
