@@ -22,7 +22,13 @@ cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")')
 home=$("$python" -c 'from torch.utils.cpp_extension import CUDA_HOME; print(CUDA_HOME or "")')
 [ -x "$home/bin/nvcc" ] || fail "no CUDA compiler was found: install the CUDA toolkit $cuda and set CUDA_HOME to it"
 version=$("$home/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
-[ "${version%%.*}" = "${cuda%%.*}" ] || fail "torch is built for CUDA $cuda and $home has $version: set CUDA_HOME to a toolkit $cuda"
+# apex's setup.py ends in a traceback unless both numbers are equal, major and minor.
+if [ "$version" != "$cuda" ]; then
+    toolkit="install the CUDA toolkit $cuda and set CUDA_HOME to it"
+    [ ! -x "/usr/local/cuda-$cuda/bin/nvcc" ] || toolkit="set CUDA_HOME=/usr/local/cuda-$cuda"
+    fail "torch is built for CUDA $cuda and $home/bin/nvcc is CUDA ${version:-unknown}, and apex needs the same: $toolkit, or install a torch for CUDA ${version:-of that nvcc} (make venv TORCH=...)"
+fi
+command -v "${CXX:-c++}" >/dev/null || fail "there is no C++ compiler '${CXX:-c++}': install one (Debian: apt-get install g++), or set CXX"
 
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
