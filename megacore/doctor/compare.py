@@ -473,10 +473,10 @@ def storage_rates(facts: "Facts") -> Finding | None:
 
 def _slow_uses(value: dict[str, Any], shard: float | None) -> Iterator[str]:
     """Yield what the workspace is slow for; `shard` is a host's part of a checkpoint in bytes."""
-    if value["random_reads"] < SLOW_READS:
+    if value["random_reads"] < SLOW_RANDOM_READS:
         yield (
             f"makes {value['random_reads']:,.0f} random reads/s, and training data needs "
-            f"{SLOW_READS:,.0f} or more"
+            f"{SLOW_RANDOM_READS:,.0f} or more"
         )
     if value["read"] < SLOW_READ:
         yield (

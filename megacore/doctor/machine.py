@@ -44,6 +44,8 @@ PACKAGES = (
 )
 """Packages, besides megacore and Python, that affect the results of a run and the communication
 of its ranks."""
+APEX_MODULES = ("amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
+"""Modules of NVIDIA apex that megacore uses, as `scripts/install_apex.sh` builds them."""
 REQUIRED = ("python", "megacore", "torch", "numpy")
 """Packages that must have the same version on every host."""
 _GIT_SECONDS = 5.0
@@ -263,6 +265,7 @@ def look_at_torch(
     from megacore.config.train import KernelsConfig
     from megacore.hardware import resolve_precision
     from megacore.kernels.choice import choose_kernels
+    from megacore.kernels.implementation import has_apex
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     cuda = torch.cuda.is_available()
@@ -280,6 +283,7 @@ def look_at_torch(
         "device": device.type,
         "precision": resolved,
         "kernels": dict(chosen.names),
+        "apex": [name for name in APEX_MODULES if has_apex(name)],
     }
 
 
@@ -356,7 +360,7 @@ def measure_storage(workspace: Path) -> dict[str, Any]:
         # An anonymous map is aligned, as O_DIRECT requires; random bytes cannot be compressed.
         buffer[:] = random.Random(0).randbytes(_READ_BYTES)
         size, write = _write_rate(number, buffer)
-        syncs = _durations(lambda: (os.pwrite(number, b"x", 0), os.fsync(number)))
+        syncs = _durations(lambda: _write_and_sync(number))
         direct = _avoid_cache(number)
         positions = random.Random(0)
         with memoryview(buffer) as view, view[:_PAGE_BYTES] as page:
@@ -395,6 +399,11 @@ def _write_rate(file: int, buffer: mmap.mmap) -> tuple[int, float]:
         rate = part / (time.perf_counter() - started)
         part *= 2
     return size, rate
+
+
+def _write_and_sync(file: int) -> None:
+    os.pwrite(file, b"x", 0)
+    os.fsync(file)
 
 
 def _avoid_cache(file: int) -> bool:

@@ -1,4 +1,4 @@
-"""Compilers of a host, the CUDA versions of driver, torch and nvcc, apex, and DeepSpeed's operators.
+"""Compilers of a host, CUDA of its driver, torch and nvcc, apex, and DeepSpeed's operators.
 
 The functions named `look_at_…` inspect the host they run on; torch and DeepSpeed are imported only
 by the functions that need them. The other functions evaluate the hosts' answers.
@@ -19,13 +19,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megacore.doctor.findings import Finding, Judgement
+from megacore.doctor.machine import APEX_MODULES
 from megacore.hardware import driver_cuda, unsupported_accelerator
 
 if TYPE_CHECKING:
     from megacore.doctor.facts import Facts
 
-APEX = ("amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
-"""Modules of apex that megacore uses, as `scripts/install_apex.sh` builds them."""
 _TORCH_OF_CUDA = {"12.8": "torch==2.10.*", "13.0": "torch==2.13.*", "13.2": "torch==2.15.*"}
 """Newest torch on the package index whose default build is for a version of CUDA."""
 _DRIVERS = {12: 525, 13: 580}
@@ -57,7 +56,7 @@ def look_at_toolchain() -> dict[str, Any]:
         ),
         "driver": None if driver is None else f"{driver // 1000}.{driver % 1000 // 10}",
         "libaio": compiler is not None and _links_libaio(compiler),
-        "apex": [name for name in APEX if importlib.util.find_spec(name) is not None],
+        "apex": [name for name in APEX_MODULES if importlib.util.find_spec(name) is not None],
         "other_apex": _version("apex"),
         "accelerator": unsupported_accelerator(),
     }
@@ -126,7 +125,7 @@ def toolchains(facts: "Facts") -> Finding | None:
     for host, value in facts.answered("toolchain"):
         if value["accelerator"] is not None:
             judgement.error(host, f"on {host}, {value['accelerator']}")
-        cuda = facts.probes[host].get("torch", "cuda_build")
+        cuda, works = (facts.probes[host].get("torch", key) for key in ("cuda_build", "apex"))
         judgement.note(host, _described(value, cuda))
         if value["compiler"] is None:
             judgement.warn(
@@ -147,13 +146,20 @@ def toolchains(facts: "Facts") -> Finding | None:
                 "(PyPI's apex is another project): pip uninstall apex, and run "
                 "scripts/install_apex.sh",
             )
+        broken = [name for name in value["apex"] if name not in works] if works is not None else []
+        if broken:
+            judgement.warn(
+                host,
+                f"apex's module {broken[0]} on {host} cannot be imported, since it was compiled "
+                "for another torch: run scripts/install_apex.sh again",
+            )
         # Without torch's answer, the check of the kernels reports why.
         if "torch" in facts.probes[host].values and value["accelerator"] is None:
-            if problem := cuda_problem(
-                host, value["driver"], cuda, value["nvcc"], value["toolkits"]
-            ):
-                too_old = is_too_old(value["driver"], cuda)
-                (judgement.error if too_old else judgement.warn)(host, problem)
+            driver = value["driver"]
+            problem = cuda_problem(host, driver, cuda, value["nvcc"], value["toolkits"])
+            add = judgement.error if is_too_old(driver, cuda) else judgement.warn
+            if problem is not None:
+                add(host, problem)
     judgement.unanswered(facts, "toolchain", "warning", "")
     return judgement.finding()
 
@@ -255,6 +261,7 @@ def look_at_operators(workspace: Path) -> dict[str, Any]:
     operators: dict[str, Any] = {}
     with _builders() as (builders, installed):
         for name, builder in builders.items():
+            built: str | None
             if name in installed:
                 built = "installed"
             elif name in OPERATORS and workspace.is_dir() and operator_is_built(name):
@@ -286,7 +293,7 @@ def _builders() -> Iterator[tuple[dict[str, Any], set[str]]]:
     """
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None
-    (root,) = spec.submodule_search_locations or ()
+    root = (spec.submodule_search_locations or [""])[0]
     before = _take_modules("deepspeed")
     for name, folder in (("deepspeed", Path(root)), ("deepspeed.ops", Path(root, "ops"))):
         package = ModuleType(name)
@@ -319,7 +326,7 @@ def _extensions_directory() -> Path:
         return Path(named)
     accelerator = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
     version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    root = cpp_extension.get_default_build_root()  # type: ignore[no-untyped-call]
+    root = cpp_extension.get_default_build_root()
     return Path(root, f"{version}_{accelerator}")
 
 
