@@ -28,7 +28,15 @@ help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 	@echo "CONF=<file in conf/, for finetune in conf/finetune/> and ARGS=<options> go to pretrain and finetune; ARGS also to test, test-slow, test-all and bench. PYTHON= names the interpreter of .venv."
 
-venv: $(STAMP)  ## Create .venv and install everything into it
+# `make venv TORCH='torch==2.10.*'` installs again if .venv was made with another TORCH.
+ifneq ($(TORCH),)
+ifneq ($(TORCH),$(shell cat $(VENV)/torch-requirement 2>/dev/null))
+$(STAMP): other-torch
+endif
+endif
+.PHONY: other-torch
+
+venv: $(STAMP)  ## Create .venv and install everything into it (TORCH='torch==2.10.*' for an older driver)
 
 $(STAMP): $(INSTALL_INPUTS)
 	@scripts/venv.sh

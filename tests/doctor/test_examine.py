@@ -195,7 +195,7 @@ def test_slow_checks_are_requested_last() -> None:
     """A slow import of torch must not delay the checks of network and workspace."""
     data = RunData(("t",), 10, "/i")
     subject = Subject({"a": 1, "b": 1}, Path("/w"), LaunchConfig(hostfile="h"), data=data)
-    for request in _requests(subject, ["a", "b"], None, {}, {}).values():
+    for request in _requests(subject, ["a", "b"], None, {}, {}, full=True).values():
         checks = list(request.checks)
         assert len(set(checks)) == len(checks)
         assert {"packages", "limits", "memory", "disk", "gpus"} < set(checks)
