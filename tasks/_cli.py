@@ -11,6 +11,7 @@ from typing import Any
 from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
+from megacore.artifact.files import access_error
 from megacore.config import parse_overrides
 from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
 from megacore.observe.logging import print_any_text
@@ -53,8 +54,14 @@ def run_flow(flow: Flow[..., Any]) -> None:
     except TerminatedError:
         last_line, code = f"stopped by SIGTERM; {_RESUME}", -signal.SIGTERM
     except Exception as error:
-        traceback.print_exc()
-        last_line, code = f"error: {type(error).__name__}: {error}", 1
+        fault = access_error(error) if isinstance(error, OSError) else None
+        if fault is None:
+            traceback.print_exc()
+        last_line, code = (
+            (f"error: {type(error).__name__}: {error}", 1)
+            if fault is None
+            else (f"error: {fault}", fault.exit_code)
+        )
     end_process(last_line, code)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from megacore.artifact.files import read_json
@@ -19,7 +18,7 @@ from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_fi
 from megacore.config.run import RunConfig
 from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
-from megacore.foreign.files import Loader, nearest, read_settings_json, read_yaml
+from megacore.foreign.files import nearest, parse_yaml, read_settings_json, read_yaml
 
 CONF_DIR = Path("conf")
 FINETUNE_DIR = Path("conf/finetune")
@@ -195,10 +194,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
         key, sign, text = pair.partition("=")
         if not sign or not key:
             raise ConfigError(f"override {pair!r} is not key=value, as in train.train_iters=50")
-        try:
-            overrides[key] = yaml.load(text, Loader=Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {pair!r}: its value is not YAML") from error
+        overrides[key] = parse_yaml(text, f"override {pair[:100]!r}: its value")
     return overrides
 
 

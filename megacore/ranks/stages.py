@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact.files import read_json, read_object, workspace_errors
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import (
     loaded_checkpoints,
@@ -134,8 +134,7 @@ def convert(
     job.write(job_file)
     start = start_here("megacore.ranks.convert", job, job_file)
     supervise_job(start, job, scratch / "convert.log", on_poll, None)
-    report: dict[str, Any] = read_json(Path(job.output_directory) / "parity.json")
-    return report
+    return read_object(Path(job.output_directory) / "parity.json")
 
 
 def supervise_job(
@@ -217,8 +216,7 @@ def run_job(
         stop_margin=start.stop_margin,
         on_poll=on_poll,
     )
-    result: dict[str, Any] = read_json(Path(job.output))
-    return result
+    return read_object(Path(job.output))
 
 
 def log_name(module: str) -> str:
