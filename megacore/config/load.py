@@ -18,7 +18,7 @@ from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_fi
 from megacore.config.run import RunConfig
 from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
-from megacore.foreign.files import nearest, parse_yaml, read_settings_json, read_yaml
+from megacore.foreign.files import nearest, parse_yaml, read_settings_json, read_yaml, shortened
 
 CONF_DIR = Path("conf")
 FINETUNE_DIR = Path("conf/finetune")
@@ -455,9 +455,9 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     if item["type"] == "value_error":
         return str(message)
     if location in _WHOLE and len(item["loc"]) > len(location):
-        return f"{key} is {item['input']!r}: give {_WHOLE[location]}"
+        return f"{key} is {shortened(repr(item['input']))}: give {_WHOLE[location]}"
     advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
-    return f"{key} is {item['input']!r}: {advice}"
+    return f"{key} is {shortened(repr(item['input']))}: {advice}"
 
 
 def _hint(location: Location, schema: type[BaseModel]) -> str:

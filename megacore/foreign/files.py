@@ -188,8 +188,12 @@ def read_number(value: Any) -> float | int | None:
 
 def shown(value: Any) -> str:
     """Return a value as JSON, shortened to 60 characters."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return shortened(json.dumps(value, default=str), 60)
+
+
+def shortened(text: str, limit: int = 200) -> str:
+    """Return a value's text for a message, cut after `limit` characters."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
