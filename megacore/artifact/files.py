@@ -167,7 +167,7 @@ def parse_json(data: bytes, *, parse_constant: Callable[[str], Any] | None = Non
     except RecursionError:
         value = None
     else:
-        if not _deeper(value, MAX_DEPTH):
+        if not nests_deeper(value, MAX_DEPTH):
             return value
     raise ValueError(f"it nests more than {MAX_DEPTH} levels deep")
 
@@ -187,8 +187,8 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _deeper(value: Any, limit: int) -> bool:
-    """Return True if lists and objects nest more than `limit` levels deep."""
+def nests_deeper(value: Any, limit: int) -> bool:
+    """Return True if lists and dictionaries nest more than `limit` levels deep."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
         level = [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import MAX_DEPTH, nests_deeper, read_json
 from megacore.artifact.workspace import workspace_root
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_files
@@ -249,6 +249,12 @@ def _read_values(
         raise ConfigError(
             f"override extends={overrides[_EXTENDS]}: only a file extends others; write "
             f"`extends: {overrides[_EXTENDS]}` in one"
+        )
+    deep = next((key for key in overrides if key.count(".") >= MAX_DEPTH), None)
+    if deep is not None or nests_deeper(dict(overrides), MAX_DEPTH):
+        raise ConfigError(
+            f"override {shortened(deep or str(overrides))!r} nests more than {MAX_DEPTH} levels "
+            "deep: give a key of docs/reference.md"
         )
     merged = _read_extended(conf_path(conf, conf_dir, kind=kind), (), conf_dir, kind)
     for key, value in overrides.items():
