@@ -40,7 +40,7 @@ _FAULTS = {
     errno.EMFILE: "this process has too many files open: raise the limit (`ulimit -n`)",
     errno.ENFILE: "this host has too many files open: raise it (`sysctl fs.file-max`)",
 }
-"""What is wrong and what to do for errors that say nothing about the file's content."""
+"""Cause and remedy of the errors that say nothing about the file's content."""
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
