@@ -11,6 +11,7 @@ from typing import Any
 from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
+from megacore.artifact.files import access_error
 from megacore.config import parse_overrides
 from megacore.errors import (
     ConfigError,
@@ -61,8 +62,14 @@ def run_flow(flow: Flow[..., Any]) -> None:
     except Exception as error:
         if problem := database_problem():
             end_process(f"error: {problem}", WorkspaceError.exit_code)
-        traceback.print_exc()
-        last_line, code = f"error: {type(error).__name__}: {error}", 1
+        fault = access_error(error) if isinstance(error, OSError) else None
+        if fault is None:
+            traceback.print_exc()
+        last_line, code = (
+            (f"error: {type(error).__name__}: {error}", 1)
+            if fault is None
+            else (f"error: {fault}", fault.exit_code)
+        )
     end_process(last_line, code)
 
 

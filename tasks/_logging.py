@@ -2,6 +2,7 @@
 
 import logging
 
+from megacore.artifact.files import access_error
 from megacore.errors import MegacoreError
 from megacore.redact import redact_log
 
@@ -13,7 +14,7 @@ class CountedRetries(int):
 
 
 class SentenceFilter(logging.Filter):
-    """Filter that drops the traceback of a MegacoreError and keeps that of any other error.
+    """Filter that drops the traceback of a MegacoreError or a failing disk and keeps any other.
 
     Prefect's message about a retry is dropped when the task counts its retries and logs a better
     one.
@@ -27,6 +28,8 @@ class SentenceFilter(logging.Filter):
         ):
             return False
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if isinstance(error, OSError):
+            error = access_error(error)
         if isinstance(error, MegacoreError):
             record.msg = f"{type(error).__name__}: {error}"
             record.args = ()

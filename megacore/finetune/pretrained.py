@@ -403,6 +403,8 @@ def _tensors(path: str, source: Path, names: Sequence[str]) -> "Iterator[tuple[s
 def _read(path: str, file: Path) -> "Mapping[str, Any]":
     import torch
 
+    from megacore.convert.inert import not_dense
+
     try:
         # Memory-mapped, so that a weight is in memory only while it is written. Files from before
         # torch 1.6 cannot be mapped.
@@ -426,6 +428,10 @@ def _read(path: str, file: Path) -> "Mapping[str, Any]":
     ):
         raise ConfigError(
             f"model.path {path}: {file.name} is no mapping of names to weights: give a whole model"
+        )
+    if (problem := not_dense(content)) is not None:
+        raise ConfigError(
+            f"model.path {path}: {file.name}: {problem}: save the model as safetensors"
         )
     return content
 

@@ -4,7 +4,6 @@ Token ids are decoded with the tokenizer that produced them. The report on a sam
 includes the model's input, with words masked or spans replaced by sentinels.
 """
 
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.artifact.workspace import FOLDERS
 from megacore.config.data import MaskedLmConfig, SpanCorruptionConfig
@@ -309,7 +309,7 @@ def _open_backend(path: Path) -> "tokenizers.Tokenizer":
     if path.suffix == ".txt":
         return read_wordpiece(path, lower_case=True)
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
     except ValueError as error:
         raise DataFormatError(
             f"{path} is neither a tokenizer.json nor a vocab.json: {error}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact.files import read_object, workspace_errors
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import prepare_finetune_hosts
 from megacore.cluster.start import ssh_of, start_here, start_ranks
@@ -92,5 +92,4 @@ def export(
     job.write(job_file)
     start = start_here("megacore.ranks.finetune_export", job, job_file)
     supervise_job(start, job, scratch / "export.log", on_poll, None)
-    report: dict[str, Any] = read_json(Path(job.output_directory) / "parity.json")
-    return report
+    return read_object(Path(job.output_directory) / "parity.json")

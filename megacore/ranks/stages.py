@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact.files import read_json, read_object, workspace_errors
 from megacore.artifact.first_read import FirstRead
 from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.ssh import check_ssh
@@ -185,8 +185,7 @@ def convert(
     job.write(job_file)
     start = start_here("megacore.ranks.convert", job, job_file)
     supervise_job(start, job, scratch / "convert.log", on_poll, None)
-    report: dict[str, Any] = read_json(Path(job.output_directory) / "parity.json")
-    return report
+    return read_object(Path(job.output_directory) / "parity.json")
 
 
 def supervise_job(
@@ -268,8 +267,7 @@ def run_job(
         stop_margin=start.stop_margin,
         on_poll=on_poll,
     )
-    result: dict[str, Any] = read_json(Path(job.output))
-    return result
+    return read_object(Path(job.output))
 
 
 def log_name(module: str) -> str:

@@ -15,6 +15,7 @@ from megacore.convert.counterparts import Counterpart
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.hf.forms import FORMS, HfForm, read_spec
 from megacore.convert.hf.write import FILE_NAME, INDEX_NAME
+from megacore.convert.inert import not_dense
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
 
@@ -83,7 +84,13 @@ class HfTensors(Mapping[str, Tensor]):
                     )
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name]()
+        tensor = self._readers[name]()
+        if not tensor.is_floating_point():
+            raise ConversionError(
+                f"{self.directory}: {name} is of {tensor.dtype}, where weights are floating-point "
+                "numbers: save the model without quantization"
+            )
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._readers)
@@ -200,6 +207,8 @@ def _pickled(path: Path) -> dict[str, Reader]:
         raise ConversionError(
             f"{path} holds something other than tensors by name: save the model as safetensors"
         )
+    if (problem := not_dense(tensors)) is not None:
+        raise ConversionError(f"{path}: {problem}: save the model as safetensors")
     return {name: partial(tensors.__getitem__, name) for name in tensors}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megacore.artifact.files import read_json
+from megacore.convert.hf.config import HfConfig
 from megacore.errors import ConfigError
 from megacore.hardware import refuse_unsupported_accelerator
 from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions
@@ -18,7 +18,7 @@ _GENERATING = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel")
 
 def generates_text(directory: Path) -> bool:
     """Return True if the model's class in `config.json` generates text."""
-    architectures = read_json(directory / "config.json").get("architectures") or [""]
+    architectures = HfConfig.read(directory).optional("architectures", list) or [""]
     return str(architectures[0]).endswith(_GENERATING)
 
 
