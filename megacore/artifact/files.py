@@ -8,6 +8,8 @@ import glob
 import json
 import os
 import shutil
+import stat
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,13 @@ from typing import Any, TypeVar
 from megacore.errors import ConfigError, WorkspaceError
 
 Record = TypeVar("Record")
+_NO_FILES = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+"""Kinds of paths that may block the one who opens them, or never end."""
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -54,9 +63,42 @@ def write_json(path: Path, value: Any) -> None:
     remove_dead_temporaries(path)
 
 
+def regular(path: Path, most: int | None = None) -> Path:
+    """Return `path` after checking that it is no pipe or device, so that reading it ends.
+
+    With `most`, it has at most as many bytes. Raises OSError, with what the path is in its
+    strerror. Directories pass: opening reports them.
+    """
+    status = os.stat(path)
+    for is_kind, name in _NO_FILES:
+        if is_kind(status.st_mode):
+            raise OSError(errno.EINVAL, f"it is {name}, not a file", str(path))
+    if most is not None and status.st_size > most:
+        reason = f"it has {status.st_size:,} bytes, over the limit of {most:,}"
+        raise OSError(errno.EFBIG, reason, str(path))
+    return path
+
+
+def is_stored_zip(path: Path) -> bool:
+    """Return True for a zip archive, such as torch.save writes, and False for another file.
+
+    Raises OSError, and ValueError for an archive that holds more bytes than the file has. Unpacking
+    such an archive could take any amount of memory; torch.save never compresses.
+    """
+    if not zipfile.is_zipfile(regular(path)):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > path.stat().st_size:
+        raise ValueError(
+            f"its members unpack to {size:,} bytes, more than the file's {path.stat().st_size:,}"
+        )
+    return True
+
+
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file. Raises OSError or ValueError."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(regular(path).read_text(encoding="utf-8"))
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:

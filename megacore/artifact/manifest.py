@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import canonical_json, read_json, write_json
+from megacore.artifact.files import canonical_json, read_json, regular, write_json
 from megacore.errors import ArtifactError
 from megacore.redact import redact_values
 
@@ -102,7 +102,7 @@ class Manifest:
 def file_digest(path: Path) -> str:
     """Return the hex SHA-256 digest of a file's content."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(regular(path), "rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

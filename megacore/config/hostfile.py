@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megacore.artifact.files import regular
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def read_hostfile(
     ConfigError, also when `nproc_per_node` differs from the slots of a host.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = regular(Path(path)).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(

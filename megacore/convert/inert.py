@@ -1,13 +1,13 @@
 """Loading of untrusted torch files without executing code in them."""
 
 import re
-import zipfile
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
+from megacore.artifact.files import is_stored_zip
 from megacore.errors import CheckpointError
 
 _ASKED = re.compile(r"GLOBAL (\S+)")
@@ -60,7 +60,7 @@ def load_inert(path: Path) -> Any:
         CheckpointError: if the file cannot be read, or asks for a name that could execute code.
     """
     try:
-        zipped = zipfile.is_zipfile(path)
+        zipped = is_stored_zip(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
         harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGES)}
         # torch takes pairs of a callable and its name in the file.

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megacore.artifact.files import regular
 from megacore.errors import ConfigError
 
 
@@ -32,7 +33,7 @@ class Loader(yaml.SafeLoader):
 def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file. Raises ConfigError if it cannot be read."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+        return yaml.load(regular(path).read_text(encoding="utf-8"), Loader=Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read as YAML: {problem}") from error
@@ -50,7 +51,7 @@ def read_settings_json(path: Path, name: str = "deepspeed.config") -> dict[str, 
     """
     try:
         content = json.loads(
-            path.read_text(encoding="utf-8"),
+            regular(path).read_text(encoding="utf-8"),
             object_pairs_hook=_without_repetition,
             parse_constant=_refuse_constant,
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import regular
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.artifact.workspace import FOLDERS
 from megacore.config.data import MaskedLmConfig, SpanCorruptionConfig
@@ -261,7 +262,7 @@ def _open_backend(path: Path) -> "tokenizers.Tokenizer":
     if path.suffix == ".txt":
         return read_wordpiece(path, lower_case=True)
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(regular(path).read_bytes())
     except ValueError as error:
         raise DataFormatError(
             f"{path} is neither a tokenizer.json nor a vocab.json: {error}"
