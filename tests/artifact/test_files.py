@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megacore.artifact.files import read_json, read_record, replace_file, write_json
+from megacore.artifact.files import (
+    read_json,
+    read_record,
+    regular,
+    replace_file,
+    write_json,
+)
 
 
 @dataclass(frozen=True)
@@ -59,3 +65,16 @@ def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
     assert read_record(path, Size) == Size("a", 1)
     path.write_bytes(text.encode("latin-1"))
     assert read_record(path, Size) is None
+
+
+def test_pipe_device_and_large_file_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.json"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=r"it is a named pipe, not a file: .*pipe\.json"):
+        read_json(path)
+    with pytest.raises(OSError, match="it is a device, not a file"):
+        regular(Path("/dev/zero"))
+    write_json(tmp_path / "large", [0] * 9)
+    assert regular(tmp_path / "large", (tmp_path / "large").stat().st_size)
+    with pytest.raises(OSError, match="bytes, over the limit of 9"):
+        regular(tmp_path / "large", 9)
