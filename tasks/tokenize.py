@@ -38,7 +38,13 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
     def fill(directory: Path) -> dict[str, Any]:
         skip = config.data.on_bad_line == "skip"
         directories = [corpus.directory for corpus in corpora]
-        return build_tokenizer(config.data.tokenizer, directories, directory, skip_bad_lines=skip)
+        return build_tokenizer(
+            config.data.tokenizer,
+            directories,
+            directory,
+            skip_bad_lines=skip,
+            document_bytes=config.data.max_document_bytes,
+        )
 
     result = build(config, tokenizer_key(config, corpora), fill)
     special = SpecialTokens.model_validate(result.artifact.counts["special_tokens"])
@@ -89,7 +95,12 @@ def tokenize(
         if needs_shards(config, corpus):
             return tokenize_in_shards(config, corpus, tokenizer, punkt, directory, shards)
         counts = tokenize_corpus(
-            corpus.directory, tokenizer.directory, directory, options, workers=config.data.workers
+            corpus.directory,
+            tokenizer.directory,
+            directory,
+            options,
+            workers=config.data.workers,
+            document_bytes=config.data.max_document_bytes,
         )
         return dict(counts)
 

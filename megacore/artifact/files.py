@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import stat
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,13 @@ from typing import Any, TypeVar
 from megacore.errors import ArtifactError, ConfigError, FileAccessError, WorkspaceError
 
 Record = TypeVar("Record")
+_NO_FILES = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+"""Kinds of paths that may block the one who opens them, or never end."""
 
 JSON_BYTES = 256 << 20
 """Largest JSON file in bytes. The index of a model with 400 billion parameters has some MB, a
@@ -79,6 +87,43 @@ def write_json(path: Path, value: Any) -> None:
     remove_dead_temporaries(path)
 
 
+def regular(path: Path, most: int | None = None) -> Path:
+    """Return `path` after checking that it is no pipe or device, so that reading it ends.
+
+    With `most`, it has at most as many bytes. Raises OSError, with what the path is in its
+    strerror. Directories pass: opening reports them.
+    """
+    status = os.stat(path)
+    _refuse_endless(status, path)
+    if most is not None and status.st_size > most:
+        reason = f"it has {status.st_size:,} bytes, over the limit of {most:,}"
+        raise OSError(errno.EFBIG, reason, str(path))
+    return path
+
+
+def is_stored_zip(path: Path) -> bool:
+    """Return True for a zip archive, such as torch.save writes, and False for another file.
+
+    Raises OSError, and ValueError for an archive that holds more bytes than the file has. Unpacking
+    such an archive could take any amount of memory; torch.save never compresses.
+    """
+    if not zipfile.is_zipfile(regular(path)):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > path.stat().st_size:
+        raise ValueError(
+            f"its members unpack to {size:,} bytes, more than the file's {path.stat().st_size:,}"
+        )
+    return True
+
+
+def _refuse_endless(status: os.stat_result, path: Path) -> None:
+    for is_kind, name in _NO_FILES:
+        if is_kind(status.st_mode):
+            raise OSError(errno.EINVAL, f"it is {name}, not a file", str(path))
+
+
 def access_error(error: OSError, path: Path | None = None) -> FileAccessError | None:
     """Return the sentence for a failing disk, a lost mount or too many open files, else None."""
     fault = _FAULTS.get(error.errno or 0)
@@ -93,15 +138,14 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
     Raises:
         FileAccessError: the disk fails, the mount is lost, or too many files are open.
-        OSError: the file is missing or may not be read.
-        ValueError: the file is larger, or it is a pipe, device or directory.
+        OSError: the file is missing, may not be read, or is a pipe, device or directory.
+        ValueError: the file is larger.
     """
     for attempt in range(_TRIES):
         try:
             with open(path, "rb", opener=_open_without_waiting) as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise ValueError("it is no regular file")
+                _refuse_endless(status, path)
                 content = b"" if status.st_size > limit else file.read(limit + 1)
         except OSError as error:
             if error.errno == errno.ESTALE and attempt + 1 < _TRIES:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import canonical_json, read_json, write_json
+from megacore.artifact.files import canonical_json, read_json, regular, write_json
 from megacore.errors import ArtifactError
 from megacore.redact import redact_values
 
@@ -134,7 +134,7 @@ def file_digest(path: Path, on_read: Callable[[int], None] | None = None) -> str
     `on_read` receives the number of bytes of each block; an error that it raises ends the reading.
     """
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(regular(path), "rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             if on_read is not None:

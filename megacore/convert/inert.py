@@ -1,7 +1,6 @@
 """Loading of untrusted torch files without executing code in them."""
 
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megacore.artifact.files import is_stored_zip
 from megacore.errors import CheckpointError
 
 _ASKED = re.compile(r"GLOBAL (\S+)")
@@ -62,7 +62,7 @@ def load_inert(path: Path) -> Any:
             a tensor that is not dense.
     """
     try:
-        zipped = zipfile.is_zipfile(path)
+        zipped = is_stored_zip(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
         harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGES)}
         # torch takes pairs of a callable and its name in the file.

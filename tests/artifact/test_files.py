@@ -14,6 +14,7 @@ from megacore.artifact.files import (
     read_json,
     read_object,
     read_record,
+    regular,
     replace_file,
     require_space,
     workspace_errors,
@@ -112,15 +113,12 @@ def test_json_within_the_limits_is_read() -> None:
     assert parse_json(b'{"state": ' + b"9" * 100 + b"}") == {"state": 10**100 - 1}
 
 
-def test_large_files_pipes_and_directories_are_refused(tmp_path: Path) -> None:
+def test_large_files_and_directories_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
     path.write_text("[1, 2]")
     assert read_json(path, limit=6) == [1, 2]
     with pytest.raises(ValueError, match="it has 6 bytes, more than the 5 that such a file may"):
         read_json(path, limit=5)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="it is no regular file"):
-        read_json(tmp_path / "pipe")
     with pytest.raises(IsADirectoryError):
         read_json(tmp_path)
 
@@ -182,3 +180,16 @@ def test_other_errors_keep_their_type(tmp_path: Path) -> None:
         workspace_errors(tmp_path),
     ):
         raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_pipe_device_and_large_file_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.json"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=r"it is a named pipe, not a file: .*pipe\.json"):
+        read_json(path)
+    with pytest.raises(OSError, match="it is a device, not a file"):
+        regular(Path("/dev/zero"))
+    write_json(tmp_path / "large", [0] * 9)
+    assert regular(tmp_path / "large", (tmp_path / "large").stat().st_size)
+    with pytest.raises(OSError, match="bytes, over the limit of 9"):
+        regular(tmp_path / "large", 9)

@@ -238,3 +238,14 @@ def test_a_malicious_checkpoint_is_refused_by_conversion(tmp_path: Path) -> None
     with pytest.raises(MegacoreError, match="cannot be read"):
         CheckpointTensors(checkpoint)["w"]
     assert not trap.exists()
+
+
+def test_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model/data.pkl", bytes(1 << 24))
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    with pytest.raises(MegacoreError, match="members unpack to 16,777,216 bytes, more than"):
+        open_hf(tmp_path)
+    with pytest.raises(MegacoreError, match="members unpack to 16,777,216 bytes, more than"):
+        load_inert(path)

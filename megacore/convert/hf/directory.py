@@ -1,7 +1,6 @@
 """Lazy access to the weights of a transformers directory by the names of our tables."""
 
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import is_stored_zip, read_json, regular
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
 from megacore.convert.hf.config import HfConfig
@@ -182,7 +181,7 @@ def _safetensors(path: Path) -> dict[str, Reader]:
 def _check_readable(path: Path) -> None:
     """Raise ConversionError with the system's error, which the tensor readers do not report."""
     try:
-        path.open("rb").close()
+        regular(path).open("rb").close()
     except OSError as error:
         raise ConversionError(
             f"{path} cannot be read ({error.strerror}): make it readable"
@@ -194,9 +193,7 @@ def _pickled(path: Path) -> dict[str, Reader]:
     _check_readable(path)
     try:
         # The format of torch before 1.6 is not a zip file and cannot be memory-mapped.
-        tensors = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_stored_zip(path))
     except Exception as error:  # a damaged pickle may raise any exception
         raise ConversionError(
             f"{path} ({path.stat().st_size:,} bytes) {_pickle_problem(error)}"
@@ -220,7 +217,5 @@ def _pickle_problem(error: Exception) -> str:
             f"asks for {refused[1]}, which is no tensor: nothing of it was run, save the model as "
             "safetensors"
         )
-    return (
-        f"cannot be read as tensors only ({type(error).__name__}): it is damaged or cut short, "
-        "copy it again"
-    )
+    reason = str(error) if type(error) is ValueError else type(error).__name__
+    return f"cannot be read as tensors only ({reason}): it is damaged or cut short, copy it again"
