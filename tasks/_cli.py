@@ -59,7 +59,8 @@ def run_flow(flow: Flow[..., Any]) -> None:
     except TerminatedError:
         last_line, code = f"stopped by SIGTERM; {_RESUME}", -signal.SIGTERM
     except Exception as error:
-        if problem := database_problem():
+        theirs = type(error).__module__.partition(".")[0] in ("prefect", "httpx")
+        if theirs and (problem := database_problem()):
             end_process(f"error: {problem}", WorkspaceError.exit_code)
         traceback.print_exc()
         last_line, code = f"error: {type(error).__name__}: {error}", 1

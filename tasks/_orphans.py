@@ -77,6 +77,7 @@ def start_server() -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             server.start()  # the server and the thread inherit the blocked signal
+            _server_output.started = True
             keeper.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -93,6 +94,8 @@ class _ServerOutput:
     def __init__(self) -> None:
         self.problem: str | None = None
         """Why the server cannot write its database, or None."""
+        self.started = False
+        """True once the server has answered: from then on a problem is shown when it is met."""
         self._reader: threading.Thread | None = None
 
     def watch(self, server: Any, database: Path) -> None:
@@ -153,6 +156,9 @@ class _ServerOutput:
                 f"{free_text(database.parent)}: free some space, or make it writable, then run the "
                 "same command again"
             )
+            if self.started:
+                record = f"warning: {self.problem}\n".encode()
+                reasons = []
         if not reasons and b"Application startup failed" not in record:
             with contextlib.suppress(OSError):
                 os.write(2, record)
@@ -184,6 +190,7 @@ def _keep(server: Any) -> None:
         with _restarting:
             if _ending.is_set() or server.server_process is None:
                 return
+            _server_output.problem = None  # there may be space again
             logging.getLogger("prefect").warning(
                 "the temporary server was ended from outside; it is started again"
             )
