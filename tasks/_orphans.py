@@ -101,7 +101,7 @@ class _ServerOutput:
     def watch(self, server: Any, database: Path) -> None:
         """Read the output of each process that `server` starts.
 
-        The next start after one with a problem raises WorkspaceError: Prefect would take the exit
+        Before the server answers, the next start after one with a problem raises WorkspaceError: Prefect would take the exit
         for a port in use, and start the server again and again.
         """
         start = server._run_uvicorn_command
@@ -111,7 +111,7 @@ class _ServerOutput:
 
             if self._reader is not None:
                 self._reader.join(timeout=_GRACE)
-            if self.problem is not None:
+            if self.problem is not None and not self.started:
                 raise WorkspaceError(self.problem)
             reader, writer = os.pipe()
             stderr = os.dup(2)
