@@ -101,8 +101,9 @@ class _ServerOutput:
     def watch(self, server: Any, database: Path) -> None:
         """Read the output of each process that `server` starts.
 
-        Before the server answers, the next start after one with a problem raises WorkspaceError: Prefect would take the exit
-        for a port in use, and start the server again and again.
+        Before the server has answered, the next start after one with a problem raises
+        WorkspaceError: Prefect would take the exit for a port in use, and start the server again
+        and again.
         """
         start = server._run_uvicorn_command
 
