@@ -160,7 +160,8 @@ class _ServerOutput:
             if self.started:
                 record = f"warning: {self.problem}\n".encode()
                 reasons = []
-        if not reasons and b"Application startup failed" not in record:
+        follows = self.problem is not None and b"Traceback" in record
+        if not (reasons or follows or b"Application startup failed" in record):
             with contextlib.suppress(OSError):
                 os.write(2, record)
 
