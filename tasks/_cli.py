@@ -60,7 +60,8 @@ def run_flow(flow: Flow[..., Any]) -> None:
     except TerminatedError:
         last_line, code = f"stopped by SIGTERM; {_RESUME}", -signal.SIGTERM
     except Exception as error:
-        if problem := database_problem():
+        theirs = type(error).__module__.partition(".")[0] in ("prefect", "httpx")
+        if theirs and (problem := database_problem()):
             end_process(f"error: {problem}", WorkspaceError.exit_code)
         fault = access_error(error) if isinstance(error, OSError) else None
         if fault is None:

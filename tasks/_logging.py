@@ -14,7 +14,7 @@ class CountedRetries(int):
 
 
 class SentenceFilter(logging.Filter):
-    """Filter that drops the traceback of a MegacoreError or a failing disk and keeps any other.
+    """Filter that drops the traceback of a MegacoreError, a failing disk or Prefect's server.
 
     Prefect's message about a retry is dropped when the task counts its retries and logs a better
     one.
@@ -35,6 +35,8 @@ class SentenceFilter(logging.Filter):
             record.args = ()
             record.exc_info = None
             record.exc_text = None
+        elif type(error).__name__ == "PrefectHTTPStatusError" and str(error).startswith("Server"):
+            record.exc_info = record.exc_text = None  # the error is the server's, as is its place
         return True
 
 

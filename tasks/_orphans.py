@@ -77,6 +77,7 @@ def start_server() -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             server.start()  # the server and the thread inherit the blocked signal
+            _server_output.started = True
             keeper.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -93,13 +94,16 @@ class _ServerOutput:
     def __init__(self) -> None:
         self.problem: str | None = None
         """Why the server cannot write its database, or None."""
+        self.started = False
+        """True once the server has answered: from then on a problem is shown when it is met."""
         self._reader: threading.Thread | None = None
 
     def watch(self, server: Any, database: Path) -> None:
         """Read the output of each process that `server` starts.
 
-        The next start after one with a problem raises WorkspaceError: Prefect would take the exit
-        for a port in use, and start the server again and again.
+        Before the server has answered, the next start after one with a problem raises
+        WorkspaceError: Prefect would take the exit for a port in use, and start the server again
+        and again.
         """
         start = server._run_uvicorn_command
 
@@ -108,7 +112,7 @@ class _ServerOutput:
 
             if self._reader is not None:
                 self._reader.join(timeout=_GRACE)
-            if self.problem is not None:
+            if self.problem is not None and not self.started:
                 raise WorkspaceError(self.problem)
             reader, writer = os.pipe()
             stderr = os.dup(2)
@@ -153,7 +157,11 @@ class _ServerOutput:
                 f"{free_text(database.parent)}: free some space, or make it writable, then run the "
                 "same command again"
             )
-        if not reasons and b"Application startup failed" not in record:
+            if self.started:
+                record = f"warning: {self.problem}\n".encode()
+                reasons = []
+        follows = self.problem is not None and b"Traceback" in record
+        if not (reasons or follows or b"Application startup failed" in record):
             with contextlib.suppress(OSError):
                 os.write(2, record)
 
@@ -184,6 +192,7 @@ def _keep(server: Any) -> None:
         with _restarting:
             if _ending.is_set() or server.server_process is None:
                 return
+            _server_output.problem = None  # there may be space again
             logging.getLogger("prefect").warning(
                 "the temporary server was ended from outside; it is started again"
             )
