@@ -59,7 +59,7 @@ make_venv() {
 }
 
 # TORCH, or what an earlier call recorded, replaces the pin of torch. A torch with other requirements (setuptools<82 in
-# 2.11 and 2.12) must not meet that pin, so pip chooses it.
+# 2.11 and 2.12) must not meet that pin, so pip chooses one that can build megacore.
 choose_torch() {
     torch=${TORCH:-$(cat "$chosen" 2>/dev/null || true)}
     [ -n "$torch" ] || return 0
@@ -78,13 +78,14 @@ except InvalidRequirement:
 if wanted.name != "torch" or wanted.url or wanted.extras or wanted.marker:
     refuse("which is not a range of versions of torch")
 with open("pyproject.toml", "rb") as file:
-    lines = tomllib.load(file)["project"]["dependencies"]
-allowed = next(r for r in map(Requirement, lines) if r.name == "torch")
+    project = tomllib.load(file)
+allowed = next(r for r in map(Requirement, project["project"]["dependencies"]) if r.name == "torch")
+setuptools = next(line for line in project["build-system"]["requires"] if line.startswith("setuptools"))
 public = Requirement(re.sub(r"\+[^,]*", "", sys.argv[1]))  # 2.10.0+cu126 is 2.10.0
 versions = (f"{a}.{b}.{c}" for a in range(1, 9) for b in range(60) for c in range(10))
 if not any(v in allowed.specifier and public.specifier.contains(v) for v in versions):
     refuse(f"and megacore needs torch{allowed.specifier}")
-print(wanted)
+print(wanted, setuptools, sep="\n")
 with open("constraints.txt", encoding="utf-8") as file:
     print("".join(line for line in file if line.split("==")[0] not in ("torch", "setuptools")), end="")
 EOF

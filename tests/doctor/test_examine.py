@@ -199,7 +199,7 @@ def test_slow_checks_are_requested_last() -> None:
         checks = list(request.checks)
         assert len(set(checks)) == len(checks)
         assert {"packages", "limits", "memory", "disk", "gpus"} < set(checks)
-        assert checks[-3:] == ["torch", "speed", "tokens"]
+        assert checks[-6:] == ["torch", "toolchain", "speed", "storage", "operators", "tokens"]
         assert max(map(checks.index, ("workspace", "network", "index"))) < checks.index("gpus")
 
 
