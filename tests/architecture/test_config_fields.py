@@ -154,7 +154,14 @@ MAY_CHANGE = {
     }
     | {"resume", "tracking"},
     "HubSource": {"streaming"},
-    "DataConfig": {"workers", "shard_mb", "shard_runner", "shard_workers", "dask_address"},
+    "DataConfig": {
+        "max_document_mb",
+        "workers",
+        "shard_mb",
+        "shard_runner",
+        "shard_workers",
+        "dask_address",
+    },
     "TrainConfig": {
         "micro_batch_size",
         "train_iters",
