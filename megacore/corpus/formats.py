@@ -30,7 +30,7 @@ _MEASURED = 4
 """A line that is too long is measured up to this multiple of the limit."""
 DOCUMENT_BYTES = DEFAULT_MAX_DOCUMENT_MB * 10**6
 """Default maximum size of a document in bytes, for readers that have no configuration."""
-_UNPACKED_BYTES = 1 << 29
+_UNPACKED_BYTES = 1 << 27
 _UNPACKED_RATIO = 200
 """A file may unpack to _UNPACKED_BYTES, and beyond to this multiple of its compressed bytes. Text
 unpacks to 3 to 10 times its size, zeros to 1,000 (gzip) or 30,000 times (zstd)."""
@@ -166,10 +166,12 @@ def too_long(path: str | Path, file_format: FileFormat, start: int, limit: int) 
     return too_large(f"{path}:{number}", size, limit)
 
 
-def too_large(place: str, size: str, limit: int) -> DataFormatError:
+def too_large(
+    place: str, size: str, limit: int, advice: str = "divide or remove it"
+) -> DataFormatError:
     """Return the error for a document of `size`, with a unit, which is over `limit` bytes."""
     return DataFormatError(
-        f"{place} is a document of {size}, over the limit of {limit:,}: divide or remove it, or "
+        f"{place} is a document of {size}, over the limit of {limit:,}: {advice}, or "
         f"raise data.max_document_mb (--max-document-mb of `megacore tokenize`)"
     )
 

@@ -98,7 +98,8 @@ def collect(
 def check_size(path: Path, size: int, document_bytes: int) -> None:
     """Raise DataFormatError if a file of `size` bytes is too large to be one document."""
     if size > document_bytes:
-        raise too_large(str(path), f"{size:,} bytes", document_bytes)
+        advice = "set data.source.document_characters, at which files are cut"
+        raise too_large(str(path), f"{size:,} bytes", document_bytes, advice)
 
 
 def text_problem(path: Path) -> str | None:
