@@ -87,6 +87,7 @@ def workspace_errors(path: Path) -> Iterator[None]:
                 "write elsewhere"
             ),
             "EFBIG": "raise the limit on file sizes (`ulimit -f`)",
+            "EIO": f"check the disk and the kernel's log (`dmesg`), or {elsewhere}",
             "EDQUOT": "raise the quota or write elsewhere",
             "EACCES": f"make it writable or {elsewhere}",
             "EPERM": f"make it writable or {elsewhere}",
@@ -132,11 +133,12 @@ def staged(output: Path) -> Iterator[Path]:
             yield staging
             sync_tree(staging)
             os.rename(staging, target)
+            staging = target
+            sync_directory(target.parent)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             _remove_empty(missing_parents)
             raise
-        sync_directory(target.parent)
 
 
 def check_output(output: Path) -> None:
