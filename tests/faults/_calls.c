@@ -29,6 +29,7 @@ struct control {
     _Atomic long count;   /* calls so far, the next has this number */
     long target;          /* number of the call to fail */
     char root[2048];      /* directory with a trailing slash */
+    char skip[64];        /* part of the paths that are not counted, or empty */
     char log[2048];       /* file with a line for each call, or empty */
     char call[256];       /* name of the failed call */
     char path[PATH_MAX];  /* path of the failed call */
@@ -64,6 +65,7 @@ static int decide(const char *call, const char *path) {
     size_t length = strlen(control->root);
     int same_root = length && !strncmp(path, control->root, length - 1) && !path[length - 1];
     if (!length || (strncmp(path, control->root, length) && !same_root)) return 0;
+    if (control->skip[0] && strstr(path + length - 1, control->skip)) return 0;
     int mode = control->mode;
     long number = control->count++;
     if (control->log[0]) log_call(call, path, number);

@@ -1,33 +1,28 @@
 """Stages of the sweep over system calls, with small inputs."""
 
-import http.server
 import json
+import logging
 import os
-import shutil
-import signal
-import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megacore.artifact import Workspace
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import complete_checkpoints, latest_complete
 from megacore.config.data import (
-    HttpSource,
-    RemoteFile,
     SourceTreeSource,
     TrainBpeTokenizer,
 )
 from megacore.corpus.collect import collect
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
+from megacore.launch import supervise
 from megacore.tokenizer.build import build_tokenizer
 from megacore.tokenizer.tokenize import TokenizeOptions, tokenize_corpus
 from tests.faults import _data, _training
 from tests.faults.sweep import Stage
+from tests.tasks.events import EventLog
 from tests.train import _runs
 
 
@@ -124,6 +119,7 @@ def _train(inputs: Path, place: Path) -> None:
         launch={"nproc_per_node": 1, "stop_grace": 2.0, "retries": 0},
     )
     job = _runs.job(config, inputs / "data", place)
+    supervise._prepare(place / "train.log", Path(job.exit_directory))
     job.write(place / "run.json")
     _training.pretrain(job)
 
@@ -243,6 +239,90 @@ def _cleaned(inputs: Path, place: Path) -> Any:
     return [name for name in _files(inputs, place) if not Path(name).name.startswith(".")]
 
 
+# publish
+
+
+def _prepare_publish(inputs: Path) -> None:
+    """Write an export, a training's events and an empty MLflow store."""
+    from tasks._mlflow import Tracking
+
+    _training._prepare_export(inputs)
+    _export(inputs, inputs)
+    run = inputs / "start" / "runs" / RUN
+    run.mkdir(parents=True)
+    log = EventLog(run / "events.jsonl")
+    log.start()
+    for iteration in (1, 2):
+        log.step(iteration)
+    log.evaluation(2)
+    assert Tracking(Workspace(inputs / "start"), "test").client.search_experiments()
+
+
+RUN = "0123456789abcdef"
+
+
+def _publish(inputs: Path, place: Path) -> None:
+    """Send the run and the export to MLflow and write the receipt, without Prefect's logger."""
+    from tasks import _cache, _publication, _registry
+    from tasks._mlflow import RunFacts, Tracking
+    from tests.tasks.conftest import make_config
+
+    os.environ["MEGACORE_WORKSPACE"] = str(place)
+    for module in (_cache, _publication):
+        module.get_run_logger = lambda: logging.getLogger("publish")
+    config = make_config()
+    (export,) = _data.artifacts(inputs)
+
+    def send(tracking: Tracking, run_id: str) -> dict[str, str]:
+        return _registry.publish_model(
+            tracking,
+            run_id,
+            export,
+            config.registered_model,
+            digest="d" * 64,
+            iteration=2,
+            metrics={"test_ppl": 99.5},
+            tags={"run": RUN},
+        )
+
+    key = _data.StageKey("publish", 1, {}, {})
+    facts = RunFacts(RUN, {}, {})
+    _publication.build_publication(config, key, place / "runs" / RUN, lambda: facts, send)
+
+
+def _published(inputs: Path, place: Path) -> Any:
+    """Return what the store has, without its random ids and times."""
+    from tasks._mlflow import Tracking
+
+    client = Tracking(Workspace(place), "pretrain").client
+    (version,) = client.search_model_versions("name = 'gpt2-test.v1'")
+    (run,) = client.search_runs([client.get_experiment_by_name("pretrain").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/lm_loss")
+    (receipt,) = place.glob(f"{Workspace(place).folder('publish').name}/*/receipt.json")
+    hidden = {"MLmodel"}  # has ids and times
+    return {
+        "points": [(point.step, point.value) for point in history],
+        "metrics": run.data.metrics,
+        "status": run.info.status,
+        "receipt": json.loads(receipt.read_text())["version"],
+        "digest": version.tags["model_digest"],
+        "files": sorted(
+            f"{path.name} {file_digest(path)}"
+            for path in Workspace(place).mlflow_artifacts.rglob("*")
+            if path.is_file() and path.name not in hidden
+        ),
+        "temporaries": [path.name for path in place.rglob("*.tmp-*")],
+    }
+
+
+def _whole_publication(inputs: Path, place: Path) -> list[str]:
+    return [
+        f"{path} was lost"
+        for path in (place / "runs" / RUN / "events.jsonl", place / "mlflow.db")
+        if not path.exists()
+    ]
+
+
 STAGES = (
     Stage("collect", _prepare_tree, _collect, _data.result, _data.visible),
     Stage("tokenizer", _prepare_corpus, _train_tokenizer, _data.result, _data.visible),
@@ -250,16 +330,24 @@ STAGES = (
     Stage("blend", _prepare_tokens, _blend, _data.result, _data.visible),
     Stage("index", _prepare_tokens, _index, _data.result, _data.visible),
     Stage(
-        "save", _prepare_save, partial(_save, background=False), _training._saved,
+        "save",
+        _prepare_save,
+        partial(_save, background=False),
+        _training._saved,
         _visible_checkpoints,
     ),
     Stage(
-        "save-async", _prepare_save, partial(_save, background=True), _training._saved,
+        "save-async",
+        _prepare_save,
+        partial(_save, background=True),
+        _training._saved,
         _visible_checkpoints,
     ),
     Stage("train", _training._prepare, _train, _trained, _training.visible),
     Stage("export", _training._prepare_export, _export, _training._exported, _data.visible),
     Stage("export-files", _prepare_import, _export_files, _files, _whole_export),
     Stage("import", _prepare_import, _import, _imported, _whole_import),
+    Stage("publish", _prepare_publish, _publish, _published, _whole_publication, "mlflow.db"),
+    Stage("publish-store", _prepare_publish, _publish, _published, _whole_publication),
     Stage("clean", _prepare_clean, _clean, _cleaned, _visible_clean),
 )
