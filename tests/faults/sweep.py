@@ -14,11 +14,13 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import itertools
 import json
 import logging
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -39,7 +41,10 @@ CONTROL_VARIABLE = "MEGACORE_FAULT_CONTROL"
 OFF, COUNT = 0, 1
 MODES = {"eio": 2, "enospc": 3, "full": 4, "dies": 5}
 """How a call fails: once with EIO or ENOSPC, with ENOSPC like every later one, or by SIGKILL."""
-DEADLINE = 30.0
+CONDITIONS = ("umask", "clock", "disk", "memory-2", "memory-8", "memory-32")
+"""States of the machine under which a stage runs: umask 077, a clock that jumps by days, another
+file system than the inputs' and TMPDIR's, and so many MiB of address space left."""
+DEADLINE = 120.0
 """Seconds within which any run of a stage must end."""
 
 
@@ -189,6 +194,32 @@ class Sweep:
             shutil.rmtree(place)
         return case
 
+    def run_under(self, name: str, condition: str) -> Case:
+        """Run a stage under a condition, and again without it."""
+        self.calls(name)
+        stage, inputs = self.stages[name], self._inputs(name)
+        case = Case(name, 0, condition)
+        place = self._place(inputs)
+        if condition == "disk":
+            disk = Path(tempfile.mkdtemp(prefix="sweep-"))
+            place = Path(shutil.move(place, disk))
+            if disk.stat().st_dev == inputs.stat().st_dev:
+                shutil.rmtree(disk)
+                case.outcome = "not reached"
+                return case
+        answer = self._fork(_run_under, condition, stage, inputs, place)
+        case.outcome = answer.get("error", "done")
+        case.message = answer.get("message", "")
+        # The allocators of Rust and C++ end the process.
+        refused = condition.startswith("memory") and (answer.get("ours") or case.outcome == "Died")
+        if "error" in answer and not refused:
+            case.faults.append(f"{answer['error']}: {case.message}\n{answer.get('trace')}")
+        after = self._fork(_repeat, stage, inputs, place)
+        if after.get("value") != [[], self._results[name]]:
+            case.faults.append(f"another result: {after}")
+        shutil.rmtree(place.parent if condition == "disk" else place)
+        return case
+
     def _judge(self, case: Case, answer: dict[str, Any], place: Path) -> None:
         """Classify the outcome of the disturbed run."""
         case.message = answer.get("message", "").replace(str(place), "")
@@ -298,6 +329,26 @@ def _child(
     os._exit(0)
 
 
+def _run_under(condition: str, stage: Stage, inputs: Path, place: Path) -> None:
+    """Run a stage under a condition."""
+    if condition == "umask":
+        os.umask(0o077)
+    elif condition == "clock":
+        now, jumps = time.time, itertools.cycle((0.0, -86400.0, 400 * 86400.0))
+        time.time = lambda: now() + next(jumps)
+    elif condition.startswith("memory"):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        left = int(condition.partition("-")[2]) << 20
+        limit = pages * resource.getpagesize() + left
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        stage.run(inputs, place)
+    finally:
+        if condition.startswith("memory"):
+            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+
+
 def _modules_of(stage: Stage, inputs: Path, place: Path) -> list[str]:
     """Run the stage and return the names of the modules that it has imported."""
     before = set(sys.modules)
@@ -348,6 +399,9 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=1.0, help="share of the calls, 0 to 1")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", help="only this case, with its details")
+    parser.add_argument(
+        "--conditions", action="store_true", help="other conditions, no failed call"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for all outcomes")
     options = parser.parse_args()
     if CONTROL_VARIABLE not in os.environ:
@@ -374,6 +428,15 @@ def sweep_here(options: argparse.Namespace) -> int:
         case = sweep.run(Case(stage, int(number), mode))
         print(json.dumps(asdict(case), indent=2).replace("\\n", "\n"))
         return bool(case.faults)
+    if options.conditions:
+        faults = 0
+        for name in options.stage or sweep.stages:
+            for condition in CONDITIONS:
+                case = sweep.run_under(name, condition)
+                faults += bool(case.faults)
+                text = f"{name} under {condition}: {case.outcome} {case.message}"
+                print(" / ".join([text, *case.faults]), flush=True)
+        return bool(faults)
     cases: list[Case] = []
     for name in options.stage or sweep.stages:
         started = time.monotonic()
