@@ -100,8 +100,10 @@ def workspace_errors(path: Path) -> Iterator[None]:
         code = errno.errorcode.get(error.errno or 0, "")
         if code not in advice:
             raise
+        # A bare name is relative to a directory that `shutil.rmtree` has open.
+        bare = os.sep not in str(error.filename or "")
         raise WorkspaceError(
-            f"cannot write {error.filename or path}: {error.strerror}: {advice[code]}"
+            f"cannot write {path if bare else error.filename}: {error.strerror}: {advice[code]}"
         ) from error
 
 
