@@ -299,7 +299,7 @@ def _published(inputs: Path, place: Path) -> Any:
     (run,) = client.search_runs([client.get_experiment_by_name("pretrain").experiment_id])
     history = client.get_metric_history(run.info.run_id, "train/lm_loss")
     (receipt,) = place.glob(f"{Workspace(place).folder('publish').name}/*/receipt.json")
-    hidden = {"MLmodel"}  # has ids and times
+    hidden = ("MLmodel", ".artifact.uploading.")  # ids and times; what a killed MLflow leaves
     return {
         "points": [(point.step, point.value) for point in history],
         "metrics": run.data.metrics,
@@ -309,9 +309,11 @@ def _published(inputs: Path, place: Path) -> Any:
         "files": sorted(
             f"{path.name} {file_digest(path)}"
             for path in Workspace(place).mlflow_artifacts.rglob("*")
-            if path.is_file() and path.name not in hidden
+            if path.is_file() and not path.name.startswith(hidden)
         ),
-        "temporaries": [path.name for path in place.rglob("*.tmp-*")],
+        "temporaries": [  # `megacore clean` removes those in the root
+            path.name for path in place.rglob("*.tmp-*") if path.parent != place
+        ],
     }
 
 
