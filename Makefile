@@ -22,7 +22,7 @@ PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 # ARGS may select only slow tests, or only fast ones: then pytest ends with 5 for the others.
 NONE_ALLOWED = $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv test test-slow test-all soak bench pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
+.PHONY: help venv test test-slow test-all soak faults bench pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -52,6 +52,9 @@ test-all: test test-slow  ## Run all tests
 
 soak: $(STAMP)  ## Kill everything KILLS=500 times and damage files (about an hour); SEED=1
 	$(PY) -m tests.faults.soak --kills $(KILLS) --seed $(SEED) --out $(OUT) $(ARGS)
+
+faults: $(STAMP)  ## Fail every system call that writes, one at a time (about an hour): ARGS="--stage save --share 0.1"
+	$(PY) -m tests.faults.sweep $(ARGS)
 
 bench: $(STAMP)  ## Run the benchmarks and write docs/benchmarks.md: BENCH="step scaling" for some, ARGS=--all for the slow ones too
 	$(PY) -m benchmarks $(BENCH) $(ARGS)

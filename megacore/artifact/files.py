@@ -129,7 +129,7 @@ def access_error(error: OSError, path: Path | None = None) -> FileAccessError | 
     fault = _FAULTS.get(error.errno or 0)
     if fault is None or (error.errno == errno.ENOTCONN and error.filename is None):
         return None  # a socket's ENOTCONN names no file
-    where = error.filename or path or "a file"
+    where = _place(error, path) or "a file"
     return FileAccessError(f"cannot read or write {where} ({error.strerror}): {fault}")
 
 
@@ -293,8 +293,14 @@ def workspace_errors(path: Path) -> Iterator[None]:
             raise
         room = f"; {free_text(path)}" if code == "ENOSPC" else ""
         raise WorkspaceError(
-            f"cannot write {error.filename or path}: {error.strerror}: {advice[code]}{room}"
+            f"cannot write {_place(error, path)}: {error.strerror}: {advice[code]}{room}"
         ) from error
+
+
+def _place(error: OSError, path: Path | None) -> str:
+    """Return the path in an error; a bare name is one in a directory that `rmtree` has open."""
+    named = str(error.filename or "")
+    return named if os.sep in named or path is None else str(path)
 
 
 def free_text(path: Path) -> str:
@@ -356,11 +362,12 @@ def staged(output: Path) -> Iterator[Path]:
             yield staging
             sync_tree(staging)
             os.rename(staging, target)
+            staging = target
+            sync_directory(target.parent)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             _remove_empty(missing_parents)
             raise
-        sync_directory(target.parent)
 
 
 def check_output(output: Path) -> None:

@@ -301,6 +301,8 @@ class ShuffleOnExit:
                 np.random.RandomState(self._seed).shuffle(order)
                 with IndexedDatasetWriter(self._prefix, dataset.dtype) as writer:
                     permute(dataset, order, writer)
+                with workspace_errors(self._folder):
+                    shutil.rmtree(self._folder)  # a file that stays would be in the artifact
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 

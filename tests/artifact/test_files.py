@@ -17,6 +17,7 @@ from megacore.artifact.files import (
     regular,
     replace_file,
     require_space,
+    staged,
     workspace_errors,
     write_json,
 )
@@ -54,6 +55,22 @@ def test_a_failed_replacement_keeps_the_old_content(
         replace_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_failed_sync_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command would refuse an output that is there."""
+
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("megacore.artifact.files.sync_directory", fail)
+    with (
+        pytest.raises(WorkspaceError, match="out: Input/output error: check the disk"),
+        staged(tmp_path / "out") as staging,
+    ):
+        (staging / "file").touch()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_written_json_is_read_back_equal(tmp_path: Path) -> None:
