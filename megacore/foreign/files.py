@@ -46,7 +46,7 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node and check the limits. Raises ComposerError."""
         alias = self.check_event(yaml.AliasEvent)
-        mark = self.peek_event().start_mark
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _problem(f"it nests more than {MAX_DEPTH} levels deep", mark)

@@ -66,7 +66,7 @@ def test_a_failed_sync_leaves_no_output(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("megacore.artifact.files.sync_directory", fail)
     with (
-        pytest.raises(WorkspaceError, match="out: Input/output error: check the disk"),
+        pytest.raises(FileAccessError, match=r"out \(Input/output error\): the disk"),
         staged(tmp_path / "out") as staging,
     ):
         (staging / "file").touch()

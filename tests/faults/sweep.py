@@ -40,7 +40,7 @@ LIBRARY_SOURCE = Path(__file__).with_name("_calls.c")
 CONTROL_VARIABLE = "MEGACORE_FAULT_CONTROL"
 OFF, COUNT = 0, 1
 MODES = {"eio": 2, "enospc": 3, "full": 4, "dies": 5}
-"""How a call fails: once with EIO or ENOSPC, with ENOSPC like every later one, or by SIGKILL."""
+"""Failures of a call: once with EIO or ENOSPC, with ENOSPC like every later one, or by SIGKILL."""
 CONDITIONS = ("umask", "clock", "disk", "memory-2", "memory-8", "memory-32")
 """States of the machine under which a stage runs: umask 077, a clock that jumps by days, another
 file system than the inputs' and TMPDIR's, and so many MiB of address space left."""
