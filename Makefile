@@ -22,13 +22,21 @@ PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 # ARGS may select only slow tests, or only fast ones: then pytest ends with 5 for the others.
 NONE_ALLOWED = $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv test test-slow test-all soak bench pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
+.PHONY: help venv test test-slow test-all soak faults bench pretrain finetune server deploy stop status lint format types reference docs clean clean-venv
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 	@echo "CONF=<file in conf/, for finetune in conf/finetune/> and ARGS=<options> go to pretrain and finetune; ARGS also to test, test-slow, test-all and bench. PYTHON= names the interpreter of .venv."
 
-venv: $(STAMP)  ## Create .venv and install everything into it
+# `make venv TORCH='torch==2.10.*'` installs again if .venv was made with another TORCH.
+ifneq ($(TORCH),)
+ifneq ($(TORCH),$(shell cat $(VENV)/torch-requirement 2>/dev/null))
+$(STAMP): other-torch
+endif
+endif
+.PHONY: other-torch
+
+venv: $(STAMP)  ## Create .venv and install everything into it (TORCH='torch==2.10.*' for an older driver)
 
 $(STAMP): $(INSTALL_INPUTS)
 	@scripts/venv.sh
@@ -44,6 +52,9 @@ test-all: test test-slow  ## Run all tests
 
 soak: $(STAMP)  ## Kill everything KILLS=500 times and damage files (about an hour); SEED=1
 	$(PY) -m tests.faults.soak --kills $(KILLS) --seed $(SEED) --out $(OUT) $(ARGS)
+
+faults: $(STAMP)  ## Fail every system call that writes, one at a time (about an hour): ARGS="--stage save --share 0.1"
+	$(PY) -m tests.faults.sweep $(ARGS)
 
 bench: $(STAMP)  ## Run the benchmarks and write docs/benchmarks.md: BENCH="step scaling" for some, ARGS=--all for the slow ones too
 	$(PY) -m benchmarks $(BENCH) $(ARGS)

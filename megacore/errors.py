@@ -54,6 +54,15 @@ class WorkspaceError(ArtifactError):
     """Workspace that cannot be written: permissions, a full disk, a read-only mount."""
 
 
+class FileAccessError(MegacoreError):
+    """File that the system cannot read or write now: a failing disk, a lost mount, a full table.
+
+    The file itself may be sound; it must not be deleted or made again for this error.
+    """
+
+    exit_code = 4
+
+
 class CheckpointError(MegacoreError):
     """Checkpoint that is incomplete, damaged, or of another model."""
 
@@ -158,6 +167,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         DownloadError,
         ArtifactError,
         WorkspaceError,
+        FileAccessError,
         CheckpointError,
         ConversionError,
         TrainingError,

@@ -3,11 +3,16 @@
 This module does not import torch, because the command line and stage keys use it too.
 """
 
+import ast
 import ctypes
+import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from megacore.errors import LaunchError
 
 _NO_LIMIT = 2**62
 """Bound in bytes. Version 1 of control groups reports "no limit" as a larger value."""
@@ -60,8 +65,69 @@ class Hardware:
         """Return the hardware that is visible to this process.
 
         CUDA_VISIBLE_DEVICES, CPU affinity and container limits are taken into account.
+
+        Raises LaunchError if torch is for an accelerator that megacore does not support.
         """
+        refuse_unsupported_accelerator()
         return _detect()
+
+
+def refuse_unsupported_accelerator() -> None:
+    """Raise LaunchError if torch is for an accelerator that megacore does not support."""
+    problem = unsupported_accelerator()
+    if problem is not None:
+        raise LaunchError(problem)
+
+
+def unsupported_accelerator() -> str | None:
+    """Return the sentence about an accelerator that megacore does not support, or None.
+
+    torch calls AMD's GPUs "cuda" too, and Apple's would be left idle without a word.
+    """
+    hip = torch_build().get("hip")
+    if hip:
+        return (
+            f"torch is built for AMD's ROCm {hip}, which megacore does not support: use NVIDIA "
+            "GPUs or CPUs, with a torch for CUDA or for CPUs"
+        )
+    if sys.platform == "darwin":
+        return (
+            "the accelerator of macOS is Apple's MPS, which megacore does not support: use Linux "
+            "with NVIDIA GPUs or CPUs"
+        )
+    return None
+
+
+@cache
+def torch_build() -> dict[str, str | None]:
+    """Return the constants of torch/version.py, such as "cuda" and "hip"; torch is not imported.
+
+    The result is empty without torch.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    try:
+        tree = ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    constants: dict[str, str | None] = {}
+    for line in tree.body:
+        if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant):
+            target = line.targets[0] if isinstance(line, ast.Assign) else line.target
+            if isinstance(target, ast.Name):
+                constants[target.id] = line.value.value  # type: ignore[assignment]
+    return constants
+
+
+def driver_cuda() -> int | None:
+    """Return the newest CUDA that the NVIDIA driver runs: 12080 is 12.8; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if failed or not version.value else version.value
 
 
 def resolve_precision(precision: str, device_type: str) -> str:

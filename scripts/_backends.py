@@ -18,9 +18,15 @@ from pathlib import Path
 
 from megacore.artifact import Workspace
 from megacore.errors import ConfigError, WorkspaceError
-from tasks._environment import Login, password_file
+from tasks._environment import (
+    PREFECT_DATABASE,
+    Login,
+    file_location,
+    password_file,
+    sqlite_url,
+    tracking_uri,
+)
 
-PREFECT_DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 MLFLOW_USERS = "MLFLOW_AUTH_CONFIG_PATH"
@@ -183,7 +189,7 @@ def _add_user(workspace: Workspace, login: Login) -> None:
     settings = database.with_suffix(".ini")
     parser = configparser.RawConfigParser()
     parser["mlflow"] = {
-        "database_uri": f"sqlite:///{database}".replace("%", "%%"),
+        "database_uri": sqlite_url(database).replace("%", "%%"),
         "default_permission": "NO_PERMISSIONS",
         "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
         "auth_cache_ttl_seconds": "60",  # a password is checked in tens of milliseconds by design
@@ -228,13 +234,13 @@ def mlflow_command(workspace: Workspace, host: str, port: int) -> list[str]:
         "basic-auth",
     ]
     if not runs_use_server():
-        store = ["--backend-store-uri", workspace.tracking_uri]
+        store = ["--backend-store-uri", tracking_uri(workspace)]
         return [
             *command,
             "--no-serve-artifacts",
             *store,
             "--default-artifact-root",
-            str(workspace.mlflow_artifacts),
+            file_location(workspace.mlflow_artifacts),
         ]
     # MLflow itself reads the addresses of the database and the artifacts from the environment.
     return [*command, "--serve-artifacts"]
@@ -243,7 +249,7 @@ def mlflow_command(workspace: Workspace, host: str, port: int) -> list[str]:
 def environment_of(name: str, workspace: Workspace) -> Mapping[str, str]:
     """Return the environment of the process `name` (prefect, mlflow, deploy or worker)."""
     if name in ("prefect", "mlflow"):
-        return {MLFLOW_ARTIFACTS: str(workspace.mlflow_artifacts), **os.environ}
+        return {MLFLOW_ARTIFACTS: file_location(workspace.mlflow_artifacts), **os.environ}
     return {
         variable: value for variable, value in os.environ.items() if variable not in SERVER_ONLY
     }

@@ -18,11 +18,33 @@ command -v git >/dev/null || fail "git is needed to fetch $source: install it (D
 command -v "$python" >/dev/null || fail "there is no interpreter '$python': run 'make venv' first, or set PYTHON"
 "$python" -c 'import torch' 2>/dev/null || fail "$python has no torch, which apex is compiled against: run 'make venv' first"
 cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")')
+hip=$("$python" -c 'import torch; print(torch.version.hip or "")')
+[ -z "$hip" ] || fail "the torch of $python is built for AMD's ROCm $hip, which megacore does not support: install one with CUDA first"
 [ -n "$cuda" ] || fail "the torch of $python is a build without CUDA, for which apex has no kernels: install one with CUDA first"
-home=$("$python" -c 'from torch.utils.cpp_extension import CUDA_HOME; print(CUDA_HOME or "")')
+home=$("$python" -c 'from torch.utils.cpp_extension import CUDA_HOME; print(CUDA_HOME or "")' 2>/dev/null)
 [ -x "$home/bin/nvcc" ] || fail "no CUDA compiler was found: install the CUDA toolkit $cuda and set CUDA_HOME to it"
+if [ ! -e "$home/include/cuda_runtime.h" ]; then
+    # The nvcc on the PATH is a script that calls the real one.
+    home=$("$home/bin/nvcc" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+    [ -e "$home/include/cuda_runtime.h" ] || fail "the CUDA toolkit of $(command -v nvcc) has no include/cuda_runtime.h: set CUDA_HOME to a complete toolkit $cuda"
+    home=$(cd "$home" && pwd -P)
+    export CUDA_HOME=$home
+fi
 version=$("$home/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p')
-[ "${version%%.*}" = "${cuda%%.*}" ] || fail "torch is built for CUDA $cuda and $home has $version: set CUDA_HOME to a toolkit $cuda"
+# apex's setup.py ends in a traceback unless both numbers are equal, major and minor.
+if [ "$version" != "$cuda" ]; then
+    toolkit="install the CUDA toolkit $cuda and set CUDA_HOME to it"
+    [ ! -x "/usr/local/cuda-$cuda/bin/nvcc" ] || toolkit="set CUDA_HOME=/usr/local/cuda-$cuda"
+    fail "torch is built for CUDA $cuda and $home/bin/nvcc is CUDA ${version:-unknown}, and apex needs the same: $toolkit, or install a torch for CUDA ${version:-of that nvcc} (make venv TORCH=...)"
+fi
+if [ ! -e "$home/include/cublas_v2.h" ] || [ ! -e "$home/include/cusparse.h" ]; then
+    # A toolkit without the libraries: torch's CUDA packages have the same version and their headers.
+    headers=$("$python" -c 'import pathlib, torch; print(*pathlib.Path(torch.__file__).parents[1].glob("nvidia/cu*/include/cusparse.h"))')
+    [ -n "$headers" ] || fail "$home has no include/cublas_v2.h or cusparse.h: install the toolkit's libraries (Debian, from NVIDIA: cuda-libraries-dev-${cuda/./-})"
+    export CPATH=${headers%/cusparse.h}${CPATH:+:$CPATH}
+    echo "install_apex.sh: the headers of cuBLAS and cuSPARSE are those of torch's packages, ${headers%/cusparse.h}"
+fi
+command -v "${CXX:-c++}" >/dev/null || fail "there is no C++ compiler '${CXX:-c++}': install one (Debian: apt-get install g++), or set CXX"
 
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT

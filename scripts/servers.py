@@ -42,7 +42,7 @@ from megacore.artifact import Workspace, lock  # noqa: E402
 from megacore.artifact.files import write_json  # noqa: E402
 from megacore.errors import ConfigError, LaunchError, MegacoreError  # noqa: E402
 from megacore.redact import redact  # noqa: E402
-from tasks._environment import Login, password_file, prepare_environment  # noqa: E402
+from tasks._environment import Login, password_file, prepare_environment, tracking_uri  # noqa: E402
 from tasks._mlflow import create_store, page_url  # noqa: E402
 
 HOST = "127.0.0.1"
@@ -154,7 +154,7 @@ def start(workspace: Workspace) -> None:
     servers = Servers(secrets.token_hex(8), *urls, tracked=runs_use_server())
     servers.write(state_file(workspace))
     try:
-        if servers.tracked and os.environ.get("MLFLOW_TRACKING_URI") == workspace.tracking_uri:
+        if servers.tracked and os.environ.get("MLFLOW_TRACKING_URI") == tracking_uri(workspace):
             os.environ["MLFLOW_TRACKING_URI"] = servers.mlflow_url
         servers.generated, created = protect(workspace, *urls)
         _start_all(servers, workspace, prefect_port, mlflow_port)
@@ -185,7 +185,7 @@ def _start_all(servers: Servers, workspace: Workspace, prefect_port: int, mlflow
         [*prefect, "server", "start", "--host", HOST, "--port", str(prefect_port)],
     )
     if not servers.tracked:
-        create_store(workspace.tracking_uri)
+        create_store(tracking_uri(workspace))
     _launch(servers, workspace, "mlflow", _mlflow_command(workspace, mlflow_port))
     _wait_healthy(servers, "prefect", f"{servers.prefect_url}/api/health")
     asyncio.run(_prepare_server())
@@ -350,6 +350,11 @@ async def _worker_online(servers: Servers) -> None:
             await asyncio.sleep(0.5)
 
 
+def _toml(text: str) -> str:
+    """Return `text` as a string of TOML, which has no surrogate pairs as JSON's escapes have."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _write_prefect_toml(servers: Servers, workspace: Workspace) -> None:
     home = workspace.prefect_home
     results = os.environ["PREFECT_RESULTS_LOCAL_STORAGE_PATH"]
@@ -358,10 +363,10 @@ def _write_prefect_toml(servers: Servers, workspace: Workspace) -> None:
         api["auth_string"] = str(Login.read(workspace))
     lines = [
         TOML_HEADER,
-        f"home = {json.dumps(str(home))}",
-        f"profiles_path = {json.dumps(str(home / 'profiles.toml'))}",
-        f"api = {{ {', '.join(f'{name} = {json.dumps(value)}' for name, value in api.items())} }}",
-        f"results = {{ local_storage_path = {json.dumps(results)} }}",
+        f"home = {_toml(str(home))}",
+        f"profiles_path = {_toml(str(home / 'profiles.toml'))}",
+        f"api = {{ {', '.join(f'{name} = {_toml(value)}' for name, value in api.items())} }}",
+        f"results = {{ local_storage_path = {_toml(results)} }}",
         "server = { analytics_enabled = false }",
     ]
     write_private(PREFECT_TOML, "\n".join(lines) + "\n")

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Creates .venv and installs megacore into it with the versions in constraints.txt (`make venv`).
-# PYTHON selects the interpreter (default python3), CXX the C++ compiler of the extensions.
+# PYTHON selects the interpreter (default python3), CXX the C++ compiler of the extensions, TORCH another torch
+# than the pinned one ('torch==2.10.*'), which later calls keep until .venv is removed or TORCH names another.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=.venv
 python=${PYTHON:-python3}
 extras=dev,deepspeed
+constraints=constraints.txt
+chosen=$venv/torch-requirement
 
 fail() {
     echo "make venv: $*" >&2
@@ -55,18 +58,58 @@ make_venv() {
     "$python" -m venv --clear "$venv"
 }
 
+# TORCH, or what an earlier call recorded, replaces the pin of torch. A torch with other requirements (setuptools<82 in
+# 2.11 and 2.12) must not meet that pin, so pip chooses one that can build megacore.
+choose_torch() {
+    torch=${TORCH:-$(cat "$chosen" 2>/dev/null || true)}
+    [ -n "$torch" ] || return 0
+    local lines
+    lines=$("$venv/bin/python" - "$torch" <<'EOF'
+import re, sys, tomllib
+from pip._vendor.packaging.requirements import InvalidRequirement, Requirement
+
+def refuse(problem):
+    sys.exit(f"make venv: TORCH is {sys.argv[1]!r}, {problem}: name a range, as in make venv TORCH='torch==2.10.*'")
+
+try:
+    wanted = Requirement(sys.argv[1])
+except InvalidRequirement:
+    refuse("which pip cannot read")
+if wanted.name != "torch" or wanted.url or wanted.extras or wanted.marker:
+    refuse("which is not a range of versions of torch")
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)
+allowed = next(r for r in map(Requirement, project["project"]["dependencies"]) if r.name == "torch")
+setuptools = next(line for line in project["build-system"]["requires"] if line.startswith("setuptools"))
+public = Requirement(re.sub(r"\+[^,]*", "", sys.argv[1]))  # 2.10.0+cu126 is 2.10.0
+versions = (f"{a}.{b}.{c}" for a in range(1, 9) for b in range(60) for c in range(10))
+if not any(v in allowed.specifier and public.specifier.contains(v) for v in versions):
+    refuse(f"and megacore needs torch{allowed.specifier}")
+print(wanted, setuptools, sep="\n")
+with open("constraints.txt", encoding="utf-8") as file:
+    print("".join(line for line in file if line.split("==")[0] not in ("torch", "setuptools")), end="")
+EOF
+    ) || exit 1
+    echo "$lines" >"$venv/constraints.txt"
+    constraints=$venv/constraints.txt
+    echo "make venv: installing '$torch' instead of the pinned torch (make clean-venv forgets this choice)"
+}
+
 install() {
     # Python compiles what it imports later, which is a part of what pip would compile now.
     # Install torch first and build without isolation, so that DeepSpeed's and our builds use this torch.
-    "$venv/bin/python" -m pip install --quiet --no-compile -c constraints.txt pip setuptools wheel pybind11 ninja packaging numpy torch
-    DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e ".[$extras]"
+    "$venv/bin/python" -m pip install --quiet --no-compile -c "$constraints" pip setuptools wheel pybind11 ninja packaging numpy "${torch:-torch}"
+    DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --no-compile --no-build-isolation -c "$constraints" -e ".[$extras]"
 }
 
 check_python
 check_compiler
 check_headers
 make_venv
+choose_torch
+rm -f "$venv/.installed"
 echo "make venv: installing megacore[$extras] and its pinned dependencies into $venv (minutes, once)"
 install || fail "pip could not install everything (its message is above): check the network and the free space, then run the same command again"
+[ -z "$torch" ] || echo "$torch" >"$chosen"
 touch "$venv/.installed"
 echo "make venv: done, $("$venv/bin/python" --version) in $venv"

@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact, mark_used, try_lock
+from megacore.artifact.files import require_space
+from megacore.artifact.manifest import depth_of
 from megacore.errors import ArtifactError, MegacoreError
 from tasks._flow_config import FlowConfig
 from tasks._logging import CountedRetries
@@ -60,7 +62,7 @@ def artifact_problem(
         return str(error)
     if manifest.key != key.key:
         return f"it was built with key {manifest.key}"
-    return manifest.problem(directory, config.verify)
+    return manifest.problem(directory, depth_of(config.verify))
 
 
 class ArtifactPolicy(CachePolicy):
@@ -160,12 +162,35 @@ def build(
     config: FlowConfig,
     key: StageKey,
     function: Callable[[Path], dict[str, Any]],
+    *,
+    writes: Callable[[], int] | None = None,
 ) -> StageResult:
-    """Build the stage's artifact, or use the one that another run has completed."""
+    """Build the stage's artifact, or use the one that another run has completed.
+
+    Args:
+        config: configuration of the run.
+        key: key of the artifact.
+        function: function that fills an empty directory and returns counts.
+        writes: function that returns about how many bytes `function` writes, if that is known; it
+            is called only if the artifact is built.
+
+    Raises WorkspaceError, also if there is no room for what the stage writes.
+    """
     folder = Workspace.of().folder(key.stage)
     log = get_run_logger()
+
+    def fill(directory: Path) -> dict[str, Any]:
+        if writes is not None:
+            require_space(folder, writes(), f"{key.stage} writes about")
+        return function(directory)
+
     artifact, ran = build_artifact(
-        folder, key, function, verify=config.verify, holder=holder_name(), on_wait=log.info
+        folder,
+        key,
+        fill,
+        verify=depth_of(config.verify),
+        holder=holder_name(),
+        on_wait=log.info,
     )
     log.info("%s %s %s: %s", key.stage, "built" if ran else "found", artifact.path, artifact.counts)
     return StageResult(artifact=artifact, ran=ran)

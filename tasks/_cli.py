@@ -11,13 +11,20 @@ from typing import Any
 from prefect import Flow
 from prefect.settings import PREFECT_API_URL
 
+from megacore.artifact.files import access_error
 from megacore.config import parse_overrides
-from megacore.errors import ConfigError, LaunchError, MegacoreError, TrainingStoppedError
+from megacore.errors import (
+    ConfigError,
+    LaunchError,
+    MegacoreError,
+    TrainingStoppedError,
+    WorkspaceError,
+)
 from megacore.observe.logging import print_any_text
 from megacore.redact import redact, redact_values
 from tasks._environment import answers
 from tasks._form import FINE_TUNING, OTHERS, PRETRAINING
-from tasks._orphans import end_process, start_server
+from tasks._orphans import database_problem, end_process, start_server
 
 _SWITCHES = ("dry_run", "find_batch_size")
 """Boolean parameters of flows."""
@@ -53,8 +60,17 @@ def run_flow(flow: Flow[..., Any]) -> None:
     except TerminatedError:
         last_line, code = f"stopped by SIGTERM; {_RESUME}", -signal.SIGTERM
     except Exception as error:
-        traceback.print_exc()
-        last_line, code = f"error: {type(error).__name__}: {error}", 1
+        theirs = type(error).__module__.partition(".")[0] in ("prefect", "httpx")
+        if theirs and (problem := database_problem()):
+            end_process(f"error: {problem}", WorkspaceError.exit_code)
+        fault = access_error(error) if isinstance(error, OSError) else None
+        if fault is None:
+            traceback.print_exc()
+        last_line, code = (
+            (f"error: {type(error).__name__}: {error}", 1)
+            if fault is None
+            else (f"error: {fault}", fault.exit_code)
+        )
     end_process(last_line, code)
 
 

@@ -10,6 +10,15 @@ from urllib.parse import urlsplit
 from megacore.artifact import Workspace
 from megacore.artifact.files import read_json
 
+PREFECT_DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+_PREFECT_DATABASES = {
+    PREFECT_DATABASE,
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "PREFECT_SERVER_DATABASE_DRIVER",
+    "PREFECT_API_DATABASE_DRIVER",
+}
+"""Variables by which a user chooses Prefect's database."""
+
 
 def prepare_environment() -> Workspace:
     """Direct all files of Prefect and MLflow into the workspace, and keep both off the network.
@@ -28,9 +37,12 @@ def prepare_environment() -> Workspace:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "DO_NOT_TRACK": "true",
-        "MLFLOW_TRACKING_URI": workspace.tracking_uri,
+        "MLFLOW_TRACKING_URI": tracking_uri(workspace),
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
+    if _is_quoted(home) and not os.environ.keys() & _PREFECT_DATABASES:
+        # Prefect would put the path into its URL without quoting it.
+        settings[PREFECT_DATABASE] = sqlite_url(home / "prefect.db", "aiosqlite")
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     address = _mlflow_address(workspace)
@@ -38,6 +50,44 @@ def prepare_environment() -> Workspace:
         with contextlib.suppress(OSError, ValueError):  # the servers' user has set another login
             Login.read(workspace).admit_to_mlflow()
     return workspace
+
+
+def tracking_uri(workspace: Workspace) -> str:
+    """Return the URI of MLflow's SQLite store in the workspace."""
+    return sqlite_url(workspace.root / "mlflow.db")
+
+
+def sqlite_url(path: Path, driver: str = "pysqlite") -> str:
+    """Return the URL of a SQLite file, quoted if its path has characters with a meaning in URLs.
+
+    A quoted URL names the driver: MLflow creates the directory of a path after `sqlite:///`, and
+    takes it as it is written there, quoted.
+    """
+    if not _is_quoted(path):
+        return f"sqlite{'' if driver == 'pysqlite' else f'+{driver}'}:///{path}"
+    from sqlalchemy.engine import URL
+
+    return URL.create(f"sqlite+{driver}", database=str(path)).render_as_string()
+
+
+def sqlite_file(url: str) -> Path | None:
+    """Return the file of a SQLite URL, or None for another database or one in memory."""
+    if not url.startswith("sqlite"):
+        return None
+    from sqlalchemy.engine import make_url
+
+    database = make_url(url).database
+    return Path(database) if database and not database.startswith((":memory:", "file:")) else None
+
+
+def file_location(path: Path) -> str:
+    """Return `path`, or its URI if it has characters with a meaning in URIs, as MLflow reads it."""
+    return path.as_uri() if _is_quoted(path) or "#" in str(path) else str(path)
+
+
+def _is_quoted(path: Path) -> bool:
+    """Return True if the URL of a database needs the path quoted."""
+    return "%" in str(path) or "?" in str(path)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_object
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _NEW_TOKENS = 256
@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
 def task_of(directory: Path) -> Task:
     """Return the task of the model in a transformers directory."""
-    config = read_json(directory / "config.json")
+    config = read_object(directory / "config.json")
     architecture: str = config["architectures"][0]
     if architecture.endswith("ForSequenceClassification"):
         return Task("text-classification", "TextClassificationPipeline", architecture, {})

@@ -1,7 +1,8 @@
 """Configuration fields that every flow and its machinery use."""
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from megacore.artifact.manifest import Verification
 from megacore.config.launch import LaunchConfig
 from megacore.config.train import TrackingConfig
 
@@ -14,7 +15,7 @@ class FlowConfig(Protocol):
         """Name of the run."""
 
     @property
-    def verify(self) -> Literal["quick", "full"]:
+    def verify(self) -> Verification:
         """Depth of the check of a cached artifact."""
 
     @property

@@ -2,6 +2,7 @@
 
 import logging
 
+from megacore.artifact.files import access_error
 from megacore.errors import MegacoreError
 from megacore.redact import redact_log
 
@@ -13,7 +14,7 @@ class CountedRetries(int):
 
 
 class SentenceFilter(logging.Filter):
-    """Filter that drops the traceback of a MegacoreError and keeps that of any other error.
+    """Filter that drops the traceback of a MegacoreError, a failing disk or Prefect's server.
 
     Prefect's message about a retry is dropped when the task counts its retries and logs a better
     one.
@@ -27,11 +28,15 @@ class SentenceFilter(logging.Filter):
         ):
             return False
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if isinstance(error, OSError):
+            error = access_error(error)
         if isinstance(error, MegacoreError):
             record.msg = f"{type(error).__name__}: {error}"
             record.args = ()
             record.exc_info = None
             record.exc_text = None
+        elif type(error).__name__ == "PrefectHTTPStatusError" and str(error).startswith("Server"):
+            record.exc_info = record.exc_text = None  # the error is the server's, as is its place
         return True
 
 

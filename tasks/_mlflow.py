@@ -25,6 +25,7 @@ from megacore.artifact.files import read_json, write_json
 from megacore.errors import TrackingError
 from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
+from tasks._environment import sqlite_file, sqlite_url, tracking_uri
 from tasks._flow_config import FlowConfig
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "prefect", "mlfl
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
 _DIGEST_LENGTH = 36
-_SQLITE = "sqlite:///"
 _TAG_KIND = "mlflow.experimentKind"
 """Tag by which MLflow's UI chooses the views of an experiment."""
 VIEW = "by-ppl"
@@ -98,7 +98,11 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-_QUIET_LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
+_QUIET_LOGGERS = {
+    "alembic": logging.WARNING,
+    "mlflow.store.model_registry.abstract_store": logging.WARNING,
+    "mlflow.store.db.utils": logging.CRITICAL,  # with a traceback, the error that it then raises
+}
 
 
 @dataclass(frozen=True)
@@ -144,16 +148,15 @@ class Tracking:
     def __init__(self, workspace: Workspace, experiment: str) -> None:
         self.workspace = workspace
         self.experiment = experiment
-        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or workspace.tracking_uri
+        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or tracking_uri(workspace)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
 
     @property
     def exists(self) -> bool:
         """True unless the store is a SQLite file that does not exist, and so has no runs."""
-        if not self.uri.startswith(_SQLITE):
-            return True
-        return Path(self.uri.removeprefix(_SQLITE)).exists()
+        file = sqlite_file(self.uri)
+        return file is None or file.exists()
 
     @cached_property
     def client(self) -> "MlflowClient":
@@ -161,8 +164,8 @@ class Tracking:
 
         The first use of a new SQLite file creates its tables, which takes seconds.
         """
-        for name in _QUIET_LOGGERS:
-            logging.getLogger(name).setLevel(logging.WARNING)
+        for name, level in _QUIET_LOGGERS.items():
+            logging.getLogger(name).setLevel(level)
         from mlflow import MlflowClient
 
         with self.errors("open its store"):
@@ -205,7 +208,7 @@ class Tracking:
 
     def _artifact_location(self) -> str | None:
         """Return the location of the experiment's files, or None to let a server decide."""
-        if self.uri != self.workspace.tracking_uri:
+        if self.uri != tracking_uri(self.workspace):
             return None
         return (self.workspace.mlflow_artifacts / self.experiment).as_uri()
 
@@ -218,7 +221,8 @@ class Tracking:
         try:
             yield
         except (MlflowException, SQLAlchemyError, OSError) as error:
-            reason = redact(" ".join(str(error).split()))[:500]
+            # After the first line, SQLAlchemy shows the whole statement.
+            reason = redact(" ".join(str(error).partition("[SQL:")[0].split()))[:500]
             raise TrackingError(
                 f"MLflow at {redact(self.uri)} did not {action}: {reason}: check that it is up "
                 "(MLFLOW_TRACKING_URI names another one), then start again"
@@ -234,10 +238,8 @@ def create_store(uri: str) -> None:
     would leave a file that no later run can open. Therefore they run on a temporary file, which is
     then renamed.
     """
-    if not uri.startswith(_SQLITE):
-        return
-    path = Path(uri.removeprefix(_SQLITE))
-    if path.exists():
+    path = sqlite_file(uri)
+    if path is None or path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with lock(path):
@@ -248,7 +250,7 @@ def create_store(uri: str) -> None:
         temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
         from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
 
-        engine = create_sqlalchemy_engine(f"{_SQLITE}{temporary}")
+        engine = create_sqlalchemy_engine(sqlite_url(temporary))
         try:
             _initialize_tables(engine)
         finally:

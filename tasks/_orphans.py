@@ -10,7 +10,9 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +30,16 @@ RESTARTS = 3
 """Number of times that a killed temporary server is started again."""
 FLUSH = 10.0
 """Seconds that an ending flow waits until a server has its last logs and events."""
+RECORDS_BYTES = 16 << 20
+"""Free space that the databases of Prefect and MLflow need for a run; measured are 7 MiB."""
+_RECORD = re.compile(rb"(?m)^(?=\d\d:\d\d:\d\d\.\d{3} \| )")
+"""Start of a record in the log of Prefect's server."""
+_RECORD_PAUSE = 0.3
+"""Seconds without output after which a record is complete."""
+_DATABASE_ERROR = re.compile(
+    r"sqlite3\.OperationalError: (database or disk is full|disk I/O error|"
+    r"attempt to write a readonly database|unable to open database file)"
+)
 
 
 _ending = threading.Event()
@@ -41,25 +53,120 @@ def start_server() -> None:
     record how it ended. A server that is killed is started again, with the same records. It asks
     every process for a password that only this one and its children know. Servers of one workspace
     start one after another, because each may have to create or migrate the database.
+
+    Raises:
+        WorkspaceError: there is no room for the database, or the server cannot write it.
     """
-    _set_password()
-    from prefect.server.api.server import SubprocessASGIServer
     from prefect.settings import PREFECT_HOME
 
     from megacore.artifact import lock
+    from megacore.artifact.files import require_space, workspace_errors
+
+    database = Path(PREFECT_HOME.value()) / "prefect.db"
+    require_space(database.parent, RECORDS_BYTES, "the records of a run in Prefect and MLflow need")
+    _set_password()
+    from prefect.server.api.server import SubprocessASGIServer
 
     watch_over_server()
     server = SubprocessASGIServer()
+    _server_output.watch(server, database)
     keeper = threading.Thread(target=_keep, args=(server,), name="server-keeper", daemon=True)
-    database = Path(PREFECT_HOME.value()) / "prefect.db"
-    database.parent.mkdir(parents=True, exist_ok=True)
+    with workspace_errors(database.parent):
+        database.parent.mkdir(parents=True, exist_ok=True)
     with lock(database):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             server.start()  # the server and the thread inherit the blocked signal
+            _server_output.started = True
             keeper.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def database_problem() -> str | None:
+    """Return in one sentence why the temporary server cannot write its database, if it cannot."""
+    return _server_output.problem
+
+
+class _ServerOutput:
+    """Standard error of the temporary server, passed on without tracebacks of its database."""
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        """Reason why the server cannot write its database; None."""
+        self.started = False
+        """True once the server has answered: from then on a problem is shown when it is met."""
+        self._reader: threading.Thread | None = None
+
+    def watch(self, server: Any, database: Path) -> None:
+        """Read the output of each process that `server` starts.
+
+        Before the server has answered, the next start after one with a problem raises
+        WorkspaceError: Prefect would take the exit for a port in use, and start the server again
+        and again.
+        """
+        start = server._run_uvicorn_command
+
+        def start_and_read() -> "subprocess.Popen[bytes]":
+            from megacore.errors import WorkspaceError
+
+            if self._reader is not None:
+                self._reader.join(timeout=_GRACE)
+            if self.problem is not None and not self.started:
+                raise WorkspaceError(self.problem)
+            reader, writer = os.pipe()
+            stderr = os.dup(2)
+            os.dup2(writer, 2)  # what others write meanwhile is passed on, too
+            try:
+                process: subprocess.Popen[bytes] = start()
+            finally:
+                os.dup2(stderr, 2)
+                os.close(stderr)
+                os.close(writer)
+            self._reader = threading.Thread(
+                target=self._pass_on, args=(reader, database), name="server-output", daemon=True
+            )
+            self._reader.start()
+            return process
+
+        server._run_uvicorn_command = start_and_read
+
+    def _pass_on(self, reader: int, database: Path) -> None:
+        """Copy the output to stderr, each record as a whole, until the server has ended."""
+        record = b""
+        with open(reader, "rb", buffering=0) as output:
+            while True:
+                ready, _, _ = select.select([output], [], [], _RECORD_PAUSE)
+                chunk = output.read(65536) if ready else b""
+                if not ready or not chunk:
+                    self._write(record, database)
+                    record = b""
+                if ready and not chunk:
+                    return
+                *before, record = _RECORD.split(record + chunk)
+                for each in before:
+                    self._write(each, database)
+
+    def _write(self, record: bytes, database: Path) -> None:
+        reasons = _DATABASE_ERROR.findall(record.decode("utf-8", errors="replace"))
+        if reasons and self.problem is None:
+            from megacore.artifact.files import free_text
+
+            self.problem = (
+                f"Prefect cannot write its database {database}: {reasons[0]}; "
+                f"{free_text(database.parent)}: free some space, or make it writable, then run the "
+                "same command again"
+            )
+            if self.started:
+                record = f"warning: {self.problem}\n".encode()
+                reasons = []
+        follows = self.problem is not None and b"Traceback" in record
+        if not (reasons or follows or b"Application startup failed" in record):
+            with contextlib.suppress(OSError):
+                os.write(2, record)
+
+
+_server_output = _ServerOutput()
 
 
 def _set_password() -> None:
@@ -85,6 +192,7 @@ def _keep(server: Any) -> None:
         with _restarting:
             if _ending.is_set() or server.server_process is None:
                 return
+            _server_output.problem = None  # there may be space again
             logging.getLogger("prefect").warning(
                 "the temporary server was ended from outside; it is started again"
             )

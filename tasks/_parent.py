@@ -4,11 +4,11 @@ import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 from megacore.artifact import Manifest, Workspace, lock
-from megacore.artifact.files import read_json, sync_tree, workspace_errors
+from megacore.artifact.files import read_object, sync_tree, workspace_errors
 from megacore.artifact.manifest import MANIFEST_NAME
 from megacore.artifact.workspace import DOWNLOADS
 from megacore.config.finetune import FinetuneConfig
@@ -128,7 +128,7 @@ def note_parent(artifact: Path, parent: Parent) -> None:
     from megacore.finetune.pretrained import LINEAGE_NAME
 
     path = artifact / LINEAGE_NAME
-    lineage: dict[str, Any] = read_json(path)
+    lineage = read_object(path)
     write_json(path, lineage | {"registry": parent.tags()})
 
 

@@ -25,6 +25,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from megacore.artifact import Artifact
+from megacore.artifact.files import access_error
 from megacore.config.load import name_of
 from megacore.errors import MegacoreError, TrainingStoppedError
 from megacore.redact import redact, redact_values
@@ -248,7 +249,10 @@ def sentence_state(
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | State[Any]:
         try:
             return function(*args, **kwargs)
-        except MegacoreError as error:
+        except (MegacoreError, OSError) as failure:
+            error = access_error(failure) if isinstance(failure, OSError) else failure
+            if error is None:
+                raise
             log = get_run_logger()
             log.error("%s: %s", type(error).__name__, error)
             _send_logs()

@@ -10,11 +10,11 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import StageKey, Workspace
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import read_object, write_json
 from megacore.redact import page_address
 from tasks._aliases import alias_problem, standing
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build
-from tasks._environment import mlflow_server
+from tasks._environment import mlflow_server, tracking_uri
 from tasks._flow_config import FlowConfig
 from tasks._forward import Forwarder, RunFacts
 from tasks._mlflow import Tracking, end_run, page_url, runs_url
@@ -30,7 +30,7 @@ REPORT = "report.html"
 
 def read_receipt(directory: Path) -> dict[str, str]:
     """Read a receipt: model_name, version, uri, model_id, run_id, digest, model_digest."""
-    receipt: dict[str, str] = read_json(directory / RECEIPT)
+    receipt: dict[str, str] = read_object(directory / RECEIPT)
     return receipt
 
 
@@ -151,7 +151,7 @@ def shown_by(tracking: Tracking) -> str | None:
         return page_address(tracking.uri)
     return (
         mlflow_server(tracking.workspace)
-        if tracking.uri == tracking.workspace.tracking_uri
+        if tracking.uri == tracking_uri(tracking.workspace)
         else None
     )
 

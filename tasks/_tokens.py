@@ -2,12 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from megacore.artifact import Artifact, StageKey
+from megacore.artifact import Artifact, Manifest, StageKey
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
+from megacore.plan.epochs import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from megacore.tokenizer.tokenize import TokenizeOptions
+
+_TEXT_KINDS = ("source_tree", "text", "hub")
+"""Kinds of sources whose `bytes` are those of their text."""
 
 
 def tokenize_key(
@@ -24,6 +28,19 @@ def tokenize_key(
         {} if punkt is None else {"punkt": punkt}
     )
     return StageKey.of("tokenize", VERSION, parameters, **inputs)
+
+
+def token_bytes(corpus: Artifact, tokenizer: Artifact) -> int:
+    """Return about how many bytes the tokens of a corpus take, or 0 if its text is not measured.
+
+    Files that the corpus only refers to may be compressed, or hold more than the text.
+    """
+    from megacore.token_files.indexed_dataset import UINT16_LIMIT
+
+    if Manifest.read(corpus.directory).parameters.get("kind") not in _TEXT_KINDS:
+        return 0
+    wide = tokenizer.counts["vocab_size"] >= UINT16_LIMIT
+    return int(corpus.counts["bytes"] // BYTES_PER_TOKEN * (4 if wide else 2))
 
 
 def tokenize_options(config: RunConfig, punkt: Artifact | None) -> "TokenizeOptions":

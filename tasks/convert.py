@@ -77,7 +77,16 @@ def convert(
         }
 
     with lock(trained.directory, shared=True):
-        return build(config, key, fill)
+        return build(config, key, fill, writes=lambda: _model_bytes(config, tokenizer))
+
+
+def _model_bytes(config: RunConfig, tokenizer: Artifact) -> int:
+    """Return about how many bytes the exported model takes."""
+    from megacore.config.spec import ModelSpec
+    from megacore.models.parameters import parameter_count
+
+    spec = ModelSpec.of(config, tokenizer.counts["vocab_size"])
+    return parameter_count(spec) * (4 if config.export.dtype == "float32" else 2)
 
 
 def _card(

@@ -29,7 +29,7 @@ def download(config: RunConfig, source: Source) -> StageResult:
     key = collect_key(config, source)
 
     def fill(directory: Path) -> dict[str, Any]:
-        counts = collect(source, directory)
+        counts = collect(source, directory, document_bytes=config.data.max_document_bytes)
         if collect_key(config, source) != key:
             raise DataFormatError(
                 "data.source changed while it was read: start again when nobody writes to it"

@@ -18,7 +18,7 @@ from prefect import get_run_logger
 from prefect.states import Completed, State
 
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import read_object, write_json
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, protected
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters
@@ -163,8 +163,7 @@ class Scoring:
             self._poll_log()
             time.sleep(_POLL)
         self._poll_log()
-        scores: dict[str, Any] = read_json(path)
-        return scores
+        return read_object(path)
 
     def _start(self, first: Target) -> None:
         """Start the ranks for `first` and the later models that exist and lack a score."""
@@ -290,8 +289,8 @@ class Scores:
 
 def _report(unigram: Artifact, rows: Sequence[Artifact]) -> dict[str, Any]:
     return {
-        "checkpoints": [read_json(row.directory / SCORE) for row in rows],
-        "unigram": read_json(unigram.directory / SCORE),
+        "checkpoints": [read_object(row.directory / SCORE) for row in rows],
+        "unigram": read_object(unigram.directory / SCORE),
     }
 
 
@@ -354,7 +353,7 @@ class _Display:
         """Show one score; a score of an earlier flow run announces nothing."""
         if target.name == UNIGRAM:
             return
-        row = read_json(result.artifact.directory / SCORE)
+        row = read_object(result.artifact.directory / SCORE)
         if result.ran:
             self._table.evaluated(row)
         else:
@@ -438,8 +437,7 @@ def _counts(report: dict[str, Any]) -> dict[str, Any]:
 
 def read_evaluation(artifact: Artifact) -> dict[str, Any]:
     """Read the report of an evaluation: `checkpoints` (one row each) and `unigram`."""
-    report: dict[str, Any] = read_json(artifact.directory / REPORT)
-    return report
+    return read_object(artifact.directory / REPORT)
 
 
 def measured_data(config: RunConfig, tokens: Artifact, tokenizer: Artifact) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from prefect import get_run_logger
 from prefect.artifacts import create_table_artifact
 
 from megacore.artifact import Artifact, StageKey, Workspace
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of
 from megacore.config.keys import key_parameters
@@ -175,8 +175,7 @@ def counts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def read_report(artifact: Artifact) -> dict[str, Any]:
     """Read one method's row, as returned by `compare`."""
-    report: dict[str, Any] = read_json(artifact.directory / REPORT)
-    return report
+    return read_object(artifact.directory / REPORT)
 
 
 def find_batch_sizes(

@@ -1,7 +1,6 @@
 """Checks before a fine-tuning: feasibility on this host, cached stages and expected cost."""
 
 import importlib.util
-import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,11 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import Artifact, Workspace
-from megacore.artifact.files import read_json
+from megacore.artifact.files import JSON_BYTES, parse_json, read_object
 from megacore.cluster.start import check_launcher, dry_run_commands
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.load import load_finetune_config
-from megacore.errors import ConfigError, MegacoreError
+from megacore.errors import ArtifactError, ConfigError, MegacoreError
 from megacore.finetune.resolve import Schedule, resolve_ranks
 from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
@@ -144,7 +143,7 @@ def parameter_count(directory: Path) -> int:
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return sum(map(_numbers, files))
-    config = read_json(directory / "config.json")
+    config = read_object(directory / "config.json")
 
     def first(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)
@@ -159,12 +158,17 @@ def parameter_count(directory: Path) -> int:
 
 def _numbers(path: Path) -> int:
     """Count the parameters in a safetensors file, whose header has the shape of each tensor."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return sum(
-        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-    )
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = parse_json(file.read(min(length, JSON_BYTES)))
+        return sum(
+            math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ArtifactError(
+            f"{path} is damaged ({error}): delete {path.parent.parent} to have it made again"
+        ) from error
 
 
 def planned_stages(methods: Sequence[Distribution] = ()) -> list[PlannedStage]:

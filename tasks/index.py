@@ -194,4 +194,18 @@ def build_index(config: RunConfig, tokens: Artifact) -> StageResult:
             mixture(config, tokens), directory, index_options(config), requested_samples(config)
         )
 
-    return build(config, index_key(config, tokens), fill)
+    return build(config, index_key(config, tokens), fill, writes=lambda: _map_bytes(config, tokens))
+
+
+def _map_bytes(config: RunConfig, tokens: Artifact) -> int:
+    """Return about how many bytes the maps take.
+
+    An entry of GPT's maps has 4 bytes for a document, and 12 for a sample: its position in the
+    documents, and its place in the shuffled order. BERT and T5 have 12 bytes for a sample.
+    """
+    train, valid, _ = requested_samples(config)
+    if config.family != "gpt":
+        return 12 * (train + valid)
+    in_epoch = max(1, tokens.counts["tokens"] // config.data.seq_length)
+    epochs = -(-train // in_epoch)
+    return epochs * (4 * tokens.counts["documents"] + 12 * in_epoch)

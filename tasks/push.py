@@ -10,7 +10,7 @@ from prefect.artifacts import create_link_artifact
 
 import megacore
 from megacore.artifact import Artifact, StageKey
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import read_object, write_json
 from megacore.config import FinetuneConfig, RunConfig
 from megacore.config.keys import key_parameters
 from megacore.config.train import HubConfig
@@ -98,7 +98,7 @@ def push_stage(
     if pipeline.config.export.push_to_hub is None:
         return
     pushed = pipeline.stage(push, trained, exported, published)
-    receipt = read_json(pushed.directory / RECEIPT)
+    receipt = read_object(pushed.directory / RECEIPT)
     create_link_artifact(
         link=receipt["address"], link_text=receipt["repository"], key="hugging-face-hub"
     )

@@ -64,7 +64,12 @@ def tokenize_shard(
     def fill(directory: Path) -> dict[str, Any]:
         return dict(
             shards.tokenize_shard(
-                shard, tokenizer.directory, directory, options, workers=_threads(config.data)
+                shard,
+                tokenizer.directory,
+                directory,
+                options,
+                workers=_threads(config.data),
+                document_bytes=config.data.max_document_bytes,
             )
         )
 

@@ -14,7 +14,7 @@ from megacore.config.data import holds_tokens
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, artifact_directory, build, stage_task
-from tasks._tokens import tokenize_key, tokenize_options
+from tasks._tokens import token_bytes, tokenize_key, tokenize_options
 from tasks.shards import discard, needs_shards, tokenize_in_shards
 
 
@@ -38,7 +38,13 @@ def make_tokenizer(config: RunConfig, corpora: tuple[Artifact, ...]) -> StageRes
     def fill(directory: Path) -> dict[str, Any]:
         skip = config.data.on_bad_line == "skip"
         directories = [corpus.directory for corpus in corpora]
-        return build_tokenizer(config.data.tokenizer, directories, directory, skip_bad_lines=skip)
+        return build_tokenizer(
+            config.data.tokenizer,
+            directories,
+            directory,
+            skip_bad_lines=skip,
+            document_bytes=config.data.max_document_bytes,
+        )
 
     result = build(config, tokenizer_key(config, corpora), fill)
     special = SpecialTokens.model_validate(result.artifact.counts["special_tokens"])
@@ -89,11 +95,17 @@ def tokenize(
         if needs_shards(config, corpus):
             return tokenize_in_shards(config, corpus, tokenizer, punkt, directory, shards)
         counts = tokenize_corpus(
-            corpus.directory, tokenizer.directory, directory, options, workers=config.data.workers
+            corpus.directory,
+            tokenizer.directory,
+            directory,
+            options,
+            workers=config.data.workers,
+            document_bytes=config.data.max_document_bytes,
         )
         return dict(counts)
 
-    result = build(config, tokenize_key(config, corpus, tokenizer, punkt), fill)
+    key = tokenize_key(config, corpus, tokenizer, punkt)
+    result = build(config, key, fill, writes=lambda: token_bytes(corpus, tokenizer))
     discard(shards)
     _show_lengths(config, result.artifact)
     return result

@@ -11,8 +11,9 @@ from prefect.runtime import task_run
 
 from megacore.artifact import Artifact, StageKey, Workspace, lock
 from megacore.artifact.build import open_artifact, seal
-from megacore.artifact.files import workspace_errors
-from megacore.artifact.manifest import MANIFEST_NAME, file_digest
+from megacore.artifact.files import require_space, workspace_errors
+from megacore.artifact.manifest import MANIFEST_NAME, depth_of, file_digest
+from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.retain import remove_stale
 from megacore.config import RunConfig
 from megacore.config.batch_schedule import BatchSchedule
@@ -118,7 +119,7 @@ def training_problem(
         return problem
     try:
         for checkpoint in open_artifact(directory).counts["checkpoints"]:
-            verify(directory / checkpoint["path"], config.verify)
+            verify(directory / checkpoint["path"], depth_of(config.verify))
     except MegacoreError as error:
         return str(error)
     return None
@@ -174,6 +175,7 @@ def _run(
     job = make_job(config, directory, tokens, tokenizer, index)
     shutil.rmtree(job.exit_directory, ignore_errors=True)
     check_hosts(job)
+    _require_checkpoint_space(config, directory, tokenizer.counts["vocab_size"])
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     facts = run_facts(config, directory.name, tokens, index)
     forwarder = Forwarder(tracking, directory, config, facts)
@@ -186,6 +188,25 @@ def _run(
     remove_stale(directory / "checkpoints")
     counts = training_counts(directory, config, index)
     seal(directory, key, counts, time.monotonic() - started, SEALED)
+
+
+def _require_checkpoint_space(config: RunConfig, directory: Path, vocab_size: int) -> None:
+    """Refuse to train without room for the checkpoints that are not there yet.
+
+    Raises WorkspaceError.
+    """
+    from megacore.plan.preflight import checkpoints_on_disk
+
+    number, size = checkpoints_on_disk(config, vocab_size)
+    checkpoints = directory / CHECKPOINTS_NAME
+    there = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
+    require_space(
+        checkpoints,
+        number * size - there,
+        f"train keeps up to {number} checkpoint{'s' if number > 1 else ''} of about "
+        f"{size / 2**20:,.1f} MiB ({config.name}), and {there / 2**20:,.1f} MiB of them are there: "
+        "the others need",
+    )
 
 
 def _warn_of_changed_schedule(config: RunConfig, directory: Path, index: Artifact) -> None:

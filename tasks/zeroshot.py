@@ -9,7 +9,7 @@ from typing import Any
 from prefect.states import State
 
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import read_object, write_json
 from megacore.checkpoint.format import iteration_of
 from megacore.checkpoint.spec import read_spec
 from megacore.cluster.hosts.elastic import choose_hosts
@@ -211,8 +211,7 @@ def _recorded(run_directory: Path) -> str:
 
 def read_scores(artifact: Artifact) -> dict[str, dict[str, Any]]:
     """Read the scores on each text."""
-    scores: dict[str, dict[str, Any]] = read_json(artifact.directory / REPORT)
-    return scores
+    return read_object(artifact.directory / REPORT)
 
 
 def zeroshot_summary(scored: Sequence[Artifact]) -> str:

@@ -17,8 +17,8 @@ from typing import Any, Literal, TextIO
 from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact.files import canonical_json, sync_directory, sync_tree, workspace_errors
-from megacore.artifact.manifest import Manifest, list_files
-from megacore.errors import ArtifactError
+from megacore.artifact.manifest import Manifest, list_files, verified_record
+from megacore.errors import ArtifactError, MemoryExhaustedError
 
 KEY_LENGTH = 16
 """Hex digits of a key: 64 bits."""
@@ -100,6 +100,10 @@ def build_artifact(
     synced, given a manifest and renamed. A crash at any point leaves either the complete artifact
     or none. If two processes ask for the same key, one builds and the other waits, with the
     arguments of `lock`. A damaged artifact is built again.
+
+    Raises:
+        WorkspaceError: the artifact cannot be written.
+        MemoryExhaustedError: the memory does not suffice for `build`.
     """
     target = folder / key.key
     with workspace_errors(folder):
@@ -121,8 +125,14 @@ def build_artifact(
                 counts = dict(build(temporary))
                 seal(temporary, key, counts, time.monotonic() - started)
                 os.rename(temporary, target)
-            except BaseException:
+            except BaseException as error:
                 shutil.rmtree(temporary, ignore_errors=True)
+                if isinstance(error, MemoryError):
+                    raise MemoryExhaustedError(
+                        f"this machine's free memory does not suffice for the stage {key.stage} "
+                        f"({error or 'MemoryError'}): end other programs, raise the limit "
+                        "(`ulimit -v`, the container's), or use a machine with more"
+                    ) from error
                 raise
             sync_directory(folder)
     return open_artifact(target), True
@@ -166,6 +176,7 @@ def mark_used(directory: Path) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Rename a directory, then delete it, so that no reader sees it half deleted."""
+    verified_record(directory).unlink(missing_ok=True)
     doomed = directory.with_name(f"{directory.name}.tmp-{os.getpid()}-deleted")
     os.rename(directory, doomed)
     shutil.rmtree(doomed)

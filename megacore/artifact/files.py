@@ -1,6 +1,7 @@
-"""Atomic writes of files, JSON and directories, which leave no partial output after a crash.
+"""Atomic writes of files, JSON and directories, and the reader of all JSON files.
 
-Data is written under a temporary name, synced, and renamed.
+Data is written under a temporary name, synced, and renamed: a crash leaves no partial output. The
+reader has limits, so that a damaged or hostile file gives one error, not a full memory.
 """
 
 import errno
@@ -8,14 +9,46 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import stat
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megacore.errors import ConfigError, WorkspaceError
+from megacore.errors import ArtifactError, ConfigError, FileAccessError, WorkspaceError
 
 Record = TypeVar("Record")
+_NO_FILES = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+"""Kinds of paths that may block the one who opens them, or never end."""
+
+JSON_BYTES = 256 << 20
+"""Largest JSON file in bytes. The index of a model with 400 billion parameters has some MB, a
+tokenizer up to 40 MB, the list of a corpus of a million files 150 MB."""
+MAX_DEPTH = 64
+"""Deepest nesting of JSON and YAML; real files have up to ten levels."""
+MAX_DIGITS = 100
+"""Most digits of an integer in JSON and YAML. The state of a random number generator has 39; a
+number of over 308 digits does not even fit a float."""
+_TRIES = 3
+"""Attempts to open a file whose handle was stale: another host may just have replaced it."""
+_FAULTS = {
+    errno.EIO: (
+        "the disk or its connection fails: look at the kernel's messages (`dmesg`) and check the "
+        "disk or mount before another attempt"
+    ),
+    errno.ESTALE: "the file server has lost the file: mount the directory again",
+    errno.ENOTCONN: "the file server does not answer: mount the directory again",
+    errno.EMFILE: "this process has too many files open: raise the limit (`ulimit -n`)",
+    errno.ENFILE: "this host has too many files open: raise it (`sysctl fs.file-max`)",
+}
+"""Cause and remedy of the errors that say nothing about the file's content."""
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -54,13 +87,170 @@ def write_json(path: Path, value: Any) -> None:
     remove_dead_temporaries(path)
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises OSError or ValueError."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def regular(path: Path, most: int | None = None) -> Path:
+    """Return `path` after checking that it is no pipe or device, so that reading it ends.
+
+    With `most`, it has at most as many bytes. Raises OSError, with what the path is in its
+    strerror. Directories pass: opening reports them.
+    """
+    status = os.stat(path)
+    _refuse_endless(status, path)
+    if most is not None and status.st_size > most:
+        reason = f"it has {status.st_size:,} bytes, over the limit of {most:,}"
+        raise OSError(errno.EFBIG, reason, str(path))
+    return path
+
+
+def is_stored_zip(path: Path) -> bool:
+    """Return True for a zip archive, such as torch.save writes, and False for another file.
+
+    Raises OSError, and ValueError for an archive that holds more bytes than the file has. Unpacking
+    such an archive could take any amount of memory; torch.save never compresses.
+    """
+    if not zipfile.is_zipfile(regular(path)):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > path.stat().st_size:
+        raise ValueError(
+            f"its members unpack to {size:,} bytes, more than the file's {path.stat().st_size:,}"
+        )
+    return True
+
+
+def _refuse_endless(status: os.stat_result, path: Path) -> None:
+    for is_kind, name in _NO_FILES:
+        if is_kind(status.st_mode):
+            raise OSError(errno.EINVAL, f"it is {name}, not a file", str(path))
+
+
+def access_error(error: OSError, path: Path | None = None) -> FileAccessError | None:
+    """Return the sentence for a failing disk, a lost mount or too many open files, else None."""
+    fault = _FAULTS.get(error.errno or 0)
+    if fault is None or (error.errno == errno.ENOTCONN and error.filename is None):
+        return None  # a socket's ENOTCONN names no file
+    where = _place(error, path) or "a file"
+    return FileAccessError(f"cannot read or write {where} ({error.strerror}): {fault}")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+        FileAccessError: the disk fails, the mount is lost, or too many files are open.
+        OSError: the file is missing, may not be read, or is a pipe, device or directory.
+        ValueError: the file is larger.
+    """
+    for attempt in range(_TRIES):
+        try:
+            with open(path, "rb", opener=_open_without_waiting) as file:
+                status = os.fstat(file.fileno())
+                _refuse_endless(status, path)
+                content = b"" if status.st_size > limit else file.read(limit + 1)
+        except OSError as error:
+            if error.errno == errno.ESTALE and attempt + 1 < _TRIES:
+                continue
+            fault = access_error(error, path)
+            raise error if fault is None else fault from error
+        if max(status.st_size, len(content)) > limit:
+            raise ValueError(
+                f"it has {max(status.st_size, len(content)):,} bytes, more than the {limit:,} that "
+                "such a file may have"
+            )
+        return content
+    raise AssertionError("unreachable")
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe without a writer does not block."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_json(path: Path, *, limit: int = JSON_BYTES) -> Any:
+    """Return the content of a JSON file of at most `limit` bytes, as `parse_json` checks it.
+
+    Raises FileAccessError, OSError, or ValueError; the latter's message does not name the file.
+    """
+    return parse_json(read_bytes(path, limit))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that a stage or rank has written. Raises ArtifactError."""
+    try:
+        value = read_json(path)
+        if not isinstance(value, dict):
+            raise TypeError(f"it holds {type(value).__name__}, not an object")
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ArtifactError(
+            f"{path} cannot be read ({reason}): delete {path.parent} to have it made again"
+        ) from error
+    return value
+
+
+def parse_json(data: bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Return the value of a JSON document in UTF-8.
+
+    Objects with a repeated key, nesting deeper than `MAX_DEPTH` and integers of more than
+    `MAX_DIGITS` digits are refused.
+
+    Args:
+        data: the document.
+        parse_constant: function that is called with NaN, Infinity and -Infinity; None accepts them.
+
+    Raises:
+        ValueError: what is wrong, and where.
+    """
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_without_repetition,
+            parse_int=_integer,
+            parse_constant=parse_constant,
+        )
+    except RecursionError:
+        value = None
+    else:
+        if not nests_deeper(value, MAX_DEPTH):
+            return value
+    raise ValueError(f"it nests more than {MAX_DEPTH} levels deep")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise ValueError(f"the key {twice[:100]} is given twice")
+    return content
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"the number {text[:20]}… has {len(text)} digits, more than {MAX_DIGITS}")
+    return int(text)
+
+
+def nests_deeper(value: Any, limit: int) -> bool:
+    """Return True if lists and dictionaries nest more than `limit` levels deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(limit):
+        level = [
+            item
+            for container in level
+            for item in (container.values() if isinstance(container, dict) else container)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """Return a JSON file as the dataclass `kind`, or None if it is missing or damaged."""
+    """Return a JSON file as the dataclass `kind`, or None if it is missing or damaged.
+
+    Raises FileAccessError.
+    """
     try:
         return kind(**read_json(path))
     except (OSError, ValueError, TypeError):
@@ -76,10 +266,12 @@ def canonical_json(value: Any) -> bytes:
 
 @contextmanager
 def workspace_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's write errors into WorkspaceError."""
+    """Turn the operating system's write errors into WorkspaceError or FileAccessError."""
     try:
         yield
     except OSError as error:
+        if (fault := access_error(error, path)) is not None:
+            raise fault from error
         elsewhere = "write elsewhere (MEGACORE_WORKSPACE names another workspace)"
         advice = {
             "ENOSPC": (
@@ -99,9 +291,47 @@ def workspace_errors(path: Path) -> Iterator[None]:
         code = errno.errorcode.get(error.errno or 0, "")
         if code not in advice:
             raise
+        room = f"; {free_text(path)}" if code == "ENOSPC" else ""
         raise WorkspaceError(
-            f"cannot write {error.filename or path}: {error.strerror}: {advice[code]}"
+            f"cannot write {_place(error, path)}: {error.strerror}: {advice[code]}{room}"
         ) from error
+
+
+def _place(error: OSError, path: Path | None) -> str:
+    """Return the path in an error; a bare name is one in a directory that `rmtree` has open."""
+    named = str(error.filename or "")
+    return named if os.sep in named or path is None else str(path)
+
+
+def free_text(path: Path) -> str:
+    """Describe the free space of the file system that holds `path`, which need not exist."""
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    return f"{_size(shutil.disk_usage(place).free)} are free in {place}"
+
+
+def require_space(path: Path, needed: int, purpose: str) -> None:
+    """Refuse to begin what the file system of `path`, which need not exist, has no room for.
+
+    Args:
+        path: file or directory that is about to be written.
+        needed: bytes that are about to be written.
+        purpose: beginning of the message, such as "tokenize writes about".
+
+    Raises:
+        WorkspaceError: less is free; names both numbers.
+    """
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if needed > shutil.disk_usage(place).free:
+        raise WorkspaceError(
+            f"{purpose} {_size(needed)}, and {free_text(path)}: free some space (`megacore clean` "
+            "removes a workspace's stale temporaries) or write elsewhere (MEGACORE_WORKSPACE "
+            "names another workspace)"
+        )
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes as text."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 @contextmanager
@@ -132,11 +362,12 @@ def staged(output: Path) -> Iterator[Path]:
             yield staging
             sync_tree(staging)
             os.rename(staging, target)
+            staging = target
+            sync_directory(target.parent)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             _remove_empty(missing_parents)
             raise
-        sync_directory(target.parent)
 
 
 def check_output(output: Path) -> None:

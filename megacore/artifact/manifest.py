@@ -4,16 +4,25 @@ It is written last, so its presence means that the artifact is complete.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import canonical_json, read_json, write_json
+from megacore.artifact.files import canonical_json, read_json, regular, write_json
 from megacore.errors import ArtifactError
 from megacore.redact import redact_values
 
 MANIFEST_NAME = "manifest.json"
 _CHUNK = 1 << 22
+Verification = Literal["quick", "once", "full"]
+"""Check of artifacts in a configuration; `once` is `quick` with the comparison of all digests when
+a training first reads an artifact (`megacore.artifact.first_read`)."""
+
+
+def depth_of(verification: Verification) -> Literal["quick", "full"]:
+    """Return how an artifact is checked before a stage uses it."""
+    return "full" if verification == "full" else "quick"
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,36 @@ class FileEntry:
     """Hex digest of the content."""
     mtime_ns: int
     """Modification time when the digest was computed; a quick check hashes files changed since."""
+
+    def problem(
+        self,
+        directory: Path,
+        name: str,
+        mode: Literal["quick", "full"],
+        on_read: Callable[[int], None] | None = None,
+    ) -> str | None:
+        """Compare the file `directory/name` and return the problem as a clause, or None.
+
+        See `Manifest.problem` for the mode and `file_digest` for `on_read`.
+        """
+        path = directory / name
+        try:
+            status = path.stat()
+            if status.st_size != self.size:
+                return f"{name} has {status.st_size} bytes instead of {self.size}"
+            if mode == "quick" and status.st_mtime_ns == self.mtime_ns:
+                return None
+            digest = file_digest(path, on_read)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if digest == self.sha256:
+            return None
+        return (
+            f"{name} has other content than when it was written (its sha256 is {digest} instead of "
+            f"{self.sha256})"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,26 +124,21 @@ class Manifest:
         Mode "quick" compares sizes, and digests only where the modification time changed. Mode
         "full" compares every digest.
         """
-        for name, entry in self.files.items():
-            path = directory / name
-            try:
-                status = path.stat()
-            except OSError:
-                return f"{name} is missing"
-            if status.st_size != entry.size:
-                return f"{name} has {status.st_size} bytes instead of {entry.size}"
-            touched = mode == "full" or status.st_mtime_ns != entry.mtime_ns
-            if touched and file_digest(path) != entry.sha256:
-                return f"{name} has other content than when it was written"
-        return None
+        problems = (entry.problem(directory, name, mode) for name, entry in self.files.items())
+        return next(filter(None, problems), None)
 
 
-def file_digest(path: Path) -> str:
-    """Return the hex SHA-256 digest of a file's content."""
+def file_digest(path: Path, on_read: Callable[[int], None] | None = None) -> str:
+    """Return the hex SHA-256 digest of a file's content.
+
+    `on_read` receives the number of bytes of each block; an error that it raises ends the reading.
+    """
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(regular(path), "rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
+            if on_read is not None:
+                on_read(len(chunk))
     return digest.hexdigest()
 
 
@@ -119,3 +153,11 @@ def list_files(directory: Path, pattern: str = "**/*") -> dict[str, FileEntry]:
             status.st_size, file_digest(path), status.st_mtime_ns
         )
     return entries
+
+
+def verified_record(directory: Path) -> Path:
+    """Return the path of the record that all digests of the artifact in `directory` were right.
+
+    It is next to the directory, because other programs read and copy what is inside.
+    """
+    return directory.with_name(f".{directory.name}.verified.json")

@@ -109,11 +109,6 @@ class Workspace:
         return self.root / _COMPILED
 
     @property
-    def tracking_uri(self) -> str:
-        """URI of MLflow's SQLite store."""
-        return f"sqlite:///{self.root / 'mlflow.db'}"
-
-    @property
     def mlflow_artifacts(self) -> Path:
         """Directory of MLflow's files."""
         return self.root / _MLFLOW

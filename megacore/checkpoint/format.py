@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import read_json, regular, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import CheckpointError
 
@@ -363,7 +363,7 @@ def check_tracker(root: Path, chosen: Path | None, log: Callable[[str], None]) -
 def read_tracker(root: Path) -> int | None:
     """Return the iteration in the tracker file; None if the file is missing or has no number."""
     try:
-        return int((root / TRACKER_NAME).read_text(encoding="ascii"))
+        return int(regular(root / TRACKER_NAME).read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megacore.artifact.files import regular
 from megacore.errors import CheckpointError
 
 PRIVATE_NAMES = {
@@ -90,7 +91,7 @@ def read_metadata(path: Path) -> Metadata:
     Raises CheckpointError if it contains anything but the metadata of tensors.
     """
     try:
-        with open(path, "rb") as file:
+        with open(regular(path), "rb") as file:
             record = _RecordUnpickler(file).load()
         return _metadata(record)
     except CheckpointError as error:

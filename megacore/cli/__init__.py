@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from megacore import __version__
+from megacore.artifact.files import access_error
 from megacore.cli.convert import export, import_
 from megacore.cli.doctor import doctor
 from megacore.cli.index import IndexCommand, index
@@ -69,6 +70,12 @@ def main() -> None:
     except MegacoreError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        fault = access_error(error)
+        if fault is None:
+            raise
+        sys.stderr.write(f"error: {fault}\n")
+        raise SystemExit(fault.exit_code) from None
     except MemoryError as error:
         sys.stderr.write(f"error: this machine's memory does not suffice ({error}): ask for less\n")
         raise SystemExit(1) from None

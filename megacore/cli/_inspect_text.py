@@ -1,11 +1,21 @@
 """Terminal output of `megacore inspect` and `megacore verify`."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.progress import (
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
 
 from megacore.inspect.tokens import counted
+from megacore.inspect.verify import Damage
 
 _PREVIEW_CHARACTERS = 400
 _PREVIEW_IDS = 24
@@ -75,6 +85,33 @@ def show_sample(report: dict[str, Any], *, full: bool) -> None:
 def show_check(name: str, result: str) -> None:
     """Print a passed check."""
     _line(f"ok  {name}: {result}")
+
+
+def show_damage(damage: Damage) -> None:
+    """Print what is damaged, the command that deletes it, and what builds it again."""
+    _line(f"damaged  {damage.name}: {damage.problem}")
+    _line(f"         delete it: {damage.command}")
+    _line(f"         then {damage.remedy}")
+
+
+def show_damaged(damaged: int, count: int) -> None:
+    """Print the number of damaged artifacts and checkpoints."""
+    _line(f"damaged: {damaged} of {count}")
+
+
+@contextmanager
+def reading_bar() -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how many bytes were read, and how fast, until the end of the block.
+
+    Yields the callback that receives the number of bytes of each block.
+    """
+    console = Console()
+    columns = SpinnerColumn(), TextColumn("reading"), DownloadColumn(), TransferSpeedColumn()
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_interactive
+    ) as progress:
+        task = progress.add_task("reading", total=None)
+        yield lambda count: progress.advance(task, count)
 
 
 def _show_files(report: dict[str, Any], full: bool) -> None:

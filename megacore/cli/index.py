@@ -211,10 +211,11 @@ def _new_directory(output: Path) -> Iterator[Path]:
             yield temporary
             sync_tree(temporary)
             os.rename(temporary, output)
+            temporary = output
+            sync_directory(parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        sync_directory(parent)
 
 
 def _summary(entry: Mapping[str, Any]) -> str:

@@ -77,19 +77,34 @@ def inspect(
 def verify(
     path: Annotated[
         Path,
-        typer.Argument(help="PREFIX of token files, their directory, or any artifact's directory"),
+        typer.Argument(
+            help=(
+                "PREFIX of token files, their directory, any artifact's directory, a checkpoint, "
+                "the directory of a run, or a workspace"
+            )
+        ),
     ],
 ) -> None:
     """Check that files are complete and consistent.
 
     The checks cover structure, pointers, sizes, index maps against token files, and the digests of
-    manifests.
+    manifests and checkpoints. For a checkpoint, a run and a workspace, everything damaged is listed
+    with the command that deletes it and what builds it again; the exit code is then 1.
     """
     from megacore.cli import _inspect_text as terminal
-    from megacore.inspect.verify import verify as checks
+    from megacore.inspect.verify import Damage, examine
 
-    for check in checks(path):
-        terminal.show_check(check.name, check.result)
+    damaged = count = 0
+    with terminal.reading_bar() as on_read:
+        for count, result in enumerate(examine(path, on_read), 1):  # noqa: B007
+            if isinstance(result, Damage):
+                damaged += 1
+                terminal.show_damage(result)
+            else:
+                terminal.show_check(result.name, result.result)
+    if damaged:
+        terminal.show_damaged(damaged, count)
+        raise typer.Exit(1)
 
 
 def _tokens(

@@ -80,6 +80,12 @@ def tokenize(
         Literal["stop", "skip"],
         typer.Option(help="for a line without a document: end the run, or skip and count it"),
     ] = "stop",
+    max_document_mb: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=2000, help="maximum size of a line or row in MB, 10^6 bytes (default: 100)"
+        ),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="threads (default: one per core)")
     ] = None,
@@ -88,6 +94,7 @@ def tokenize(
     ] = False,
 ) -> None:
     """Convert documents to token files (.bin/.idx), in the order of the input."""
+    from megacore.config.data import DEFAULT_MAX_DOCUMENT_MB
     from megacore.tokenizer.files import Inputs, check_output, tokenize_files
     from megacore.tokenizer.files import output_prefix as name_of
     from megacore.tokenizer.tokenize import TokenizeOptions
@@ -115,7 +122,15 @@ def tokenize(
     inputs = Inputs.find(input, json_key)
     options = _with_punkt(options)
     with _progress(inputs.size) as progress:
-        counts = tokenize_files(inputs, choice, target, options, workers=workers, progress=progress)
+        counts = tokenize_files(
+            inputs,
+            choice,
+            target,
+            options,
+            workers=workers,
+            progress=progress,
+            document_bytes=(max_document_mb or DEFAULT_MAX_DOCUMENT_MB) * 10**6,
+        )
         size = progress.done
     seconds = time.monotonic() - started
     skipped = f", {counts['skipped_lines']:,} lines skipped" if counts["skipped_lines"] else ""

@@ -1,6 +1,6 @@
 """Base class of all configuration sections and the declaration of cache keys."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -35,6 +35,8 @@ FinetuneStage = Literal[
 Stage = PretrainStage | FinetuneStage
 Stages = Stage | tuple[Stage, ...]
 
+MAX_INTEGER = 2**63 - 1
+"""Largest integer of a configuration: that of torch and NumPy."""
 STAGES = "stages"
 RESOLVED = "resolved"
 OMIT_DEFAULT = "omit_default"
@@ -51,6 +53,17 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    @model_validator(mode="after")
+    def _integers_fit(self) -> Self:
+        """Refuse integers that neither torch nor NumPy can hold."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise ValueError(
+                    f"{name} is {str(value)[:20]}…: give an integer of at most {MAX_INTEGER:,}"
+                )
+        return self
 
     @model_validator(mode="before")
     @classmethod

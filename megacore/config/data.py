@@ -9,6 +9,8 @@ from pydantic import Field, field_validator
 from megacore.config.base import Section, keyed, unkeyed
 
 DEFAULT_SPLIT = "969,30,1"
+DEFAULT_MAX_DOCUMENT_MB = 100
+"""Books, source files and web pages stay far below; `tokenizers` takes 12 GB for such a text."""
 
 
 class SourceTreeSource(Section):
@@ -84,6 +86,9 @@ class HttpSource(Section):
     """Files to download; their order is the order of the documents."""
     key: str = keyed("text")
     """Field or column that contains the document; not used for token files."""
+    max_file_gb: float = unkeyed(1000.0, gt=0, le=1e6)
+    """Largest size of one file in GB (10^9 bytes), by the length that the server announces and by
+    the bytes that arrive; a larger file is refused."""
 
 
 class HubSource(Section):
@@ -389,6 +394,10 @@ class DataConfig(Section):
     loss."""
     fim: FimConfig | None = keyed(None, key="run")
     """Fill-in-the-middle of the training split; null leaves documents unchanged."""
+    max_document_mb: int = unkeyed(DEFAULT_MAX_DOCUMENT_MB, gt=0, le=2000)
+    """Maximum size of a document in MB (10^6 bytes): of its line of JSON Lines with all fields, or
+    of a row's text. A larger one ends the stage with its place, also if `on_bad_line` is skip, and
+    is not read completely. gigatoken takes twice its size of memory, `tokenizers` 120 times."""
     workers: int | None = unkeyed(None, gt=0)
     """Threads that tokenize one source or shard; null means one per core, which several sources
     share by size."""
@@ -412,6 +421,11 @@ class DataConfig(Section):
         if self.split_blends is not None:
             members = (*self.split_blends.train, *self.split_blends.valid, *self.split_blends.test)
         return tuple(dict.fromkeys(member.source for member in members))
+
+    @property
+    def max_document_bytes(self) -> int:
+        """Maximum size of a document in bytes."""
+        return self.max_document_mb * 10**6
 
     @property
     def split_weights(self) -> str:

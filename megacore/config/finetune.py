@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from megacore.artifact.manifest import Verification
 from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.finetune_task import (
     CausalLmConfig,
@@ -226,9 +227,10 @@ class FinetuneConfig(Section):
     """Name of the run and of the fine-tuned model: lower-case letters, digits, dots and dashes."""
     seed: int = keyed(42, key=("finetune", "find-batch-size"), resolved="dataset", ge=0, lt=2**32)
     """Random seed for the order of samples, the initial weights of the head, and dropout."""
-    verify: Literal["quick", "full"] = unkeyed("quick")
+    verify: Verification = unkeyed("once")
     """Check of cached artifacts: quick compares file sizes, and hashes only where a file was
-    touched; full compares all hashes."""
+    touched; once also compares all hashes when a training first reads an artifact, while the
+    training starts; full compares all hashes at each use."""
     model: PretrainedConfig = keyed(key=("finetune", "find-batch-size"))
     """Pretrained model."""
     data: FinetuneDataConfig = keyed()

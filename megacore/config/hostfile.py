@@ -6,15 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megacore.artifact.files import read_bytes
 from megacore.errors import ConfigError
+from megacore.foreign.files import shortened
 
 if TYPE_CHECKING:
     from megacore.config.launch import LaunchConfig
 
+MOST_HOSTS = 100_000
+"""Most hosts of a job."""
+MOST_SLOTS = 4096
+"""Most ranks of a host; a host of NVIDIA's has up to 72 GPUs."""
+_HOSTFILE_BYTES = 16 << 20
+"""Largest hostfile in bytes: a line for each of `MOST_HOSTS` hosts, with a comment."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(?:\w[\w.-]*@)?\w[\w.-]*", re.ASCII)
 """Host name or IPv4 address, optionally with a user. It must not begin with a dash, because ssh
 would take it as an option."""
+_SLOTS = re.compile(r"\d{1,8}", re.ASCII)
 _CHOICE = re.compile(r"([^:]+)(?::(\d+(?:,\d+)*))?", re.ASCII)
 """Host, optionally with slot numbers: `host` or `host:0,2`."""
 
@@ -120,9 +129,10 @@ def read_hostfile(
     ConfigError, also when `nproc_per_node` differs from the slots of a host.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        lines = read_bytes(Path(path), _HOSTFILE_BYTES).decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = "it is no text" if isinstance(error, UnicodeDecodeError) else reason
         raise ConfigError(
             f"hostfile {path} cannot be read: {reason}: correct launch.hostfile"
         ) from error
@@ -162,9 +172,10 @@ def _entry(words: list[str], where: str) -> tuple[str, int]:
             f"{where}: {' '.join(words)!r} is not of the form `host slots=N`: correct it"
         )
     count = rest[0].removeprefix("slots=")
-    if not (count.isascii() and count.isdigit() and int(count) > 0):
+    if not _SLOTS.fullmatch(count) or not 0 < int(count) <= MOST_SLOTS:
         raise ConfigError(
-            f"{where}: slots of {host} is {count!r}: write the number of ranks, at least 1"
+            f"{where}: slots of {host} is {shortened(repr(count))}: write the number of ranks, at "
+            f"least 1 and at most {MOST_SLOTS:,}"
         )
     return host, int(count)
 

@@ -6,10 +6,11 @@ from typing import Any, Literal, Self
 from pydantic import NonNegativeInt, field_validator, model_validator
 
 from megacore.config.base import Section, keyed, unkeyed
+from megacore.config.hostfile import MOST_HOSTS, MOST_SLOTS
 
 LaunchKind = Literal["torchrun", "deepspeed", "slurm", "kubernetes"]
 
-_RANGE = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?", re.ASCII)
+_RANGE = re.compile(r"([1-9]\d{0,8})(?::([1-9]\d{0,8}))?", re.ASCII)
 
 
 class SlurmConfig(Section):
@@ -148,14 +149,25 @@ class LaunchConfig(Section):
             raise ValueError("launch.launcher is called launch.kind: rename it")
         return values
 
+    @field_validator("nproc_per_node")
+    @classmethod
+    def _ranks_of_a_host_are_few(cls, value: int | Literal["auto"]) -> int | Literal["auto"]:
+        if value != "auto" and value > MOST_SLOTS:
+            raise ValueError(
+                f"launch.nproc_per_node is {value}: give the ranks of a host, at most "
+                f"{MOST_SLOTS:,}, or auto"
+            )
+        return value
+
     @field_validator("nnodes")
     @classmethod
     def _nodes_are_a_number_or_a_range(cls, value: int | str | None) -> int | str | None:
         match = None if value is None else _RANGE.fullmatch(str(value))
-        if value is not None and (match is None or int(match[2] or match[1]) < int(match[1])):
+        ends = () if match is None else (int(match[1]), int(match[2] or match[1]))
+        if value is not None and (not ends or ends[1] < ends[0] or ends[1] > MOST_HOSTS):
             raise ValueError(
                 f"launch.nnodes is {value!r}: give a number of machines, such as 2, or a range, "
-                "such as 2:4"
+                f"such as 2:4, of at most {MOST_HOSTS:,}"
             )
         return value
 

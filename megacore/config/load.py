@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import MAX_DEPTH, nests_deeper, read_json
 from megacore.artifact.workspace import workspace_root
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_files
 from megacore.config.run import RunConfig
 from megacore.config.train import KernelsConfig
 from megacore.errors import ConfigError
-from megacore.foreign.files import Loader, nearest, read_settings_json, read_yaml
+from megacore.foreign.files import nearest, parse_yaml, read_settings_json, read_yaml, shortened
 
 CONF_DIR = Path("conf")
 FINETUNE_DIR = Path("conf/finetune")
@@ -195,10 +194,7 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
         key, sign, text = pair.partition("=")
         if not sign or not key:
             raise ConfigError(f"override {pair!r} is not key=value, as in train.train_iters=50")
-        try:
-            overrides[key] = yaml.load(text, Loader=Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {pair!r}: its value is not YAML") from error
+        overrides[key] = parse_yaml(text, f"override {pair[:100]!r}: its value")
     return overrides
 
 
@@ -253,6 +249,12 @@ def _read_values(
         raise ConfigError(
             f"override extends={overrides[_EXTENDS]}: only a file extends others; write "
             f"`extends: {overrides[_EXTENDS]}` in one"
+        )
+    deep = next((key for key in overrides if key.count(".") >= MAX_DEPTH), None)
+    if deep is not None or nests_deeper(dict(overrides), MAX_DEPTH):
+        raise ConfigError(
+            f"override {shortened(deep or str(overrides))!r} nests more than {MAX_DEPTH} levels "
+            "deep: give a key of docs/reference.md"
         )
     merged = _read_extended(conf_path(conf, conf_dir, kind=kind), (), conf_dir, kind)
     for key, value in overrides.items():
@@ -459,9 +461,9 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     if item["type"] == "value_error":
         return str(message)
     if location in _WHOLE and len(item["loc"]) > len(location):
-        return f"{key} is {item['input']!r}: give {_WHOLE[location]}"
+        return f"{key} is {shortened(repr(item['input']))}: give {_WHOLE[location]}"
     advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
-    return f"{key} is {item['input']!r}: {advice}"
+    return f"{key} is {shortened(repr(item['input']))}: {advice}"
 
 
 def _hint(location: Location, schema: type[BaseModel]) -> str:

@@ -29,6 +29,11 @@ _POSITIONS: dict[Family, tuple[str, ...]] = {
     "bert": ("learned_absolute",),
     "t5": ("relative",),
 }
+MOST_LAYERS = 1024
+"""Most layers. The deepest published transformer has 1,000 (Wang et al. 2022, arXiv:2203.00555);
+division over pipeline stages compares all pairs."""
+MOST_WIDTH = 2**20
+"""Largest width of the residual stream; published models have up to 2**15."""
 _NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
@@ -39,12 +44,12 @@ class ModelConfig(Section):
     defaults are those of GPT-2 (Radford et al. 2019).
     """
 
-    num_layers: int = keyed(4, gt=0)
-    """Number of transformer layers; for T5, of the encoder."""
-    num_decoder_layers: int | None = keyed(None, gt=0)
-    """Number of layers of T5's decoder; null means num_layers. T5 only."""
-    hidden_size: int = keyed(256, gt=0)
-    """Width of the residual stream (h)."""
+    num_layers: int = keyed(4, gt=0, le=MOST_LAYERS)
+    """Number of transformer layers; for T5, of the encoder. At most 1,024."""
+    num_decoder_layers: int | None = keyed(None, gt=0, le=MOST_LAYERS)
+    """Number of layers of T5's decoder; null means num_layers. At most 1,024. T5 only."""
+    hidden_size: int = keyed(256, gt=0, le=MOST_WIDTH)
+    """Width of the residual stream (h), at most 1,048,576."""
     num_attention_heads: int = keyed(4, gt=0)
     """Number of attention heads (n)."""
     num_query_groups: int | None = keyed(None, gt=0)

@@ -287,7 +287,8 @@ def _layouts(layers: int, asked: ParallelLayout, ranks: int) -> Iterator[Paralle
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def refused(

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
+from megacore.artifact.manifest import Verification
 from megacore.config.base import Section, keyed, unkeyed
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.checks import check_sections
@@ -35,9 +36,10 @@ class RunConfig(Section):
     (t5)."""
     seed: int = keyed(1234, key=("index", "run"), resolved="tokenize", ge=0, lt=2**32)
     """Random seed for the order of documents and samples, the initial weights and dropout."""
-    verify: Literal["quick", "full"] = unkeyed("quick")
+    verify: Verification = unkeyed("once")
     """Check of cached artifacts: quick compares file sizes, and hashes only where a file was
-    touched; full compares all hashes."""
+    touched; once also compares all hashes when a training first reads an artifact, while the
+    training starts; full compares all hashes at each use."""
     data: DataConfig = keyed(DataConfig())
     """Data: sources, tokenizer and samples."""
     model: ModelConfig = keyed(ModelConfig(), key="run")

@@ -111,9 +111,9 @@ class TrainConfig(Section):
 
     micro_batch_size: int = unkeyed(8, gt=0)
     """Samples of one forward pass on one rank (b)."""
-    global_batch_size: int = keyed(16, key="run", resolved="index", gt=0)
+    global_batch_size: int = keyed(16, key="run", resolved="index", gt=0, le=2**18)
     """Samples of one optimizer step over all ranks; a multiple of micro_batch_size x data-parallel
-    size."""
+    size, at most 262,144."""
     train_iters: int = keyed(1000, key="train", resolved="index", gt=0)
     """Number of optimizer steps; a higher value extends a finished run."""
     precision: Precision = keyed("auto")

@@ -36,6 +36,7 @@ from megacore.convert.source import CheckpointTensors, load_weights
 from megacore.data.build import open_split
 from megacore.data.samples import Dataset
 from megacore.errors import ConversionError, DataFormatError
+from megacore.hardware import refuse_unsupported_accelerator
 from megacore.jobs.run import ConvertJob
 from megacore.models.base import Model
 from megacore.models.inputs import InputRules, MaskRules, ModelInput, input_rules
@@ -216,6 +217,7 @@ def _round(model: Model, dtype: torch.dtype) -> None:
 
 def _device() -> torch.device:
     """Return the GPU if there is one, because it scores a test split in seconds; else the CPU."""
+    refuse_unsupported_accelerator()
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

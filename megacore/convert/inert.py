@@ -1,13 +1,14 @@
 """Loading of untrusted torch files without executing code in them."""
 
 import re
-import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
+from megacore.artifact.files import is_stored_zip
 from megacore.errors import CheckpointError
 
 _ASKED = re.compile(r"GLOBAL (\S+)")
@@ -57,17 +58,56 @@ def load_inert(path: Path) -> Any:
     Its tensors are memory-mapped, except in the format of torch before 1.6.
 
     Raises:
-        CheckpointError: if the file cannot be read, or asks for a name that could execute code.
+        CheckpointError: if the file cannot be read, asks for a name that could execute code, or has
+            a tensor that is not dense.
     """
     try:
-        zipped = zipfile.is_zipfile(path)
+        zipped = is_stored_zip(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
         harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGES)}
         # torch takes pairs of a callable and its name in the file.
         with torch.serialization.safe_globals([(Record, name) for name in harmless]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # a damaged pickle raises whatever its next byte asks for
         raise CheckpointError(f"{path} {_problem(error)}") from error
+    if (problem := not_dense(content)) is not None:
+        raise CheckpointError(f"{path}: {problem}: use another checkpoint")
+    return content
+
+
+def not_dense(content: Any) -> str | None:
+    """Return a clause with the name of the first tensor in `content` without plain values, if any.
+
+    Such tensors are sparse, quantized, nested, without data (meta), or of a subclass.
+    """
+    waiting: list[tuple[str, Any]] = [("", content)]
+    seen = set[int]()
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            kind = _kind_of(value)
+            if kind is not None:
+                return f"{name or 'it'} is {kind}, not a dense tensor"
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            waiting += [(f"{name}.{key}" if name else str(key), item) for key, item in items]
+    return None
+
+
+def _kind_of(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is if it is not dense, else None."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return f"sparse ({tensor.layout})"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "without data"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    return None
 
 
 def _problem(error: Exception) -> str:

@@ -14,7 +14,17 @@ import orjson
 
 from megacore.corpus import local_files
 from megacore.corpus.documents import parse_document
-from megacore.corpus.formats import BOM, FileFormat, file_format_of, open_file, pieces, unreadable
+from megacore.corpus.formats import (
+    BOM,
+    DOCUMENT_BYTES,
+    FileFormat,
+    file_format_of,
+    long_line,
+    open_file,
+    pieces,
+    too_long,
+    unreadable,
+)
 from megacore.corpus.segments import Segment, count_newlines, first_line, segments
 from megacore.errors import DataFormatError
 
@@ -126,28 +136,34 @@ class RowBlock(Block):
 
 
 def read_blocks(
-    segments: Iterable[Segment], block_bytes: int = DEFAULT_BLOCK_BYTES
+    segments: Iterable[Segment],
+    block_bytes: int = DEFAULT_BLOCK_BYTES,
+    document_bytes: int = DOCUMENT_BYTES,
 ) -> Iterator[Block]:
     """Yield the documents of the segments in order, in blocks of about `block_bytes` of input.
 
     A longer line forms a separate block. Memory holds one block at a time. Raises DataFormatError
-    for a file that is missing or damaged, or that changes while it is read; `Block.texts` returns
-    the bad lines.
+    for a file that is missing or damaged, or that changes while it is read, and for a line or row
+    of more than `document_bytes`, which is not read completely; `Block.texts` returns the bad
+    lines.
     """
     for segment in segments:
         file_format = file_format_of(segment.path)
         try:
-            yield from _reader(file_format)(segment, block_bytes)
+            yield from _reader(file_format)(segment, block_bytes, document_bytes)
         except OSError as error:
             raise unreadable(segment.path, error) from error
 
 
-def iterate_texts(directory: Path, *, skip_bad_lines: bool = False) -> Iterator[str]:
+def iterate_texts(
+    directory: Path, *, skip_bad_lines: bool = False, document_bytes: int = DOCUMENT_BYTES
+) -> Iterator[str]:
     """Yield the texts of a corpus directory in order, with one block in memory at a time.
 
-    Raises DataFormatError, also for a bad line unless `skip_bad_lines` is set.
+    Raises DataFormatError, also for a bad line unless `skip_bad_lines` is set, and for a document
+    of more than `document_bytes`.
     """
-    for block in read_blocks(segments(directory)):
+    for block in read_blocks(segments(directory), document_bytes=document_bytes):
         texts, bad = block.texts()
         if bad and not skip_bad_lines:
             yield from texts[: bad[0].position]
@@ -155,7 +171,7 @@ def iterate_texts(directory: Path, *, skip_bad_lines: bool = False) -> Iterator[
         yield from texts
 
 
-def _reader(file_format: FileFormat) -> Callable[[Segment, int], Iterator[Block]]:
+def _reader(file_format: FileFormat) -> Callable[[Segment, int, int], Iterator[Block]]:
     match file_format:
         case "plain":
             return _plain_blocks
@@ -187,7 +203,7 @@ class _LineNumbers:
             return line
 
 
-def _plain_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
+def _plain_blocks(segment: Segment, block_bytes: int, document_bytes: int) -> Iterator[Block]:
     with open_file(segment.path) as file:
         stop = file.seek(0, 2) if segment.stop is None else segment.stop
         offset, numbers, length = segment.start, _LineNumbers(segment.path), block_bytes
@@ -203,20 +219,23 @@ def _plain_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
                     f"{segment.path} became shorter while it was read: start again when it is whole"
                 )
             size = length if offset + length == stop else data.rfind(b"\n") + 1
+            long = long_line(data, document_bytes)
+            if long is not None:
+                raise too_long(segment.path, "plain", offset + long, document_bytes)
             if size:
                 # The incomplete line beyond `size` is read again with the next block, which is
                 # cheaper than copying it.
                 yield LineBlock(segment, data, size, first=partial(numbers.at, offset))
                 offset, length = offset + size, block_bytes
             else:
-                length *= 2
+                length = min(2 * length, document_bytes + 1)
 
 
 def _decompressed_blocks(
-    file_format: FileFormat, segment: Segment, block_bytes: int
+    file_format: FileFormat, segment: Segment, block_bytes: int, document_bytes: int
 ) -> Iterator[Block]:
     number, parts, length = 1, [b""], 0
-    for data in pieces(segment.path, file_format):
+    for data in pieces(segment.path, file_format, document_bytes):
         parts.append(data)
         length += len(data)
         if length < block_bytes or b"\n" not in data:
@@ -230,10 +249,10 @@ def _decompressed_blocks(
         yield LineBlock(segment, b"".join(parts), length, first=partial(int, number))
 
 
-def _row_blocks(segment: Segment, block_bytes: int) -> Iterator[Block]:
+def _row_blocks(segment: Segment, block_bytes: int, document_bytes: int) -> Iterator[Block]:
     row = first_line(segment)
     for column in local_files.read_column(
-        segment.path, segment.key, segment.start, segment.stop, block_bytes
+        segment.path, segment.key, segment.start, segment.stop, block_bytes, document_bytes
     ):
         yield RowBlock(segment, column, row)
         row += len(column)

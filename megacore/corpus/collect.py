@@ -22,6 +22,7 @@ from megacore.config.data import (
 )
 from megacore.corpus import hub, local_files, remote, source_tree, text_files
 from megacore.corpus.fetch import shown
+from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.errors import DataFormatError
 
 VERSION = 1
@@ -49,7 +50,11 @@ def fingerprint(source: Source) -> dict[str, Any]:
 
 
 def collect(
-    source: Source, directory: Path, *, cache_directory: Path | None = None
+    source: Source,
+    directory: Path,
+    *,
+    cache_directory: Path | None = None,
+    document_bytes: int = DOCUMENT_BYTES,
 ) -> dict[str, Any]:
     """Fill the empty `directory` with the corpus.
 
@@ -58,10 +63,11 @@ def collect(
 
     Downloads are cached in `cache_directory`, which outlives a failed attempt; it defaults to
     `.huggingface` (hub) or `.downloads` (web servers) next to `directory`. Raises DataFormatError
-    for a source that is missing, empty or malformed, DownloadError if a server cannot be reached,
+    for a source that is missing, empty or malformed, or has a document of more than
+    `document_bytes`, DownloadError if a server cannot be reached,
     WorkspaceError.
     """
-    counts = _collector(source, cache_directory, directory.parent)(directory)
+    counts = _collector(source, cache_directory, directory.parent, document_bytes)(directory)
     if not counts["documents"]:
         raise DataFormatError(
             f"the corpus is empty: {describe(source)} has no document "
@@ -72,21 +78,21 @@ def collect(
 
 
 def _collector(
-    source: Source, cache_directory: Path | None, parent: Path
+    source: Source, cache_directory: Path | None, parent: Path, limit: int
 ) -> Callable[[Path], dict[str, Any]]:
     match source:
         case SourceTreeSource():
-            return lambda directory: source_tree.collect(source, directory)
+            return lambda directory: source_tree.collect(source, directory, limit)
         case TextSource():
-            return lambda directory: text_files.collect(source, directory)
+            return lambda directory: text_files.collect(source, directory, limit)
         case JsonlSource() | ParquetSource():
-            return lambda directory: local_files.collect(source, directory)
+            return lambda directory: local_files.collect(source, directory, limit)
         case HttpSource():
             downloads = cache_directory or parent / DOWNLOADS
-            return lambda directory: remote.collect(source, directory, downloads)
+            return lambda directory: remote.collect(source, directory, downloads, limit)
         case HubSource():
             hub_cache = cache_directory or parent / ".huggingface"
-            return lambda directory: hub.collect(source, directory, hub_cache)
+            return lambda directory: hub.collect(source, directory, hub_cache, limit)
         case PrefixSource():
             return lambda directory: local_files.collect_prefix(source, directory)
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import orjson
 
 from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.corpus.formats import DOCUMENT_BYTES, too_large
 from megacore.errors import DataFormatError
 
 CORPUS_NAME = "corpus.jsonl"
@@ -21,21 +22,24 @@ _SHOWN_KEYS = 20
 class CorpusWriter:
     """A context manager that writes `corpus.jsonl`, one document per line."""
 
-    def __init__(self, directory: Path) -> None:
-        """Create the file in `directory`."""
+    def __init__(self, directory: Path, document_bytes: int = DOCUMENT_BYTES) -> None:
+        """Create the file in `directory`; its lines have at most `document_bytes`."""
         self.documents = 0
+        self._limit = document_bytes
         self._path = directory / CORPUS_NAME
         with workspace_errors(self._path):
             self._file = open(self._path, "wb", buffering=1 << 20)  # noqa: SIM115 (closed by __exit__)
 
     def add(self, text: str, source: str) -> None:
-        """Append a document and the name of its source."""
+        """Append a document and the name of its source. Raises DataFormatError."""
         try:
             line = orjson.dumps({"text": text, "source": source}, option=orjson.OPT_APPEND_NEWLINE)
         except orjson.JSONEncodeError as error:
             raise DataFormatError(
                 f"{source} holds text that is not Unicode ({error}): remove it"
             ) from error
+        if len(line) > self._limit + 1:
+            raise too_large(source, f"{len(line) - 1:,} bytes as JSON", self._limit)
         with workspace_errors(self._path):
             self._file.write(line)
         self.documents += 1

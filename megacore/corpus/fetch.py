@@ -39,6 +39,10 @@ _PROGRESS_BYTES = 1 << 20
 """Bytes of progress that reset the count of failures: a long download may be interrupted often."""
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Status codes after which the same request may succeed."""
+MAX_REDIRECTS = 10
+"""Number of redirects of one request that are followed."""
+MAX_BYTES = 1000 * 10**9
+"""Default of the largest file in bytes; `data.source.max_file_gb` changes it."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,25 @@ class Version:
         return self.etag if self.etag and not self.etag.startswith("W/") else self.last_modified
 
 
-def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIENCE) -> Version:
+def fetch(
+    url: str,
+    sha256: str | None,
+    target: Path,
+    patience: Patience = PATIENCE,
+    *,
+    max_bytes: int = MAX_BYTES,
+) -> Version:
     """Download `url` to `target`, resuming a partial file, and return its version.
 
     An existing file is reused if it has the `sha256`, or, without a `sha256`, if the server reports
-    that it is unchanged. Raises DataFormatError if the address does not answer with a file or the
-    digest differs (the file is removed), DownloadError if all attempts fail, and WorkspaceError if
-    `target` cannot be written.
+    that it is unchanged. At most `MAX_REDIRECTS` redirects are followed, from https only to https.
+
+    Raises:
+        DataFormatError: the address does not answer with a file, redirects too often or to a
+            refused scheme, the file has more than `max_bytes` bytes, or its digest differs; what
+            was downloaded of the last two is removed.
+        DownloadError: all attempts fail.
+        WorkspaceError: `target` cannot be written.
     """
     with workspace_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +122,7 @@ def fetch(url: str, sha256: str | None, target: Path, patience: Patience = PATIE
                 return complete
             with _client(url, patience) as client, download_progress(target.name) as report:
                 download = _Download(
-                    client, url, target, complete if sha256 is None else None, report
+                    client, url, target, complete if sha256 is None else None, report, max_bytes
                 )
                 version = download.run(patience)
             if sha256 is not None and version.sha256 != sha256:
@@ -145,10 +161,9 @@ def _client(url: str, patience: Patience) -> "httpx.Client":
         ) from error
     for name in ("httpx", "httpcore"):  # they log the address of every request, with its tokens
         redact_log(logging.getLogger(name))
-    # The credentials are passed separately because the address is logged with every request. httpx
-    # does not send them to another host after a redirect.
+    # The credentials are passed separately because the address is logged with every request.
     auth = (address.username, address.password) if address.userinfo else None
-    return httpx.Client(timeout=timeout, follow_redirects=True, auth=auth)
+    return httpx.Client(timeout=timeout, auth=auth)
 
 
 def _side_files(target: Path) -> tuple[Path, Path, Path]:
@@ -182,13 +197,14 @@ class _Download:
         target: Path,
         complete: Version | None,
         report: ProgressCallback,
+        max_bytes: int,
     ) -> None:
         """Resume the partial download of `target` if there is one.
 
         `complete` is the version of an existing complete file, which is reused if the server
         answers that it is unchanged.
         """
-        self._client = client
+        self._client, self._max_bytes = client, max_bytes
         self._address, self._url = _without_user(url), shown(url)
         self._target = target
         self._complete = complete
@@ -209,7 +225,7 @@ class _Download:
         while True:
             try:
                 return self._attempt()
-            except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.TooManyRedirects) as error:
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
                 raise DataFormatError(
                     f"{self._url} cannot be downloaded: {_sentence(error)}: check data.source"
                 ) from error
@@ -236,7 +252,7 @@ class _Download:
 
     def _attempt(self) -> Version:
         if self._version.size != self._size or not self._size:
-            with self._client.stream("GET", self._address, headers=self._headers()) as response:
+            with self._response() as response:
                 if response.status_code == 304 and self._complete is not None:
                     return self._complete
                 self._accept(response)
@@ -244,6 +260,44 @@ class _Download:
         if self._version.size not in (None, self._size):
             raise _BrokenOffError(f"{self._size} of {self._version.size} bytes arrived")
         return self._finish()
+
+    @contextmanager
+    def _response(self) -> "Iterator[httpx.Response]":
+        """Request the file, follow redirects without reading their bodies, and yield the answer.
+
+        Raises DataFormatError.
+        """
+        request = self._client.build_request("GET", self._address, headers=self._headers())
+        response = self._client.send(request, stream=True)
+        try:
+            for _ in range(MAX_REDIRECTS):
+                if response.next_request is None:
+                    break
+                target = response.next_request
+                self._check_redirect(request.url.scheme, target.url)
+                response.close()
+                # httpx has removed the header with the credentials for another host. Without
+                # auth=None it would add them again.
+                response = self._client.send(target, stream=True, auth=None)
+            if response.next_request is not None:
+                raise DataFormatError(
+                    f"{self._url} redirects more than {MAX_REDIRECTS} times, the last time to "
+                    f"{shown(str(response.next_request.url))}: give the address of the file itself "
+                    "in data.source"
+                )
+            yield response
+        finally:
+            response.close()
+
+    def _check_redirect(self, first_scheme: str, url: "httpx.URL") -> None:
+        """Refuse a redirect from https to anything else, or to anything but http and https."""
+        allowed = ("https",) if first_scheme == "https" else ("http", "https")
+        if url.scheme not in allowed:
+            raise DataFormatError(
+                f"{self._url} redirects to {shown(str(url))}; from {first_scheme} a download "
+                f"follows redirects only to {' and '.join(allowed)}: check data.source, or give "
+                "the address of the file itself"
+            )
 
     def _headers(self) -> dict[str, str]:
         headers = {"Accept-Encoding": "identity"}
@@ -288,10 +342,12 @@ class _Download:
         return total == self._version.size and version.validator in (None, expected.validator)
 
     def _receive(self, response: "httpx.Response") -> None:
+        self._check_size(self._version.size or 0)
         self._check_space()
         try:
             with workspace_errors(self._part), open(self._part, "ab", buffering=_CHUNK) as file:
                 for chunk in response.iter_raw():
+                    self._check_size(self._size + len(chunk))
                     file.write(chunk)
                     self._digest.update(chunk)
                     self._size += len(chunk)
@@ -301,6 +357,15 @@ class _Download:
             if self._version.size is None:
                 self._restart()
             raise
+
+    def _check_size(self, size: int) -> None:
+        """Refuse a file with more than `max_bytes` bytes, and remove what has arrived of it."""
+        if size > self._max_bytes:
+            self._restart()
+            raise DataFormatError(
+                f"{self._url} has at least {size} bytes, more than data.source.max_file_gb = "
+                f"{self._max_bytes / 1e9:g} allows: check the address, or raise it"
+            )
 
     def _check_space(self) -> None:
         missing = (self._version.size or 0) - self._size

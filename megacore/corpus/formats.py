@@ -2,9 +2,13 @@
 
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from megacore.artifact.files import regular
+from megacore.config.data import DEFAULT_MAX_DOCUMENT_MB
 from megacore.errors import DataFormatError
 
 FileFormat = Literal["plain", "gzip", "zstd", "parquet"]
@@ -22,6 +26,14 @@ _ZSTD_READ_BYTES = 1 << 12
 keep the output small even for highly repetitive text."""
 _ZSTD_MAX_WINDOW = 1 << 31
 """Window size that files written by `zstd --long=31` need."""
+_MEASURED = 4
+"""A line that is too long is measured up to this multiple of the limit."""
+DOCUMENT_BYTES = DEFAULT_MAX_DOCUMENT_MB * 10**6
+"""Default maximum size of a document in bytes, for readers that have no configuration."""
+_UNPACKED_BYTES = 1 << 27
+_UNPACKED_RATIO = 200
+"""A file may unpack to _UNPACKED_BYTES, and beyond to this multiple of its compressed bytes. Text
+unpacks to 3 to 10 times its size, zeros to 1,000 (gzip) or 30,000 times (zstd)."""
 
 
 def file_format_of(path: str | Path) -> FileFormat:
@@ -47,13 +59,23 @@ def file_format_of(path: str | Path) -> FileFormat:
 def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
     """Yield the decompressed content of a gzip or zstd file in pieces of at most 1 MiB.
 
-    A file may consist of several frames. Raises DataFormatError if it is damaged or truncated.
+    A file may consist of several frames. Raises DataFormatError if it is damaged or truncated, or
+    unpacks to far more than text does.
     """
     import zstandard  # imported here because only compressed files need it
 
+    size = 0
     try:
         with open_file(path) as file:
-            yield from _gunzip(file) if file_format == "gzip" else _unzstd(file)
+            for piece in _gunzip(file) if file_format == "gzip" else _unzstd(file):
+                size += len(piece)
+                if size > _UNPACKED_BYTES and size > _UNPACKED_RATIO * file.tell():
+                    raise DataFormatError(
+                        f"{path} unpacks to over {_UNPACKED_BYTES >> 20} MiB and over "
+                        f"{_UNPACKED_RATIO} times its {file_format} data, as no text does: it is "
+                        "damaged or hostile; unpack it yourself if you trust it"
+                    )
+                yield piece
     except EOFError as error:
         raise DataFormatError(
             f"{path} ends in the middle of its {file_format} data: fetch the whole file again"
@@ -66,25 +88,98 @@ def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
         raise unreadable(path, error) from error
 
 
-def pieces(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
+def pieces(
+    path: str | Path, file_format: FileFormat, document_bytes: int = DOCUMENT_BYTES
+) -> Iterator[bytes]:
     """Yield the content of a JSON Lines file in pieces of at most 1 MiB, without byte order mark.
 
-    Raises DataFormatError.
+    Raises DataFormatError, also for a line of more than `document_bytes`.
     """
-    content = _content(path) if file_format == "plain" else decompress(path, file_format)
+    content = _content(path, file_format)
     head = b""
     for piece in content:
         head += piece
         if len(head) >= len(BOM):
             break
-    yield head.removeprefix(BOM)
-    yield from content
+    position = len(BOM) if head.startswith(BOM) else 0
+    line = 0
+    for piece in chain([head[position:]], content):
+        start = long_line(piece, document_bytes, line)
+        if start is not None:
+            raise too_long(path, file_format, position + start, document_bytes)
+        newline = piece.rfind(b"\n")
+        line = len(piece) - 1 - newline if newline >= 0 else line + len(piece)
+        position += len(piece)
+        yield piece
+
+
+def lines(path: str | Path, document_bytes: int = DOCUMENT_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a JSON Lines file without their newlines; an empty one may be the last.
+
+    Raises DataFormatError, also for a line of more than `document_bytes`.
+    """
+    parts: list[bytes] = []
+    for piece in pieces(path, file_format_of(path), document_bytes):
+        first, *others = piece.split(b"\n")
+        parts.append(first)
+        if others:
+            yield b"".join(parts)
+            yield from others[:-1]
+            parts = others[-1:]
+    yield b"".join(parts)
+
+
+def long_line(data: bytes, limit: int, before: int = 0) -> int | None:
+    """Return the start in `data` of the first line of more than `limit` bytes; None without one.
+
+    The first line began `before` bytes before `data`, which gives a negative start.
+    """
+    start = -before
+    while len(data) - start > limit:
+        end = data.find(b"\n", max(start, 0))
+        if end < 0 or end - start > limit:
+            return start
+        start = end + 1
+    return None
+
+
+def too_long(path: str | Path, file_format: FileFormat, start: int, limit: int) -> DataFormatError:
+    """Return the error for a line of more than `limit` bytes.
+
+    The line begins at byte `start` of the unpacked content. The file is read again to number the
+    line, and to measure it, if it is not much longer than the limit.
+    """
+    number, position, measured, ends = 1, 0, start, False
+    with suppress(DataFormatError):  # it may also unpack to too much
+        for piece in _content(path, file_format):
+            inside = max(start - position, 0)
+            number += piece.count(b"\n", 0, inside)
+            newline = piece.find(b"\n", inside)
+            ends = newline >= 0 and inside < len(piece)
+            position += len(piece)
+            measured = position - len(piece) + newline if ends else position
+            if ends or measured - start > _MEASURED * limit:
+                break
+        else:
+            ends = True
+    size = f"{'' if ends else 'more than '}{measured - start:,} bytes"
+    return too_large(f"{path}:{number}", size, limit)
+
+
+def too_large(
+    place: str, size: str, limit: int, advice: str = "divide or remove it"
+) -> DataFormatError:
+    """Return the error for a document of `size`, with a unit, which is over `limit` bytes."""
+    return DataFormatError(
+        f"{place} is a document of {size}, over the limit of {limit:,}: {advice}, or "
+        f"raise data.max_document_mb (--max-document-mb of `megacore tokenize`)"
+    )
 
 
 def open_file(path: str | Path) -> BinaryIO:
     """Open `path` for reading. Raises DataFormatError."""
     try:
-        return open(path, "rb", buffering=_READ_BYTES)
+        return open(regular(Path(path)), "rb", buffering=_READ_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -94,7 +189,10 @@ def unreadable(path: str | Path, error: OSError) -> DataFormatError:
     return DataFormatError(f"{path} cannot be read: {error.strerror}: check data.source")
 
 
-def _content(path: str | Path) -> Iterator[bytes]:
+def _content(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
+    if file_format != "plain":
+        yield from decompress(path, file_format)
+        return
     try:
         with open_file(path) as file:
             while piece := file.read(_PIECE_BYTES):

@@ -15,13 +15,12 @@ from megacore.artifact.files import workspace_errors
 from megacore.config.data import HubSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter, SourceFile
+from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.errors import DataFormatError, DownloadError
 
 _logger = logging.getLogger(__name__)
 _COMMIT = re.compile("[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_LARGEST_DOCUMENT = 1 << 28
-"""Characters of a document above which its expression cannot be right."""
 
 
 def fingerprint(source: HubSource) -> dict[str, Any]:
@@ -39,7 +38,12 @@ def fingerprint(source: HubSource) -> dict[str, Any]:
     return key_parameters(source, "collect", {"files": identities})
 
 
-def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[str, Any]:
+def collect(
+    source: HubSource,
+    directory: Path,
+    cache_directory: Path,
+    document_bytes: int = DOCUMENT_BYTES,
+) -> dict[str, Any]:
     """Write the text of every row as a document, in the data set's order, and return counts.
 
     With `document_start`, the rows from one that matches to the next are a document. A document is
@@ -51,8 +55,8 @@ def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[s
     Unless the data set is streamed, all of its files are downloaded into `cache_directory` first;
     files that an earlier attempt downloaded are reused.
 
-    Raises DataFormatError for a data set, split or column that does not exist, DownloadError for a
-    lost connection.
+    Raises DataFormatError for a data set, split or column that does not exist and for a document of
+    more than `document_bytes`, DownloadError for a lost connection.
     """
     size, rows = 0, 0
 
@@ -63,9 +67,9 @@ def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[s
             yield text
 
     revision = _commit(source, cache_directory)
-    with CorpusWriter(directory) as writer:
+    with CorpusWriter(directory, document_bytes) as writer:
         texts = counted(_texts(source, revision or source.revision, cache_directory))
-        for row, text in _documents(source, texts):
+        for row, text in _documents(source, texts, document_bytes):
             writer.add(text, f"{source.dataset}/{source.split}/{row}")
             size += len(text.encode("utf-8", "surrogatepass"))
     counts = {"documents": writer.documents, "files": 0, "skipped_files": 0, "bytes": size}
@@ -73,12 +77,14 @@ def collect(source: HubSource, directory: Path, cache_directory: Path) -> dict[s
     return counts | joined | ({} if revision is None else {"revision": revision})
 
 
-def _documents(source: HubSource, texts: Iterator[str]) -> Iterator[tuple[int, str]]:
+def _documents(
+    source: HubSource, texts: Iterator[str], document_bytes: int
+) -> Iterator[tuple[int, str]]:
     """Yield (number of its first row, text) of each document.
 
     With `document_start`, each row ends with a line break, also an empty one; those at the end of a
     document are removed. Empty rows before the first document are dropped. Raises DataFormatError
-    if no row matches, or if a document is larger than _LARGEST_DOCUMENT.
+    if no row matches, or if a document has more than `document_bytes` characters.
     """
     if source.document_start is None:
         yield from enumerate(texts)
@@ -92,12 +98,12 @@ def _documents(source: HubSource, texts: Iterator[str]) -> Iterator[tuple[int, s
             first, size, parts, matches = row, 0, [], matches + 1
         parts.append(text if text.endswith("\n") else f"{text}\n")
         size += len(text)
-        if size > _LARGEST_DOCUMENT:
+        if size > document_bytes:
             raise DataFormatError(
                 f"{_name(source)}: no row from {first + bool(matches)} to {row} matches "
                 f"data.source.document_start "
                 f"{source.document_start!r}, and a document has at most "
-                f"{_LARGEST_DOCUMENT:,} characters: correct the expression"
+                f"{document_bytes:,} bytes: correct the expression, or raise data.max_document_mb"
             )
     if parts and not matches:
         raise DataFormatError(

@@ -13,11 +13,20 @@ from megacore.artifact.manifest import file_digest
 from megacore.config.data import JsonlSource, ParquetSource, PrefixSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import SourceFile, write_sources
-from megacore.corpus.formats import file_format_of, pieces, unreadable
+from megacore.corpus.formats import (
+    DOCUMENT_BYTES,
+    file_format_of,
+    pieces,
+    too_large,
+    unreadable,
+)
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 _BATCH_ROWS = 1024
+_VALUE_BYTES = 16
+_GROUP_BYTES = 1 << 16
+"""Bytes that parquet's encodings may add to a text and to a column of a row group."""
 
 
 def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
@@ -26,11 +35,14 @@ def fingerprint(source: JsonlSource | ParquetSource) -> dict[str, Any]:
     return key_parameters(source, "collect", {"files": files})
 
 
-def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, int]:
+def collect(
+    source: JsonlSource | ParquetSource, directory: Path, document_bytes: int = DOCUMENT_BYTES
+) -> dict[str, int]:
     """Write `sources.json` and return counts.
 
     Lines and rows are only counted, not parsed; compressed files are decompressed once for that.
-    Raises DataFormatError for a damaged file, and for parquet without the column.
+    Raises DataFormatError for a damaged file, for a document of more than `document_bytes`, and for
+    parquet without the column.
     """
     files = list_files(source)
     for file in files:
@@ -39,23 +51,26 @@ def collect(source: JsonlSource | ParquetSource, directory: Path) -> dict[str, i
             raise DataFormatError(
                 f"{file.path} is no {source.kind} file: give it to a source of kind {kind}"
             )
-    documents = sum(count_documents(file.path, source.key) for file in files)
+    documents = sum(count_documents(file.path, source.key, document_bytes) for file in files)
     write_sources(directory, source.kind, files, key=source.key)
     size = sum(file.size for file in files)
     return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
 
 
-def count_documents(path: str | Path, key: str) -> int:
+def count_documents(path: str | Path, key: str, document_bytes: int = DOCUMENT_BYTES) -> int:
     """Return the number of lines or rows of a file; the last line needs no newline.
 
-    Raises DataFormatError for a damaged file.
+    Raises DataFormatError for a damaged file, and for a line of more than `document_bytes`, or a
+    row group whose rows have more than that on average.
     """
     file_format = file_format_of(path)
     if file_format == "parquet":
-        check_column(path, key)
-        return sum(group_rows(path))
+        with _open(path) as file:
+            _check_column(path, file, key)
+            groups = range(file.num_row_groups)
+            return sum(_group_rows(path, file, group, key, document_bytes) for group in groups)
     count, last = 0, b"\n"
-    for piece in pieces(path, file_format):
+    for piece in pieces(path, file_format, document_bytes):
         count += piece.count(b"\n")
         last = piece[-1:] or last
     return count + (last != b"\n")
@@ -115,12 +130,6 @@ def group_sizes(path: str | Path, key: str) -> list[int]:
         return [_group_bytes(file, group, key) for group in range(file.num_row_groups)]
 
 
-def check_column(path: str | Path, key: str) -> None:
-    """Raise DataFormatError if the file has no column `key` or the column is not text."""
-    with _open(path) as file:
-        _check_column(path, file, key)
-
-
 def text_columns(path: str | Path) -> list[str]:
     """Return the names of the columns with text."""
     with _open(path) as file:
@@ -135,11 +144,17 @@ def read_rows(path: str | Path, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_column(
-    path: str | Path, key: str, start: int, stop: int | None, size: int
+    path: str | Path,
+    key: str,
+    start: int,
+    stop: int | None,
+    size: int,
+    document_bytes: int = DOCUMENT_BYTES,
 ) -> Iterator[Any]:
     """Yield column `key` of row groups start … stop-1 as arrow arrays of about `size` bytes.
 
-    Memory holds one array and one page of the file. Raises DataFormatError.
+    Memory holds one array and one page of the file. Raises DataFormatError, also for a text of more
+    than `document_bytes`.
     """
     import pyarrow as pa
 
@@ -148,20 +163,53 @@ def read_column(
         for group in range(start, file.num_row_groups if stop is None else stop):
             # Read few rows at a time: their size is known only per group, and is unreliable where
             # values are repeated.
-            rows = file.metadata.row_group(group).num_rows
+            rows = _group_rows(path, file, group, key, document_bytes)
             batch = max(1, min(_BATCH_ROWS, size * rows // max(1, _group_bytes(file, group, key))))
             chunks: list[Any] = []
-            taken = 0
+            taken = row = 0
             for table in file.iter_batches(
                 batch, row_groups=[group], columns=[key], use_threads=False
             ):
-                chunks.append(table.column(0))
-                taken += chunks[-1].nbytes
+                column = table.column(0)
+                if column.nbytes > document_bytes:
+                    _check_texts(path, file, group, column, row, document_bytes)
+                row += len(column)
+                chunks.append(column)
+                taken += column.nbytes
                 if taken >= size:
                     yield pa.chunked_array(chunks)
                     chunks, taken = [], 0
             if chunks:
                 yield pa.chunked_array(chunks)
+
+
+def _group_rows(path: str | Path, file: Any, group: int, key: str, document_bytes: int) -> int:
+    """Return the number of rows of a group, unless one must be larger than `document_bytes`."""
+    rows = int(file.metadata.row_group(group).num_rows)
+    size = _group_bytes(file, group, key)
+    if size > (document_bytes + _VALUE_BYTES) * rows + _GROUP_BYTES:
+        raise too_large(
+            f"{path}, one of the {rows:,} rows of its row group {group},",
+            f"at least {size // max(rows, 1):,} bytes",
+            document_bytes,
+        )
+    return rows
+
+
+def _check_texts(
+    path: str | Path, file: Any, group: int, column: Any, row: int, document_bytes: int
+) -> None:
+    """Raise DataFormatError if a text of a column is too large; `row` is its first in the group."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    # Views and dictionaries have no length of their own; large_string holds more than 2 GiB.
+    lengths = pc.binary_length(column.cast(pa.large_string()))
+    largest = pc.max(lengths).as_py() or 0
+    if largest > document_bytes:
+        before = sum(file.metadata.row_group(number).num_rows for number in range(group))
+        number = before + row + pc.index(lengths, largest).as_py() + 1
+        raise too_large(f"{path} row {number}", f"{largest:,} bytes", document_bytes)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from megacore.config.data import HttpSource, RemoteFile
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.fetch import fetch, forget, shown
+from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.local_files import count_documents
 from megacore.errors import DataFormatError
 from megacore.redact import address_identity
@@ -55,7 +56,12 @@ def fingerprint(source: HttpSource) -> dict[str, Any]:
     return key_parameters(source, "collect", {"files": files})
 
 
-def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[str, int]:
+def collect(
+    source: HttpSource,
+    directory: Path,
+    cache_directory: Path,
+    document_bytes: int = DOCUMENT_BYTES,
+) -> dict[str, int]:
     """Download and check every file, link it into `directory` and write `sources.json`.
 
     Returns counts. Downloads stay in `cache_directory`, so that neither another attempt nor a
@@ -63,8 +69,14 @@ def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[
     WorkspaceError.
     """
     planned = _plan(source)
+    limit = int(source.max_file_gb * 1e9)
     versions = [
-        fetch(plan.remote.url, plan.remote.sha256, plan.in_cache(cache_directory))
+        fetch(
+            plan.remote.url,
+            plan.remote.sha256,
+            plan.in_cache(cache_directory),
+            max_bytes=limit,
+        )
         for plan in planned
     ]
     downloads = [{"url": shown(version.url), "sha256": version.sha256} for version in versions]
@@ -81,7 +93,10 @@ def collect(source: HttpSource, directory: Path, cache_directory: Path) -> dict[
             documents = dataset.documents if len(dataset) else 0
             write_sources(directory, "prefix", files, prefix=prefix, downloads=downloads)
         else:
-            documents = sum(count_documents(directory / plan.name, source.key) for plan in planned)
+            documents = sum(
+                count_documents(directory / plan.name, source.key, document_bytes)
+                for plan in planned
+            )
             write_sources(directory, "jsonl", files, key=source.key, downloads=downloads)
     except DataFormatError:
         _forget_unproven(planned, cache_directory)

@@ -113,7 +113,8 @@ def _line_pieces(segment: Segment, size: int, room: int) -> Iterable[tuple[Segme
         while stop - start > room:
             # Read from one byte earlier: if it is a newline, the cut is exactly at start + room.
             file.seek(start + room - 1)
-            file.readline()
+            while (part := file.readline(_SCAN_BYTES)) and not part.endswith(b"\n"):
+                pass
             if (cut := file.tell()) >= stop:
                 break
             yield replace(segment, start=start, stop=cut), cut - start

@@ -1,22 +1,27 @@
 """Source of the files below a directory, by default Python's standard library."""
 
+import codecs
 import hashlib
 import os
 import stat
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import canonical_json
+from megacore.artifact.manifest import file_digest
 from megacore.config.data import SourceTreeSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
+from megacore.corpus.formats import DOCUMENT_BYTES, too_large
 from megacore.errors import DataFormatError
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders with installed or generated files, which are not collected."""
+_PIECE_BYTES = 1 << 20
 
 
 def root_of(source: SourceTreeSource) -> Path:
@@ -32,25 +37,29 @@ def pattern_of(source: SourceTreeSource) -> str | None:
 def fingerprint(source: SourceTreeSource) -> dict[str, Any]:
     """Return the number of files, and one sha256 over all relative paths and content digests."""
     root = root_of(source)
-    entries = [
-        [name, hashlib.sha256(_read(root / name)).hexdigest()]
-        for name in list_files(root, pattern_of(source))
-    ]
+    entries = [[name, _digest(root / name)] for name in list_files(root, pattern_of(source))]
     content = {"files": len(entries), "sha256": hashlib.sha256(canonical_json(entries)).hexdigest()}
     return key_parameters(source, "collect", content)
 
 
-def collect(source: SourceTreeSource, directory: Path) -> dict[str, int]:
+def collect(
+    source: SourceTreeSource, directory: Path, document_bytes: int = DOCUMENT_BYTES
+) -> dict[str, int]:
     """Write each file as a document and return counts.
 
     Files that are not UTF-8 are skipped and counted; without a pattern, so are files that are empty
-    or contain NUL bytes.
+    or contain NUL bytes. Raises DataFormatError for a text of more than `document_bytes`.
     """
     root, pattern = root_of(source), pattern_of(source)
     files = skipped = size = 0
-    with CorpusWriter(directory) as writer:
+    with CorpusWriter(directory, document_bytes) as writer:
         for name in list_files(root, pattern):
             files += 1
+            if (bytes_on_disk := _size(root / name)) > document_bytes:
+                if _is_text(root / name, with_zeros=pattern is not None):
+                    raise too_large(name, f"{bytes_on_disk:,} bytes", document_bytes)
+                skipped += 1
+                continue
             content = _read(root / name)
             try:
                 text = content.decode("utf-8")
@@ -126,9 +135,39 @@ def _is_regular(path: Path) -> bool:
         return False
 
 
+def _is_text(path: Path, *, with_zeros: bool) -> bool:
+    """Return True for a file of UTF-8, in which NUL bytes may be, with one piece in memory."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with _reading(path), open(path, "rb") as file:
+        try:
+            while piece := file.read(_PIECE_BYTES):
+                if "\0" in decoder.decode(piece) and not with_zeros:
+                    return False
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return False
+    return True
+
+
+def _digest(path: Path) -> str:
+    with _reading(path):
+        return file_digest(path)
+
+
+def _size(path: Path) -> int:
+    with _reading(path):
+        return path.stat().st_size
+
+
 def _read(path: Path) -> bytes:
-    try:
+    with _reading(path):
         return path.read_bytes()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise DataFormatError(
             f"{path} cannot be read: {error.strerror}: make it readable or move it away"

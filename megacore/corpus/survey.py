@@ -14,7 +14,7 @@ import orjson
 
 from megacore.config.data import JsonlSource, ParquetSource, TextSource
 from megacore.corpus import local_files, text_files
-from megacore.corpus.formats import file_format_of, pieces
+from megacore.corpus.formats import lines
 from megacore.corpus.source_tree import list_files
 from megacore.errors import ConfigError, DataFormatError
 
@@ -209,24 +209,20 @@ def _sample_rows(files: Sequence[Path], kind: Kind) -> Iterator[dict[str, Any]]:
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON Lines file. Raises ConfigError for a line that is none."""
-    number, rest = 0, b""
-    for piece in itertools.chain(pieces(path, file_format_of(path)), [b"\n"]):
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            number += 1
-            if not line.strip():
-                continue
-            try:
-                value = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise ConfigError(
-                    f"{path}:{number} is not JSON ({error}): repair or remove the line"
-                ) from error
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{path}:{number} holds a JSON {type(value).__name__}, not an object with text"
-                )
-            yield value
+    for number, line in enumerate(lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(
+                f"{path}:{number} is not JSON ({error}): repair or remove the line"
+            ) from error
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{path}:{number} holds a JSON {type(value).__name__}, not an object with text"
+            )
+        yield value
 
 
 def _text_key(rows: Sequence[dict[str, Any]], path: Path) -> tuple[str, list[str]]:

@@ -12,7 +12,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.config.data import TextSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
-from megacore.corpus.formats import open_file, unreadable
+from megacore.corpus.formats import DOCUMENT_BYTES, open_file, too_large, unreadable
 from megacore.corpus.local_files import expand
 from megacore.corpus.source_tree import list_files
 from megacore.errors import DataFormatError
@@ -55,18 +55,21 @@ def fingerprint(source: TextSource) -> dict[str, Any]:
     return key_parameters(source, "collect", {"files": len(entries), "sha256": digest})
 
 
-def collect(source: TextSource, directory: Path) -> dict[str, int]:
+def collect(
+    source: TextSource, directory: Path, document_bytes: int = DOCUMENT_BYTES
+) -> dict[str, int]:
     """Write the documents and return counts.
 
     Files of a directory that are not text are skipped and counted. The source of a document is the
     name of its file, followed by the line at which it begins if the file was cut.
 
     Raises:
-        DataFormatError: a file that the source names is not text.
+        DataFormatError: a file that the source names is not text, or a document has more than
+            `document_bytes`.
     """
     files = list_text_files(source)
     skipped = size = 0
-    with CorpusWriter(directory) as writer:
+    with CorpusWriter(directory, document_bytes) as writer:
         for file in files:
             problem = text_problem(file.path)
             if problem is not None and file.named:
@@ -74,7 +77,10 @@ def collect(source: TextSource, directory: Path) -> dict[str, int]:
             if problem is not None:
                 skipped += 1
                 continue
-            size += file.path.stat().st_size
+            file_size = file.path.stat().st_size
+            if source.document_characters is None:
+                check_size(file.path, file_size, document_bytes)
+            size += file_size
             line = 1
             for text in documents(file.path, source.document_characters):
                 place = file.name if source.document_characters is None else f"{file.name}:{line}"
@@ -87,6 +93,13 @@ def collect(source: TextSource, directory: Path) -> dict[str, int]:
         "skipped_files": skipped,
         "bytes": size,
     }
+
+
+def check_size(path: Path, size: int, document_bytes: int) -> None:
+    """Raise DataFormatError if a file of `size` bytes is too large to be one document."""
+    if size > document_bytes:
+        advice = "set data.source.document_characters, at which files are cut"
+        raise too_large(str(path), f"{size:,} bytes", document_bytes, advice)
 
 
 def text_problem(path: Path) -> str | None:

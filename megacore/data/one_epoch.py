@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import workspace_errors
 from megacore.config.run import RunConfig
 from megacore.data.build import MemberOpener, describe, open_split
 from megacore.data.index_directory import (
@@ -59,7 +60,7 @@ def one_epoch(
     """
     opener = MemberOpener.of(token_prefixes, index_directory, config, tokenizer_directory)
     description = opener.description
-    with tempfile.TemporaryDirectory(dir=scratch) as directory:
+    with workspace_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as directory:
         members = []
         for number in description.blends.get(split_name, ()):
             folder = Path(directory, str(number))

@@ -1,11 +1,11 @@
 """Comparison of the hosts' answers: all findings of an examination.
 
 This module contains the checks of each host: ssh, clock, packages, memory, limits, GPUs, kernels
-and speed. `network` and `storage` contain the others.
+and speed. `network`, `storage` and `toolchain` contain the others.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megacore.doctor.facts import Facts
@@ -13,6 +13,7 @@ from megacore.doctor.findings import Finding, Judgement, most_common
 from megacore.doctor.machine import REQUIRED
 from megacore.doctor.network import bandwidth, interfaces, names, ports
 from megacore.doctor.storage import disks, index_maps, tokens, workspaces
+from megacore.doctor.toolchain import is_too_old, operators, toolchains
 
 CLOCK_LIMIT = 1.0
 """Largest allowed difference of clocks in seconds."""
@@ -34,6 +35,20 @@ LEAST_FILES = 1024
 FILES_PER_RANK = 8
 LEAST_PROCESSES = 4096
 _NEVER_OVERCOMMIT = 2
+SLOW_RANDOM_READS = 250.0
+"""Random reads per second below which a workspace is slow for training data: each takes more than
+4 ms, and a sample needs about four (index maps, document, tokens). A disk of the host takes about
+0.1 ms, a share in the same zone 1 ms, one in another region 20 ms or more."""
+SLOW_READ = 50e6
+"""Bytes per second below which tokenization, verification and resuming wait for the workspace: half
+of what a link of 1 Gbit/s carries."""
+SLOW_WRITE = 50e6
+"""Bytes per second below which a workspace is slow for checkpoints: 1.5 GB, those of 124 million
+parameters, take 30 s."""
+SLOW_SAVE = 120.0
+"""Seconds beyond which a host takes too long for its part of the run's checkpoint."""
+SLOW_FSYNC = 0.1
+"""Seconds beyond which an fsync is slow: a stage or a checkpoint makes dozens of them."""
 
 
 def compare(facts: Facts) -> tuple[Finding, ...]:
@@ -47,10 +62,13 @@ def compare(facts: Facts) -> tuple[Finding, ...]:
         ports,
         workspaces,
         disks,
+        storage_rates,
         memories,
         shared_memory,
         limits,
         gpus,
+        toolchains,
+        operators,
         kernels,
         speeds,
         tokens,
@@ -300,7 +318,12 @@ def gpus(facts: Facts) -> Finding | None:
         if value.get("problem"):
             judgement.error(host, f"{value['problem']}: look at the driver of {host}")
         _gpu_state(judgement, host, value.get("smi") or [])
-        if visible and facts.probes[host].get("torch", "cuda_works") is False:
+        cuda = facts.probes[host].get("torch", "cuda_build")
+        driver = facts.probes[host].get("toolchain", "driver")
+        # A driver that is too old, or a torch without CUDA, is a problem of the toolchain.
+        explained = driver is not None and (cuda is None or is_too_old(driver, cuda))
+        works = facts.probes[host].get("torch", "cuda_works")
+        if visible and works is False and not explained:
             judgement.error(
                 host,
                 f"{host} has GPUs and its torch does not run on them: install a torch for CUDA and "
@@ -415,6 +438,67 @@ def speeds(facts: Facts) -> Finding | None:
             )
     judgement.unanswered(facts, "speed", "warning", "it may be overloaded")
     return judgement.finding()
+
+
+def storage_rates(facts: "Facts") -> Finding | None:
+    """Check that the workspace is fast enough for training data and for checkpoints."""
+    judgement = Judgement("storage")
+    answered = facts.answered("storage")
+    # Hosts with one workspace write their shards of a checkpoint at the same time.
+    writers = len(answered) if facts.launch.data_placement == "shared" else 1
+    for host, value in answered:
+        if "skipped" in value:
+            judgement.note(host, f"not measured: {value['skipped']}")
+            continue
+        judgement.note(
+            host,
+            f"write {value['write'] / 1e6:,.0f} MB/s, read {value['read'] / 1e6:,.0f} MB/s, "
+            f"{value['random_reads']:,.0f} random reads/s, fsync {value['fsync'] * 1e3:.1f} ms"
+            + ("" if value["direct"] else " (through the page cache)"),
+        )
+        disk = facts.probes[host].get("disk") or {}
+        place = (
+            f"{facts.workspace} on {host} ({disk.get('kind', 'unknown')}, "
+            f"{disk.get('source', 'unknown')})"
+        )
+        for problem in _slow_uses(value, facts.needs.checkpoint / writers if facts.needs else None):
+            judgement.warn(
+                host,
+                f"{place} {problem}: use a disk of the host or a share in the hosts' own zone "
+                "(docs/clouds.md)",
+            )
+    judgement.unanswered(facts, "storage", "warning", "the file system may be overloaded")
+    return judgement.finding()
+
+
+def _slow_uses(value: dict[str, Any], shard: float | None) -> Iterator[str]:
+    """Yield what the workspace is slow for; `shard` is a host's part of a checkpoint in bytes."""
+    if value["random_reads"] < SLOW_RANDOM_READS:
+        yield (
+            f"makes {value['random_reads']:,.0f} random reads/s, and training data needs "
+            f"{SLOW_RANDOM_READS:,.0f} or more"
+        )
+    if value["read"] < SLOW_READ:
+        yield (
+            f"is read at {value['read'] / 1e6:,.0f} MB/s, and tokenization, verification and "
+            f"resuming need {SLOW_READ / 1e6:,.0f} or more"
+        )
+    seconds = None if shard is None else shard / value["write"]
+    if seconds is not None and seconds > SLOW_SAVE:
+        yield (
+            f"is written at {value['write'] / 1e6:,.0f} MB/s, and a checkpoint takes {seconds:,.0f}"
+            f" s, more than {SLOW_SAVE:g}"
+        )
+    elif value["write"] < SLOW_WRITE:
+        yield (
+            f"is written at {value['write'] / 1e6:,.0f} MB/s, and checkpoints need "
+            f"{SLOW_WRITE / 1e6:,.0f} or more"
+        )
+    if value["fsync"] > SLOW_FSYNC:
+        yield (
+            f"takes {value['fsync'] * 1e3:,.0f} ms for an fsync, and stages and checkpoints wait "
+            f"for dozens of them: {SLOW_FSYNC * 1e3:g} ms or less is usual"
+        )
 
 
 def slow_hosts(rates: Mapping[str, float], limit: float) -> dict[str, float]:

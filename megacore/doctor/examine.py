@@ -22,7 +22,7 @@ from megacore.doctor.between import measure_pairs, try_ports
 from megacore.doctor.compare import compare
 from megacore.doctor.facts import Contact, Facts, Needs
 from megacore.doctor.findings import Examination
-from megacore.doctor.probe import QUICK, SLOW
+from megacore.doctor.probe import FULL, QUICK, SLOW
 from megacore.doctor.protocol import HostProbe, Request, read_answers
 from megacore.doctor.storage import Proof
 from megacore.doctor.subject import Subject, needs_of
@@ -43,7 +43,8 @@ def examine(subject: Subject, *, full: bool) -> Examination:
 
     Args:
         subject: hosts and run.
-        full: True to also measure bandwidth and latency between the hosts.
+        full: True to also measure the workspace's rates and the bandwidths between the hosts, and
+            to list DeepSpeed's operators.
 
     Raises:
         ConfigError: the configuration does not fit the hosts.
@@ -61,7 +62,8 @@ def examine(subject: Subject, *, full: bool) -> Examination:
     environment = environment_of(subject)
     with Proof(subject.workspace) if subject.shared and answering else nullcontext() as proof:
         token = str(proof.directory) if proof is not None else None
-        requests = _requests(subject, answering, token, addresses_of(answering, ssh), environment)
+        addresses = addresses_of(answering, ssh)
+        requests = _requests(subject, answering, token, addresses, environment, full=full)
         probes = _probe(ssh, requests, ends)
         writers = [host for host in answering if probes[host].get("workspace", "writes")]
         seen = proof.seen(writers) if proof is not None else {}
@@ -165,6 +167,8 @@ def _requests(
     token: str | None,
     addresses: Mapping[str, str],
     environment: dict[str, str],
+    *,
+    full: bool,
 ) -> dict[str, Request]:
     """Return the requests to `hosts`, all of which were reached."""
     config, data = subject.config, subject.data
@@ -197,7 +201,7 @@ def _requests(
             peers={peer: address for peer, address in addresses.items() if peer != host},
             share=(readers.index(host), len(readers)) if host in readers else (0, 1),
             # Slow checks come last, so that a lack of time loses only their answers.
-            checks=(*QUICK, "workspace", *network, *index, *SLOW, *tokens),
+            checks=(*QUICK, "workspace", *network, *index, *SLOW, *(FULL if full else ()), *tokens),
         )
     return requests
 

@@ -42,6 +42,8 @@ class Needs:
     """Size of the gradients that the replicas of a model exchange in a step."""
     deepspeed: bool = False
     """True if the engine is DeepSpeed."""
+    operators: tuple[str, ...] = ()
+    """DeepSpeed's operators without which the run cannot start."""
 
 
 @dataclass(frozen=True)

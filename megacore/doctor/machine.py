@@ -4,10 +4,14 @@ torch is imported only by the functions that need it.
 """
 
 import csv
+import fcntl
 import hashlib
+import mmap
 import os
 import platform
+import random
 import resource
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -20,7 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import megacore
-from megacore.hardware import Hardware, memory_info, memory_limit
+from megacore.hardware import (
+    Hardware,
+    memory_info,
+    memory_limit,
+    refuse_unsupported_accelerator,
+    unsupported_accelerator,
+)
 
 PACKAGES = (
     "torch",
@@ -34,6 +44,8 @@ PACKAGES = (
 )
 """Packages, besides megacore and Python, that affect the results of a run and the communication
 of its ranks."""
+APEX_MODULES = ("amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
+"""Modules of NVIDIA apex that megacore uses, as `scripts/install_apex.sh` builds them."""
 REQUIRED = ("python", "megacore", "torch", "numpy")
 """Packages that must have the same version on every host."""
 _GIT_SECONDS = 5.0
@@ -70,6 +82,16 @@ _RATE_SECONDS = 0.5
 _LEAST, _MOST = 3, 50
 """Minimum and maximum number of repetitions of a speed measurement."""
 _GIGA = 1e9
+_LEAST_FREE = 2**30
+"""Free bytes below which the workspace is not measured."""
+_STORAGE_SECONDS = 0.6
+"""Duration of each of the four measurements of the workspace."""
+_STORAGE_BYTES = 2**28
+"""Largest file of these measurements."""
+_READ_BYTES = 2**22
+"""Bytes of a sequential read."""
+_PAGE_BYTES = 2**12
+"""Bytes of a random read, as of a page fault in a memory-mapped file."""
 
 
 def look_at_packages() -> dict[str, Any]:
@@ -151,11 +173,14 @@ def look_at_memory() -> dict[str, Any]:
 def look_at_gpus() -> dict[str, Any]:
     """Return visible GPUs and nvidia-smi's report; no CUDA context is created."""
     gpus: dict[str, Any] = {
-        "visible": [{"name": gpu.name, "memory": gpu.memory} for gpu in Hardware.detect().gpus],
+        "visible": [],
         "restricted": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "smi": None,
         "problem": None,
     }
+    if unsupported_accelerator() is not None:
+        return gpus  # `toolchain` names it
+    gpus["visible"] = [{"name": gpu.name, "memory": gpu.memory} for gpu in Hardware.detect().gpus]
     program = shutil.which("nvidia-smi")
     if program is None:
         return gpus
@@ -232,12 +257,15 @@ def look_at_torch(
 
     Raises:
         ConfigError: a kernel that the configuration names cannot run here.
+        LaunchError: torch is for ROCm or MPS.
     """
+    refuse_unsupported_accelerator()
     import torch
 
     from megacore.config.train import KernelsConfig
     from megacore.hardware import resolve_precision
     from megacore.kernels.choice import choose_kernels
+    from megacore.kernels.implementation import has_apex
 
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     cuda = torch.cuda.is_available()
@@ -255,6 +283,7 @@ def look_at_torch(
         "device": device.type,
         "precision": resolved,
         "kernels": dict(chosen.names),
+        "apex": [name for name in APEX_MODULES if has_apex(name)],
     }
 
 
@@ -307,3 +336,92 @@ def _median_seconds(work: Callable[[], object], wait: Callable[[], None]) -> flo
         wait()
         times.append(time.perf_counter() - started)
     return statistics.median(times)
+
+
+def measure_storage(workspace: Path) -> dict[str, Any]:
+    """Measure the rates of the workspace with a file that has no name, so that none is left over.
+
+    Reads avoid the page cache by O_DIRECT. Where the file system lacks it, the cache is emptied
+    before them.
+
+    Returns:
+        Bytes per second of sequential writes with an fsync, and of reads; random reads per second;
+        the median seconds of an fsync; and whether reads avoided the page cache. Or `skipped`, the
+        reason why nothing was measured.
+    """
+    if not workspace.is_dir():
+        return {"skipped": "the workspace is not there yet"}
+    if shutil.disk_usage(workspace).free < _LEAST_FREE:
+        return {"skipped": f"less than {_LEAST_FREE / 2**30:g} GiB free"}
+    path = workspace / f".doctor-{secrets.token_hex(8)}"
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(number, "r+b", buffering=0), mmap.mmap(-1, _READ_BYTES) as buffer:
+        path.unlink()
+        # An anonymous map is aligned, as O_DIRECT requires; random bytes cannot be compressed.
+        buffer[:] = random.Random(0).randbytes(_READ_BYTES)
+        size, write = _write_rate(number, buffer)
+        syncs = _durations(lambda: _write_and_sync(number))
+        direct = _avoid_cache(number)
+        positions = random.Random(0)
+        with memoryview(buffer) as view, view[:_PAGE_BYTES] as page:
+            pages = size // _PAGE_BYTES
+            reads = _durations(
+                lambda: os.preadv(number, [page], positions.randrange(pages) * _PAGE_BYTES)
+            )
+        _avoid_cache(number)
+        offsets = range(0, size, _READ_BYTES)
+        remaining = iter(offsets)
+        chunks = _durations(lambda: os.preadv(number, [buffer], next(remaining)), len(offsets))
+    return {
+        "direct": direct,
+        "write": write,
+        "read": min(size, len(chunks) * _READ_BYTES) / sum(chunks),
+        "random_reads": len(reads) / sum(reads),
+        "fsync": statistics.median(syncs),
+    }
+
+
+def _write_rate(file: int, buffer: mmap.mmap) -> tuple[int, float]:
+    """Write until the time is up, each time twice as much followed by an fsync.
+
+    Returns the size of the file, and the bytes per second of the last and largest part.
+    """
+    size, part, rate = 0, _MIB, 0.0
+    ends = time.monotonic() + _STORAGE_SECONDS
+    while size == 0 or (size + part <= _STORAGE_BYTES and time.monotonic() < ends):
+        started = time.perf_counter()
+        with memoryview(buffer) as view:
+            goal = size + part
+            while size < goal:
+                with view[: goal - size] as piece:
+                    size += os.pwrite(file, piece, size)
+        os.fsync(file)
+        rate = part / (time.perf_counter() - started)
+        part *= 2
+    return size, rate
+
+
+def _write_and_sync(file: int) -> None:
+    os.pwrite(file, b"x", 0)
+    os.fsync(file)
+
+
+def _avoid_cache(file: int) -> bool:
+    """Empty a file's page cache, and return True if reads of the file no longer use it."""
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _durations(work: Callable[[], object], most: int = 10_000) -> list[float]:
+    """Return the seconds of each of the calls that fit into the time of a measurement."""
+    times: list[float] = []
+    ends = time.monotonic() + _STORAGE_SECONDS
+    while not times or (len(times) < most and time.monotonic() < ends):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return times

@@ -17,8 +17,10 @@ from megacore.errors import LaunchError
 
 QUICK = ("packages", "limits", "memory", "disk")
 """Checks of every host that read a few files."""
-SLOW = ("gpus", "torch", "speed")
+SLOW = ("gpus", "torch", "toolchain", "speed")
 """Checks of every host that take seconds, and longer with a cold file share."""
+FULL = ("storage", "operators")
+"""Checks of every host that a quick examination leaves out."""
 QUICK_LIMIT = 8.0
 """Time limit in seconds of a check that reads a few files."""
 TORCH_LIMIT = 30.0
@@ -30,7 +32,10 @@ TOKEN_RESERVE = 2.0
 _LIMITS = {
     "gpus": 2 * QUICK_LIMIT,
     "torch": TORCH_LIMIT,
+    "toolchain": 2 * QUICK_LIMIT,
     "speed": TORCH_LIMIT,
+    "storage": 2 * QUICK_LIMIT,
+    "operators": TORCH_LIMIT,
     "tokens": TOKEN_SECONDS + QUICK_LIMIT,
 }
 """Time limits of the checks that may take longer than QUICK_LIMIT."""
@@ -62,6 +67,8 @@ def work_of(check: str, request: Request, left: float) -> tuple[Callable[[], Any
     """
     if check == "network":
         work: Callable[[], Any] = partial(_look_at_network, request)
+    elif check in ("toolchain", "operators"):
+        work = partial(_look_at_toolchain, check, request)
     elif check in ("workspace", "disk", "tokens", "index"):
         work = partial(_look_at_storage, check, request, left)
     else:
@@ -79,6 +86,7 @@ def _look_at_machine(check: str, request: Request) -> Any:
         "gpus": machine.look_at_gpus,
         "torch": lambda: machine.look_at_torch(request.precision, request.kernels, request.compile),
         "speed": machine.measure_speed,
+        "storage": lambda: machine.measure_storage(Path(request.workspace)),
     }
     return checks[check]()
 
@@ -87,6 +95,15 @@ def _look_at_network(request: Request) -> Any:
     from megacore.doctor.network import look_at_network
 
     return look_at_network(request.peers, request.interface)
+
+
+def _look_at_toolchain(check: str, request: Request) -> Any:
+    from megacore.doctor import toolchain
+
+    if check == "toolchain":
+        return toolchain.look_at_toolchain()
+    os.environ["MEGACORE_WORKSPACE"] = request.workspace
+    return toolchain.look_at_operators(Path(request.workspace))
 
 
 def _look_at_storage(check: str, request: Request, left: float) -> Any:

@@ -13,6 +13,7 @@ from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.doctor.facts import Needs
+from megacore.engine.deepspeed.operators import needed_operators
 from megacore.errors import ConfigError
 from megacore.inspect.tokens import find_prefixes
 from megacore.jobs.run import Job, TrainJob
@@ -138,6 +139,12 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
         checkpoints=checkpoint_count * checkpoint,
         gradients=_GRADIENT_BYTES[parallel.grad_reduce_dtype] * parameters,
         deepspeed=config.engine == "deepspeed",
+        # torch's Adam replaces a missing cpu_adam.
+        operators=tuple(
+            name
+            for name in needed_operators(config)
+            if name != "cpu_adam" or config.deepspeed.cpu_adam != "auto"
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import checkpoint_directories, directory_name, read_state, verify
 from megacore.checkpoint.retain import remove_stale, rename_to_stale
@@ -198,7 +198,7 @@ def write_model(
         model.save_pretrained(directory, state_dict=weights, safe_serialization=True)
         tokenizer.save_pretrained(directory)
     path = directory / "config.json"
-    values = read_json(path)
+    values = read_object(path)
     values.pop("torch_dtype", None)
     write_json(path, values | {"dtype": "float32"})
 

@@ -5,13 +5,14 @@ The source is local files or a data set of the Hugging Face hub.
 
 import glob
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.artifact.files import workspace_errors
 from megacore.config.finetune import FileRows, FinetuneDataConfig, HubRows
 from megacore.corpus.documents import SourceFile
-from megacore.corpus.formats import file_format_of, pieces
+from megacore.corpus.formats import decompress, file_format_of, lines, pieces
 from megacore.corpus.hub import disk_errors, loading
 from megacore.errors import DataFormatError
 
@@ -65,7 +66,8 @@ def list_files(patterns: tuple[str, ...], split: str) -> list[Path]:
         ]
         matching_files = [path for path in matches if path.is_file()]
         if not matching_files:
-            problem = "is a directory" if matches else "names no file"
+            there = "is a directory" if any(map(Path.is_dir, matches)) else "is not a file"
+            problem = there if matches else "names no file"
             raise DataFormatError(
                 f"data.source.{split} has {pattern}, which {problem}: check the path or glob"
             )
@@ -208,12 +210,20 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
     for path in files:
         if not path.stat().st_size:
             raise DataFormatError(f"{path} is empty: remove it from data.source.{split}")
+        if suffix == ".jsonl" or path.suffix in _COMPRESSED:
+            for _ in _content(path, suffix):  # `datasets` bounds neither lines nor what is unpacked
+                pass
     try:
         return _load(files, suffix, cache_directory)
     except DataFormatError:
         for path in files:
             _load_on_one_rank(path, suffix, cache_directory)
         raise
+
+
+def _content(path: Path, suffix: str) -> Iterator[bytes]:
+    file_format = file_format_of(path)
+    return pieces(path, file_format) if suffix == ".jsonl" else decompress(path, file_format)
 
 
 def _common_suffix(files: list[Path], split: str) -> str:
@@ -272,13 +282,8 @@ def _load_on_one_rank(path: Path, suffix: str, cache_directory: Path) -> None:
 
 
 def _check_lines(path: Path) -> None:
-    rest, number = b"", 0
-    for piece in pieces(path, file_format_of(path)):
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            number += 1
-            _check_line(path, number, line)
-    _check_line(path, number + 1, rest)
+    for number, line in enumerate(lines(path), 1):
+        _check_line(path, number, line)
 
 
 def _check_line(path: Path, number: int, line: bytes) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import read_object, write_json
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_task import metric_names
 from megacore.errors import ConfigError
@@ -121,12 +121,12 @@ def write_answers(path: Path, step: int, epoch: int, answers: Sequence[Answer]) 
     Raises WorkspaceError.
     """
     columns = ["step", "epoch", *Answer._fields]
-    before = read_json(path)["data"] if path.is_file() else []
+    before = read_object(path)["data"] if path.is_file() else []
     rows = [row for row in before if row[0] != step] + [[step, epoch, *row] for row in answers]
     write_json(path, {"columns": columns, "data": sorted(rows, key=lambda row: row[0])})
 
 
 def read_answers(path: Path, step: int) -> list[Answer]:
     """Return the answers after `step` optimizer steps; none if there is no such table."""
-    rows = read_json(path)["data"] if path.is_file() else []
+    rows = read_object(path)["data"] if path.is_file() else []
     return [Answer(*row[2:]) for row in rows if row[0] == step]

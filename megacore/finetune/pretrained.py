@@ -7,13 +7,12 @@ import fnmatch
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import is_stored_zip, read_json, workspace_errors, write_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
 from megacore.corpus.hub import broken_connections, disk_errors, first_sentence
@@ -403,12 +402,12 @@ def _tensors(path: str, source: Path, names: Sequence[str]) -> "Iterator[tuple[s
 def _read(path: str, file: Path) -> "Mapping[str, Any]":
     import torch
 
+    from megacore.convert.inert import not_dense
+
     try:
         # Memory-mapped, so that a weight is in memory only while it is written. Files from before
         # torch 1.6 cannot be mapped.
-        content = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_stored_zip(file))
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"model.path {path}: {file.name} holds more than tensors, which could run code and is "
@@ -426,6 +425,10 @@ def _read(path: str, file: Path) -> "Mapping[str, Any]":
     ):
         raise ConfigError(
             f"model.path {path}: {file.name} is no mapping of names to weights: give a whole model"
+        )
+    if (problem := not_dense(content)) is not None:
+        raise ConfigError(
+            f"model.path {path}: {file.name}: {problem}: save the model as safetensors"
         )
     return content
 

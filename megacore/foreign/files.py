@@ -10,53 +10,154 @@ from typing import Any
 
 import yaml
 
+from megacore.artifact.files import MAX_DEPTH, MAX_DIGITS, parse_json, read_bytes
 from megacore.errors import ConfigError
 
+YAML_BYTES = 1 << 20
+"""Largest settings file in bytes: a recipe has 5 KB, a blend of 10,000 data sets up to 1 MB."""
+YAML_VALUES = 50_000
+"""Most values in a YAML file, keys included: those of a blend of 10,000 data sets."""
 
-def _without_colons(form: re.Pattern[str]) -> re.Pattern[str]:
-    return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)
+
+def _implicit(tag: str, form: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
+    numeric = tag.endswith((":int", ":float"))
+    return tag, re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags) if numeric else form
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader that reads `1:2` and `12:00:00` as text like YAML 1.2, not as base-60 numbers."""
+    """YAML loader with limits, which refuses repeated keys and reads plain values like YAML 1.2.
+
+    `1:2` and `12:00:00` are text, not base-60 numbers, and `2024-01-31` is text, not a date. The
+    limits hold for the content with every alias replaced by what it stands for.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  PyYAML's own name
-        first: [
-            (tag, _without_colons(form) if tag.endswith((":int", ":float")) else form)
-            for tag, form in known
-        ]
+        first: [_implicit(tag, form) for tag, form in known if not tag.endswith(":timestamp")]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def __init__(self, text: str) -> None:
+        """Start to load `text`."""
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}
+        """Number of values in each complete node, with itself, and its number of levels."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node and check the limits. Raises ComposerError."""
+        alias = self.check_event(yaml.AliasEvent)
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _problem(f"it nests more than {MAX_DEPTH} levels deep", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if alias and node not in self._sizes:
+            raise _problem("an alias stands for a value that contains it", mark)
+        if not alias:
+            _refuse_repetition(node)
+            self._sizes[node] = self._size(node)
+        count, levels = self._sizes[node]
+        if count + len(self._sizes) > YAML_VALUES:
+            raise _problem(
+                f"it has more than {YAML_VALUES:,} values, with those that aliases repeat", mark
+            )
+        if self._depth + levels > MAX_DEPTH:
+            raise _problem(f"it nests more than {MAX_DEPTH} levels deep", mark)
+        return node
+
+    def _size(self, node: yaml.Node) -> tuple[int, int]:
+        """Return the number of values in a node whose children are complete, and its levels."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1, 1
+        children = [
+            child for item in node.value for child in (item if isinstance(item, tuple) else (item,))
+        ]
+        sizes = [self._sizes[child] for child in children]
+        return 1 + sum(count for count, _ in sizes), 1 + max(
+            (levels for _, levels in sizes), default=0
+        )
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Build the value of a node. Raises ConstructorError for text that its tag cannot hold."""
+        tag = node.tag.rpartition(":")[2]
+        if tag == "int" and len(node.value) > MAX_DIGITS:
+            raise _problem(
+                f"the number {node.value[:20]}… has {len(node.value)} digits, more than "
+                f"{MAX_DIGITS}",
+                node.start_mark,
+            )
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            raise _problem(f"{shown(node.value)} is no {tag}", node.start_mark) from error
+
+
+def _refuse_repetition(node: yaml.Node) -> None:
+    if isinstance(node, yaml.MappingNode):
+        keys = set[tuple[str, str]]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in keys:
+                    raise _problem(f"the key {key.value[:100]} is given twice", key.start_mark)
+                keys.add((key.tag, key.value))
+
+
+def _problem(text: str, mark: yaml.Mark | None) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, text, mark)
+
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file. Raises ConfigError if it cannot be read."""
+    """Return the content of a YAML file. Raises ConfigError or FileAccessError."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = read_bytes(path, YAML_BYTES).decode("utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read as YAML: {error.strerror}: give another file, or make it "
+            "readable"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}: correct the file") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """Return the value of a YAML document; `name` is its name in messages.
+
+    Raises:
+        ConfigError: the text is not YAML, repeats a key, or exceeds a limit: `YAML_VALUES` values,
+            `MAX_DEPTH` levels, or `MAX_DIGITS` digits of an integer.
+    """
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        problem = ", ".join(part for part in (error.context, error.problem) if part)[:200]
+        raise ConfigError(f"{name} cannot be read as YAML{where}: {problem}: correct it") from error
+    except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
-        raise ConfigError(f"{path} cannot be read as YAML: {problem}") from error
+        raise ConfigError(f"{name} cannot be read as YAML: {problem}: correct it") from error
 
 
 def read_settings_json(path: Path, name: str = "deepspeed.config") -> dict[str, Any]:
-    """Return the content of a JSON file with settings.
+    """Return the content of a JSON file with settings, of at most `YAML_BYTES`.
 
     Args:
         path: path of the file.
         name: name of the setting that refers to the file, for messages.
 
     Raises:
-        ConfigError: the file is not a JSON object, or a key appears twice.
+        ConfigError: the file is not a JSON object, a key appears twice, or it exceeds a limit.
+        FileAccessError: the disk fails, the mount is lost, or too many files are open.
     """
     try:
-        content = json.loads(
-            path.read_text(encoding="utf-8"),
-            object_pairs_hook=_without_repetition,
-            parse_constant=_refuse_constant,
-        )
+        content = parse_json(read_bytes(path, YAML_BYTES), parse_constant=_refuse_constant)
     except OSError as error:
         raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"{name} {path} is not JSON ({error}): fix it; JSON has no comments and no comma "
             "after the last value"
@@ -65,15 +166,6 @@ def read_settings_json(path: Path, name: str = "deepspeed.config") -> dict[str, 
         raise ConfigError(
             f"{name} {path} holds {shown(content)}: give an object, as in conf/ds/zero2.json"
         )
-    return content
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice} is given twice")
     return content
 
 
@@ -96,8 +188,12 @@ def read_number(value: Any) -> float | int | None:
 
 def shown(value: Any) -> str:
     """Return a value as JSON, shortened to 60 characters."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return shortened(json.dumps(value, default=str), 60)
+
+
+def shortened(text: str, limit: int = 200) -> str:
+    """Return a value's text for a message, cut after `limit` characters."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

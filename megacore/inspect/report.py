@@ -4,15 +4,17 @@ Token ids are decoded with the tokenizer that produced them. The report on a sam
 includes the model's input, with words masked or spans replaced by sentinels.
 """
 
-import json
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.artifact.workspace import FOLDERS
 from megacore.config.data import MaskedLmConfig, SpanCorruptionConfig
@@ -35,6 +37,8 @@ Decode = Callable[[npt.NDArray[Any]], str]
 """Function from an array of ids to their text, including special tokens."""
 _EDGE = "\N{REPLACEMENT CHARACTER}"
 """Decoded form of a character of which the first or last token contains only a part."""
+_NAMED_DOCUMENTS = 6
+"""Maximum number of documents that an error message names."""
 Made = dict[str, Any]
 JsonReport = dict[str, Any]
 
@@ -75,6 +79,50 @@ def report_index(directory: Path) -> JsonReport:
         ],
         "samples": _by_split(index.samples),
     }
+
+
+def describe_samples(directory: Path, samples: Sequence[int]) -> str:
+    """Return in one clause the documents of training samples, and the command that shows them.
+
+    A document has the file and line that it was read from, if `documents.json` names them. At most
+    `_NAMED_DOCUMENTS` documents are named. Files that cannot be read raise nothing, because the
+    clause is part of an error message.
+
+    Args:
+        directory: directory of the index maps.
+        samples: numbers in the order of training, at least one.
+    """
+    command = f"`megacore inspect {shlex.quote(str(directory))} --sample {samples[0]}` shows "
+    if len(samples) > 1:
+        command += f"sample {samples[0]}, and so on to --sample {samples[-1]}"
+    else:
+        command += "it"
+    try:
+        names = list(islice(_document_names(directory, samples), _NAMED_DOCUMENTS + 1))
+    except Exception as error:  # the bad loss is what ends the run
+        return f"their documents are unknown ({error}); {command}"
+    more = " and others" if len(names) > _NAMED_DOCUMENTS else ""
+    return f"they are from {', '.join(names[:_NAMED_DOCUMENTS])}{more}; {command}"
+
+
+def _document_names(directory: Path, samples: Sequence[int]) -> Iterator[str]:
+    """Yield each document of the samples once, with its place. Raises DataFormatError."""
+    named: set[tuple[str, int]] = set()
+    origins: dict[str, Origins | None] = {}
+    for number in samples:
+        sample = find_sample(directory, SPLIT_NAMES[0], number)
+        prefix = sample.prefix
+        if prefix not in origins:
+            origins[prefix] = find_origins(prefix, IndexedDataset(prefix).documents)
+        for part in sample.parts:
+            if (prefix, part.document) in named:
+                continue
+            named.add((prefix, part.document))
+            origin = origins[prefix]
+            place = None if origin is None else origin.place(part.document)
+            yield f"document {part.document} " + (
+                f"of {prefix}" if place is None else f"({place.path}:{place.line})"
+            )
 
 
 def report_sample(
@@ -261,7 +309,7 @@ def _open_backend(path: Path) -> "tokenizers.Tokenizer":
     if path.suffix == ".txt":
         return read_wordpiece(path, lower_case=True)
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
     except ValueError as error:
         raise DataFormatError(
             f"{path} is neither a tokenizer.json nor a vocab.json: {error}"

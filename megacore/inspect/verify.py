@@ -1,20 +1,32 @@
-"""Checks of files on disk: token files, index maps, and the manifests next to them.
+"""Checks of files on disk: token files, index maps, artifacts, checkpoints and workspaces.
 
 Index maps are compared with their tokens, in blocks.
 """
 
+import shlex
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.artifact.files import read_json
-from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest, file_digest
+from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest
+from megacore.artifact.workspace import CHECKPOINTS_NAME, FOLDERS
+from megacore.checkpoint.format import (
+    MARKER_NAME,
+    STALE_SUFFIX,
+    Marker,
+    checkpoint_directories,
+    iteration_of,
+    marker_problem,
+    reading,
+)
+from megacore.config.base import FinetuneStage
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     MAP_NAMES,
@@ -26,7 +38,7 @@ from megacore.data.index_directory import (
 )
 from megacore.data.index_options import SPLIT_NAMES, IndexOptions
 from megacore.data.sentence_maps import document_range, load_sentence_map, sentences_of
-from megacore.errors import ArtifactError, DataFormatError
+from megacore.errors import ArtifactError, CheckpointError, DataFormatError
 from megacore.inspect.index import describe_index, is_index_directory, open_map
 from megacore.inspect.provenance import find_origins
 from megacore.inspect.tokens import count_empty, counted, find_prefixes
@@ -41,6 +53,11 @@ from megacore.token_files.indexed_dataset import (
 _HASH_THREADS = 4
 """Number of files of an artifact hashed at a time; each keeps a core busy."""
 _BLOCK = 1 << 20
+_BEST = "best"
+"""Folder of the best model in a fine-tuning's directory."""
+_RUN_FILE = "run.json"
+OnRead = Callable[[int], None]
+"""Callback that receives the number of bytes of each block that was read."""
 Map = npt.NDArray[Any]
 
 
@@ -51,6 +68,42 @@ class Check:
     name: str
     result: str
     """Result of the check in one clause."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """An artifact or checkpoint with files that are missing or have changed."""
+
+    name: str
+    problem: str
+    """Every problem, with the names of the files."""
+    command: str
+    """Shell command that deletes what is damaged."""
+    remedy: str
+    """Command that builds it again after that, and what it does."""
+
+
+def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Check | Damage]:
+    """Check a workspace, the directory of a run or a checkpoint by all their digests.
+
+    Yields a result for each artifact and each checkpoint. Any other path is checked like `verify`,
+    which raises DataFormatError or ArtifactError.
+    """
+    place = Path(path).absolute()
+    if iteration_of(place) is not None or (place / MARKER_NAME).exists():
+        run = place.parent.parent
+        yield from _examine_checkpoint(place, run if _is_run(run) else place.parent, {}, on_read)
+    elif _is_run(place):
+        yield from _examine_run(place, place.parent, on_read)
+    elif _is_workspace(place):
+        for name in dict.fromkeys(FOLDERS.values()):
+            for member in sorted((place / name).glob("[!.]*")):
+                if STALE_SUFFIX in member.name or not member.is_dir():
+                    continue
+                one = _examine_run if _is_run(member) else _examine_artifact
+                yield from one(member, place, on_read)
+    else:
+        yield from verify(path)
 
 
 def verify(path: str | Path) -> Iterator[Check]:
@@ -222,33 +275,122 @@ def _read_files(path: Path) -> dict[str, FileEntry]:
         ) from error
 
 
-def _check_files(directory: Path, files: dict[str, FileEntry], name: str) -> Check:
-    with ThreadPoolExecutor(_HASH_THREADS, "megacore-hash") as pool:
-        problems = pool.map(lambda item: _file_problem(directory, *item), files.items())
-        problem = next((text for text in problems if text), None)
-    if problem:
+def _check_files(directory: Path, files: Mapping[str, FileEntry], name: str) -> Check:
+    if problems := _problems(directory, files):
         raise ArtifactError(
-            f"{directory}: {problem}: build it again, or copy it again from where it is whole"
+            f"{directory}: {'; '.join(problems)}: delete what is damaged and build it again, or "
+            "copy it again from where it is whole"
         )
+    return Check(name, _whole(files))
+
+
+def _whole(files: Mapping[str, FileEntry]) -> str:
     size = sum(entry.size for entry in files.values())
-    return Check(name, f"{counted(len(files), 'file')}, {size:,} bytes, sha256 as it was written")
+    return f"{counted(len(files), 'file')}, {size:,} bytes, sha256 as it was written"
 
 
-def _file_problem(directory: Path, name: str, entry: FileEntry) -> str | None:
-    path = directory / name
-    try:
-        size = path.stat().st_size
-        if size != entry.size:
-            return f"{name} has {size} bytes instead of {entry.size}"
-        return (
-            None
-            if file_digest(path) == entry.sha256
-            else f"{name} has other content than when it was written"
+def _problems(
+    directory: Path, files: Mapping[str, FileEntry], on_read: OnRead | None = None
+) -> list[str]:
+    """Compare the digests of all files, several at a time, and return the problems."""
+    with ThreadPoolExecutor(_HASH_THREADS, "megacore-hash") as pool:
+        problems = pool.map(
+            lambda item: item[1].problem(directory, item[0], "full", on_read), files.items()
         )
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
+        return list(filter(None, problems))
+
+
+def _is_workspace(place: Path) -> bool:
+    return not (place / MANIFEST_NAME).exists() and any(
+        (place / name).is_dir() for name in FOLDERS.values()
+    )
+
+
+def _is_run(place: Path) -> bool:
+    return (place / _RUN_FILE).exists() or any(
+        checkpoint_directories(place / name) for name in (CHECKPOINTS_NAME, _BEST)
+    )
+
+
+def _examine_artifact(
+    directory: Path, root: Path, on_read: OnRead | None
+) -> Iterator[Check | Damage]:
+    name = directory.relative_to(root).as_posix()
+    stage = ""
+    try:
+        manifest = Manifest.read(directory)
+        stage = manifest.stage
+        problem = "; ".join(_problems(directory, manifest.files, on_read))
+    except ArtifactError as error:
+        problem = str(error)
+    if not problem:
+        yield Check(name, _whole(manifest.files))
+    elif directory.exists():  # another process may have removed it
+        flow = "finetune" if stage in get_args(FinetuneStage) else "pretrain"
+        flow = flow if stage else "pretrain` or `make finetune"
+        named = f" (stage {stage})" if stage else ""
+        remedy = f"the same `make {flow}` command builds it again{named}"
+        yield Damage(name, problem, _delete(directory), remedy)
+
+
+def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Check | Damage]:
+    """Check a run's manifest, which lists the markers of checkpoints, and each checkpoint."""
+    files: dict[str, FileEntry] = {}
+    if (run / MANIFEST_NAME).exists():
+        try:
+            files = Manifest.read(run).files
+        except ArtifactError as error:
+            yield Damage(
+                (run / MANIFEST_NAME).relative_to(root).as_posix(),
+                str(error.__cause__ or error),
+                _delete(run / MANIFEST_NAME),
+                "the same `make pretrain` or `make finetune` command writes it again",
+            )
+    markers = {
+        (run / name).parent: {MARKER_NAME: entry}
+        for name, entry in files.items()
+        if name.endswith(f"/{MARKER_NAME}")
+    }
+    listed = (checkpoint_directories(run / name) for name in (CHECKPOINTS_NAME, _BEST))
+    for directory in dict.fromkeys([*markers, *(path for paths in listed for path in paths)]):
+        yield from _examine_checkpoint(directory, root, markers.get(directory, {}), on_read)
+
+
+def _examine_checkpoint(
+    directory: Path, root: Path, listed: Mapping[str, FileEntry], on_read: OnRead | None
+) -> Iterator[Check | Damage]:
+    """Check a checkpoint by its marker, and the marker by `listed` of the run's manifest."""
+    name = directory.relative_to(root).as_posix()
+    try:
+        with reading(directory):
+            marker = Marker.read(directory)
+            files = {
+                file: FileEntry(record.size, record.sha256, 0)
+                for file, record in marker.files.items()
+            }
+            wrong = marker_problem(directory, marker)
+            problems = [wrong] if wrong else _problems(directory, {**listed, **files}, on_read)
+    except CheckpointError as error:
+        problems = [str(error)]
+    if not problems:
+        yield Check(name, _whole(files))
+        return
+    if not directory.exists() and not listed:  # deleted by its run, which keeps only some
+        return
+    if directory.parent.name == _BEST:
+        command = _delete(directory.parent.parent)
+        remedy = "the same `make finetune` command trains the run again"
+    else:
+        command = _delete(directory)
+        remedy = (
+            "the same `make pretrain` or `make finetune` command resumes from the newest "
+            "checkpoint that is left, or from the beginning"
+        )
+    yield Damage(name, "; ".join(problems), command, remedy)
+
+
+def _delete(path: Path) -> str:
+    return f"rm {'-r ' if path.is_dir() else ''}-- {shlex.quote(str(path))}"
 
 
 def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions) -> str:

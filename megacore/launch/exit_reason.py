@@ -1,16 +1,19 @@
 """Exit reasons of ranks, written to files and read back as typed errors.
 
-torchrun exits with 1 whatever the exit code of a rank is, so each rank writes its reason.
+torchrun exits with 1 whatever the exit code of a rank is, so each rank writes its reason. A rank
+that cannot write the file, as on a full disk, prints the reason, which the guard passes on to the
+supervisor.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +25,9 @@ from megacore.errors import (
     RankLostError,
     TrainingError,
     TrainingStoppedError,
+    WorkspaceError,
 )
+from megacore.launch.guard import REASON_MARK
 
 LAUNCHER_REASON = "launcher_reason.json"
 """Name of the file with the launcher's own reason for ending the job, next to the ranks' reasons.
@@ -81,8 +86,9 @@ class ExitReason:
 def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
     """Write `rank_<rank>.json` for any exception of the block, then exit with the error's code.
 
-    The traceback is written to stderr. SystemExit and KeyboardInterrupt pass through: they are not
-    failures of the rank.
+    The traceback is written to stderr, for a WorkspaceError only its sentence. If the file cannot
+    be written, the reason is printed to stderr too, where the guard looks for it. SystemExit and
+    KeyboardInterrupt pass through: they are not failures of the rank.
 
     TrainingStoppedError is not a failure either: it ends the block, one line is written to stderr,
     and the rank ends normally with code 0. Only if the reason cannot be written does the rank exit
@@ -95,7 +101,11 @@ def reported_exit(directory: Path | str, rank: int) -> Iterator[None]:
         if not _write_or_say(directory, rank, stop):
             raise SystemExit(stop.exit_code) from stop
     except Exception as error:
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+            if isinstance(typed := _typed(error)[0], WorkspaceError):
+                sys.stderr.write(f"{_one_line(typed)}\n")  # it says where
+            else:
+                traceback.print_exception(error)
         _write_or_say(directory, rank, error)
         raise SystemExit(ERROR_TYPES[ExitReason.of(rank, error).error].exit_code) from error
 
@@ -141,19 +151,34 @@ def _write_or_say(directory: Path | str, rank: int, error: BaseException) -> boo
     try:
         write_reason(directory, rank, error)
     except (OSError, MegacoreError) as unwritable:  # a full disk may be the very reason
-        traceback.print_exception(unwritable)
+        reason = json.dumps(asdict(ExitReason.of(rank, error))).encode("ascii")
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{_one_line(unwritable)}\n")
+            sys.stderr.flush()
+            os.write(2, b"\n" + REASON_MARK + reason + b"\n")
         return False
     return True
 
 
-def read_reasons(directory: Path) -> list[ExitReason]:
-    """Return the reasons in `directory`, sorted by kind and then by time.
+def printed_reasons(lines: Iterable[bytes]) -> list[ExitReason]:
+    """Return the reasons that ranks printed, one in each line; a torn line is skipped."""
+    reasons = []
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):
+            reasons.append(ExitReason(**json.loads(line)))
+    return reasons
+
+
+def read_reasons(directory: Path, printed: Sequence[ExitReason] = ()) -> list[ExitReason]:
+    """Return the reasons in `directory` and the `printed` ones, sorted by kind and then by time.
 
     Ranks with a failure of their own come first, then ranks that stopped on request, then ranks
     that failed only because another rank was gone.
     """
     files = [read_record(path, ExitReason) for path in directory.glob("rank_*.json")]
     reasons = [reason for reason in files if reason is not None]  # None: torn by a crash
+    written = {reason.rank for reason in reasons}
+    reasons += [reason for reason in printed if reason.rank not in written]
     return sorted(
         reasons, key=lambda reason: (reason.secondary, reason.stopped, reason.time, reason.rank)
     )

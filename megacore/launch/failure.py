@@ -8,15 +8,17 @@ import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from megacore.artifact.files import free_text
 from megacore.errors import (
     LaunchError,
     MegacoreError,
     MemoryExhaustedError,
     RankLostError,
     RankStalledError,
+    WorkspaceError,
 )
 from megacore.launch.exit_reason import ExitReason, read_launcher_reason, read_reasons
 from megacore.launch.guard import NOT_EXECUTABLE, NOT_FOUND
@@ -60,6 +62,8 @@ class Attempt:
     """Counter of out-of-memory kills during the attempt."""
     hosts: tuple[str, ...] = ()
     """Hosts that prefix their log lines with their names; empty for a job on one host."""
+    printed: list[ExitReason] = field(default_factory=list)
+    """Reasons that ranks could not write to their files, as the guard passed them on."""
 
     @property
     def table_path(self) -> Path:
@@ -68,8 +72,11 @@ class Attempt:
 
     def stopped(self) -> MegacoreError | None:
         """Return why a command that ended with code 0 stopped early; None if it did not."""
-        reasons = read_reasons(self.exit_directory)
+        reasons = self._reasons()
         return reasons[0].exception() if reasons else self._launchers_own(reasons)
+
+    def _reasons(self) -> list[ExitReason]:
+        return read_reasons(self.exit_directory, self.printed)
 
     def _launchers_own(self, reasons: list[ExitReason]) -> MegacoreError | None:
         """Return the launcher's own reason, unless a rank has a reason of its own."""
@@ -79,7 +86,7 @@ class Attempt:
 
     def failed(self, code: int) -> MegacoreError:
         """Return the typed error for a command that ended with `code`; its processes are gone."""
-        reasons, text = read_reasons(self.exit_directory), _tail(self.log, self.written)
+        reasons, text = self._reasons(), _tail(self.log, self.written)
         if code in {NOT_FOUND, NOT_EXECUTABLE} and not reasons:
             return LaunchError(
                 f"cannot start {self.program} (exit code {code}): {_last_lines(text)}; the log is "
@@ -112,6 +119,12 @@ class Attempt:
                 f"port {port[1] if port else 'of the rendezvous'} is in use by another process: "
                 f"end it, or start again for another port; the log is {self.log}"
             )
+        elif not reasons and exit_code == WorkspaceError.exit_code:
+            error = WorkspaceError(
+                f"{who} {_ended(exit_code, self.kills)}, which means that it could not write to "
+                f"the workspace, and its reason is lost too; {free_text(self.exit_directory)}: "
+                f"free some space, then start again; last lines of {self.log}: {_last_lines(text)}"
+            )
         else:
             # The launcher may report the code of a rank that failed only because it lost this one.
             how = _ended(exit_code, self.kills) if signalled or not reasons else "ended"
@@ -141,7 +154,7 @@ class Attempt:
         self, trouble: Trouble, stall_limit: float | None, states: list[RankState]
     ) -> MegacoreError:
         """Write the rank table of a job that had to be ended and return its typed error."""
-        reasons = read_reasons(self.exit_directory)
+        reasons = self._reasons()
         if trouble.lost:
             first = next(state for state in states if state.rank == trouble.lost[0])
             error = self._lost(first, reasons)

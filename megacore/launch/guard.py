@@ -27,6 +27,11 @@ the job's mark in their environment.
 On a remote host the guard runs between ssh and the ranks of that host: stdin ends when either side
 closes the connection.
 
+With --log, the guard copies the command's output to the log. What the disk does not take is
+dropped, so no rank fails because it cannot write to its log. A rank whose exit reason cannot be
+written to its file prints it after REASON_MARK; the guard passes it on to its own stdout, a pipe
+that the supervisor reads.
+
 All processes of a job inherit its mark, an environment variable. The guard imports only the
 standard library, so it starts in tens of milliseconds.
 """
@@ -39,6 +44,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +52,8 @@ from types import FrameType
 
 JOB_VARIABLE = "MEGACORE_JOB"
 """Environment variable that every process of a job inherits, whatever its session or parent."""
+REASON_MARK = b"megacore exit reason: "
+"""Start of an exit reason, as JSON, in the output of a rank that cannot write it to its file."""
 KILL_LIMIT = 4.0
 """Seconds after SIGKILL before a process in uninterruptible sleep is left to the kernel."""
 NOT_FOUND = 127
@@ -72,18 +80,66 @@ def main(arguments: list[str]) -> int:
     stop = _StopRequest()
     prctl = _prctl()
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with open(options.log or sys.stdout.fileno(), "ab", closefd=options.log is not None) as log:
+    with _Output(options.log) as output:
         try:
-            child = _start(options.command, log.fileno(), prctl)
+            child = _start(options.command, output.descriptor, prctl)
         except OSError as error:
-            log.write(f"cannot start {options.command[0]}: {error.strerror}\n".encode())
+            output.write(f"cannot start {options.command[0]}: {error.strerror}\n".encode())
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-    code = _wait(child, stop, _Notice())
-    survivors = end_all(lambda: descendants(os.getpid()), options.grace, reap=lambda: _reap(child))
+        output.copy()
+        code = _wait(child, stop, _Notice())
+        survivors = end_all(
+            lambda: descendants(os.getpid()), options.grace, reap=lambda: _reap(child)
+        )
     code = child.returncode if child.returncode is not None else code
     if survivors or code is None:
         return 128 + signal.SIGKILL
     return code if code >= 0 else 128 - code
+
+
+class _Output:
+    """Output of the command: a pipe that a thread copies to the log, or the guard's own stdout."""
+
+    def __init__(self, log: str | None) -> None:
+        self.descriptor = sys.stdout.fileno()
+        """Descriptor that the command writes to."""
+        self._log, self._reader = self.descriptor, -1
+        self._copier = threading.Thread(target=self._copy, name="log", daemon=True)
+        if log is not None:
+            self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._reader, self.descriptor = os.pipe()
+
+    def __enter__(self) -> "_Output":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait until all output is copied; its writers have ended."""
+        if self._copier.is_alive():
+            self._copier.join(KILL_LIMIT)
+
+    def copy(self) -> None:
+        """Begin to copy, now that the command has its end of the pipe."""
+        if self._reader >= 0:
+            os.close(self.descriptor)
+            self._copier.start()
+
+    def write(self, data: bytes) -> None:
+        """Write to the log; what a full disk does not take is dropped."""
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(self._log, data) :]
+
+    def _copy(self) -> None:
+        line = b""
+        while chunk := os.read(self._reader, 65536):
+            self.write(chunk)
+            *complete, line = (line + chunk).split(b"\n")
+            line = line[-65536:]
+            for each in complete:
+                _, mark, reason = each.partition(REASON_MARK)
+                if mark:
+                    with contextlib.suppress(OSError):  # the supervisor has ended
+                        os.write(sys.stdout.fileno(), reason + b"\n")
 
 
 class _StopRequest:

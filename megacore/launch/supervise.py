@@ -19,7 +19,7 @@ from types import FrameType
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
-from megacore.launch.exit_reason import LAUNCHER_REASON
+from megacore.launch.exit_reason import LAUNCHER_REASON, printed_reasons
 from megacore.launch.failure import Attempt
 from megacore.launch.guard import (
     JOB_VARIABLE,
@@ -109,6 +109,7 @@ def supervise(
     limit = _Limit(timeout, timeout_setting, f"{' '.join(command[-3:])} ran longer than", log)
     with _guarded([executable, *command[1:]], log, env or {}, stop_grace + stop_margin) as guard:
         code = _until_the_end(guard, attempt, watch, limit, on_poll, poll_interval, stall_limit)
+        _take_printed(guard, attempt)
     on_poll()
     if error := _verdict(attempt, code, stall_limit):
         raise error
@@ -156,6 +157,7 @@ def _until_the_end(
                 watch.hold()
                 limit.started = time.monotonic()
             elif trouble := watch.look():
+                _take_printed(guard, attempt)
                 raise _end_at_once(guard.pid, attempt, trouble, stall_limit)
             limit.check()
     return code
@@ -264,17 +266,28 @@ def _guarded(
                 *command,
             ],
             stdin=subprocess.PIPE,
-            stdout=output,
+            stdout=subprocess.PIPE,  # the guard sends exit reasons that no file takes
             stderr=output,
             # The terminal's Ctrl-C goes to this process, which then ends the guard.
             start_new_session=True,
             env={**os.environ, **env, JOB_VARIABLE: mark},
         )
+    assert guard.stdout is not None
+    os.set_blocking(guard.stdout.fileno(), False)
     try:
-        yield guard
+        with guard.stdout:
+            yield guard
     finally:
         _stop(guard, grace)
         end_all(lambda: marked(mark, host_mark(mark, None)), 0.0, reap=lambda: None)
+
+
+def _take_printed(guard: "subprocess.Popen[bytes]", attempt: Attempt) -> None:
+    """Add to the attempt the reasons that the guard has sent so far."""
+    assert guard.stdout is not None
+    with contextlib.suppress(OSError):
+        lines = (guard.stdout.read() or b"").splitlines()
+        attempt.printed.extend(printed_reasons(lines))
 
 
 def _poll(guard: "subprocess.Popen[bytes]", seconds: float) -> int | None:

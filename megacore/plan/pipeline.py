@@ -7,6 +7,7 @@ from rich.table import Table
 from megacore.config.deepspeed import zero_of
 from megacore.config.hostfile import hosts_of
 from megacore.config.run import RunConfig
+from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
 from megacore.observe.flops import TransformerShape
 from megacore.parallel.rank_layout import RankLayout
@@ -16,6 +17,9 @@ from megacore.pipeline_parallel.simulate import Timeline, simulate
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_stages
 from megacore.plan.throughput import chunk_flops
+
+_MOST_PASSES = 50_000
+"""Most forward passes of a simulated step: more take longer than a user waits."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
         hardware: hardware that determines device and precision for the memory estimate.
 
     Raises:
-        ParallelLayoutError: model, batch and ranks cannot be divided.
+        ParallelLayoutError: model, batch and ranks cannot be divided, or a step is too long.
     """
     parallel, train = config.parallel, config.train
     stages, replica = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
@@ -123,6 +127,13 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
         ranks = len(hardware.gpus) or replica * stages
     layout = layout_of(config, ranks, vocab_size)
     micro_batches = train.global_batch_size // (train.micro_batch_size * layout.data)
+    passes = micro_batches * stages * parallel.virtual_pipeline_model_parallel_size
+    if passes > _MOST_PASSES:
+        raise ParallelLayoutError(
+            f"train.global_batch_size {train.global_batch_size} is {micro_batches:,} micro batches "
+            f"of {train.micro_batch_size} on each replica, in {passes:,} passes: a plan takes at "
+            f"most {_MOST_PASSES:,}; raise train.micro_batch_size or add replicas"
+        )
     schedule = build_schedule(
         parallel.pipeline_schedule,
         stages,

@@ -3,6 +3,7 @@
 A run that needs more memory than a rank has is refused, with advice on how to make it fit.
 """
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from megacore.plan.vocabulary import is_on_the_hub
 __all__ = ["Gpu", "Hardware", "RunEstimate", "preflight", "resolve_launch"]
 CPU_DAYS_LIMIT = 7.0
 """Days above which a run on CPUs is refused as meant for GPUs, unless launch.allow_cpu is true."""
+
+CHECKPOINT_BYTES = 12
+"""Bytes of a parameter in a checkpoint: the fp32 weight and Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +273,20 @@ def check_memory(
             f"machine has {gib(room.host)} of it per rank: {', or '.join(ways)}"
         )
     _check_nvme(config.name, zero_of(config).nvme_path, need, room)
+
+
+def checkpoints_on_disk(config: RunConfig, vocab_size: int) -> tuple[int, int]:
+    """Return the most checkpoints of a run that are on disk at a time, and the bytes of each.
+
+    One more is written before the retention rules delete another.
+    """
+    keep, iterations = config.checkpoint, config.train.train_iters
+    saves = -(-iterations // keep.save_interval)
+    kept = keep.keep_last + keep.keep_best
+    if keep.keep_every is not None:
+        kept += iterations // math.lcm(keep.save_interval, keep.keep_every)
+    size = parameter_count(ModelSpec.of(config, vocab_size)) * CHECKPOINT_BYTES
+    return min(saves, kept + 1), size
 
 
 def gib(count: int) -> str:

@@ -5,7 +5,7 @@ The model's size depends on them.
 
 from pathlib import Path
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, regular
 from megacore.config.data import (
     BertWordPieceTokenizer,
     Gpt2BpeTokenizer,
@@ -58,7 +58,7 @@ def is_on_the_hub(choice: TokenizerChoice) -> bool:
 def _lines(file: Path, setting: str) -> int:
     """Return the number of entries of a vocab.txt."""
     try:
-        with file.open(encoding="utf-8", newline="\n") as lines:
+        with regular(file).open(encoding="utf-8", newline="\n") as lines:
             return sum(1 for _ in lines)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -71,7 +71,7 @@ def _pieces(file: Path, setting: str) -> int:
     from sentencepiece import SentencePieceProcessor
 
     try:
-        return int(SentencePieceProcessor(model_proto=file.read_bytes()).get_piece_size())
+        return int(SentencePieceProcessor(model_proto=regular(file).read_bytes()).get_piece_size())
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{setting}: the model {file} cannot be read ({error}): correct the path"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_object
 from megacore.config.finetune import Distribution, FinetuneConfig
 from megacore.config.hostfile import hosts_of, local_slots
 from megacore.config.load import parse_finetune_config
@@ -249,7 +249,7 @@ def try_batch(job: FinetuneJob, memory_limit: int | None, folder: Path, watch: W
         if (abort := next((phrase for phrase in _ABORTS if phrase in text), None)) is None:
             raise
         return TooLarge(f"{abort}: {error}")
-    return Fits(int(read_json(output)["peak_memory"]))
+    return Fits(int(read_object(output)["peak_memory"]))
 
 
 def measure_epoch(
@@ -270,7 +270,7 @@ def measure_epoch(
     measured = _in_folder(job, folder, batch)
     watch.on_start(attempt_log(measured))
     finetune(measured, watch.on_poll)
-    result: dict[str, Any] = read_json(folder / "result.json")
+    result = read_object(folder / "result.json")
     for name in ("checkpoints", "best"):
         shutil.rmtree(folder / name, ignore_errors=True)
     return result

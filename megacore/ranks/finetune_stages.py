@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact.files import read_object, workspace_errors
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import prepare_finetune_hosts
 from megacore.cluster.start import ssh_of, start_here, start_ranks
 from megacore.config.hostfile import hosts_of, is_only_here
 from megacore.finetune.resolve import memory_advice
 from megacore.jobs.finetune import FinetuneExportJob, FinetuneJob
-from megacore.ranks.stages import advising, attempt_log, nothing, supervise_job
+from megacore.ranks.stages import advising, attempt_log, first_read, nothing, supervise_job
 
 FINETUNE_VERSION = 1
 FINETUNE_EXPORT_VERSION = 1
@@ -28,6 +28,7 @@ def finetune(job: FinetuneJob, on_poll: Callable[[], None] = nothing) -> None:
         RankLostError: a rank died without a reason.
         StageTimeoutError: the ranks exceeded `launch.timeout_minutes`.
         LaunchError: a launcher is missing, or a host does not see the directories.
+        ArtifactError: a file that the ranks read is damaged.
         MemoryExhaustedError: memory ran out; the message contains advice, even if the kernel killed
             the rank.
     """
@@ -37,9 +38,10 @@ def finetune(job: FinetuneJob, on_poll: Callable[[], None] = nothing) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         job_file = run_directory / "run.json"
         job.write(job_file)
-    run_ranks(
-        job, "megacore.ranks.finetune", job_file, log, on_poll, job.config.launch.timeout_minutes
-    )
+    reads = [Path(job.pretrained_directory), Path(job.examples_directory)]
+    minutes = job.config.launch.timeout_minutes
+    with first_read(job, reads, on_poll) as polled:
+        run_ranks(job, "megacore.ranks.finetune", job_file, log, polled, minutes)
 
 
 def run_ranks(
@@ -90,5 +92,4 @@ def export(
     job.write(job_file)
     start = start_here("megacore.ranks.finetune_export", job, job_file)
     supervise_job(start, job, scratch / "export.log", on_poll, None)
-    report: dict[str, Any] = read_json(Path(job.output_directory) / "parity.json")
-    return report
+    return read_object(Path(job.output_directory) / "parity.json")

@@ -5,6 +5,7 @@ python -m megacore.ranks.pretrain --config run.json
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,7 @@ def pretrain(job: TrainJob) -> None:
                 spec=job.spec,
                 peak=peak,
                 started=started,
+                origins=partial(_documents, job),
             )
             trainer.run()
 
@@ -105,6 +107,13 @@ def _datasets(job: TrainJob) -> "Datasets":
         tokenizer_directory=job.tokenizer_directory,
     )
     return Datasets(train, valid, valid_pass)
+
+
+def _documents(job: TrainJob, samples: Sequence[int]) -> str:
+    """Describe the documents of training samples in one clause."""
+    from megacore.inspect.report import describe_samples  # only a run that ends needs it
+
+    return describe_samples(Path(job.index_directory), samples)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

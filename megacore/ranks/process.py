@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megacore.engine.native import DTYPES
 from megacore.errors import ParallelLayoutError, TrainingStoppedError
-from megacore.hardware import resolve_precision
+from megacore.hardware import refuse_unsupported_accelerator, resolve_precision
 from megacore.jobs.run import Job, RankJob
 from megacore.observe.heartbeat import ENDED, Heartbeat
 from megacore.observe.timers import Timers
@@ -28,8 +28,10 @@ def choose_device() -> torch.device:
     """Return the GPU with the number LOCAL_RANK, or the CPU if there is no GPU.
 
     Raises:
+        LaunchError: torch is for ROCm or MPS.
         ParallelLayoutError: there are fewer GPUs than ranks on this host.
     """
+    refuse_unsupported_accelerator()
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

@@ -1,11 +1,13 @@
 """Stages that start ranks: each writes its job file and runs the ranks under the guard."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import read_json, workspace_errors
+from megacore.artifact.files import read_json, read_object, workspace_errors
+from megacore.artifact.first_read import FirstRead
+from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import (
     loaded_checkpoints,
@@ -15,7 +17,7 @@ from megacore.cluster.placement.prepare import (
 from megacore.cluster.start import Start, ssh_of, start_here, start_ranks
 from megacore.config.hostfile import hosts_of, is_only_here
 from megacore.config.launch import LaunchConfig
-from megacore.errors import MemoryExhaustedError
+from megacore.errors import ArtifactError, MemoryExhaustedError
 from megacore.hardware import Hardware
 from megacore.jobs.finetune import FinetuneJob
 from megacore.jobs.model import ModelJob
@@ -58,6 +60,7 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
         RankLostError: a rank died without a reason.
         StageTimeoutError: the ranks or the compilation exceeded their time limit.
         LaunchError: a launcher or a compiler is missing.
+        ArtifactError: a file that the ranks read is damaged.
         MemoryExhaustedError: memory ran out; the message contains the predicted memory and advice,
             even if the kernel killed the rank.
     """
@@ -70,8 +73,56 @@ def train(job: TrainJob, on_poll: Callable[[], None] = nothing) -> None:
     env = prepare_operators(job, job_file, log, on_poll)
     _prepare_hosts(job)
     start = start_ranks(job.config.launch, "megacore.ranks.pretrain", job, job_file, env)
-    with advising(Path(job.exit_directory), lambda: _memory_advice(job)):
-        supervise_job(start, job, log, on_poll, job.config.launch.timeout_minutes)
+    reads = [Path(job.index_directory), Path(job.tokenizer_directory)]
+    reads += [Path(prefix).parent for prefix in job.token_prefixes]
+    with (
+        first_read(job, reads, on_poll) as polled,
+        advising(Path(job.exit_directory), lambda: _memory_advice(job)),
+    ):
+        supervise_job(start, job, log, polled, job.config.launch.timeout_minutes)
+
+
+@contextmanager
+def first_read(
+    job: TrainJob | FinetuneJob, directories: Sequence[Path], on_poll: Callable[[], None]
+) -> Iterator[Callable[[], None]]:
+    """Compare the digests of the artifacts in `directories` during the body, if `verify` is once.
+
+    Yields `on_poll` with a check for damage. The end of the body waits for the comparison.
+
+    Raises:
+        ArtifactError: an artifact is damaged; names the checkpoints that this attempt saved.
+    """
+    if job.config.verify != "once":
+        yield on_poll
+        return
+    before = _checkpoints(Path(job.run_directory))
+    reading = FirstRead(directories)
+
+    def polled() -> None:
+        reading.check()
+        on_poll()
+
+    try:
+        with reading:
+            yield polled
+            reading.finish()
+    except ArtifactError as error:
+        if error is not reading.error:
+            raise
+        after = _checkpoints(Path(job.run_directory))
+        saved = [str(path) for path, written in after.items() if before.get(path) != written]
+        more = f"; delete {', '.join(saved)} as well, trained on these data" if saved else ""
+        raise ArtifactError(f"{error}{more}") from error
+
+
+def _checkpoints(run_directory: Path) -> dict[Path, int]:
+    """Return the checkpoints of a run with the modification time of their markers."""
+    return {
+        marker.parent: marker.stat().st_mtime_ns
+        for marker in sorted(run_directory.glob(f"*/iter_*/{MARKER_NAME}"))
+        if STALE_SUFFIX not in marker.parent.name
+    }
 
 
 @contextmanager
@@ -134,8 +185,7 @@ def convert(
     job.write(job_file)
     start = start_here("megacore.ranks.convert", job, job_file)
     supervise_job(start, job, scratch / "convert.log", on_poll, None)
-    report: dict[str, Any] = read_json(Path(job.output_directory) / "parity.json")
-    return report
+    return read_object(Path(job.output_directory) / "parity.json")
 
 
 def supervise_job(
@@ -217,8 +267,7 @@ def run_job(
         stop_margin=start.stop_margin,
         on_poll=on_poll,
     )
-    result: dict[str, Any] = read_json(Path(job.output))
-    return result
+    return read_object(Path(job.output))
 
 
 def log_name(module: str) -> str:

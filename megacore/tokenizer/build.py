@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_json, regular
 from megacore.artifact.manifest import file_digest
 from megacore.config.data import (
     BertWordPieceTokenizer,
@@ -25,8 +25,16 @@ from megacore.config.data import (
 )
 from megacore.config.keys import key_parameters
 from megacore.corpus.blocks import iterate_texts
+from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.errors import DataFormatError, DownloadError
-from megacore.tokenizer.load import TOKENIZER_NAME, JsonTokenizer, Tokenizer, grouped, read_backend
+from megacore.tokenizer.load import (
+    TOKENIZER_BYTES,
+    TOKENIZER_NAME,
+    JsonTokenizer,
+    Tokenizer,
+    grouped,
+    read_backend,
+)
 from megacore.tokenizer.vocabulary import SENTINEL, role_names, special_tokens
 from megacore.tokenizer.wordpiece import BERT_ROLES, read_wordpiece, train_wordpiece
 
@@ -70,6 +78,7 @@ def build_tokenizer(
     *,
     cache_directory: Path | None = None,
     skip_bad_lines: bool = False,
+    document_bytes: int = DOCUMENT_BYTES,
 ) -> dict[str, Any]:
     """Fill the empty `directory` with the tokenizer's files.
 
@@ -85,7 +94,9 @@ def build_tokenizer(
         return (
             text
             for folder in folders
-            for text in iterate_texts(folder, skip_bad_lines=skip_bad_lines)
+            for text in iterate_texts(
+                folder, skip_bad_lines=skip_bad_lines, document_bytes=document_bytes
+            )
         )
 
     match choice:
@@ -245,7 +256,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = regular(path, TOKENIZER_BYTES).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataFormatError(
             f"{path} cannot be read ({error}): set data.tokenizer.merge_file"

@@ -23,6 +23,7 @@ from megacore.config.data import (
     JsonlSource,
     SentencePieceTokenizer,
 )
+from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.local_files import list_files
 from megacore.corpus.segments import Segment, jsonl_segments
 from megacore.errors import ConfigError
@@ -100,6 +101,7 @@ def tokenize_files(
     *,
     workers: int | None = None,
     progress: Progress | None = None,
+    document_bytes: int = DOCUMENT_BYTES,
 ) -> dict[str, int]:
     """Write `target`.bin and .idx with the inputs' documents in order, and two JSON files.
 
@@ -128,6 +130,7 @@ def tokenize_files(
             options,
             workers=workers,
             progress=progress,
+            document_bytes=document_bytes,
             writer_done=done,
         )
         counts["vocab_size"] = tokenizer.vocab_size

@@ -11,21 +11,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import tokenizers
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import read_json, regular, workspace_errors, write_json
 from megacore.errors import DataFormatError
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 MODEL_NAME = "tokenizer.model"
 """Name of a SentencePiece model, as used by Hugging Face."""
+TOKENIZER_BYTES = 1 << 28
+"""Maximum size of a tokenizer's file; the largest known have 2^25 bytes."""
 _BATCH_CHARACTERS = 1 << 19
 """Characters that `tokenizers` encodes in one call. Until the call returns, a token takes about 100
 bytes."""
 SpecialTokenRoles = Mapping[str, str | Sequence[str]]
 """Special tokens by their key in tokenizer_config.json."""
+_SHOWN = 40
 _TEXTS = 256
+_TRAINED_CHARACTERS = 1 << 24
+"""Texts and characters that a trainer of `tokenizers` takes at a time."""
+_MOST_IDS = 1 << 24
+"""Ids from here on are refused: the largest vocabularies have 2^20, and libraries allocate, and may
+abort the process, by the greatest id."""
 
 
 class Encoded(NamedTuple):
@@ -283,7 +292,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json and disable its padding and truncation. Raises DataFormatError."""
     try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = regular(path, TOKENIZER_BYTES).read_text(encoding="utf-8")
+        check_ids(path, text)
+        backend = tokenizers.Tokenizer.from_str(text)
+    except DataFormatError:
+        raise
     except OSError as error:
         raise DataFormatError(
             f"{path} cannot be read: {error.strerror}: give a tokenizer.json"
@@ -295,6 +308,24 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     return backend
+
+
+def check_ids(path: Path, text: str) -> None:
+    """Raise DataFormatError if a tokenizer.json contains an id that no vocabulary reaches."""
+    try:
+        content = orjson.loads(text)
+        vocab = content["model"].get("vocab")
+        ids = dict(vocab) if isinstance(vocab, dict) else {}
+        added = content.get("added_tokens") or []
+        ids |= {str(token.get("content")): token.get("id") for token in added}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return  # `tokenizers` describes the problem
+    for token, number in ids.items():
+        if isinstance(number, int) and number >= _MOST_IDS:
+            raise DataFormatError(
+                f"{path} gives the token {token[:_SHOWN]!r} the id {number:,}, and ids must be "
+                f"below {_MOST_IDS:,}: the file is damaged, give another tokenizer"
+            )
 
 
 def text_batches(texts: Sequence[str], characters: int) -> list[Sequence[str]]:
@@ -309,7 +340,14 @@ def text_batches(texts: Sequence[str], characters: int) -> list[Sequence[str]]:
 
 
 def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists, for the trainers of `tokenizers`."""
-    remaining = iter(texts)
-    while batch := list(itertools.islice(remaining, _TEXTS)):
+    """Yield the texts in lists of bounded size, for the trainers of `tokenizers`."""
+    batch: list[str] = []
+    room = _TRAINED_CHARACTERS
+    for text in texts:
+        batch.append(text)
+        room -= len(text)
+        if len(batch) == _TEXTS or room <= 0:
+            yield batch
+            batch, room = [], _TRAINED_CHARACTERS
+    if batch:
         yield batch

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from megacore.artifact.files import workspace_errors, write_json
+from megacore.artifact.files import regular, workspace_errors, write_json
 from megacore.errors import DataFormatError
 from megacore.tokenizer.load import (
     MODEL_NAME,
+    TOKENIZER_BYTES,
     TOKENIZER_CONFIG_NAME,
     Encoded,
     SpecialTokenRoles,
@@ -53,7 +54,7 @@ class SentencePieceModel(Tokenizer):
     def read(cls, path: Path) -> "SentencePieceModel":
         """Read a model from a file. Raises DataFormatError."""
         try:
-            return cls(path.read_bytes(), str(path))
+            return cls(regular(path, TOKENIZER_BYTES).read_bytes(), str(path))
         except OSError as error:
             raise DataFormatError(
                 f"{path} cannot be read: {error.strerror}: give a SentencePiece .model"

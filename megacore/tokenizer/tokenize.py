@@ -18,6 +18,7 @@ import numpy as np
 from megacore.artifact.files import workspace_errors, write_json
 from megacore.corpus.blocks import Block, read_blocks
 from megacore.corpus.documents import read_sources
+from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.segments import segments as corpus_segments
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import (
@@ -104,6 +105,7 @@ def tokenize_corpus(
     *,
     workers: int | None = None,
     progress: Progress | None = None,
+    document_bytes: int = DOCUMENT_BYTES,
 ) -> dict[str, int]:
     """Write the corpus as token files and documents.json into the empty `directory`.
 
@@ -111,8 +113,9 @@ def tokenize_corpus(
     split. An empty document becomes a document entry without a sequence. The result does not depend
     on `workers`, the number of threads (by default one per core). For ready-made token files, the
     ids are checked and the files are linked without reordering. Returns counts: documents,
-    empty_documents, sequences, tokens, vocab_size, skipped_lines. Raises DataFormatError,
-    WorkspaceError, and WorkerLostError if a process that splits sentences is killed.
+    empty_documents, sequences, tokens, vocab_size, skipped_lines. Raises DataFormatError, also for
+    a document of more than `document_bytes`, WorkspaceError, and WorkerLostError if a process that
+    splits sentences is killed.
     """
     tokenizer = load_tokenizer(tokenizer_directory)
     sources = read_sources(corpus_directory)
@@ -126,7 +129,13 @@ def tokenize_corpus(
         parts = corpus_segments(corpus_directory)
         with ShuffleOnExit(directory, options) as target:
             counts, files = write_tokens(
-                parts, tokenizer, target, options, workers=workers, progress=progress
+                parts,
+                tokenizer,
+                target,
+                options,
+                workers=workers,
+                progress=progress,
+                document_bytes=document_bytes,
             )
             check_tokens(counts, corpus_directory)
         record_documents(directory, files, tokenizer, tokenizer_directory, options)
@@ -156,6 +165,7 @@ def write_tokens(
     *,
     workers: int | None = None,
     progress: Progress | None = None,
+    document_bytes: int = DOCUMENT_BYTES,
     writer_done: Callable[[IndexedDatasetWriter], None] = lambda writer: None,
 ) -> tuple[dict[str, int], list[FileRecord]]:
     """Write the documents of `parts` in order to the token files of `prefix`.
@@ -174,7 +184,7 @@ def write_tokens(
         splitter = (
             None if choice is None else stack.enter_context(SentenceSplitter(choice, workers))
         )
-        sample, blocks = _look_ahead(read_blocks(parts, BLOCK_BYTES))
+        sample, blocks = _look_ahead(read_blocks(parts, BLOCK_BYTES, document_bytes))
         encode = BlockEncoder(
             encoder=choose_encoder(tokenizer, sample, workers),
             eod_id=tokenizer.eod_id if options.append_eod else None,
@@ -291,6 +301,8 @@ class ShuffleOnExit:
                 np.random.RandomState(self._seed).shuffle(order)
                 with IndexedDatasetWriter(self._prefix, dataset.dtype) as writer:
                     permute(dataset, order, writer)
+                with workspace_errors(self._folder):
+                    shutil.rmtree(self._folder)  # a file that stays would be in the artifact
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -351,6 +363,7 @@ def tokenize_shard(
     *,
     workers: int | None = None,
     progress: Progress | None = None,
+    document_bytes: int = DOCUMENT_BYTES,
 ) -> dict[str, int]:
     """Write one shard of a corpus into the empty `directory`, without permuting its documents.
 
@@ -361,7 +374,13 @@ def tokenize_shard(
     tokenizer = load_tokenizer(tokenizer_directory)
     prefix = tokens_prefix(directory, options)
     counts, files = write_tokens(
-        segments, tokenizer, prefix, options, workers=workers, progress=progress
+        segments,
+        tokenizer,
+        prefix,
+        options,
+        workers=workers,
+        progress=progress,
+        document_bytes=document_bytes,
     )
     record_documents(directory, files, tokenizer, tokenizer_directory, options)
     return {**counts, "vocab_size": tokenizer.vocab_size}

@@ -7,8 +7,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from megacore.artifact.files import regular
 from megacore.errors import DataFormatError
-from megacore.tokenizer.load import grouped
+from megacore.tokenizer.load import TOKENIZER_BYTES, grouped
 
 BERT_ROLES = {
     "unk_token": "[UNK]",
@@ -119,7 +120,7 @@ def _continues(letter: str) -> bool:
 
 def _read_vocab(path: Path) -> dict[str, int]:
     try:
-        with open(path, encoding="utf-8", newline="\n") as file:
+        with open(regular(path, TOKENIZER_BYTES), encoding="utf-8", newline="\n") as file:
             tokens = [line.removesuffix("\n").removesuffix("\r") for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise DataFormatError(

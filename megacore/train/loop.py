@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,7 @@ class Trainer:
         spec: ModelSpec,
         peak: float | None = None,
         started: float | None = None,
+        origins: Callable[[Sequence[int]], str] = lambda samples: "",
     ) -> None:
         """Create the parts of a run.
 
@@ -69,6 +70,8 @@ class Trainer:
             spec: model specification, stored in every checkpoint.
             peak: this rank's peak rate in TFLOP/s for MFU; None if unknown.
             started: time.monotonic() at the start of this attempt; None means now.
+            origins: function that describes the documents of training samples in one clause, for
+                the error of a bad loss.
 
         Raises:
             DataFormatError: the training split has fewer samples than the run reads.
@@ -83,7 +86,9 @@ class Trainer:
         self._checkpoints = RunCheckpoints(config, engine, mesh, recorder, run_directory, spec)
         self._stop = StopRequest(config.train, run_directory, rank=mesh.rank, started=started)
         self._timers = mesh.timers or Timers(engine.device)
-        check = LossCheck(config, mesh, recorder.warning, self._record_bad_batch, self._hosts)
+        check = LossCheck(
+            config, mesh, recorder.warning, self._record_bad_batch, self._hosts, origins
+        )
         self._read = reader(datasets.train, engine.device)
         self._stepper = Stepper(config, engine, mesh, check, self._read, recorder.warning)
         self._profiler = IterationProfiler(

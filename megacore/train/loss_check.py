@@ -67,6 +67,7 @@ class LossCheck:
         warn: Callable[[str], None],
         record: Callable[[BadBatch], None] = lambda batch: None,
         hosts: Sequence[str] = (),
+        origins: Callable[[Sequence[int]], str] = lambda samples: "",
     ) -> None:
         """Create the check of a run.
 
@@ -76,8 +77,11 @@ class LossCheck:
             warn: callback that receives the message of a spike or of a suspected hardware fault.
             record: callback that receives every bad batch.
             hosts: host name of each rank; empty if unknown.
+            origins: function that describes in one clause the documents of samples and how to see
+                them.
         """
         self._config = config
+        self._origins = origins
         self._layout = mesh.layout
         self._schedule = LrSchedule.of(config)
         self._warn, self._record, self._hosts = warn, record, hosts
@@ -211,8 +215,8 @@ class LossCheck:
         )
         if self._config.train.loss_spike_action == "stop":
             raise LossError(
-                f"{message}: look at these samples, {self._skip(bad)}, or set "
-                "train.loss_spike_action to warn"
+                f"{message}: {self._documents(bad)}look at these samples, {self._skip(bad)}, or "
+                "set train.loss_spike_action to warn"
             )
         self._warn(message)
 
@@ -234,14 +238,20 @@ class LossCheck:
             return (
                 f"the gradient norm is {bad.loss} at iteration {bad.iteration} (samples {first} to "
                 f"{last}) on all {self._layout.world_size} ranks though every loss is finite; "
-                f"{_again(bad)}: {advice}"
+                f"{self._documents(bad)}{_again(bad)}: {advice}"
             )
         count = sum(not math.isfinite(loss) for loss in update.losses)
         return (
             f"the loss is {bad.loss}{self._place(bad)} at iteration {bad.iteration} "
-            f"(samples {_listed(bad.samples)}; {count} micro batches in all); {_again(bad)}: "
-            f"{advice}"
+            f"(samples {_listed(bad.samples)}; {count} micro batches in all); "
+            f"{self._documents(bad)}{_again(bad)}: {advice}"
         )
+
+    def _documents(self, bad: BadBatch) -> str:
+        """Return the clause on the documents of the bad samples with a separator, or ""."""
+        first, last = bad.global_batch
+        clause = self._origins(bad.samples or range(first, last + 1))
+        return clause and f"{clause}; "
 
     def _skip(self, bad: BadBatch) -> str:
         """Return the advice to skip this batch, with the complete setting to write."""

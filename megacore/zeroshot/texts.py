@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.artifact.files import regular
 from megacore.errors import ConfigError, DataFormatError
 from megacore.tokenizer import Tokenizer
 
@@ -151,7 +152,7 @@ def read_text(path: Path) -> str:
         DataFormatError: if the file cannot be read or is not UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8")
+        return regular(path).read_bytes().decode("utf-8")
     except OSError as error:
         raise DataFormatError(f"{path} cannot be read: {error.strerror}: check the path") from error
     except UnicodeDecodeError as error:

@@ -153,8 +153,16 @@ MAY_CHANGE = {
         "export",
     }
     | {"resume", "tracking"},
+    "HttpSource": {"max_file_gb"},
     "HubSource": {"streaming"},
-    "DataConfig": {"workers", "shard_mb", "shard_runner", "shard_workers", "dask_address"},
+    "DataConfig": {
+        "max_document_mb",
+        "workers",
+        "shard_mb",
+        "shard_runner",
+        "shard_workers",
+        "dask_address",
+    },
     "TrainConfig": {
         "micro_batch_size",
         "train_iters",

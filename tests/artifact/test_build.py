@@ -20,7 +20,7 @@ from megacore.artifact import (
     open_artifact,
 )
 from megacore.artifact.files import write_json
-from megacore.errors import ArtifactError, WorkspaceError
+from megacore.errors import ArtifactError, MemoryExhaustedError, WorkspaceError
 
 KEY = StageKey.of("collect", 1, {"source": "here"})
 
@@ -71,6 +71,15 @@ def test_a_failed_build_leaves_only_its_lock(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="half way"):
         build_artifact(tmp_path, KEY, broken)
+    assert [path.name for path in tmp_path.iterdir()] == [f".{KEY.key}.lock"]
+
+
+def test_a_lack_of_memory_names_the_stage(tmp_path: Path) -> None:
+    def greedy(directory: Path) -> dict[str, int]:
+        raise MemoryError("Unable to allocate 8.00 TiB")
+
+    with pytest.raises(MemoryExhaustedError, match=f"the stage {KEY.stage} .Unable to allocate 8"):
+        build_artifact(tmp_path, KEY, greedy)
     assert [path.name for path in tmp_path.iterdir()] == [f".{KEY.key}.lock"]
 
 

@@ -1,12 +1,28 @@
-"""Tests of atomic file replacement and of reading JSON files."""
+"""Tests of atomic file replacement and of reading JSON files within limits."""
 
+import errno
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megacore.artifact.files import read_json, read_record, replace_file, write_json
+from megacore.artifact.files import (
+    access_error,
+    parse_json,
+    read_json,
+    read_object,
+    read_record,
+    regular,
+    replace_file,
+    require_space,
+    staged,
+    workspace_errors,
+    write_json,
+)
+from megacore.artifact.manifest import Manifest
+from megacore.errors import ArtifactError, FileAccessError, WorkspaceError
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,22 @@ def test_a_failed_replacement_keeps_the_old_content(
     assert [*tmp_path.iterdir()] == [path]
 
 
+def test_a_failed_sync_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command would refuse an output that is there."""
+
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("megacore.artifact.files.sync_directory", fail)
+    with (
+        pytest.raises(FileAccessError, match=r"out \(Input/output error\): the disk"),
+        staged(tmp_path / "out") as staging,
+    ):
+        (staging / "file").touch()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_written_json_is_read_back_equal(tmp_path: Path) -> None:
     value = {"b": [1, 2.5, None], "a": "ü"}
     write_json(tmp_path / "value.json", value)
@@ -59,3 +91,122 @@ def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
     assert read_record(path, Size) == Size("a", 1)
     path.write_bytes(text.encode("latin-1"))
     assert read_record(path, Size) is None
+
+
+def test_missing_space_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil._ntuple_diskusage(9 << 30, 0, 5 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    require_space(tmp_path / "a" / "b", 5 << 20, "it writes")
+    message = f"it writes 3.0 GiB, and 5.0 MiB are free in {tmp_path}: free some space"
+    with pytest.raises(WorkspaceError, match=message):
+        require_space(tmp_path / "a" / "b", 3 << 30, "it writes")
+    with (
+        pytest.raises(WorkspaceError, match=f"No space .*; 5.0 MiB are free in {tmp_path}"),
+        workspace_errors(tmp_path / "x"),
+    ):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key c is given twice"),
+        (b"[" * 65 + b"]" * 65, "it nests more than 64 levels deep"),
+        (b'{"a":' * 100_000, "it nests more than 64 levels deep"),
+        (b'{"n_embd": ' + b"9" * 6000 + b"}", r"the number 9{20}… has 6000 digits, more than 100"),
+        (b"{", "line 1 column 2"),
+        (b"\xff", "can't decode byte 0xff in position 0"),
+    ],
+)
+def test_hostile_json_is_refused_in_a_clause(text: bytes, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse_json(text)
+
+
+def test_json_within_the_limits_is_read() -> None:
+    assert parse_json(b"[" * 64 + b"]" * 64)
+    assert parse_json(b'{"state": ' + b"9" * 100 + b"}") == {"state": 10**100 - 1}
+
+
+def test_large_files_and_directories_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    path.write_text("[1, 2]")
+    assert read_json(path, limit=6) == [1, 2]
+    with pytest.raises(ValueError, match="it has 6 bytes, more than the 5 that such a file may"):
+        read_json(path, limit=5)
+    with pytest.raises(IsADirectoryError):
+        read_json(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100, '{"a": 1, "a": 1}', None])
+def test_a_damaged_report_of_a_stage_is_an_artifact_error(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "report.json"
+    path.write_text('{"loss": 1.5}')
+    assert read_object(path) == {"loss": 1.5}
+    path.write_text(text) if text else path.unlink()
+    with pytest.raises(
+        ArtifactError, match=rf"report.json cannot be read \(.+\): delete {tmp_path}"
+    ):
+        read_object(path)
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (errno.EIO, r"\(Input/output error\): the disk or its connection fails"),
+        (errno.ESTALE, r"\(Stale file handle\): the file server has lost the file"),
+        (errno.EMFILE, r"\(Too many open files\): .*raise the limit \(`ulimit -n`\)"),
+    ],
+)
+def test_failing_disks_and_limits_do_not_count_as_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, sentence: str
+) -> None:
+    def fail(path: str, flags: int, *_: object) -> int:
+        raise OSError(code, os.strerror(code), path)
+
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setattr(os, "open", fail)
+    for read in (read_json, read_object, lambda path: read_record(path, Size)):
+        with pytest.raises(FileAccessError, match=rf"{tmp_path}/manifest.json {sentence}"):
+            read(tmp_path / "manifest.json")
+    with pytest.raises(FileAccessError, match=sentence):  # not "damaged: delete it"
+        Manifest.read(tmp_path)
+
+
+def test_a_stale_handle_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "value.json"
+    path.write_text("[1]")
+    opening, failures = os.open, [errno.ESTALE, errno.ESTALE]
+
+    def fail_twice(name: str, flags: int) -> int:
+        if failures:
+            raise OSError(failures.pop(), "Stale file handle", name)
+        return opening(name, flags)
+
+    monkeypatch.setattr(os, "open", fail_twice)
+    assert read_json(path) == [1]
+
+
+def test_other_errors_keep_their_type(tmp_path: Path) -> None:
+    assert access_error(FileNotFoundError(errno.ENOENT, "No such file")) is None
+    assert access_error(OSError(errno.ENOTCONN, "socket")) is None
+    with (
+        pytest.raises(FileAccessError, match="raise the limit"),
+        workspace_errors(tmp_path),
+    ):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_pipe_device_and_large_file_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.json"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=r"it is a named pipe, not a file: .*pipe\.json"):
+        read_json(path)
+    with pytest.raises(OSError, match="it is a device, not a file"):
+        regular(Path("/dev/zero"))
+    write_json(tmp_path / "large", [0] * 9)
+    assert regular(tmp_path / "large", (tmp_path / "large").stat().st_size)
+    with pytest.raises(OSError, match="bytes, over the limit of 9"):
+        regular(tmp_path / "large", 9)

@@ -54,12 +54,15 @@ def test_a_table_lists_all_checks(tmp_path: Path) -> None:
         app, ["doctor", "--workspace", str(tmp_path), "--output", str(output)]
     )
     assert result.exit_code == 0, result.output
-    for name in ("packages", "workspace", "kernels", "limits", "bandwidth"):
+    for name in ("packages", "storage", "toolchain", "operators", "kernels", "bandwidth"):
         assert name in result.output
     assert "1 host" in result.output
     report = json.loads(output.read_text())
     assert report["mode"] == "full"
     assert report["seconds"] < 60
+    (probe,) = report["probes"].values()
+    assert probe["values"]["operators"]["cpu_adam"]["problem"] is None
+    assert probe["values"]["toolchain"]["ninja"]
     for pair in report["pairs"]:  # none on a machine with a single GPU
         assert pair["hosts"][0] == pair["hosts"][1]
         assert pair["mb_64_gb_s"] > 0

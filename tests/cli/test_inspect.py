@@ -1,6 +1,8 @@
 """Output and refusals of `megacore inspect` and `megacore verify`."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from megacore.artifact.manifest import Manifest, list_files
 from megacore.cli import app
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.errors import ArtifactError, ConfigError, DataFormatError
+from megacore.inspect.report import describe_samples
 from megacore.token_files.indexed_dataset import write_members
 from tests.data._corpus import Corpus, write_corpus
 from tests.data._files import write_tokens
@@ -260,3 +263,39 @@ def test_verify_ends_with_the_error_of_the_first_check_that_fails(tmp_path: Path
     result = run("verify", prefix)
     assert isinstance(result.exception, DataFormatError)
     assert result.exception.exit_code == 3
+
+
+def test_verify_of_a_workspace_lists_all_damage_and_fails(tmp_path: Path) -> None:
+    for name in ("0123", "4567"):
+        directory = tmp_path / "tokenized" / name
+        directory.mkdir(parents=True)
+        (directory / "a.txt").write_text("alpha")
+        Manifest("tokenize", 1, "", {}, {}, list_files(directory), {}, 0.0).write(directory)
+    assert "ok  tokenized/0123: 1 file, 5 bytes" in output("verify", tmp_path)
+    (directory / "a.txt").write_text("alphA")
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1
+    assert [line.split(": ")[0].strip() for line in result.output.splitlines()] == [
+        "ok  tokenized/0123",
+        "damaged  tokenized/4567",
+        "delete it",
+        "then the same `make pretrain` command builds it again (stage tokenize)",
+        "damaged",
+    ]
+    assert f"delete it: rm -r -- {directory}\n" in result.output
+
+
+def test_the_command_of_a_bad_loss_shows_the_documents_that_it_names(index: Path) -> None:
+    clause = describe_samples(index, [3, 4])
+    documents, command = re.fullmatch(
+        r"they are from (document .*); `megacore (.*)` shows sample 3, and so on to --sample 4",
+        clause,
+    ).groups()  # type: ignore[union-attr]
+    shown = output(*shlex.split(command)) + output("inspect", index, "--sample", 4)
+    places = re.findall(r"document (\d+) \((\S+)\)", documents)
+    assert len(places) > 1
+    for document, place in places:
+        assert f"document {document}, sequence" in shown
+        assert f"from {place} (text)" in shown
+    (index / "index.json").write_text("{")
+    assert re.match(r"their documents are unknown \(.*\); `megacore", describe_samples(index, [3]))

@@ -1,7 +1,9 @@
 """Commands on a workspace and its runs."""
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megacore.artifact import lock
-from megacore.cli import app
-from megacore.errors import ConfigError, WorkspaceError
+from megacore.cli import app, main
+from megacore.errors import ConfigError, FileAccessError, WorkspaceError
 from megacore.observe.heartbeat import ENDED, Heartbeat, beat_path
 
 
@@ -37,6 +39,23 @@ def test_a_missing_workspace_is_refused(tmp_path: Path, command: str) -> None:
     result = CliRunner().invoke(app, [command, "--workspace", str(tmp_path / "typo")])
     assert isinstance(result.exception, WorkspaceError)
     assert not (tmp_path / "typo").exists()
+
+
+def test_too_many_open_files_are_one_sentence_with_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "tokens.bin")
+
+    monkeypatch.setattr("megacore.cli.app", fail)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == FileAccessError.exit_code
+    assert capsys.readouterr().err == (
+        "error: cannot read or write tokens.bin (Too many open files): this process has too many "
+        "files open: raise the limit (`ulimit -n`)\n"
+    )
 
 
 def test_an_error_is_one_sentence_with_an_exit_code(tmp_path: Path) -> None:

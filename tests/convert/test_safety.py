@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.checkpoint.format import MARKER_NAME, STATE_NAME, Marker, read_state
 from megacore.checkpoint.save import save_checkpoint
+from megacore.convert.hf.config import HfConfig
 from megacore.convert.hf.directory import open_hf
+from megacore.convert.hf.forms import FORMS, read_spec
 from megacore.convert.inert import load_inert
 from megacore.convert.source import CheckpointTensors
 from megacore.data.index_directory import load_map
-from megacore.errors import MegacoreError
+from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, load_tokenizer
 
@@ -129,6 +131,79 @@ def test_a_malicious_file_is_refused_and_not_run(
     assert not trap.exists(), "the pickle was executed"
 
 
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (torch.Tensor.to_sparse, r"is sparse \(torch.sparse_coo\)"),
+        (lambda tensor: tensor.to("meta"), "is without data"),
+    ],
+)
+def test_a_tensor_that_is_not_dense_is_refused_by_name(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], kind: str
+) -> None:
+    weight = change(torch.ones(64, 8))
+    torch.save({"wte.weight": weight}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConversionError, match=rf"pytorch_model.bin: wte.weight {kind}"):
+        hf(tmp_path)
+    torch.save({"model": {"layers": [torch.ones(2), weight]}}, tmp_path / "model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match=rf"model_optim_rng.pt: model.layers.1 {kind}"):
+        load_inert(tmp_path / "model_optim_rng.pt")
+
+
+def test_weights_that_are_integers_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    shapes = FORMS["gpt2"].key_map(read_spec(HfConfig.read(tmp_path))[1]).their_shapes
+    weights = {name: torch.ones(shape) for name, shape in shapes.items()}
+    weights["transformer.wpe.weight"] = torch.ones(16, 8).long()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConversionError, match=r"wpe.weight is of torch.int64, where weights are"):
+        dict(open_hf(tmp_path)[2])
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"n_embd": 10**12}, "hidden_size is 1000000000000: Input should be less than or equal"),
+        ({"n_layer": 10**9}, "num_layers is 1000000000: Input should be less than or equal"),
+        ({"n_embd": 1e300}, "has n_embd 1e\\+300 where a value of type int belongs"),
+        ({"n_positions": 10**99}, "give an integer of at most 9,223,372,036,854,775,807"),
+    ],
+)
+def test_a_config_json_with_giant_values_is_refused(
+    tmp_path: Path, values: dict[str, Any], sentence: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | values))
+    with pytest.raises(ConversionError, match=sentence) as caught:
+        open_hf(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+DEEP = "[" * 100_000
+DIGITS = '{"a": ' + "9" * 6000 + "}"
+
+
+@pytest.mark.parametrize("text", [DEEP, DIGITS, '{"a": 1, "a": 2}'])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", lambda directory: open_hf(directory)),
+        ("model.safetensors.index.json", hf),
+        (TOKENIZER_CONFIG_NAME, tokenizer),
+        (STATE_NAME, read_state),
+        (MARKER_NAME, Marker.read),
+        (MANIFEST_NAME, Manifest.read),
+    ],
+)
+def test_json_beyond_the_limits_is_refused_with_its_name(
+    tmp_path: Path, name: str, read: Read, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(MegacoreError, match=r"64 levels deep|6000 digits|given twice") as caught:
+        read(tmp_path)
+    assert name in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize("plant", [pickled, zipped, legacy, array])
 def test_the_payloads_run_in_unsafe_readers(tmp_path: Path, plant: Plant) -> None:
     trap, path = tmp_path / "executed", tmp_path / "file.npy"
@@ -163,3 +238,14 @@ def test_a_malicious_checkpoint_is_refused_by_conversion(tmp_path: Path) -> None
     with pytest.raises(MegacoreError, match="cannot be read"):
         CheckpointTensors(checkpoint)["w"]
     assert not trap.exists()
+
+
+def test_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model/data.pkl", bytes(1 << 24))
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    with pytest.raises(MegacoreError, match="members unpack to 16,777,216 bytes, more than"):
+        open_hf(tmp_path)
+    with pytest.raises(MegacoreError, match="members unpack to 16,777,216 bytes, more than"):
+        load_inert(path)

@@ -1,8 +1,10 @@
 """Tests of reading documents from files in blocks."""
 
 import gzip
+import os
 import random
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megacore.corpus import blocks
+from megacore.corpus import blocks, formats
 from megacore.corpus.blocks import BadLine, iterate_texts, read_blocks
 from megacore.corpus.documents import CorpusWriter
+from megacore.corpus.local_files import count_documents
 from megacore.corpus.segments import Segment, count_newlines, jsonl_segments
 from megacore.errors import DataFormatError
 from tests.corpus._files import lines, write_form
@@ -325,3 +328,73 @@ def test_bad_lines_in_random_block_order_do_not_rescan_the_file_each_time(
         range(2, 4001, 2)
     )
     assert sum(counted) < 10 * path.stat().st_size
+
+
+LIMIT = 1 << 21
+
+
+def padded(directory: Path, suffix: str, size: int) -> Path:
+    """Return a file whose second document's line, or text in parquet, has `size` bytes."""
+    overhead = 0 if suffix == ".parquet" else len('{"text": ""}')
+    return write_form(directory / f"big{suffix}", ["one", "x" * (size - overhead), "last"])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_document_over_the_limit_is_refused_with_its_place_and_size(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = padded(tmp_path, suffix, LIMIT + 1)
+    place = "big.parquet row 2" if suffix == ".parquet" else f"big{suffix}:2"
+    expected = rf"{place} .* {LIMIT + 1:,} bytes, over the limit of {LIMIT:,}: .*max_document_mb"
+    for block_bytes in (64, 4 * LIMIT):
+        with pytest.raises(DataFormatError, match=expected):
+            list(read_blocks(jsonl_segments([path], "text"), block_bytes, LIMIT))
+    if suffix != ".parquet":
+        with pytest.raises(DataFormatError, match=expected):
+            count_documents(path, "text", LIMIT)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_document_of_the_limit_is_read(tmp_path: Path, suffix: str) -> None:
+    path = padded(tmp_path, suffix, LIMIT)
+    assert count_documents(path, "text", LIMIT) == 3
+    for block_bytes in (64, 4 * LIMIT):
+        parts = read_blocks(jsonl_segments([path], "text"), block_bytes, LIMIT)
+        assert sum(len(block.texts()[0]) for block in parts) == 3
+
+
+def test_endless_line_is_refused_without_reading_it_completely(tmp_path: Path) -> None:
+    path = tmp_path / "zeros.jsonl"
+    path.write_bytes(b'{"text":"one"}\n')
+    os.truncate(path, 1 << 40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataFormatError, match=r"zeros.jsonl:2 is a document of more than 9,"):
+            count_documents(path, "text", LIMIT)
+        with pytest.raises(DataFormatError, match=r"zeros.jsonl:2 is a document of more than 9,"):
+            list(read_blocks(jsonl_segments([path], "text"), 64, LIMIT))
+        assert tracemalloc.get_traced_memory()[1] < 4 * LIMIT
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_archive_that_unpacks_to_far_more_than_text_is_refused(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "_UNPACKED_BYTES", 1 << 20)
+    data = b'{"text":"one"}\n' * (1 << 18)
+    path = tmp_path / f"bomb.jsonl{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix == ".gz" else zstandard.compress(data))
+    expected = r"bomb\.jsonl\.\w+ unpacks to over 1 MiB and over 200 times .*unpack it yourself"
+    with pytest.raises(DataFormatError, match=expected):
+        count_documents(path, "text")
+    with pytest.raises(DataFormatError, match=expected):
+        list(read_blocks(jsonl_segments([path], "text"), 64))
+
+
+def test_pipe_and_device_are_refused_without_opening_them(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, name in ((tmp_path / "pipe", "a named pipe"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(DataFormatError, match=rf"{path} cannot be read: it is {name}, not a"):
+            formats.open_file(path)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from megacore.corpus import fetch as fetch_module
@@ -193,25 +194,66 @@ def test_a_client_error_is_not_retried(site: Site, target: Path, status: int) ->
     assert names(target) == set()
 
 
-def test_a_redirect_is_followed(site: Site, target: Path) -> None:
+def test_a_redirect_is_followed_without_reading_its_body(site: Site, target: Path) -> None:
     site.statuses, site.headers = [302], {"Location": f"{site.url}/a.jsonl"}
     assert fetch_file(site, target).sha256 == SHA256
+
+
+def test_a_redirect_within_the_site_keeps_the_password(site: Site, target: Path) -> None:
+    elsewhere = site.url.replace("127.0.0.1", "localhost")
+    user = site.url.replace("//", "//me:secret@")
+    for place, sent in ((site.url, True), (elsewhere, False)):
+        site.statuses, site.headers = [302], {"Location": f"{place}/a.jsonl"}
+        site.requests.clear()
+        fetch(f"{user}/b.jsonl", SHA256, target.with_name(f"b{sent}"), QUICK)
+        assert ["authorization" in request for request in site.requests] == [True, sent]
 
 
 def test_a_loop_of_redirects_is_refused(site: Site, target: Path) -> None:
     site.statuses, site.headers = [302] * 50, {"Location": f"{site.url}/a.jsonl"}
     with pytest.raises(
-        DataFormatError, match="cannot be downloaded: Exceeded maximum allowed redirects"
+        DataFormatError, match=r"/b\.jsonl redirects more than 10 times, the last time to .*/a\.js"
     ):
         fetch(f"{site.url}/b.jsonl", None, target.with_name("b"), QUICK)
+    assert len(site.requests) == 1 + fetch_module.MAX_REDIRECTS
 
 
-def test_a_redirect_to_another_protocol_is_refused(site: Site, target: Path) -> None:
-    site.statuses, site.headers = [302], {"Location": "ftp://127.0.0.1/a.jsonl"}
+@pytest.mark.parametrize("address", ["ftp://127.0.0.1/a.jsonl", "file://127.0.0.1/etc/passwd"])
+def test_a_redirect_to_another_protocol_is_refused(site: Site, target: Path, address: str) -> None:
+    site.statuses, site.headers = [302], {"Location": address}
     with pytest.raises(
-        DataFormatError, match="cannot be downloaded: Request URL has an unsupported protocol"
+        DataFormatError, match=rf"/c\.jsonl redirects to {address}; .*only to http and https: check"
     ):
         fetch(f"{site.url}/c.jsonl", None, target.with_name("c"), QUICK)
+
+
+def test_a_redirect_from_https_to_http_is_refused(target: Path) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(302, headers={"Location": "http://a.example/x?token=secret"})
+
+    target.parent.mkdir()
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        download = fetch_module._Download(
+            client, "https://a.example/x", target, None, lambda done, total: None, 10
+        )
+        with pytest.raises(
+            DataFormatError, match=r"redirects to http://a\.example/x.* from https .*only to https:"
+        ) as error:
+            download.run(QUICK)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_file_above_the_limit_is_refused_and_removed(
+    site: Site, target: Path, chunked: bool
+) -> None:
+    site.chunked = chunked
+    with pytest.raises(
+        DataFormatError,
+        match=r"/a\.jsonl has at least \d+ bytes, more than data\.source\.max_file_gb = 0\.001 ",
+    ):
+        fetch(f"{site.url}/a.jsonl", None, target, QUICK, max_bytes=1_000_000)
+    assert (len(site.requests), names(target)) == (1, set())
 
 
 def test_a_refused_connection_fails_soon(target: Path) -> None:

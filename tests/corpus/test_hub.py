@@ -141,15 +141,12 @@ def test_rows_before_the_first_match_are_a_document(lines: Path, tmp_path: Path)
     assert first["text"].startswith("\n = First")
 
 
-def test_expression_that_matches_no_row_is_refused(
-    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expression_that_matches_no_row_is_refused(lines: Path, tmp_path: Path) -> None:
     absent = source(lines, document_start="^Chapter")
     with pytest.raises(DataFormatError, match=r"no row matches .*document_start '\^Chapter'"):
         collect(absent, tmp_path / "out")
-    monkeypatch.setattr(hub, "_LARGEST_DOCUMENT", 20)
-    with pytest.raises(DataFormatError, match=r"no row from 0 to 3 matches .* at most 20 char"):
-        collect(absent, tmp_path / "out")
+    with pytest.raises(DataFormatError, match=r"no row from 0 to 3 matches .* at most 20 bytes"):
+        collect(absent, tmp_path / "out", document_bytes=20)
     with pytest.raises(ValidationError, match=r"'\(' is no regular expression"):
         source(lines, document_start="(")
 

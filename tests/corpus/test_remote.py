@@ -1,5 +1,6 @@
 """Tests of sources on web servers."""
 
+import functools
 import gzip
 import hashlib
 import json
@@ -44,9 +45,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 @pytest.fixture
 def two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        remote, "fetch", lambda *args: fetch.fetch(*args, Patience(attempts=2, backoff=0.01))
-    )
+    patience = Patience(attempts=2, backoff=0.01)
+    monkeypatch.setattr(remote, "fetch", functools.partial(fetch.fetch, patience=patience))
 
 
 def source(site: Site, *paths: str, key: str = "text", sha256: bool = False) -> HttpSource:

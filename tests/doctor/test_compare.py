@@ -32,8 +32,9 @@ def test_healthy_hosts_have_no_problem() -> None:
     findings = compare(facts(probe("a"), probe("b"), probe("c"), needs=NEEDS))
     assert {finding.verdict for finding in findings} == {"ok"}
     assert [finding.check for finding in findings] == [
-        "ssh", "clocks", "packages", "names", "interface", "workspace", "disk", "memory",
-        "shared memory", "limits", "gpus", "kernels", "speed", "tokens", "index maps",
+        "ssh", "clocks", "packages", "names", "interface", "workspace", "disk", "storage",
+        "memory", "shared memory", "limits", "gpus", "toolchain", "operators", "kernels", "speed",
+        "tokens", "index maps",
     ]  # fmt: skip
     assert all(not finding.advice and not finding.hosts for finding in findings)
 

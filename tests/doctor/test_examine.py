@@ -195,11 +195,11 @@ def test_slow_checks_are_requested_last() -> None:
     """A slow import of torch must not delay the checks of network and workspace."""
     data = RunData(("t",), 10, "/i")
     subject = Subject({"a": 1, "b": 1}, Path("/w"), LaunchConfig(hostfile="h"), data=data)
-    for request in _requests(subject, ["a", "b"], None, {}, {}).values():
+    for request in _requests(subject, ["a", "b"], None, {}, {}, full=True).values():
         checks = list(request.checks)
         assert len(set(checks)) == len(checks)
         assert {"packages", "limits", "memory", "disk", "gpus"} < set(checks)
-        assert checks[-3:] == ["torch", "speed", "tokens"]
+        assert checks[-6:] == ["torch", "toolchain", "speed", "storage", "operators", "tokens"]
         assert max(map(checks.index, ("workspace", "network", "index"))) < checks.index("gpus")
 
 

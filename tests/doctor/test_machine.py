@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.doctor.machine import look_at_gpus, parse_smi, sources_digest
+from megacore.doctor import machine
+from megacore.doctor.machine import look_at_gpus, measure_storage, parse_smi, sources_digest
 
 SLOW_DRIVER = """#!/bin/sh
 sleep 2
@@ -68,3 +69,16 @@ def test_digest_of_sources_depends_only_on_python_files(tmp_path: Path) -> None:
     assert sources_digest(tmp_path) == before
     (tmp_path / "a.py").write_text("x = 2\n")
     assert sources_digest(tmp_path) != before
+
+
+def test_rates_of_a_workspace_are_measured_and_no_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_STORAGE_SECONDS", 0.05)
+    rates = measure_storage(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert rates["write"] > 1e5
+    assert rates["read"] > 1e5
+    assert rates["random_reads"] > 1
+    assert 0 < rates["fsync"] < 10
+    assert measure_storage(tmp_path / "none") == {"skipped": "the workspace is not there yet"}

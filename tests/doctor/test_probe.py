@@ -52,7 +52,7 @@ def test_answers_describe_this_host(local_probe: HostProbe) -> None:
     assert first != second
 
 
-@pytest.mark.parametrize("module", ["probe", "peers", "machine", "network", "storage"])
+@pytest.mark.parametrize("module", ["probe", "peers", "machine", "network", "storage", "toolchain"])
 def test_modules_of_the_probe_import_no_heavy_packages(module: str) -> None:
     """The probe must run on a host where these packages are broken or slow to read."""
     heavy = "{'torch', 'numpy', 'rich'} & set(sys.modules)"

@@ -1,13 +1,16 @@
-"""Resolution of the precision `auto`."""
+"""Resolution of the precision `auto`, and accelerators that are not supported."""
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megacore import hardware
-from megacore.hardware import cpu_multiplies_bf16, resolve_precision
+from megacore.errors import LaunchError
+from megacore.hardware import Hardware, cpu_multiplies_bf16, resolve_precision, torch_build
+from megacore.ranks.process import choose_device
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -55,3 +58,23 @@ def test_resolving_the_precision_imports_no_torch() -> None:
         "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_build_of_torch_is_read_without_importing_it() -> None:
+    import torch
+
+    assert (torch_build()["cuda"], torch_build()["hip"]) == (torch.version.cuda, torch.version.hip)
+    assert torch_build()["__version__"] == torch.__version__
+
+
+@pytest.mark.parametrize("choose", [choose_device, Hardware.detect])
+def test_rocm_and_mps_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, choose: Callable[[], object]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(hardware, "torch_build", lambda: {"hip": "6.4.43482"})
+        with pytest.raises(LaunchError, match=r"AMD's ROCm 6\.4\.43482, which megacore does not"):
+            choose()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(LaunchError, match="Apple's MPS, which megacore does not support"):
+        choose()

@@ -7,11 +7,12 @@ import pytest
 
 from megacore.artifact.build import StageKey, seal
 from megacore.artifact.manifest import Manifest, list_files
+from megacore.checkpoint.format import FileRecord, Marker
 from megacore.data.index_directory import map_path
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.errors import ArtifactError, DataFormatError
 from megacore.inspect import verify as verify_maps
-from megacore.inspect.verify import verify
+from megacore.inspect.verify import Damage, examine, verify
 from megacore.token_files.indexed_dataset import write_members
 from tests.data._corpus import entry, write_documents
 from tests.data._files import write_tokens
@@ -77,7 +78,8 @@ def test_hashes_of_the_command_lines_manifest_are_checked(tmp_path: Path) -> Non
     assert results(prefix)["a.manifest.json"] == "2 files, 98 bytes, sha256 as it was written"
     flip(Path(f"{prefix}.bin"))
     with pytest.raises(
-        ArtifactError, match=r"a\.bin has other content than when it was written: build it again"
+        ArtifactError,
+        match=r"a\.bin has other content than when it was written \(.*delete what is damaged",
     ):
         results(prefix)
     Path(f"{prefix}.manifest.json").write_text("{}")
@@ -278,3 +280,87 @@ def test_damaged_blends_are_refused(blend: Path, name: str, value: int, message:
     np.save(path, values)
     with pytest.raises(DataFormatError, match=message):
         results(blend)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """Return a workspace with an artifact and a run of two checkpoints."""
+    tokens, run = tmp_path / "tokenized" / "0123", tmp_path / "runs" / "4567"
+    tokens.mkdir(parents=True)
+    (tokens / "a.bin").write_bytes(bytes(1000))
+    (tokens / "b.bin").write_bytes(bytes(100))
+    seal(tokens, StageKey("tokenize", 1, {}, {}), {}, 1.0)
+    for iteration in (10, 20):
+        checkpoint = run / "checkpoints" / f"iter_{iteration:07d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "__0_0.distcp").write_bytes(bytes(500))
+        files = {"__0_0.distcp": FileRecord.of(checkpoint / "__0_0.distcp")}
+        Marker(iteration, 3.5, files).write(checkpoint)
+    (run / "run.json").write_text("{}")
+    seal(run, StageKey("train", 1, {}, {}), {}, 1.0, "checkpoints/*/complete.json")
+    (tmp_path / "tokenized" / "89ab.tmp-1").mkdir()
+    return tmp_path
+
+
+def examined(path: Path) -> dict[str, str]:
+    return {
+        result.name: f"{result.problem}|{result.command}|{result.remedy}"
+        if isinstance(result, Damage)
+        else "ok"
+        for result in examine(path)
+    }
+
+
+def test_a_workspace_is_checked_as_a_whole(workspace: Path) -> None:
+    read: list[int] = []
+    assert [(check.name, check.result) for check in examine(workspace, read.append)] == [
+        ("tokenized/0123", "2 files, 1,100 bytes, sha256 as it was written"),
+        *(
+            (
+                f"runs/4567/checkpoints/iter_{iteration}",
+                "1 file, 500 bytes, sha256 as it was written",
+            )
+            for iteration in ("0000010", "0000020")
+        ),
+    ]
+    assert sum(read) > 2100
+
+
+def test_every_damage_of_a_workspace_is_listed_with_its_remedy(workspace: Path) -> None:
+    tokens, run = workspace / "tokenized" / "0123", workspace / "runs" / "4567"
+    first, last = (run / "checkpoints" / f"iter_00000{number}0" for number in (1, 2))
+    flip(tokens / "a.bin")
+    (tokens / "b.bin").unlink()
+    flip(first / "__0_0.distcp")
+    results = examined(workspace)
+    assert results["tokenized/0123"].startswith("a.bin has other content than when it was written")
+    assert results["tokenized/0123"].endswith(
+        f"; b.bin is missing|rm -r -- {tokens}|the same `make pretrain` command builds it again "
+        "(stage tokenize)"
+    )
+    assert "__0_0.distcp has other content" in results["runs/4567/checkpoints/iter_0000010"]
+    assert f"|rm -r -- {first}|" in results["runs/4567/checkpoints/iter_0000010"]
+    assert results["runs/4567/checkpoints/iter_0000020"] == "ok"
+    assert examined(last) == {"checkpoints/iter_0000020": "ok"}
+    assert examined(first).keys() == {"checkpoints/iter_0000010"}
+    assert "ok" not in examined(first).values()
+
+    Marker(20, 1.0, Marker.read(last).files).write(last)  # valid, but not what the run has listed
+    (run / "checkpoints" / "iter_0000030").mkdir()
+    (tokens / "manifest.json").write_text("{")
+    results = examined(workspace)
+    assert "complete.json has " in results["runs/4567/checkpoints/iter_0000020"]
+    assert "has no complete.json" in results["runs/4567/checkpoints/iter_0000030"]
+    assert "manifest.json is damaged" in results["tokenized/0123"]
+    (run / "manifest.json").write_text("{")
+    assert f"rm -- {run}/manifest.json" in examined(run)["4567/manifest.json"]
+
+
+def test_a_damaged_best_model_costs_its_fine_tuning(workspace: Path) -> None:
+    run = workspace / "runs" / "4567"
+    (run / "checkpoints").rename(run / "best")
+    (run / "manifest.json").unlink()
+    assert set(examined(run).values()) == {"ok"}
+    (run / "best" / "iter_0000020" / "__0_0.distcp").unlink()
+    result = examined(workspace)["runs/4567/best/iter_0000020"]
+    assert f"__0_0.distcp is missing|rm -r -- {run}|the same `make finetune`" in result

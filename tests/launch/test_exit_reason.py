@@ -17,7 +17,14 @@ from megacore.errors import (
     TrainingStoppedError,
     WorkspaceError,
 )
-from megacore.launch.exit_reason import ExitReason, read_reasons, reported_exit, write_reason
+from megacore.launch.exit_reason import (
+    ExitReason,
+    printed_reasons,
+    read_reasons,
+    reported_exit,
+    write_reason,
+)
+from megacore.launch.guard import REASON_MARK
 from tests.launch._processes import environment, none_alive, wait_until
 
 
@@ -184,3 +191,20 @@ time.sleep(30)
     parent.kill()
     parent.wait()
     none_alive([int(pid_file.read_text())], 3)
+
+
+def test_reason_that_no_file_takes_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "exit").write_text("a file where the directory must be")
+    full = OSError(28, "No space left on device", "iter_1")
+    with pytest.raises(SystemExit) as caught, reported_exit(tmp_path / "exit", 3):
+        raise full
+    assert caught.value.code == WorkspaceError.exit_code
+    text = capfd.readouterr().err
+    assert "Traceback" not in text
+    (line,) = [line for line in text.encode().splitlines() if line.startswith(REASON_MARK)]
+    printed = printed_reasons([line.removeprefix(REASON_MARK), b'{"rank": 0, "err'])
+    (reason,) = read_reasons(tmp_path / "nowhere", printed)
+    assert (reason.rank, reason.error) == (3, "WorkspaceError")
+    assert "iter_1: No space left on device" in reason.message

@@ -18,6 +18,7 @@ from megacore.errors import (
     RankLostError,
     StageTimeoutError,
     TrainingStoppedError,
+    WorkspaceError,
 )
 from megacore.launch.guard import descendants
 from megacore.launch.supervise import supervise
@@ -99,6 +100,25 @@ def test_timeout_is_reported_with_minutes_and_setting(tmp_path: Path) -> None:
 def test_reason_of_a_rank_is_raised_as_its_own_type(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rank 0: train\.lr is 7: lower it"):
         run(tmp_path, fake_ranks(tmp_path, "config-error"))
+
+
+@pytest.mark.parametrize(
+    ("printed", "message"),
+    [
+        (
+            "megacore exit reason: {'rank': 3, 'error': 'WorkspaceError', 'message': 'it is full', "
+            "'time': 1.0, 'secondary': false}",
+            "^rank 3: it is full$",
+        ),
+        ("", r"exited with code 4, which .* and its reason is lost too; .* free in .*exit: free"),
+    ],
+)
+def test_unwritable_workspace_is_told_without_a_file(
+    tmp_path: Path, printed: str, message: str
+) -> None:
+    code = f"import os; print({printed!r}.replace(chr(39), chr(34)), flush=True); os._exit(4)"
+    with pytest.raises(WorkspaceError, match=message):
+        run(tmp_path, [sys.executable, "-c", code])
 
 
 def test_reason_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:

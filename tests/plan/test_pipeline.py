@@ -130,3 +130,11 @@ def test_deepspeed_is_named_and_offloaded_memory_has_columns() -> None:
         names.index("host")
     ] == f"{plan.memory[0].host / 2**30:.1f} GiB"
     assert "host" not in rendered_table(plan_pipeline(conf(engine="deepspeed"), 8192, GPUS))
+
+
+def test_a_step_of_too_many_passes_is_refused_at_once() -> None:
+    endless = conf(
+        train__micro_batch_size=1, train__global_batch_size=2**18, launch__nproc_per_node=1
+    )
+    with pytest.raises(ParallelLayoutError, match=r"262,144 micro batches .* at most 50,000"):
+        plan_pipeline(endless, 8192, CPU)

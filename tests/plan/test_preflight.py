@@ -7,7 +7,13 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError, ParallelLayoutError
-from megacore.plan.preflight import Gpu, Hardware, preflight, resolve_launch
+from megacore.plan.preflight import (
+    Gpu,
+    Hardware,
+    checkpoints_on_disk,
+    preflight,
+    resolve_launch,
+)
 
 GIB = 2**30
 CPU = Hardware(8, 64 * GIB, cpu_flags=frozenset({"avx2"}))
@@ -254,3 +260,22 @@ def test_a_login_node_without_a_gpu_may_submit_gpu_jobs(kind: str) -> None:
         "gpt2-tiny", launch__kind="slurm", launch__nproc_per_node=1, launch__slurm__gpus_per_node=0
     )
     assert preflight(without_gpus, VOCAB_SIZE, CPU).unseen is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "number"),
+    [
+        ({"checkpoint__save_interval": 40}, 1),
+        ({"checkpoint__save_interval": 30}, 2),
+        ({"checkpoint__save_interval": 1}, 4),  # two newest, the best, and one being written
+        ({"checkpoint__save_interval": 1, "checkpoint__keep_best": False}, 3),
+        ({"checkpoint__save_interval": 4, "checkpoint__keep_every": 6}, 7),  # 12, 24 and 36
+    ],
+)
+def test_checkpoints_on_disk_follow_the_retention_rules(
+    keep: dict[str, object], number: int
+) -> None:
+    config = conf("gpt2-tiny", train__train_iters=40, **keep)
+    count, size = checkpoints_on_disk(config, 2048)
+    assert count == number
+    assert size == 12 * preflight(config, 2048, CPU).parameters

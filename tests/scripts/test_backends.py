@@ -18,7 +18,7 @@ from scripts._backends import (
     protect,
     write_private,
 )
-from tasks._environment import Login, password_file, prepare_environment
+from tasks._environment import Login, password_file, prepare_environment, sqlite_file
 
 POSTGRES = {
     "PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql+asyncpg://prefect@127.0.0.1:1/prefect",
@@ -224,7 +224,7 @@ def test_servers_get_the_generated_password_and_clients_theirs(
     settings = configparser.ConfigParser()
     settings.read(server["MLFLOW_AUTH_CONFIG_PATH"])
     users = workspace.root / "servers" / "mlflow_users.db"
-    assert settings["mlflow"]["database_uri"] == f"sqlite:///{users}"
+    assert sqlite_file(settings["mlflow"]["database_uri"]) == users
 
 
 def test_users_of_an_earlier_password_are_forgotten(

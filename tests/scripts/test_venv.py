@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ case "$*" in
     *Python.h*) [ -z "${NO_HEADERS:-}" ] ;;
     "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     "-m pip install"*) exit "${PIP_EXIT:-0}" ;;
+    "- "*) exec "$REAL_PYTHON" "$@" ;;
 esac
 """
 
@@ -53,7 +55,13 @@ class Machine:
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        env = {"PATH": str(self.bin), "CALLS": str(self.calls), "HOME": str(self.root), **variables}
+        env = {
+            "PATH": str(self.bin),
+            "CALLS": str(self.calls),
+            "HOME": str(self.root),
+            "REAL_PYTHON": sys.executable,
+            **variables,
+        }
         return subprocess.run(
             command or ("scripts/venv.sh",),
             cwd=self.root,
@@ -140,3 +148,43 @@ def test_make_installs_again_only_if_an_input_changes(machine: Machine) -> None:
         assert machine.run("make", "-q", "venv").returncode == 1, changed
         os.utime(machine.root / changed, (stamp - 10, stamp - 10))
         assert machine.run("make", "-q", "venv").returncode == 0, changed
+
+
+def test_another_torch_replaces_the_pin_until_another_is_named(machine: Machine) -> None:
+    assert machine.run("make", "venv", "TORCH=torch==2.12.*").returncode == 0
+    constraints = (machine.root / ".venv/constraints.txt").read_text().splitlines()
+    assert [line for line in constraints if line.startswith("torch")] == ["torch==2.12.*"]
+    # torch 2.12 needs an older setuptools than the pinned one, megacore a newer one than a venv's.
+    assert "setuptools>=77" in constraints
+    pinned = (machine.root / "constraints.txt").read_text().splitlines()
+    left_out = {line.split("==")[0] for line in {*pinned} - {*constraints}}
+    assert left_out == {"torch", "setuptools"}
+    for command in (("make", "venv"), ("make", "venv", "TORCH=torch==2.12.*")):
+        before = machine.calls.read_text()
+        assert machine.run(*command).returncode == 0
+        assert machine.calls.read_text() == before
+    os.utime(machine.root / "constraints.txt")
+    stamp = machine.root / ".venv" / ".installed"
+    os.utime(stamp, (stamp.stat().st_mtime - 10,) * 2)
+    machine.calls.write_text("")
+    assert "'torch==2.12.*' instead of the pinned" in machine.run("make", "venv").stdout
+    install = next(line for line in machine.calls.read_text().splitlines() if "pip install" in line)
+    assert "-c .venv/constraints.txt" in install
+    assert install.endswith(" torch==2.12.*")
+    assert machine.run("make", "venv", "TORCH=torch>=2.13").returncode == 0
+    assert (machine.root / ".venv/torch-requirement").read_text() == "torch>=2.13\n"
+
+
+def test_torch_outside_the_range_is_refused(machine: Machine) -> None:
+    assert "TORCH is 'torch==2.8.*', and megacore needs torch>=2.9" in refusal(
+        machine, TORCH="torch==2.8.*"
+    )
+    assert "is not a range of versions of torch" in refusal(machine, TORCH="numpy>=2")
+    assert "which pip cannot read" in refusal(machine, TORCH="torch 2.10")
+    assert machine.run(TORCH="torch==2.10.0+cu126").returncode == 0
+
+
+def test_failed_installation_of_another_torch_is_not_recorded(machine: Machine) -> None:
+    assert machine.run().returncode == 0
+    assert "pip could not" in refusal(machine, TORCH="torch==2.10.*", PIP_EXIT="1")
+    assert not (machine.root / ".venv/torch-requirement").exists()

@@ -4,14 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
+from sqlalchemy import create_engine, text
 
 import tasks._mlflow
 from megacore.artifact import Workspace
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
 from megacore.errors import TrackingError
+from tasks._environment import file_location, sqlite_file, sqlite_url
 from tasks._mlflow import (
     RUN_FILE,
     RunFacts,
@@ -261,3 +264,25 @@ def test_mlflow_is_imported_lazily() -> None:
         "early'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_urls_of_databases_lead_to_their_file(tmp_path: Path) -> None:
+    directory = tmp_path / 'it\'s a "täst" 100%?#1 50%20'
+    directory.mkdir()
+    for file, driver in (
+        (directory / "mlflow.db", "pysqlite"),
+        (tmp_path / "plain.db", "pysqlite"),
+    ):
+        url = sqlite_url(file, driver)
+        engine = create_engine(url)
+        with engine.connect() as connection:
+            connection.execute(text("CREATE TABLE t (x INTEGER)"))
+        engine.dispose()
+        assert file.exists()
+        assert sqlite_file(url) == file
+        assert unquote(urlsplit(file_location(file)).path) == str(file)
+    assert {path.name for path in tmp_path.iterdir()} == {directory.name, "plain.db"}
+    assert sqlite_url(tmp_path / "plain.db", "aiosqlite") == (
+        f"sqlite+aiosqlite:///{tmp_path}/plain.db"
+    )
+    assert sqlite_file("postgresql+psycopg://host/db") is None

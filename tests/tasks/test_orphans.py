@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks._orphans import MARK, servers
+from megacore.errors import WorkspaceError
+from tasks._orphans import MARK, _ServerOutput, servers
 
 ROOT = Path(__file__).parents[2]
 FLOW = """
@@ -207,3 +208,27 @@ def test_last_line_of_a_failed_command_is_the_error(tmp_path: Path) -> None:
     assert flow.stdout.splitlines()[-1] == (
         f"error: {ROOT / 'conf/gpt2-tiny.yaml'}: train.train_iters is 'x': give an integer"
     )
+
+
+class FailingServer:
+    """A server that prints an error of its database, as Prefect does, and ends."""
+
+    def _run_uvicorn_command(self) -> "subprocess.Popen[bytes]":
+        text = (
+            "12:00:00.000 | ERROR   | uvicorn.error - Traceback (most recent call last):\n"
+            "  File somewhere\nsqlite3.OperationalError: database or disk is full\n"
+            "12:00:00.001 | WARNING | prefect - something else\n"
+        )
+        return subprocess.Popen(["printf", "%s", text], stdout=2)
+
+
+def test_error_of_prefects_database_is_one_sentence_and_not_retried(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server, output = FailingServer(), _ServerOutput()
+    output.watch(server, tmp_path / "prefect.db")
+    server._run_uvicorn_command().wait()
+    message = r"cannot write its database .*prefect\.db: database or disk is full; .* are free in "
+    with pytest.raises(WorkspaceError, match=message):
+        server._run_uvicorn_command()
+    assert capfd.readouterr().err == "12:00:00.001 | WARNING | prefect - something else\n"

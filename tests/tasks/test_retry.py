@@ -1,5 +1,6 @@
 """Retries of a training: unlimited with progress, else `launch.retries` times."""
 
+import errno
 import json
 import logging
 from pathlib import Path
@@ -277,3 +278,31 @@ def test_only_complete_checkpoints_count_as_progress(tmp_path: Path) -> None:
 
 def test_other_stages_have_a_fixed_number_of_retries() -> None:
     assert download.retries == evaluate.retries == 0, "the flow sets launch.retries"
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (
+            OSError(errno.EIO, "Input/output error", "a.bin"),
+            "FileAccessError: cannot read or write",
+        ),
+        (OSError(errno.ENOENT, "No such file", "a.bin"), "failed"),
+    ],
+)
+def test_a_failing_disk_is_logged_without_a_traceback(error: OSError, shown: str) -> None:
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "failed", (), (OSError, error, None))
+    assert SentenceFilter().filter(record)
+    assert record.getMessage().startswith(shown)
+    assert (record.exc_info is None) == (shown != "failed")
+
+
+def test_a_failing_disk_ends_a_flow_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", "run.json")
+
+    monkeypatch.setattr(_pipeline, "get_run_logger", lambda: logging.getLogger("x"))
+    monkeypatch.setattr(_pipeline, "_send_logs", lambda: None)
+    state = _pipeline.sentence_state(fail)()
+    assert state is not None
+    assert str(state.message).startswith("FileAccessError: cannot read or write run.json (Stale")

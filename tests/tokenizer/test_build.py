@@ -271,3 +271,18 @@ def test_an_unreachable_hub_raises_a_download_error(
 def test_a_damaged_tokenizer_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataFormatError, match=r"tokenizer_config\.json is missing or damaged"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["vocab", "added_tokens"])
+def test_token_id_that_no_vocabulary_reaches_is_refused(tmp_path: Path, place: str) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    backend.add_special_tokens(["<|endoftext|>"])
+    content = json.loads(backend.to_str())
+    if place == "vocab":
+        content["model"]["vocab"]["b"] = 2**31
+    else:
+        content["added_tokens"][0]["id"] = 2**31
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataFormatError, match=r"the id 2,147,483,648, and ids must be below"):
+        build_tokenizer(HfTokenizer(kind="hf", name=str(path)), tmp_path, tmp_path)

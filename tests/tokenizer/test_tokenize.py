@@ -1,6 +1,7 @@
 """Tests of tokenizing a corpus into token files."""
 
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from megacore.config.data import PrefixSource
 from megacore.corpus.collect import collect
 from megacore.corpus.documents import CorpusWriter
-from megacore.errors import DataFormatError, WorkspaceError
+from megacore.errors import DataFormatError, FileAccessError, WorkspaceError
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer import load_tokenizer, tokenize
 from megacore.tokenizer.pipeline import encode_blocks
@@ -236,6 +237,23 @@ def test_a_full_disk_leaves_no_file(folders: tuple[Path, Path], out: Path) -> No
     with pytest.raises(WorkspaceError, match="No space left on device: free some space"):
         tokenize_corpus(*folders, out, TokenizeOptions())
     assert list(out.iterdir()) == []
+
+
+def test_unshuffled_tokens_that_cannot_be_deleted_stop_the_build(
+    folders: tuple[Path, Path], out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would become part of the artifact, which would have another digest."""
+
+    unlink = os.unlink
+
+    def fail(path: str, **options: int) -> None:
+        if path == "tokens.idx":
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", fail)
+    with pytest.raises(FileAccessError, match=r"Input/output error.*: the disk"):
+        tokenize_corpus(*folders, out, TokenizeOptions(shuffle_seed=1))
 
 
 def test_an_id_outside_the_vocabulary_is_refused(

@@ -1,6 +1,7 @@
 """Checks of losses for NaN, infinity and spikes."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -99,6 +100,22 @@ def test_error_distinguishes_bad_gradients_from_bad_losses() -> None:
         match=r"norm is inf at iteration 1 .samples 0 to 7. on all 8 ranks though every",
     ):
         check().count_iteration(update((2.0,) * 4, math.inf, False, fatal=True), TrainState())
+
+
+def test_error_names_the_documents_of_the_bad_samples() -> None:
+    run, asked = _runs.config(), list[list[int]]()
+
+    def origins(samples: Sequence[int]) -> str:
+        asked.append(list(samples))
+        return "they are from document 7"
+
+    loss_check = LossCheck(run, MESH, print, origins=origins)
+    for losses in ((2.0, math.nan, 2.0, 2.0), (2.0,) * 4):
+        with pytest.raises(
+            TrainingError, match=r"\); they are from document 7; it was|finite; they"
+        ):
+            loss_check.count_iteration(update(losses, math.nan, False, fatal=True), TrainState())
+    assert asked == [[2, 3], list(range(8))]
 
 
 def test_fp16_error_reports_the_exhausted_loss_scale() -> None:

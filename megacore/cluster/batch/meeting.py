@@ -20,7 +20,7 @@ from typing import Any
 from megacore.artifact.files import read_json, replace_file, workspace_errors
 from megacore.cluster.hosts.network import free_port
 from megacore.cluster.hosts.plan import endpoint
-from megacore.errors import HostLostError, LaunchError
+from megacore.errors import FileAccessError, HostLostError, LaunchError
 
 LIMIT = 180.0
 """Seconds for every node to start. A scheduler starts them together, but a container may have to
@@ -166,6 +166,6 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         content = read_json(path)
-    except (OSError, ValueError):
+    except (OSError, ValueError, FileAccessError):
         return None
     return content if isinstance(content, dict) else None

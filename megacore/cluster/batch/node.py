@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.cluster import rank_commands
 from megacore.cluster.batch.kubernetes import GROUP, PORT
 from megacore.cluster.batch.meeting import CalledOffError, Meeting, meet, meeting_place
@@ -255,8 +255,7 @@ def _taking_part(spec: BatchSpec, node: JobNode) -> JobNode:
 
 
 def _job_values(spec: BatchSpec) -> dict[str, Any]:
-    values: dict[str, Any] = read_json(Path(spec.job_file))
-    return values
+    return read_object(Path(spec.job_file))
 
 
 def _meet(spec: BatchSpec, node: JobNode, signals: _Signals) -> Meeting | None:

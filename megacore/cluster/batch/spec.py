@@ -17,7 +17,7 @@ from typing import Self
 from megacore.artifact.files import read_json, replace_file, workspace_errors
 from megacore.config.base import Section
 from megacore.config.launch import LaunchConfig
-from megacore.errors import ConfigError
+from megacore.errors import ConfigError, FileAccessError
 
 FOLDER = "batch"
 """Name of the batch job's directory, next to the job file."""
@@ -180,7 +180,7 @@ class FollowerWatch:
     def lost(self) -> bool:
         """Read the beat and return True if it has not changed for longer than the limit."""
         now = self._clock()
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, FileAccessError):
             content = read_json(self._path)
             if content["token"] == self._token and content["count"] != self._count:
                 self._count, self._since = content["count"], now

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import read_json, regular, write_json
 from megacore.cluster.hosts.network import local_address
 from megacore.cluster.hosts.ssh import Ssh
 from megacore.config.hostfile import is_this_machine
@@ -244,7 +244,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         ConfigError: the file cannot be read; the message contains no value.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = regular(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
+from megacore.artifact.manifest import MANIFEST_NAME, Manifest, depth_of, file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME
 from megacore.checkpoint.format import (
     MARKER_NAME,
@@ -143,7 +143,7 @@ def loaded_checkpoints(job: Job) -> list[Path]:
     configured = job.config.resume.checkpoint or job.config.train.pretrained_checkpoint
     if newest is not None or configured is None:
         return [newest] if newest is not None else []
-    verify(Path(configured).absolute(), job.config.verify)
+    verify(Path(configured).absolute(), depth_of(job.config.verify))
     return [Path(configured).absolute()]
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megacore.artifact.files import regular
 from megacore.convert.inert import Record, load_inert
 from megacore.errors import CheckpointError, ConversionError
 
@@ -139,7 +140,7 @@ def checkpoint_directory(directory: Path) -> Path:
             f"{UNIVERSAL}/, nor a file latest that names a directory which has"
         )
     try:
-        tag = tracker.read_text(encoding="utf-8").strip()
+        tag = regular(tracker).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{tracker} cannot be read ({error}): give the directory of one checkpoint"

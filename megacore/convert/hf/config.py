@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from megacore.artifact.files import read_json
 from megacore.config.model import Activation
 from megacore.errors import ConversionError
+from megacore.foreign.files import shortened
 
 CONFIG_NAME = "config.json"
 
@@ -92,7 +93,8 @@ class HfConfig:
             )
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ConversionError(
-                f"{self.path} has {key} {value!r} where a value of type {kind.__name__} belongs"
+                f"{self.path} has {key} {shortened(repr(value))} where a value of type "
+                f"{kind.__name__} belongs"
             )
         return value
 

@@ -1,7 +1,6 @@
 """Lazy access to the weights of a transformers directory by the names of our tables."""
 
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.artifact.files import read_json
+from megacore.artifact.files import is_stored_zip, read_json, regular
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.hf.forms import FORMS, HfForm, read_spec
 from megacore.convert.hf.write import FILE_NAME, INDEX_NAME
+from megacore.convert.inert import not_dense
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
 
@@ -83,7 +83,13 @@ class HfTensors(Mapping[str, Tensor]):
                     )
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._readers[name]()
+        tensor = self._readers[name]()
+        if not tensor.is_floating_point():
+            raise ConversionError(
+                f"{self.directory}: {name} is of {tensor.dtype}, where weights are floating-point "
+                "numbers: save the model without quantization"
+            )
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._readers)
@@ -175,7 +181,7 @@ def _safetensors(path: Path) -> dict[str, Reader]:
 def _check_readable(path: Path) -> None:
     """Raise ConversionError with the system's error, which the tensor readers do not report."""
     try:
-        path.open("rb").close()
+        regular(path).open("rb").close()
     except OSError as error:
         raise ConversionError(
             f"{path} cannot be read ({error.strerror}): make it readable"
@@ -187,9 +193,7 @@ def _pickled(path: Path) -> dict[str, Reader]:
     _check_readable(path)
     try:
         # The format of torch before 1.6 is not a zip file and cannot be memory-mapped.
-        tensors = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_stored_zip(path))
     except Exception as error:  # a damaged pickle may raise any exception
         raise ConversionError(
             f"{path} ({path.stat().st_size:,} bytes) {_pickle_problem(error)}"
@@ -200,6 +204,8 @@ def _pickled(path: Path) -> dict[str, Reader]:
         raise ConversionError(
             f"{path} holds something other than tensors by name: save the model as safetensors"
         )
+    if (problem := not_dense(tensors)) is not None:
+        raise ConversionError(f"{path}: {problem}: save the model as safetensors")
     return {name: partial(tensors.__getitem__, name) for name in tensors}
 
 
@@ -211,7 +217,5 @@ def _pickle_problem(error: Exception) -> str:
             f"asks for {refused[1]}, which is no tensor: nothing of it was run, save the model as "
             "safetensors"
         )
-    return (
-        f"cannot be read as tensors only ({type(error).__name__}): it is damaged or cut short, "
-        "copy it again"
-    )
+    reason = str(error) if type(error) is ValueError else type(error).__name__
+    return f"cannot be read as tensors only ({reason}): it is damaged or cut short, copy it again"

@@ -18,6 +18,7 @@ from megacore.convert.hf import t5 as hf_t5
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
+from megacore.foreign.files import shortened
 
 ModulePairs = list[tuple[str, str]]
 
@@ -178,8 +179,9 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConversionError(
-            f"{config.path} describes no model ({where} is {first['input']!r}: {first['msg']}): "
-            "copy it again"
+            f"{config.path} describes no model ("
+            + (f"{where} is {shortened(repr(first['input']))}: " if where else "")
+            + f"{first['msg'].removeprefix('Value error, ')}): copy it again"
         ) from error
     return counterpart(spec.family, spec.model), spec
 

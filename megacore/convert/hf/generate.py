@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from megacore.artifact.files import read_json
+from megacore.convert.hf.config import HfConfig
 from megacore.errors import ConfigError
+from megacore.hardware import refuse_unsupported_accelerator
 from megacore.jobs.model import DEFAULT_NEW_TOKENS, GenerateOptions
 from megacore.tokenizer.load import IncrementalText
 
@@ -17,7 +18,7 @@ _GENERATING = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel")
 
 def generates_text(directory: Path) -> bool:
     """Return True if the model's class in `config.json` generates text."""
-    architectures = read_json(directory / "config.json").get("architectures") or [""]
+    architectures = HfConfig.read(directory).optional("architectures", list) or [""]
     return str(architectures[0]).endswith(_GENERATING)
 
 
@@ -35,6 +36,7 @@ class TransformersWriter:
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._directory, self._options = directory, options
+        refuse_unsupported_accelerator()
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_exported(directory).to(self._device)
         self._tokenizer = load_exported_tokenizer(directory)

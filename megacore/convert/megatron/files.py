@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.artifact.files import regular
 from megacore.checkpoint.format import TRACKER_NAME, directory_name, iteration_of, read_tracker
 from megacore.convert.inert import Record, load_inert
 from megacore.convert.megatron.args import MODEL_ARGS, tensor_size
@@ -90,7 +91,7 @@ def _tracked(root: Path, name: str) -> Path:
 
 def _says_release(tracker: Path) -> bool:
     try:
-        return tracker.read_text(encoding="ascii").strip() == _RELEASE
+        return regular(tracker).read_text(encoding="ascii").strip() == _RELEASE
     except (OSError, ValueError):
         return False
 

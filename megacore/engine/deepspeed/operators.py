@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megacore.artifact.build import StageKey, build_artifact, open_artifact
-from megacore.artifact.files import read_json
+from megacore.artifact.files import read_object
 from megacore.artifact.workspace import Workspace
 from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
@@ -225,7 +225,7 @@ def _reported(name: Operator) -> str | None:
     path = os.environ.get(REPORT_VARIABLE)
     if path is None:
         return None
-    report: dict[str, str | None] = read_json(Path(path))
+    report: dict[str, str | None] = read_object(Path(path))
     return report.get(name)
 
 

@@ -48,6 +48,8 @@ def test_hosts_are_read_in_order_without_comments(tmp_path: Path) -> None:
         ("a gpus=2\n", r"line 1: 'a gpus=2' is not of the form"),
         ("a slots=0\n", r"line 1: slots of a is '0': write the number of ranks, at least 1"),
         ("a slots=two\n", r"slots of a is 'two'"),
+        ("a slots=1000000000\n", r"slots of a is '1000000000': .*at most 4,096"),
+        (f"a slots={'9' * 6000}\n", r"slots of a is '9{199}…: write"),
         ("a slots=-1\n", r"slots of a is '-1'"),
         ("a slots=\n", r"slots of a is ''"),
         ("a slots=1\n\na slots=2\n", r"line 3: a is there already"),

@@ -1,0 +1,463 @@
+"""Failure of every system call that writes: `python -m tests.faults.sweep --markdown`.
+
+A stage runs once while a preloaded library (`_calls.c`) counts its calls. It then runs again for
+each call, which fails with EIO or ENOSPC, or from which on the disk is full, or in which the
+process is killed. After that the same call of the stage must finish with the same result. Each run
+is a fork of one process, which has imported everything.
+
+A failed case is repeated by its id: `python -m tests.faults.sweep --case save-17-eio`.
+"""
+# ruff: noqa: T201 - a program that prints
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import importlib
+import itertools
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIBRARY_SOURCE = Path(__file__).with_name("_calls.c")
+CONTROL_VARIABLE = "MEGACORE_FAULT_CONTROL"
+OFF, COUNT = 0, 1
+MODES = {"eio": 2, "enospc": 3, "full": 4, "dies": 5}
+"""Failures of a call: once with EIO or ENOSPC, with ENOSPC like every later one, or by SIGKILL."""
+CONDITIONS = ("umask", "clock", "disk", "memory-2", "memory-8", "memory-32")
+"""States of the machine under which a stage runs: umask 077, a clock that jumps by days, another
+file system than the inputs' and TMPDIR's, and so many MiB of address space left."""
+DEADLINE = 120.0
+"""Seconds within which any run of a stage must end."""
+
+
+class Control(ctypes.Structure):
+    """Memory shared with the library in every process: `struct control` of `_calls.c`."""
+
+    _fields_ = (
+        ("mode", ctypes.c_int),
+        ("injected", ctypes.c_int),
+        ("count", ctypes.c_long),
+        ("target", ctypes.c_long),
+        ("root", ctypes.c_char * 2048),
+        ("skip", ctypes.c_char * 64),
+        ("log", ctypes.c_char * 2048),
+        ("call", ctypes.c_char * 256),
+        ("path", ctypes.c_char * 4096),
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage whose calls fail. Every function runs in a fork."""
+
+    name: str
+    prepare: Callable[[Path], None]
+    """(inputs): writes the inputs; what is in `inputs/start` is there when a case begins."""
+    run: Callable[[Path, Path], None]
+    """(inputs, place): the call that is disturbed and repeated; writes only below `place`."""
+    result: Callable[[Path, Path], Any]
+    """(inputs, place): the JSON result that must be the same as without a fault."""
+    visible: Callable[[Path, Path], list[str]]
+    """(inputs, place): problems of outputs that look complete and are not, or of lost ones."""
+    skip: str = ""
+    """Part of the paths whose calls are not counted."""
+
+
+@dataclass
+class Case:
+    """One call of a stage that fails in one way, and what followed."""
+
+    stage: str
+    number: int
+    mode: str
+    call: str = ""
+    path: str = ""
+    outcome: str = ""
+    """`died`, `absorbed` (no error), `not reached`, or the name of the error."""
+    message: str = ""
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Id with which the case is repeated."""
+        return f"{self.stage}-{self.number}-{self.mode}"
+
+
+def compile_library(directory: Path) -> Path | None:
+    """Compile the library with the system's C compiler; return None if there is none."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        return None
+    library = directory / "calls.so"
+    subprocess.run(
+        [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(LIBRARY_SOURCE), "-ldl"],
+        check=True,
+    )
+    return library
+
+
+def environment(directory: Path, library: Path) -> dict[str, str]:
+    """Return the environment of a process that runs a sweep in `directory`."""
+    control = directory / "control"
+    control.write_bytes(bytes(ctypes.sizeof(Control)))
+    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+    return {
+        **os.environ,
+        **dict.fromkeys(threads, "1"),
+        "LD_PRELOAD": str(library),
+        CONTROL_VARIABLE: str(control),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class Sweep:
+    """Runner of cases, in a process with the library."""
+
+    def __init__(self, directory: Path, stages: Sequence[Stage]) -> None:
+        import mmap
+
+        self.directory = directory
+        self.stages = {stage.name: stage for stage in stages}
+        with open(os.environ[CONTROL_VARIABLE], "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), ctypes.sizeof(Control))
+        self.control = Control.from_buffer(self._memory)
+        self.control.mode = OFF
+        self._calls: dict[str, list[str]] = {}
+        self._results: dict[str, Any] = {}
+
+    def calls(self, name: str) -> list[str]:
+        """Return the calls of an undisturbed run of a stage, each as `call path`."""
+        if name not in self._calls:
+            stage, inputs = self.stages[name], self._inputs(name)
+            inputs.mkdir(parents=True)
+            self._value(stage.prepare, inputs)
+            place = self._place(inputs)
+            log = self.directory / f"{name}.calls"
+            log.touch()
+            self._arm(stage, place, COUNT, -1, log)
+            modules = self._value(_modules_of, stage, inputs, place)
+            self._disarm()
+            for module in modules:  # so that no fork has to import them
+                with suppress(Exception):
+                    importlib.import_module(module)
+            gc.freeze()  # a fork's collector then touches no page
+            problems = self._value(stage.visible, inputs, place)
+            assert not problems, problems
+            self._results[name] = self._value(stage.result, inputs, place)
+            lines = log.read_text(encoding="utf-8").replace(str(place), "").splitlines()
+            self._calls[name] = [line.split(" ", 1)[1] for line in lines]
+            shutil.rmtree(place)
+        return self._calls[name]
+
+    def run(self, case: Case) -> Case:
+        """Run a case; its `faults` are empty if it passes."""
+        self.calls(case.stage)
+        stage, inputs = self.stages[case.stage], self._inputs(case.stage)
+        place = self._place(inputs)
+        self._arm(stage, place, MODES[case.mode], case.number)
+        answer = self._fork(stage.run, inputs, place)
+        self._disarm()
+        case.call = self.control.call.decode()
+        case.path = self.control.path.decode().replace(str(place), "")
+        self._judge(case, answer, place)
+        after = self._fork(_repeat, stage, inputs, place)
+        if "error" in after:
+            case.faults.append(f"the repeated call failed: {after['error']}: {after['message']}")
+        else:
+            case.faults += after["value"][0]
+            result, reference = after["value"][1], self._results[case.stage]
+            if result != reference:
+                case.faults.append(f"another result: {_difference(result, reference)}")
+        if case.faults:
+            place.rename(self.directory / f"case-{case.name}")
+        else:
+            shutil.rmtree(place)
+        return case
+
+    def run_under(self, name: str, condition: str) -> Case:
+        """Run a stage under a condition, and again without it."""
+        self.calls(name)
+        stage, inputs = self.stages[name], self._inputs(name)
+        case = Case(name, 0, condition)
+        place = self._place(inputs)
+        if condition == "disk":
+            disk = Path(tempfile.mkdtemp(prefix="sweep-"))
+            place = Path(shutil.move(place, disk))
+            if disk.stat().st_dev == inputs.stat().st_dev:
+                shutil.rmtree(disk)
+                case.outcome = "not reached"
+                return case
+        answer = self._fork(_run_under, condition, stage, inputs, place)
+        case.outcome = answer.get("error", "done")
+        case.message = answer.get("message", "")
+        # The allocators of Rust and C++ end the process.
+        refused = condition.startswith("memory") and (
+            answer.get("ours") or case.outcome == "Died" or "new thread" in case.message
+        )
+        if "error" in answer and not refused:
+            case.faults.append(f"{answer['error']}: {case.message}\n{answer.get('trace')}")
+        after = self._fork(_repeat, stage, inputs, place)
+        result, reference = after.get("value", [[], None]), self._results[name]
+        if condition == "disk" and isinstance(reference, dict) and isinstance(result[1], dict):
+            # Paths from the output to its inputs, which some files contain, differ.
+            result, reference = [result[0], sorted(result[1])], sorted(reference)
+        if result != [[], reference]:
+            case.faults.append(f"another result: {after}")
+        shutil.rmtree(place.parent if condition == "disk" else place)
+        return case
+
+    def _judge(self, case: Case, answer: dict[str, Any], place: Path) -> None:
+        """Classify the outcome of the disturbed run."""
+        case.message = answer.get("message", "").replace(str(place), "")
+        if not self.control.injected:
+            case.outcome = "not reached"
+        elif case.mode == "dies":
+            case.outcome = "died"
+            if answer.get("error") != "Died":
+                case.faults.append(f"the killed process went on: {answer}")
+        elif "error" not in answer:
+            case.outcome = "absorbed"
+        else:
+            case.outcome = answer["error"]
+            if not answer.get("ours"):
+                case.faults.append(f"raw {answer['error']}: {case.message}\n{answer.get('trace')}")
+            elif "\n" in case.message or not re.search(r"\w: .*\w", case.message):
+                case.faults.append(f"not a sentence: {case.message!r}")
+        case.faults += [
+            f"lost in a thread or destructor: {text}" for text in answer.get("lost", ())
+        ]
+
+    def _arm(
+        self, stage: Stage, place: Path, mode: int, target: int, log: Path | None = None
+    ) -> None:
+        control = self.control
+        control.root, control.log = f"{place}/".encode(), str(log or "").encode()
+        control.skip, control.call, control.path = stage.skip.encode(), b"", b""
+        control.injected, control.count, control.target = 0, 0, target
+        control.mode = mode
+
+    def _disarm(self) -> None:
+        self.control.mode = OFF
+
+    def _inputs(self, name: str) -> Path:
+        return self.directory / "inputs" / name
+
+    def _place(self, inputs: Path) -> Path:
+        place = self.directory / "place"  # the same for all: some outputs contain it
+        if (inputs / "start").is_dir():
+            shutil.copytree(inputs / "start", place, symlinks=True)
+        else:
+            place.mkdir()
+        return place
+
+    def _value(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        answer = self._fork(function, *arguments)
+        assert "value" in answer, answer
+        return answer["value"]
+
+    def _fork(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+        """Call a function in a fork, in a group of its own, and return its value or error."""
+        outcome = self.directory / "outcome.json"
+        outcome.unlink(missing_ok=True)
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            _child(outcome, self.directory / "log", function, arguments)
+        deadline = time.monotonic() + DEADLINE
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGABRT)  # faulthandler writes the stacks
+                time.sleep(1)
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                stacks = (self.directory / "log").read_text(encoding="utf-8", errors="replace")
+                return {"error": "Hang", "message": stacks[-3000:]}
+            time.sleep(0.002)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        try:
+            answer: dict[str, Any] = json.loads(outcome.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {"error": "Died", "message": ""}
+        return answer
+
+
+def _child(
+    outcome: Path, log: Path, function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """Call the function, write its outcome and end the process."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable()
+    lost: list[str] = []
+    threading.excepthook = lambda arguments: lost.append(repr(arguments.exc_value))
+    sys.unraisablehook = lambda arguments: lost.append(
+        f"{arguments.exc_value!r} in {arguments.object!r}"
+    )
+    try:
+        answer: dict[str, Any] = {"value": function(*arguments)}
+    except BaseException as error:
+        from megacore.errors import MegacoreError
+
+        answer = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "ours": isinstance(error, MegacoreError),
+            "trace": "".join(traceback.format_exception(error)[-12:]),
+        }
+        del error
+    answer["lost"] = lost
+    temporary = outcome.with_suffix(".part")
+    temporary.write_text(json.dumps(answer), encoding="utf-8")
+    temporary.rename(outcome)
+    os._exit(0)
+
+
+def _run_under(condition: str, stage: Stage, inputs: Path, place: Path) -> None:
+    """Run a stage under a condition."""
+    if condition == "umask":
+        os.umask(0o077)
+    elif condition == "clock":
+        now, jumps = time.time, itertools.cycle((0.0, -86400.0, 400 * 86400.0))
+        time.time = lambda: now() + next(jumps)
+    elif condition.startswith("memory"):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        left = int(condition.partition("-")[2]) << 20
+        limit = pages * resource.getpagesize() + left
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        stage.run(inputs, place)
+    finally:
+        if condition.startswith("memory"):
+            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+
+
+def _modules_of(stage: Stage, inputs: Path, place: Path) -> list[str]:
+    """Run the stage and return the names of the modules that it has imported."""
+    before = set(sys.modules)
+    stage.run(inputs, place)
+    return [name for name in sys.modules if name not in before]
+
+
+def _repeat(stage: Stage, inputs: Path, place: Path) -> tuple[list[str], Any]:
+    """Return the problems that a fault left and the result of the repeated call."""
+    problems = stage.visible(inputs, place)
+    stage.run(inputs, place)
+    return problems, stage.result(inputs, place)
+
+
+def _difference(value: Any, reference: Any) -> str:
+    if isinstance(value, list):
+        return str([one for one in (*value, *reference) if (one in value) != (one in reference)])
+    keys = sorted(value.keys() | reference.keys())
+    pairs = {key: (value.get(key, "missing"), reference.get(key, "missing")) for key in keys}
+    return str({key: pair for key, pair in pairs.items() if pair[0] != pair[1]})[:1500]
+
+
+# the stages
+
+
+def stages() -> tuple[Stage, ...]:
+    """Return the stages with small inputs, so that a run takes a fraction of a second."""
+    from tests.faults import _sweep_stages
+
+    return _sweep_stages.STAGES
+
+
+def selected(sweep: Sweep, name: str, share: float, seed: int) -> Iterator[Case]:
+    """Yield the cases of a stage: all of them, or a seeded share, one mode for each call."""
+    for number in range(len(sweep.calls(name))):
+        draw = random.Random(f"{seed}-{name}-{number}")
+        if share >= 1:
+            rest = "full" if number % 2 else "enospc"
+            yield from (Case(name, number, mode) for mode in ("eio", rest, "dies"))
+        elif draw.random() < share:
+            yield Case(name, number, draw.choice(list(MODES)))
+
+
+def main() -> int:
+    """Run the sweep that the command line describes; return 1 if it found a fault."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", action="append", help="only this stage; repeat for several")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the calls, 0 to 1")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--case", help="only this case, with its details")
+    parser.add_argument(
+        "--conditions", action="store_true", help="other conditions, no failed call"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for all outcomes")
+    options = parser.parse_args()
+    if CONTROL_VARIABLE not in os.environ:
+        memory = Path("/dev/shm")  # syncing to a disk would take most of the time
+        place = memory if os.access(memory, os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="sweep-", dir=place) as directory:
+            library = compile_library(Path(directory))
+            if library is None:
+                parser.exit(2, "a C compiler (cc) on Linux is required\n")
+            command = [sys.executable, "-m", "tests.faults.sweep", *sys.argv[1:]]
+            return subprocess.call(command, env=environment(Path(directory), library))
+    return sweep_here(options)
+
+
+def sweep_here(options: argparse.Namespace) -> int:
+    """Run the cases in this process, print one line for each stage and each fault."""
+    import tests._warm  # noqa: F401
+
+    logging.disable(logging.CRITICAL)
+    directory = Path(os.environ[CONTROL_VARIABLE]).parent
+    sweep = Sweep(directory, stages())
+    if options.case:
+        stage, number, mode = options.case.rsplit("-", 2)
+        case = sweep.run(Case(stage, int(number), mode))
+        print(json.dumps(asdict(case), indent=2).replace("\\n", "\n"))
+        return bool(case.faults)
+    cases: list[Case] = []
+    for name in options.stage or sweep.stages:
+        started = time.monotonic()
+        draw = random.Random(f"{options.seed}-{name}")
+        ran = [
+            sweep.run_under(name, condition)
+            for condition in (CONDITIONS if options.conditions else (draw.choice(CONDITIONS[:3]),))
+        ]
+        ran += [sweep.run(case) for case in selected(sweep, name, options.share, options.seed)]
+        for case in ran:
+            if case.faults:
+                print(f"{case.name}: {case.call} {case.path}: {' / '.join(case.faults)}")
+        counts = Counter(case.outcome for case in ran)
+        print(
+            f"{name}: {len(sweep.calls(name))} calls, {len(ran)} cases, {dict(counts)}, "
+            f"{sum(bool(case.faults) for case in ran)} faults, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+        cases += ran
+        if options.out:
+            text = json.dumps([asdict(case) for case in cases], indent=1)
+            options.out.write_text(text, encoding="utf-8")
+    return any(case.faults for case in cases)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Tests of the check of a training's inputs while its ranks run."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megacore.artifact import StageKey, build_artifact
+from megacore.errors import ArtifactError
+from megacore.jobs.run import TrainJob
+from megacore.ranks import stages
+from tests.artifact.test_first_read import flip
+from tests.train import _runs
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> TrainJob:
+    def fill(directory: Path) -> dict[str, int]:
+        (directory / "tokens_text_document.bin").write_bytes(bytes(100))
+        return {}
+
+    data = build_artifact(tmp_path, StageKey("tokenize", 1, {}, {}), fill)[0].directory
+    old = tmp_path / "run" / "checkpoints" / "iter_0000001" / "complete.json"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    os.utime(old, (1, 1))
+    values = _runs.job(_runs.config(), data, tmp_path / "run", ranks=1).model_dump()
+    return TrainJob(**{**values, "token_prefixes": (str(data / "tokens_text_document"),)})
+
+
+def run(job: TrainJob) -> None:
+    """Train for as long as the comparison takes, and save a checkpoint meanwhile."""
+    data = Path(job.token_prefixes[0]).parent
+    with stages.first_read(job, [data], stages.nothing) as polled:
+        marker = Path(job.run_directory) / "checkpoints" / "iter_0000002" / "complete.json"
+        marker.parent.mkdir(exist_ok=True)
+        marker.touch()
+        polled()
+
+
+def test_a_training_on_damaged_data_names_the_checkpoints_to_delete(job: TrainJob) -> None:
+    run(job)
+    flip(Path(f"{job.token_prefixes[0]}.bin"))
+    with pytest.raises(
+        ArtifactError, match=r"document\.bin has other content .*; delete \S+/iter_0000002 as well"
+    ):
+        run(job)
+
+
+def test_a_quick_check_does_not_read_the_data(job: TrainJob) -> None:
+    flip(Path(f"{job.token_prefixes[0]}.bin"))
+    run(job.model_copy(update={"config": job.config.model_copy(update={"verify": "quick"})}))
