@@ -1,8 +1,8 @@
 """GPUs that are not there: a CPU build of torch whose CUDA paths run on fake tensors.
 
-Fake tensors have shape, type and device but no values, so a step of any size takes seconds. Numbers,
-streams and NCCL are not emulated. `load` must run before torch is imported: torch asks for its CUDA
-hooks only once.
+Fake tensors have shape, type and device but no values, so a step of any size takes seconds. Values,
+streams and NCCL are not emulated. `load` must run before torch is imported, because torch asks for
+its CUDA hooks only once.
 """
 
 import contextlib
@@ -39,9 +39,15 @@ PROPERTIES = SimpleNamespace(
 )
 """Properties of each fake GPU."""
 
+_WITHOUT_RESULT = (
+    *("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats"),
+    *("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all"),
+)
+_BYTES = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+
 
 def load(directory: Path) -> None:
-    """Compile the device guard and the hooks into `directory`, and load them with torch's libraries.
+    """Compile the device guard and the hooks into `directory`, and load them after torch's library.
 
     Raises RuntimeError if torch is imported already, CalledProcessError if the compiler fails.
     """
@@ -147,8 +153,12 @@ def install(local_rank: int) -> None:
         def __init__(self, _: Any) -> None:
             super().__init__()
 
-    no_result: Callable[..., None] = lambda *_, **__: None  # noqa: E731
-    state = torch.zeros(16, dtype=torch.uint8)
+    def no_result() -> Callable[..., None]:
+        """Return a new function: torch.compile tells functions of torch apart by identity."""
+        return lambda *_, **__: None
+
+    generators = tuple(torch.Generator() for _ in range(GPUS))
+    state = generators[0].get_state()
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -174,28 +184,24 @@ def install(local_rank: int) -> None:
             cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0
         ),
         "_is_in_bad_fork": lambda: False,
-        **dict.fromkeys(
-            ("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats", "manual_seed"),
-            no_result,
-        ),
-        **dict.fromkeys(("manual_seed_all", "set_rng_state", "set_rng_state_all"), no_result),
-        **dict.fromkeys(
-            ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
-            lambda _=None: 0,
-        ),
     }
+    for name in _WITHOUT_RESULT:
+        answers[name] = no_result()
+    for name in _BYTES:
+        answers[name] = lambda _=None: 0
     for name, answer in answers.items():
         setattr(cuda, name, answer)
         if hasattr(cuda.random, name):
             setattr(cuda.random, name, answer)
-    cuda.default_generators = tuple(torch.Generator() for _ in range(GPUS))
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: 0
+    cuda.default_generators = generators
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = (lambda *_: 0), (lambda *_: 0)
     cuda.nccl.version = lambda *_: (2, 29, 7)
-    torch._C._ensureCUDADeviceGuardSet = no_result  # type: ignore[attr-defined]
-    fake_tensor.init_gpu_context = no_result  # type: ignore[assignment]
+    torch._C._ensureCUDADeviceGuardSet = no_result()  # type: ignore[attr-defined]
+    fake_tensor.init_gpu_context = no_result()  # type: ignore[assignment]
     # torch.tensor(x, device="cuda") stays fake
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment,method-assign]
     megacore.hardware.cuda_capability = lambda: PROPERTIES.major * 10  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
     _record_reads()
 

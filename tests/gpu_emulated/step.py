@@ -3,13 +3,13 @@
 `python -m tests.gpu_emulated.step` answers one JSON case per line, each in a process of its own.
 """
 
-import collections
 import contextlib
 import json
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,45 +28,52 @@ class Case:
     vocab_size: int = 50257
 
 
+@dataclass(frozen=True)
+class Communication:
+    """A collective, or one side of a message."""
+
+    operation: str
+    """Name of c10d's operation: `allreduce_`, `send`, `recv_` and others."""
+    group: str
+    """Name of the process group."""
+    ranks: list[int]
+    """Ranks of the group."""
+    tensors: list[str]
+    """Type and shape of each tensor."""
+    peer: int | None = None
+    """The other rank of a message."""
+
+
 @dataclass
 class Record:
     """What a rank did in one iteration, its second one."""
 
-    operations: dict[str, int] = field(default_factory=dict)
-    """Number of calls of each operation of torch, without those that only make views."""
     copies: list[str] = field(default_factory=list)
     """Copies from the host to the GPU that wait for it, with their places."""
     synchronizations: list[str] = field(default_factory=list)
     """Calls that wait for the GPU, with their places."""
     events: int = 0
     """Number of CUDA events made."""
-    collectives: list[tuple[str, list[int], str]] = field(default_factory=list)
-    """Communication in order: operation, ranks of the group, and shape, type and peer."""
+    communication: list["Communication"] = field(default_factory=list)
+    """Communication in the order in which it starts."""
     attention: list[str] = field(default_factory=list)
     """Attention operations that ran."""
-    memory: int = 0
-    """Peak bytes on the GPU in the first two iterations, by torch's memory tracker."""
-    parameters: int = 0
-    """Number of this rank's parameters."""
     kernels: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Record":
+        """Return the record in a line of JSON."""
+        calls = [Communication(**call) for call in values.pop("communication")]
+        return cls(communication=calls, **values)
 
 
 def run(case: Case) -> Record:
-    """Build the engine and run two iterations, an evaluation and a copy to the host."""
+    """Build the engine, run two iterations, and return what happened in the second."""
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    class Memory(MemTracker):
-        """torch's tracker without its statistics by module, which allow only one micro batch."""
-
-        def _ignored(self, *_: Any) -> None: ...
-
-        _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignored
 
     from megacore.config.load import load_config
-    from megacore.config.spec import SpecialTokens
     from megacore.engine.build import build_engine
     from megacore.hardware import resolve_precision
     from megacore.observe.timers import Timers
@@ -96,7 +103,6 @@ def run(case: Case) -> Record:
         stack.enter_context(fake_cuda.real_tensors(mesh_module, "init_device_mesh"))
         stack.enter_context(fake_cuda.real_tensors(torch, "from_numpy"))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        memory = stack.enter_context(Memory())
         set_up_arithmetic(1)
         device = choose_device()
         timers = Timers(device)
@@ -116,14 +122,6 @@ def run(case: Case) -> Record:
         )
         record.kernels = dict(engine.kernels)
         _iterate(config, engine, mesh, record)
-        record.memory = max(
-            (
-                kinds["Total"]
-                for name, kinds in memory.get_tracker_snapshot("peak").items()
-                if name.type == "cuda"
-            ),
-            default=0,
-        )
     return record
 
 
@@ -188,76 +186,71 @@ def _special_tokens(vocab_size: int) -> Any:
 
 
 @contextlib.contextmanager
-def watch(record: Record) -> Any:
-    """Record operations, copies and communication in the body."""
-    import torch
-    import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-    from torch.utils._pytree import tree_iter
-
-    operations: collections.Counter[str] = collections.Counter()
+def watch(record: Record) -> Iterator[None]:
+    """Record copies, attention and communication in the body."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             name = str(func)
             if name.startswith("c10d."):
-                self.communication(name, args, kwargs)
-            pinned = self.pageable(name, args)
-            out = func(*args, **kwargs)
-            if not func.is_view and not name.startswith("prim."):
-                operations[name] += 1
+                record.communication.append(_communication(name, args))
+            out = func(*args, **kwargs or {})
             if "attention" in name:
                 record.attention.append(name)
-            self.copy(name, args, kwargs, out, pinned)
+            if name.startswith(("aten._to_copy", "aten.copy_")):
+                _record_copy(record, name, args, kwargs or {}, out)
             return out
-
-        @staticmethod
-        def pageable(name: str, args: Any) -> bool:
-            """Return True for a host tensor that is not page-locked as the source of a copy."""
-            source = args[1] if name.startswith("aten.copy_") else args[0] if args else None
-            if not isinstance(source, torch.Tensor) or source.device.type != "cpu":
-                return False
-            with _disable_current_modes():
-                return not source.is_pinned()
-
-        @staticmethod
-        def copy(name: str, args: Any, kwargs: Any, out: Any, pageable: bool) -> None:
-            if not name.startswith(("aten._to_copy", "aten.copy_")):
-                return
-            source, target = (args[1], args[0]) if "copy_." in name and "_to" not in name else (args[0], out)
-            if source.device.type == target.device.type:
-                return
-            waits = pageable or not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            if waits:
-                at = fake_cuda.place()
-                what = f"{source.device.type} to {target.device.type} {list(source.shape)} at {at}"
-                if target.device.type == "cuda":
-                    record.copies.append(what)
-                else:
-                    fake_cuda.synchronizations.append(("copy", what))
-
-        @staticmethod
-        def communication(name: str, args: Any, kwargs: Any) -> None:
-            group, peer = None, ""
-            numbers = []
-            for value in tree_iter((args, kwargs)):
-                if isinstance(value, torch.ScriptObject):
-                    with contextlib.suppress(RuntimeError):
-                        group = dist.ProcessGroup.unbox(value)
-                elif isinstance(value, int) and not isinstance(value, bool):
-                    numbers.append(value)
-            tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
-            ranks = dist.get_process_group_ranks(group) if group is not None else []
-            if name.startswith(("c10d.send", "c10d.recv")):
-                peer = f" {numbers[0]} tag {numbers[1]}"
-            shapes = " ".join(f"{str(each.dtype)[6:]}{list(each.shape)}" for each in tensors)
-            key = group.group_name if group is not None else ""
-            record.collectives.append((name.split(".")[1], [*ranks], f"{key} {shapes}{peer}"))
 
     with Watch():
         yield
-    record.operations = dict(operations.most_common())
+
+
+def _record_copy(record: Record, name: str, args: Any, kwargs: Any, out: Any) -> None:
+    """Record a copy between host and GPU if the host waits for it.
+
+    It does so for ordinary memory, even if the copy is said not to block.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    target, source = args[:2] if name.startswith("aten.copy_") else (out, args[0])
+    if source.device.type == target.device.type:
+        return
+    host = source if source.device.type == "cpu" else target
+    with _disable_current_modes():
+        pinned = host.is_pinned()
+    if pinned and (kwargs.get("non_blocking") or args[2:] == (True,)):
+        return
+    what = f"{source.device.type} to {target.device.type} {list(source.shape)}"
+    if target.device.type == "cuda":
+        record.copies.append(f"{what} at {fake_cuda.place()}")
+    else:
+        fake_cuda.synchronizations.append((what, fake_cuda.place()))
+
+
+def _communication(name: str, args: Any) -> Communication:
+    """Return the record of a call of c10d: its tensors, its group, and the peer of a message."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils._pytree import tree_iter
+
+    group = None
+    for value in tree_iter(args):
+        if isinstance(value, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError):  # a ReduceOp
+                group = group or dist.ProcessGroup.unbox(value)
+    assert group is not None, name
+    operation, ranks = name.split(".")[1], dist.get_process_group_ranks(group)
+    tensors = [value for value in tree_iter(args) if isinstance(value, torch.Tensor)]
+    return Communication(
+        operation,
+        group.group_name,
+        ranks,
+        [f"{str(tensor.dtype)[6:]} {list(tensor.shape)}" for tensor in tensors],
+        ranks[args[2]] if operation in ("send", "recv_") else None,
+    )
 
 
 def main() -> None:
@@ -265,12 +258,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="megacore-fake-gpu-") as folder:
         fake_cuda.load(Path(folder))
         import torch
-
-        import megacore.train.loop
-        import torch._subclasses.fake_tensor
-        import torch.distributed._tools.mem_tracker
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401
-        import megacore.engine.build  # noqa: F401
+        import torch.testing._internal.distributed.fake_pg
 
         torch.set_num_threads(1)
         for line in sys.stdin:
@@ -286,7 +274,8 @@ def _answer(case: Case) -> None:
             result = {"record": asdict(run(case))}
         except BaseException:
             result = {"error": traceback.format_exc()}
-        print(json.dumps(result), flush=True)
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
         os._exit(0)
     os.waitpid(process, 0)
 
