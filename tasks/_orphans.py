@@ -93,7 +93,7 @@ class _ServerOutput:
 
     def __init__(self) -> None:
         self.problem: str | None = None
-        """Reason why the server cannot write its database; None."""
+        """Reason for which the server cannot write its database, or None."""
         self.started = False
         """True once the server has answered: from then on a problem is shown when it is met."""
         self._reader: threading.Thread | None = None
