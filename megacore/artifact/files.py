@@ -300,12 +300,14 @@ def workspace_errors(path: Path) -> Iterator[None]:
 def _place(error: OSError, path: Path | None) -> str:
     """Return the path in an error; a bare name is one in a directory that `rmtree` has open."""
     named = str(error.filename or "")
-    return named if os.sep in named or path is None else str(path)
+    if path is None or os.sep in named:
+        return named
+    return str(path) if named in ("", path.name) else f"{named} in {path}"
 
 
 def free_text(path: Path) -> str:
     """Describe the free space of the file system that holds `path`, which need not exist."""
-    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    place = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     return f"{_size(shutil.disk_usage(place).free)} are free in {place}"
 
 
