@@ -249,3 +249,30 @@ def test_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
         open_hf(tmp_path)
     with pytest.raises(MegacoreError, match="members unpack to 16,777,216 bytes, more than"):
         load_inert(path)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [load_inert, directory._pickled, directory._safetensors, lambda path: pretrained._read("", path)],
+    ids=["inert", "pickle", "safetensors", "fine-tuning"],
+)
+@pytest.mark.parametrize("call", [(os, "stat"), (builtins, "open")], ids=["stat", "open"])
+def test_failing_disk_is_no_damage_of_a_model(
+    read: Callable[[Path], object],
+    call: tuple[object, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, works = tmp_path / "model.bin", getattr(*call)
+    path.write_bytes(b"whole")
+
+    def fail(name: object, *values: Any, **options: Any) -> Any:
+        if str(name) == str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return works(name, *values, **options)
+
+    monkeypatch.setattr(*call, fail)
+    if call[0] is builtins:
+        monkeypatch.setattr(io, "open", fail)
+    with pytest.raises(FileAccessError, match=r"model\.bin \(Input/output error\): the disk"):
+        read(path)
