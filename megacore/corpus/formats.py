@@ -199,7 +199,9 @@ def unreadable(path: str | Path, error: OSError) -> DataFormatError | FileAccess
 
     It is a FileAccessError if this machine or a disk is at fault.
     """
-    return access_error(error, Path(path)) or DataFormatError(f"{path} cannot be read: {error.strerror}: check data.source")
+    return access_error(error, Path(path)) or DataFormatError(
+        f"{path} cannot be read: {error.strerror}: check data.source"
+    )
 
 
 def _content(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:

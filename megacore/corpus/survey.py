@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
+from megacore.artifact.files import access_error
 from megacore.config.data import JsonlSource, ParquetSource, TextSource
 from megacore.corpus import local_files, text_files
 from megacore.corpus.formats import DOCUMENT_BYTES, lines
@@ -74,7 +75,9 @@ def survey(paths: Sequence[Path]) -> Survey:
     except DataFormatError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise access_error(error) or ConfigError(
+            f"{error.filename} cannot be read: {error.strerror}"
+        ) from error
 
 
 def _candidates(path: Path) -> Iterator[tuple[Path, Kind, bool]]:
@@ -171,7 +174,9 @@ def _rows(
     rows = list(itertools.islice(_sample_rows(files, kind), _SAMPLE_ROWS))
     key, others = _text_key(rows, files[0])
     texts = [row[key] for row in rows]
-    documents = sum(local_files.count_documents(path, key, DOCUMENT_BYTES, _ADVICE) for path in files)
+    documents = sum(
+        local_files.count_documents(path, key, DOCUMENT_BYTES, _ADVICE) for path in files
+    )
     remarks = [f"the text is in {key!r}" + (f", not in {', '.join(others)}" if others else "")]
     if len(files) < len(candidates):
         remarks.append(f"{len(candidates) - len(files)} files of other kinds are not read")

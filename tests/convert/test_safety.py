@@ -1,11 +1,14 @@
 """Malicious files of every kind that the package reads: each is refused, and none executes code."""
 
+import builtins
+import errno
 import io
 import json
 import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.checkpoint.format import MARKER_NAME, STATE_NAME, Marker, read_state
 from megacore.checkpoint.save import save_checkpoint
+from megacore.convert.hf import directory as hf_directory
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.hf.directory import open_hf
 from megacore.convert.hf.forms import FORMS, read_spec
 from megacore.convert.inert import load_inert
 from megacore.convert.source import CheckpointTensors
 from megacore.data.index_directory import load_map
-from megacore.errors import CheckpointError, ConversionError, MegacoreError
+from megacore.errors import CheckpointError, ConversionError, FileAccessError, MegacoreError
+from megacore.finetune import pretrained
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, load_tokenizer
 
@@ -253,7 +258,7 @@ def test_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "read",
-    [load_inert, directory._pickled, directory._safetensors, lambda path: pretrained._read("", path)],
+    [load_inert, hf_directory._pickled, hf_directory._safetensors, partial(pretrained._read, "")],
     ids=["inert", "pickle", "safetensors", "fine-tuning"],
 )
 @pytest.mark.parametrize("call", [(os, "stat"), (builtins, "open")], ids=["stat", "open"])

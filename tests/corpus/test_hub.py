@@ -145,8 +145,8 @@ def test_expression_that_matches_no_row_is_refused(lines: Path, tmp_path: Path) 
     absent = source(lines, document_start="^Chapter")
     with pytest.raises(DataFormatError, match=r"no row matches .*document_start '\^Chapter'"):
         collect(absent, tmp_path / "out")
-    with pytest.raises(DataFormatError, match=r"no row from 0 to 3 matches .* at most 20 bytes"):
-        collect(absent, tmp_path / "out", document_bytes=20)
+    with pytest.raises(DataFormatError, match=r"no row from 0 to 3 matches .* at most 30 bytes"):
+        collect(absent, tmp_path / "out", document_bytes=30)
     with pytest.raises(ValidationError, match=r"'\(' is no regular expression"):
         source(lines, document_start="(")
 
@@ -155,7 +155,9 @@ def test_limit_of_a_joined_document_counts_bytes_and_names_a_large_row(
     lines: Path, tmp_path: Path
 ) -> None:
     joined = source(lines, document_start="First")
-    with pytest.raises(DataFormatError, match=r"row 3 of the data set .* is a document of 26 bytes,"):
+    with pytest.raises(
+        DataFormatError, match=r"row 3 of the data set .* is a document of 26 bytes,"
+    ):
         collect(joined, tmp_path / "out", document_bytes=25)
     parts = ["First ", "üüü", "üüü"]
     (tmp_path / "more").mkdir()

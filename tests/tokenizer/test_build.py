@@ -1,7 +1,11 @@
 """Tests of building tokenizers of every kind."""
 
+import builtins
+import errno
+import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,11 @@ import tokenizers
 from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
 from megacore.config.spec import SpecialTokens
 from megacore.corpus.documents import CorpusWriter
-from megacore.errors import DataFormatError, DownloadError
-from megacore.tokenizer import load_tokenizer
+from megacore.errors import DataFormatError, DownloadError, FileAccessError
+from megacore.tokenizer import build, load_tokenizer, wordpiece
 from megacore.tokenizer.build import build_tokenizer, fingerprint
+from megacore.tokenizer.load import read_backend
+from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
 TEXT = "def größe(n):\n    return n<|endoftext|>x 💡\n"
 
