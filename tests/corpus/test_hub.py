@@ -163,7 +163,7 @@ def test_limit_of_a_joined_document_counts_bytes_and_names_a_large_row(
     (tmp_path / "more").mkdir()
     pq.write_table(pa.table({"text": parts}), tmp_path / "more" / "train-0.parquet")
     more = source(tmp_path / "more", document_start="First")
-    with pytest.raises(DataFormatError, match="no row from 1 to 2 matches .* at most 15 bytes"):
+    with pytest.raises(DataFormatError, match=r"no row from 1 to 2 matches .* at most 15 bytes"):
         collect(more, tmp_path / "out", document_bytes=15)  # 12 characters
 
 
