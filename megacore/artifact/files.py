@@ -90,10 +90,11 @@ def write_json(path: Path, value: Any) -> None:
 def regular(path: Path, most: int | None = None) -> Path:
     """Return `path` after checking that it is no pipe or device, so that reading it ends.
 
-    With `most`, it has at most as many bytes. Raises OSError, with what the path is in its
-    strerror. Directories pass: opening reports them.
+    With `most`, it has at most as many bytes. Raises FileAccessError, or OSError with what the path
+    is in its strerror. Directories pass: opening reports them.
     """
-    status = os.stat(path)
+    with access_errors(path):
+        status = os.stat(path)
     _refuse_endless(status, path)
     if most is not None and status.st_size > most:
         reason = f"it has {status.st_size:,} bytes, over the limit of {most:,}"
@@ -131,6 +132,16 @@ def access_error(error: OSError, path: Path | None = None) -> FileAccessError | 
         return None  # a socket's ENOTCONN names no file
     where = _place(error, path) or "a file"
     return FileAccessError(f"cannot read or write {where} ({error.strerror}): {fault}")
+
+
+@contextmanager
+def access_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's errors that `access_error` knows into FileAccessError."""
+    try:
+        yield
+    except OSError as error:
+        fault = access_error(error, path)
+        raise error if fault is None else fault from error
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

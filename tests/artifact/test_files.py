@@ -199,6 +199,15 @@ def test_other_errors_keep_their_type(tmp_path: Path) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
 
+def test_regular_names_a_failing_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(FileAccessError, match="mount the directory again"):
+        regular(tmp_path / "file")
+
+
 def test_pipe_device_and_large_file_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "pipe.json"
     os.mkfifo(path)
