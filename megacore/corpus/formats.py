@@ -32,7 +32,7 @@ DOCUMENT_BYTES = DEFAULT_MAX_DOCUMENT_MB * 10**6
 """Default maximum size of a document in bytes, for readers that have no configuration."""
 RAISE = "raise data.max_document_mb (--max-document-mb of `megacore tokenize`)"
 ADVICE = f"divide or remove it, or {RAISE}"
-"""What to do about a document over the limit, where the configuration sets the limit."""
+"""Advice on a document over the limit, where the configuration sets the limit."""
 _UNPACKED_BYTES = 1 << 27
 _UNPACKED_RATIO = 200
 """A file may unpack to _UNPACKED_BYTES, and beyond to this multiple of its compressed bytes. Text

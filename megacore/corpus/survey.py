@@ -30,7 +30,7 @@ _ADVICE = (
     "divide or remove it, or name only the other files, and add this one to the configuration with "
     "a higher data.max_document_mb"
 )
-"""What to do about a document that is over the limit of the proposed configuration."""
+"""Advice on a document that is over the limit of the proposed configuration."""
 
 
 @dataclass(frozen=True)
