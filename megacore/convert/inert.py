@@ -68,7 +68,7 @@ def load_inert(path: Path) -> Any:
             named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
         harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGES)}
         # torch takes pairs of a callable and its name in the file.
-        records = [(Record, name) for name in harmless]
+        records: list[Any] = [(Record, name) for name in harmless]
         with access_errors(path), torch.serialization.safe_globals(records):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except FileAccessError:

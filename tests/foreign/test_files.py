@@ -84,11 +84,7 @@ def test_large_files_and_pipes_are_refused(tmp_path: Path) -> None:
         ("train.train_iters", "2023-13-45", "train.train_iters is '2023-13-45': give an integer"),
         ("train.train_iters", "1e300", "train.train_iters is '1e300': give an integer"),
         ("train.train_iters", "1.0e+300", "train.train_iters is 1e+300: "),
-        (
-            "train.train_iters",
-            "9" * 30,
-            "train.train_iters is an integer of 30 digits: give at most",
-        ),
+        ("train.train_iters", "9" * 30, "train.train_iters is an integer of about 31 digits"),
         ("train.train_iters", "'" + "9" * 6000 + "'", "train.train_iters is '99999"),
         ("optim.lr", "1e999", "optim.lr is '1e999': give a finite number"),
         ("model.num_layers", "1000000000", "give at most 1,024"),
