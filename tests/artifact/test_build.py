@@ -115,7 +115,7 @@ def test_an_artifact_that_cannot_be_read_now_is_kept(
     opening = open
 
     def fail(path: Path, *arguments: Any, **options: Any) -> Any:
-        if Path(path).name == name:
+        if str(path).endswith(f"{KEY.key}/{name}"):
             raise OSError(code, os.strerror(code), str(path))
         return opening(path, *arguments, **options)
 
