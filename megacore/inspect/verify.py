@@ -31,16 +31,19 @@ from megacore.config.base import FinetuneStage
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     MAP_NAMES,
-    SENTENCE_MAP_NAME,
     IndexDescription,
     load_map,
     map_path,
     member_directory,
 )
 from megacore.data.index_options import SPLIT_NAMES, IndexOptions
-from megacore.data.sentence_maps import document_range, load_sentence_map, sentences_of
 from megacore.errors import ArtifactError, CheckpointError, DataFormatError, FileAccessError
-from megacore.inspect.index import describe_index, is_index_directory, open_map
+from megacore.inspect.index import (
+    check_sentence_map,
+    describe_index,
+    is_index_directory,
+    open_map,
+)
 from megacore.inspect.provenance import find_origins
 from megacore.inspect.tokens import count_empty, counted, find_prefixes
 from megacore.token_files.indexed_dataset import (
@@ -485,44 +488,6 @@ def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: In
         counted(epochs, "epoch"),
     )
     return "{}, {} in {}, each sample once".format(*parts)
-
-
-def check_sentence_map(
-    dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions
-) -> str:
-    """Check the sentence map of a split and return a summary in one clause.
-
-    Every sample must be inside one document of the split, have the minimum number of sentences, and
-    a target length that fits the model. Raises DataFormatError.
-    """
-    sentences = sentences_of(options)
-    path = map_path(directory, split, SENTENCE_MAP_NAME)
-    rows = load_sentence_map(
-        directory, split, dataset, options.seq_length - sentences.special_tokens
-    )
-    starts = dataset.document_indices
-    first, last = (int(starts[place]) for place in document_range(dataset, options, split))
-    used = np.zeros(dataset.documents, np.bool_)
-    for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK].astype(np.int64)
-        documents = np.searchsorted(starts, block[:, 0], side="right") - 1
-        inside = (
-            (first <= block[:, 0]) & (block[:, 1] <= last) & (block[:, 1] <= starts[documents + 1])
-        )
-        wrong = np.flatnonzero(~inside | (block[:, 1] - block[:, 0] < sentences.minimum_sentences))
-        if len(wrong):
-            row = block[wrong[0]].tolist()
-            raise DataFormatError(
-                f"{path}: sample {start + int(wrong[0])} has the sentences {row[0]} to "
-                f"{row[1] - 1}, which are not {sentences.minimum_sentences} or more of one "
-                f"document of the {split} split, {first} to {last - 1}: build the index maps again"
-            )
-        used[documents] = True
-    return (
-        f"{counted(len(rows), 'sample')} of {counted(int(used.sum()), 'document')}"
-        if len(rows)
-        else "no samples"
-    )
 
 
 def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) -> int:
