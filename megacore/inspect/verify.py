@@ -94,7 +94,7 @@ class Unchecked:
     name: str
     state: Literal["not readable", "not complete"]
     reason: str
-    """What is wrong and what to do, in one sentence."""
+    """Cause and remedy in one sentence."""
 
 
 Result = Check | Damage | Unchecked
