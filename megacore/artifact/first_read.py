@@ -57,7 +57,9 @@ class FirstRead:
         self._abandoned = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megacore-verify", daemon=True)
         self.error: MegacoreError | None = None
-        """The first artifact that is damaged or cannot be read now, once it was found."""
+        """Error of the first artifact that is damaged or cannot be read now, once it was found."""
+        self.damaged: Path | None = None
+        """Directory of the damaged artifact."""
 
     def __enter__(self) -> Self:
         if self._directories:
@@ -88,7 +90,7 @@ class FirstRead:
     def _run(self) -> None:
         try:
             for directory in self._directories:
-                self._verify(directory)
+                self._compare(directory)
         except _AbandonedError:
             pass
         except MegacoreError as error:
@@ -98,6 +100,13 @@ class FirstRead:
                 f"the digests of {', '.join(map(str, self._directories))} were not compared "
                 f"({type(error).__name__}: {error}): start again, or set verify to quick"
             )
+
+    def _compare(self, directory: Path) -> None:
+        try:
+            self._verify(directory)
+        except ArtifactError:
+            self.damaged = directory
+            raise
 
     def _verify(self, directory: Path) -> None:
         """Compare the artifact in `directory` unless its record is right.
