@@ -37,6 +37,13 @@ class DataFormatError(MegacoreError):
     exit_code = 3
 
 
+class DamagedFileError(DataFormatError):
+    """Data file whose content is cut off, damaged, or in another format than its name says.
+
+    Another copy of the file may be sound.
+    """
+
+
 class DownloadError(MegacoreError):
     """Remote source that was unreachable or broke the connection; a retry may succeed."""
 
@@ -164,6 +171,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
         ConfigError,
         ParallelLayoutError,
         DataFormatError,
+        DamagedFileError,
         DownloadError,
         ArtifactError,
         WorkspaceError,

@@ -21,11 +21,12 @@ cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")')
 hip=$("$python" -c 'import torch; print(torch.version.hip or "")')
 [ -z "$hip" ] || fail "the torch of $python is built for AMD's ROCm $hip, which megacore does not support: install one with CUDA first"
 [ -n "$cuda" ] || fail "the torch of $python is a build without CUDA, for which apex has no kernels: install one with CUDA first"
-home=$("$python" -c 'from torch.utils.cpp_extension import CUDA_HOME; print(CUDA_HOME or "")' 2>/dev/null)
+home=$("$python" -c 'from torch.utils.cpp_extension import CUDA_HOME; print(CUDA_HOME or "")') ||
+    fail "$python cannot import torch.utils.cpp_extension (its message is above), with which apex is compiled: run 'make venv' again"
 [ -x "$home/bin/nvcc" ] || fail "no CUDA compiler was found: install the CUDA toolkit $cuda and set CUDA_HOME to it"
 if [ ! -e "$home/include/cuda_runtime.h" ]; then
     # The nvcc on the PATH is a script that calls the real one.
-    home=$("$home/bin/nvcc" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+    home=$({ "$home/bin/nvcc" --dryrun -x cu /dev/null 2>&1 || true; } | sed -n 's/^#\$ TOP=//p')
     [ -e "$home/include/cuda_runtime.h" ] || fail "the CUDA toolkit of $(command -v nvcc) has no include/cuda_runtime.h: set CUDA_HOME to a complete toolkit $cuda"
     home=$(cd "$home" && pwd -P)
     export CUDA_HOME=$home
@@ -39,12 +40,20 @@ if [ "$version" != "$cuda" ]; then
 fi
 if [ ! -e "$home/include/cublas_v2.h" ] || [ ! -e "$home/include/cusparse.h" ]; then
     # A toolkit without the libraries: torch's CUDA packages have the same version and their headers.
-    headers=$("$python" -c 'import pathlib, torch; print(*pathlib.Path(torch.__file__).parents[1].glob("nvidia/cu*/include/cusparse.h"))')
+    headers=$(
+        "$python" - <<'EOF'
+import pathlib, torch
+root = pathlib.Path(torch.__file__).parents[1] / "nvidia"
+found = [next(root.glob(f"*/include/{name}"), None) for name in ("cublas_v2.h", "cusparse.h")]
+print("" if None in found else ":".join(dict.fromkeys(str(path.parent) for path in found)))
+EOF
+    )
     [ -n "$headers" ] || fail "$home has no include/cublas_v2.h or cusparse.h: install the toolkit's libraries (Debian, from NVIDIA: cuda-libraries-dev-${cuda/./-})"
-    export CPATH=${headers%/cusparse.h}${CPATH:+:$CPATH}
-    echo "install_apex.sh: the headers of cuBLAS and cuSPARSE are those of torch's packages, ${headers%/cusparse.h}"
+    export CPATH=$headers${CPATH:+:$CPATH}
+    echo "install_apex.sh: the headers of cuBLAS and cuSPARSE are those of torch's packages, $headers"
 fi
-command -v "${CXX:-c++}" >/dev/null || fail "there is no C++ compiler '${CXX:-c++}': install one (Debian: apt-get install g++), or set CXX"
+compiler=${CXX:-c++}
+command -v "${compiler%% *}" >/dev/null || fail "there is no C++ compiler '$compiler': install one (Debian: apt-get install g++), or set CXX"
 
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT

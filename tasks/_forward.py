@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.artifact.files import read_json, write_json
-from megacore.errors import DataFormatError, TrackingError
+from megacore.errors import DataFormatError, FileAccessError, TrackingError, WorkspaceError
 from megacore.observe.events import EventReader
 from tasks._checkpoint_models import (
     ensure_checkpoint_model,
@@ -26,7 +26,7 @@ from tasks._checkpoint_models import (
 )
 from tasks._doctor import send_preflight
 from tasks._flow_config import FlowConfig
-from tasks._mlflow import RunFacts, RunStatus, Tracking, end_run, ensure_run
+from tasks._mlflow import STORE_ERRORS, RunFacts, RunStatus, Tracking, end_run, ensure_run
 
 OFFSET_FILE = "mlflow_offset.json"
 """Name of the file in the run directory with the MLflow run id, the committed offset in
@@ -260,8 +260,9 @@ class Forwarder:
     def flush(self, timeout: float = 120.0) -> str:
         """Deliver all events written to events.jsonl so far, and return the run's id.
 
-        Raises TrackingError when the store accepted nothing for `timeout` seconds, and
-        DataFormatError when events.jsonl is damaged.
+        Raises TrackingError when the store accepted nothing for `timeout` seconds,
+        WorkspaceError or FileAccessError when this host's disk refuses, and DataFormatError when
+        events.jsonl is damaged.
         """
         self._progress = time.monotonic()
         # A delivery in progress may have read the file before its last events were written.
@@ -271,6 +272,8 @@ class Forwarder:
             self._join(timeout)
             if isinstance(self._error, _FatalError):
                 raise self._error.cause
+            if isinstance(self._error, WorkspaceError | FileAccessError):
+                raise self._error
             if self._error is None and self._run_id is not None:
                 return self._run_id
             pause = self._due - time.monotonic()
@@ -314,7 +317,7 @@ class Forwarder:
         """Deliver once; a failure is stored and sets the time of the next attempt."""
         try:
             self.deliver()
-        except TrackingError as error:
+        except STORE_ERRORS as error:
             if self._failures == 0:
                 _log.warning("%s; training continues, its events are sent later", error)
             self._error = error
@@ -339,7 +342,7 @@ class Forwarder:
                 return
             try:
                 self._send(batch)
-            except TrackingError:
+            except STORE_ERRORS:
                 # The store may have received the batch all the same, or may have lost the run.
                 # The next delivery checks both.
                 self._run_id = None

@@ -5,6 +5,7 @@ import logging
 from megacore.artifact.files import access_error
 from megacore.errors import MegacoreError
 from megacore.redact import redact_log
+from tasks._orphans import database_problem
 
 RUN_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.megacore")
 
@@ -14,7 +15,7 @@ class CountedRetries(int):
 
 
 class SentenceFilter(logging.Filter):
-    """Filter that drops the traceback of a MegacoreError, a failing disk or Prefect's server.
+    """Filter that drops tracebacks of a MegacoreError, a failing disk or Prefect's full database.
 
     Prefect's message about a retry is dropped when the task counts its retries and logs a better
     one.
@@ -35,8 +36,12 @@ class SentenceFilter(logging.Filter):
             record.args = ()
             record.exc_info = None
             record.exc_text = None
-        elif type(error).__name__ == "PrefectHTTPStatusError" and str(error).startswith("Server"):
-            record.exc_info = record.exc_text = None  # the error is the server's, as is its place
+        elif (
+            type(error).__name__ == "PrefectHTTPStatusError"
+            and str(error).startswith("Server")
+            and database_problem()
+        ):
+            record.exc_info = record.exc_text = None  # a line of the server's output tells why
         return True
 
 

@@ -21,17 +21,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from megacore.artifact import Artifact, Workspace, lock
-from megacore.artifact.files import read_json, write_json
-from megacore.errors import TrackingError
+from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.errors import FileAccessError, TrackingError, WorkspaceError
 from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
 from tasks._environment import sqlite_file, sqlite_url, tracking_uri
 from tasks._flow_config import FlowConfig
+from tasks._orphans import database_fault
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
+STORE_ERRORS = (TrackingError, WorkspaceError, FileAccessError)
+"""Errors that `Tracking.errors` raises."""
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_FILE = "mlflow.json"
@@ -214,13 +217,21 @@ class Tracking:
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
-        """Translate errors of MLflow into a TrackingError that names the failed action."""
+        """Translate errors of MLflow into a TrackingError that names the failed action.
+
+        What this host's disk refuses is no fault of a server: it becomes a WorkspaceError or
+        FileAccessError.
+        """
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
+        file = sqlite_file(self.uri)
         try:
-            yield
+            with workspace_errors(file or self.workspace.mlflow_artifacts):
+                yield
         except (MlflowException, SQLAlchemyError, OSError) as error:
+            if file is not None and (fault := database_fault("MLflow", file, str(error))):
+                raise WorkspaceError(fault) from error
             # After the first line, SQLAlchemy shows the whole statement.
             reason = redact(" ".join(str(error).partition("[SQL:")[0].split()))[:500]
             raise TrackingError(

@@ -9,6 +9,7 @@ whose other end only the flow's process has open, and imports only the standard 
 import atexit
 import contextlib
 import logging
+import math
 import os
 import re
 import secrets
@@ -34,10 +35,17 @@ RECORDS_BYTES = 16 << 20
 """Free space that the databases of Prefect and MLflow need for a run; measured are 7 MiB."""
 _RECORD = re.compile(rb"(?m)^(?=\d\d:\d\d:\d\d\.\d{3} \| )")
 """Start of a record in the log of Prefect's server."""
+_RESULTS = (b"Traceback", b"Application startup failed")
+"""Texts of records that repeat an error of the database."""
+_POLL = 0.05
 _RECORD_PAUSE = 0.3
 """Seconds without output after which a record is complete."""
+_FOLLOWS = 1.0
+"""Seconds after an error of the database in which other tracebacks are taken for its results."""
+_CURRENT = 10.0
+"""Seconds after an error of the database in which the server counts as unable to write it."""
 _DATABASE_ERROR = re.compile(
-    r"sqlite3\.OperationalError: (database or disk is full|disk I/O error|"
+    r"sqlite3\.OperationalError(?::|\)) (database or disk is full|disk I/O error|"
     r"attempt to write a readonly database|unable to open database file)"
 )
 
@@ -84,8 +92,36 @@ def start_server() -> None:
 
 
 def database_problem() -> str | None:
-    """Return in one sentence why the temporary server cannot write its database, if it cannot."""
+    """Return in one sentence why the temporary server cannot write its database, if it cannot now.
+
+    The server answers before its output is read, so this waits a moment for the output.
+    """
+    deadline = time.monotonic() + 2 * _RECORD_PAUSE
+    while not _server_output.met_within(_CURRENT):
+        if not _server_output.reads() or time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL)
     return _server_output.problem
+
+
+def database_fault(program: str, database: Path, text: str) -> str | None:
+    """Return in one sentence why `program` cannot write its SQLite file, if `text` has the reason.
+
+    Args:
+        program: name of the program.
+        database: path of the file.
+        text: error, as sqlite3 or SQLAlchemy writes it.
+    """
+    reason = _DATABASE_ERROR.search(text)
+    if reason is None:
+        return None
+    from megacore.artifact.files import free_text
+
+    return (
+        f"{program} cannot write its database {database}: {reason[1]}; "
+        f"{free_text(database.parent)}: free some space, or make it writable, then run the same "
+        "command again"
+    )
 
 
 class _ServerOutput:
@@ -93,10 +129,20 @@ class _ServerOutput:
 
     def __init__(self) -> None:
         self.problem: str | None = None
-        """Reason why the server cannot write its database; None."""
+        """Reason for which the server could last not write its database, or None."""
+        self._met = -math.inf
+        """Time of the last error of the database."""
         self.started = False
         """True once the server has answered: from then on a problem is shown when it is met."""
         self._reader: threading.Thread | None = None
+
+    def met_within(self, seconds: float) -> bool:
+        """Return True if an error of the database was read in the last `seconds`."""
+        return self.problem is not None and time.monotonic() - self._met < seconds
+
+    def reads(self) -> bool:
+        """Return True while the output of a server is read."""
+        return self._reader is not None and self._reader.is_alive()
 
     def watch(self, server: Any, database: Path) -> None:
         """Read the output of each process that `server` starts.
@@ -148,20 +194,15 @@ class _ServerOutput:
                     self._write(each, database)
 
     def _write(self, record: bytes, database: Path) -> None:
-        reasons = _DATABASE_ERROR.findall(record.decode("utf-8", errors="replace"))
-        if reasons and self.problem is None:
-            from megacore.artifact.files import free_text
-
-            self.problem = (
-                f"Prefect cannot write its database {database}: {reasons[0]}; "
-                f"{free_text(database.parent)}: free some space, or make it writable, then run the "
-                "same command again"
-            )
-            if self.started:
-                record = f"warning: {self.problem}\n".encode()
-                reasons = []
-        follows = self.problem is not None and b"Traceback" in record
-        if not (reasons or follows or b"Application startup failed" in record):
+        fault = database_fault("Prefect", database, record.decode("utf-8", errors="replace"))
+        if fault is not None:
+            record = b"" if self.met_within(_CURRENT) else f"warning: {fault}\n".encode()
+            self.problem, self._met = fault, time.monotonic()
+            if not self.started:
+                record = b""  # the start raises it
+        elif self.met_within(_FOLLOWS) and any(each in record for each in _RESULTS):
+            record = b""
+        if record:
             with contextlib.suppress(OSError):
                 os.write(2, record)
 

@@ -13,7 +13,7 @@ from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, read_state, verify
 from megacore.config import RunConfig
 from megacore.config.difference import Change, check_resume, compare_configurations, described
-from megacore.errors import CheckpointError, ConfigError
+from megacore.errors import CheckpointError, ConfigError, FileAccessError
 
 _SHOWN = 8
 """Most changes that a hint lists."""
@@ -131,5 +131,5 @@ def _runs_of_name(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
             saved_config = read_json(job)["config"]
             if saved_config["name"] == name:
                 yield job, saved_config
-        except (OSError, ValueError, KeyError, TypeError):
+        except (FileAccessError, OSError, ValueError, KeyError, TypeError):
             continue  # an unreadable job file is reported by its own run

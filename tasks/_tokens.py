@@ -30,17 +30,20 @@ def tokenize_key(
     return StageKey.of("tokenize", VERSION, parameters, **inputs)
 
 
-def token_bytes(corpus: Artifact, tokenizer: Artifact) -> int:
-    """Return about how many bytes the tokens of a corpus take, or 0 if its text is not measured.
+def written_bytes(config: RunConfig, corpus: Artifact, tokenizer: Artifact, *, shards: bool) -> int:
+    """Return about how many bytes are written for the tokens, or 0 if the text is not measured.
 
-    Files that the corpus only refers to may be compressed, or hold more than the text.
+    Files that the corpus only refers to may be compressed, or hold more than the text. The tokens
+    are there up to three times at once: in shards, joined, and shuffled.
     """
     from megacore.token_files.indexed_dataset import UINT16_LIMIT
 
     if Manifest.read(corpus.directory).parameters.get("kind") not in _TEXT_KINDS:
         return 0
     wide = tokenizer.counts["vocab_size"] >= UINT16_LIMIT
-    return int(corpus.counts["bytes"] // BYTES_PER_TOKEN * (4 if wide else 2))
+    copies = 1 + config.data.shuffle_documents + shards
+    tokens = int(corpus.counts["bytes"] // BYTES_PER_TOKEN)
+    return copies * tokens * (4 if wide else 2)
 
 
 def tokenize_options(config: RunConfig, punkt: Artifact | None) -> "TokenizeOptions":

@@ -36,7 +36,7 @@ from tasks._cache import StageResult, artifact_problem, build, stage_task
 from tasks._checkpoint_models import log_perplexities
 from tasks._devices import devices
 from tasks._launch import LogTail
-from tasks._mlflow import Dataset, Tracking, log_datasets, recorded_run_id
+from tasks._mlflow import STORE_ERRORS, Dataset, Tracking, log_datasets, recorded_run_id
 from tasks._perplexity import PerplexityTable
 from tasks._pipeline import DELETED, StageRunner
 from tasks.index import split_data, split_datasets, split_digests
@@ -361,7 +361,7 @@ class _Display:
         try:
             if self._logs:
                 self._log(row)
-        except TrackingError as error:
+        except STORE_ERRORS as error:
             self._logs = False  # the next rows must not wait for it, too
             get_run_logger().warning("%s; the publication sends what MLflow lacks", error)
 

@@ -14,7 +14,7 @@ from megacore.config.data import holds_tokens
 from megacore.config.keys import key_parameters
 from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._cache import StageResult, artifact_directory, build, stage_task
-from tasks._tokens import token_bytes, tokenize_key, tokenize_options
+from tasks._tokens import tokenize_key, tokenize_options, written_bytes
 from tasks.shards import discard, needs_shards, tokenize_in_shards
 
 
@@ -90,9 +90,10 @@ def tokenize(
 
     options = tokenize_options(config, punkt)
     shards: list[Artifact] = []
+    sharded = needs_shards(config, corpus)
 
     def fill(directory: Path) -> dict[str, Any]:
-        if needs_shards(config, corpus):
+        if sharded:
             return tokenize_in_shards(config, corpus, tokenizer, punkt, directory, shards)
         counts = tokenize_corpus(
             corpus.directory,
@@ -105,7 +106,12 @@ def tokenize(
         return dict(counts)
 
     key = tokenize_key(config, corpus, tokenizer, punkt)
-    result = build(config, key, fill, writes=lambda: token_bytes(corpus, tokenizer))
+    result = build(
+        config,
+        key,
+        fill,
+        writes=lambda: written_bytes(config, corpus, tokenizer, shards=sharded),
+    )
     discard(shards)
     _show_lengths(config, result.artifact)
     return result

@@ -71,7 +71,10 @@ class StageKey:
 
 
 def open_artifact(directory: Path, mode: Literal["quick", "full"] = "quick") -> Artifact:
-    """Check the files of the artifact in `directory` and return it. Raises ArtifactError."""
+    """Check the files of the artifact in `directory` and return it.
+
+    Raises ArtifactError if it is damaged, FileAccessError if a file cannot be read now.
+    """
     manifest = Manifest.read(directory)
     problem = manifest.problem(directory, mode)
     if problem:
@@ -103,6 +106,7 @@ def build_artifact(
 
     Raises:
         WorkspaceError: the artifact cannot be written.
+        FileAccessError: a file of the existing artifact cannot be read now; nothing is deleted.
         MemoryExhaustedError: the memory does not suffice for `build`.
     """
     target = folder / key.key

@@ -49,6 +49,20 @@ _FAULTS = {
     errno.ENFILE: "this host has too many files open: raise it (`sysctl fs.file-max`)",
 }
 """Cause and remedy of the errors that say nothing about the file's content."""
+_OF_PATHS = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EINVAL,
+        errno.EFBIG,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+    }
+)
+"""Errors that say what is at a path: nothing, or no file of the right kind."""
+_ELSEWHERE = "write elsewhere (MEGACORE_WORKSPACE names another workspace)"
+_FREE_SPACE = "free some space (in a workspace, `megacore clean` removes stale temporaries)"
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -90,10 +104,11 @@ def write_json(path: Path, value: Any) -> None:
 def regular(path: Path, most: int | None = None) -> Path:
     """Return `path` after checking that it is no pipe or device, so that reading it ends.
 
-    With `most`, it has at most as many bytes. Raises OSError, with what the path is in its
-    strerror. Directories pass: opening reports them.
+    With `most`, it has at most as many bytes. Raises FileAccessError, or OSError with what the path
+    is in its strerror. Directories pass: opening reports them.
     """
-    status = os.stat(path)
+    with access_errors(path):
+        status = os.stat(path)
     _refuse_endless(status, path)
     if most is not None and status.st_size > most:
         reason = f"it has {status.st_size:,} bytes, over the limit of {most:,}"
@@ -131,6 +146,29 @@ def access_error(error: OSError, path: Path | None = None) -> FileAccessError | 
         return None  # a socket's ENOTCONN names no file
     where = _place(error, path) or "a file"
     return FileAccessError(f"cannot read or write {where} ({error.strerror}): {fault}")
+
+
+@contextmanager
+def access_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's errors that `access_error` knows into FileAccessError."""
+    try:
+        yield
+    except OSError as error:
+        fault = access_error(error, path)
+        raise error if fault is None else fault from error
+
+
+def unreadable(error: OSError, path: Path) -> FileAccessError | None:
+    """Return the error for a file that may be sound although it could not be read.
+
+    It is None if `error` says that the file is missing or is of another kind, such as a directory.
+    """
+    if error.errno in _OF_PATHS:
+        return None
+    remedy = "make it readable" if isinstance(error, PermissionError) else "check its disk or mount"
+    return access_error(error, path) or FileAccessError(
+        f"cannot read {_place(error, path)} ({error.strerror or error}): {remedy}"
+    )
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -174,22 +212,25 @@ def read_json(path: Path, *, limit: int = JSON_BYTES) -> Any:
     return parse_json(read_bytes(path, limit))
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file that a stage or rank has written. Raises ArtifactError."""
+def read_object(
+    path: Path, remedy: str = "run the same command again, which writes it"
+) -> dict[str, Any]:
+    """Return the JSON object in a file that a stage or rank has written.
+
+    Raises FileAccessError, or ArtifactError with `remedy`, what to do about a damaged file.
+    """
     try:
         value = read_json(path)
         if not isinstance(value, dict):
             raise TypeError(f"it holds {type(value).__name__}, not an object")
     except (OSError, ValueError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ArtifactError(
-            f"{path} cannot be read ({reason}): delete {path.parent} to have it made again"
-        ) from error
+        raise ArtifactError(f"{path} cannot be read ({reason}): {remedy}") from error
     return value
 
 
 def parse_json(data: bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Return the value of a JSON document in UTF-8.
+    """Return the value of a JSON document in UTF-8, with or without a byte order mark.
 
     Objects with a repeated key, nesting deeper than `MAX_DEPTH` and integers of more than
     `MAX_DIGITS` digits are refused.
@@ -203,7 +244,7 @@ def parse_json(data: bytes, *, parse_constant: Callable[[str], Any] | None = Non
     """
     try:
         value = json.loads(
-            data.decode("utf-8"),
+            data.decode("utf-8-sig"),
             object_pairs_hook=_without_repetition,
             parse_int=_integer,
             parse_constant=parse_constant,
@@ -265,21 +306,20 @@ def canonical_json(value: Any) -> bytes:
 
 
 @contextmanager
-def workspace_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's write errors into WorkspaceError or FileAccessError."""
+def workspace_errors(path: Path, elsewhere: str = _ELSEWHERE) -> Iterator[None]:
+    """Turn the operating system's write errors into WorkspaceError or FileAccessError.
+
+    `elsewhere` is the advice to write to another place.
+    """
     try:
         yield
     except OSError as error:
         if (fault := access_error(error, path)) is not None:
             raise fault from error
-        elsewhere = "write elsewhere (MEGACORE_WORKSPACE names another workspace)"
         advice = {
-            "ENOSPC": (
-                "free some space (`megacore clean` removes a workspace's stale temporaries) or "
-                "write elsewhere"
-            ),
+            "ENOSPC": f"{_FREE_SPACE} or {elsewhere}",
             "EFBIG": "raise the limit on file sizes (`ulimit -f`)",
-            "EDQUOT": "raise the quota or write elsewhere",
+            "EDQUOT": f"raise the quota or {elsewhere}",
             "EACCES": f"make it writable or {elsewhere}",
             "EPERM": f"make it writable or {elsewhere}",
             "EROFS": elsewhere,
@@ -300,12 +340,14 @@ def workspace_errors(path: Path) -> Iterator[None]:
 def _place(error: OSError, path: Path | None) -> str:
     """Return the path in an error; a bare name is one in a directory that `rmtree` has open."""
     named = str(error.filename or "")
-    return named if os.sep in named or path is None else str(path)
+    if path is None or os.sep in named:
+        return named
+    return str(path) if named in ("", path.name) else f"{named} in {path}"
 
 
 def free_text(path: Path) -> str:
     """Describe the free space of the file system that holds `path`, which need not exist."""
-    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    place = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     return f"{_size(shutil.disk_usage(place).free)} are free in {place}"
 
 
@@ -323,9 +365,7 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
     place = next(each for each in (path, *path.absolute().parents) if each.exists())
     if needed > shutil.disk_usage(place).free:
         raise WorkspaceError(
-            f"{purpose} {_size(needed)}, and {free_text(path)}: free some space (`megacore clean` "
-            "removes a workspace's stale temporaries) or write elsewhere (MEGACORE_WORKSPACE "
-            "names another workspace)"
+            f"{purpose} {_size(needed)}, and {free_text(path)}: {_FREE_SPACE} or {_ELSEWHERE}"
         )
 
 
@@ -343,18 +383,21 @@ def staged(output: Path) -> Iterator[Path]:
     Raises:
         ConfigError: `output` is a file, or a directory that is not empty.
         WorkspaceError: `output` cannot be written.
+        FileAccessError: the disk fails, the mount is lost, or too many files are open.
     """
     check_output(output)
     target = output.absolute()
     staging = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     missing_parents = [path for path in target.parents if not path.exists()]
-    with workspace_errors(target):
+    with workspace_errors(target, "give another --output"):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_dead_temporaries(target)
             staging.mkdir()
         except OSError as error:
             _remove_empty(missing_parents)
+            if error.errno not in _OF_PATHS:
+                raise
             raise WorkspaceError(
                 f"--output {output} cannot be made ({error.strerror}): write elsewhere"
             ) from error

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from megacore.artifact.files import read_json, write_json
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, verified_record
-from megacore.errors import ArtifactError, MegacoreError
+from megacore.errors import ArtifactError, FileAccessError, MegacoreError
 
 _NICENESS = 10
 """Priority of the threads below that of the ranks' processes."""
@@ -57,7 +57,9 @@ class FirstRead:
         self._abandoned = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megacore-verify", daemon=True)
         self.error: MegacoreError | None = None
-        """The first damaged artifact, once it was found."""
+        """Error of the first artifact that is damaged or cannot be read now, once it was found."""
+        self.damaged: Path | None = None
+        """Directory of the damaged artifact."""
 
     def __enter__(self) -> Self:
         if self._directories:
@@ -75,12 +77,12 @@ class FirstRead:
             self._thread.join()
 
     def check(self) -> None:
-        """Raise the ArtifactError of a damaged file if one was found so far."""
+        """Raise the error of a file that is damaged or cannot be read, if one was found so far."""
         if self.error is not None:
             raise self.error
 
     def finish(self) -> None:
-        """Wait until everything was compared. Raises ArtifactError for a damaged file."""
+        """Wait until everything was compared. Raises ArtifactError or FileAccessError."""
         if self._thread.ident is not None:
             self._thread.join()
         self.check()
@@ -88,7 +90,7 @@ class FirstRead:
     def _run(self) -> None:
         try:
             for directory in self._directories:
-                self._verify(directory)
+                self._compare(directory)
         except _AbandonedError:
             pass
         except MegacoreError as error:
@@ -99,8 +101,18 @@ class FirstRead:
                 f"({type(error).__name__}: {error}): start again, or set verify to quick"
             )
 
+    def _compare(self, directory: Path) -> None:
+        try:
+            self._verify(directory)
+        except ArtifactError:
+            self.damaged = directory
+            raise
+
     def _verify(self, directory: Path) -> None:
-        """Compare the artifact in `directory` unless its record is right. Raises ArtifactError."""
+        """Compare the artifact in `directory` unless its record is right.
+
+        Raises ArtifactError for a damaged file, FileAccessError for one that cannot be read now.
+        """
         manifest = Manifest.read(directory)
         before = _state(directory, manifest)
         if before is not None and _recorded(directory) == before:
@@ -113,7 +125,11 @@ class FirstRead:
                 lambda item: item[1].problem(directory, item[0], "full", self._go_on),
                 manifest.files.items(),
             )
-            problem = next(filter(None, problems), None)
+            try:
+                problem = next(filter(None, problems), None)
+            except FileAccessError:
+                self._abandoned.set()
+                raise
             if problem is not None:  # the other files need not be read to their ends
                 self._abandoned.set()
         if problem is not None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import canonical_json, read_json, regular, write_json
+from megacore.artifact.files import canonical_json, read_json, regular, unreadable, write_json
 from megacore.errors import ArtifactError
 from megacore.redact import redact_values
 
@@ -45,7 +45,8 @@ class FileEntry:
     ) -> str | None:
         """Compare the file `directory/name` and return the problem as a clause, or None.
 
-        See `Manifest.problem` for the mode and `file_digest` for `on_read`.
+        See `Manifest.problem` for the mode and `file_digest` for `on_read`. Raises FileAccessError
+        if the file cannot be read now, for this is no reason to delete it.
         """
         path = directory / name
         try:
@@ -55,9 +56,11 @@ class FileEntry:
             if mode == "quick" and status.st_mtime_ns == self.mtime_ns:
                 return None
             digest = file_digest(path, on_read)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return f"{name} is missing"
         except OSError as error:
+            if (fault := unreadable(error, path)) is not None:
+                raise fault from error
             return f"{name} cannot be read: {error.strerror}"
         if digest == self.sha256:
             return None
@@ -103,7 +106,10 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read a directory's manifest. Raises ArtifactError if it is missing or damaged."""
+        """Read a directory's manifest.
+
+        Raises ArtifactError if it is missing or damaged, FileAccessError if it cannot be read now.
+        """
         path = directory / MANIFEST_NAME
         try:
             values = read_json(path)
@@ -114,6 +120,8 @@ class Manifest:
                 f"{directory} has no {MANIFEST_NAME}: it is not a complete artifact"
             ) from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, OSError) and (fault := unreadable(error, path)) is not None:
+                raise fault from error
             raise ArtifactError(
                 f"{path} is damaged ({error}): delete {directory} to build it again"
             ) from error
@@ -122,7 +130,7 @@ class Manifest:
         """Check the files and return the first problem as a clause, or None.
 
         Mode "quick" compares sizes, and digests only where the modification time changed. Mode
-        "full" compares every digest.
+        "full" compares every digest. Raises FileAccessError if a file cannot be read now.
         """
         problems = (entry.problem(directory, name, mode) for name, entry in self.files.items())
         return next(filter(None, problems), None)

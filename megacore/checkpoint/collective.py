@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megacore.artifact.files import unreadable
 from megacore.checkpoint.format import (
     MARKER_NAME,
     Marker,
@@ -23,7 +24,13 @@ from megacore.checkpoint.format import (
     refuse,
     verify,
 )
-from megacore.errors import ERROR_TYPES, CheckpointError, LaunchError, MegacoreError
+from megacore.errors import (
+    ERROR_TYPES,
+    CheckpointError,
+    FileAccessError,
+    LaunchError,
+    MegacoreError,
+)
 
 T = TypeVar("T")
 _THREADS = 4
@@ -117,7 +124,7 @@ def verify_together(directory: Path, ranks: RankGroup) -> Marker:
 
     Raises CheckpointError that names the missing or damaged file. Raises LaunchError if the
     complete checkpoint is missing on another host than the first rank's: skipping it would lose
-    work.
+    work. Raises FileAccessError on every rank if one rank cannot read a file now.
     """
 
     def look() -> tuple[Marker, str | None]:
@@ -137,20 +144,31 @@ def verify_together(directory: Path, ranks: RankGroup) -> Marker:
     assigned = shares(marker, ranks.size)[ranks.rank]
     threads = max(1, min(_THREADS, (os.cpu_count() or 1) // ranks.size))
 
-    def compare() -> dict[str, str]:
-        with reading(directory):
-            return marker.differing(directory, assigned, threads=threads)
+    def compare() -> tuple[dict[str, str], str]:
+        try:
+            with reading(directory):
+                return marker.differing(directory, assigned, threads=threads), ""
+        except FileAccessError as error:  # raised below, on all ranks alike
+            return {}, str(error)
 
-    problems = {
-        name: problem for each in ranks.everywhere(compare) for name, problem in each.items()
-    }
+    outcomes = ranks.everywhere(compare)
+    if faults := [fault for _, fault in outcomes if fault]:
+        raise FileAccessError(faults[0])
+    problems = {name: problem for each, _ in outcomes for name, problem in each.items()}
     refuse(directory, next((problems[name] for name in marker.files if name in problems), None))
     return marker
 
 
 def _without(directory: Path) -> str | None:
     """Return this rank's host name if the host does not have the checkpoint."""
-    return None if (directory / MARKER_NAME).exists() else socket.gethostname()
+    marker = directory / MARKER_NAME
+    try:
+        marker.stat()
+    except OSError as error:
+        if (fault := unreadable(error, marker)) is not None:
+            raise fault from error
+        return socket.gethostname()
+    return None
 
 
 def shares(marker: Marker, size: int) -> list[list[str]]:

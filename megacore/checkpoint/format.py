@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megacore.artifact.files import read_json, regular, write_json
+from megacore.artifact.files import read_json, regular, unreadable, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.errors import CheckpointError
 
@@ -83,7 +83,11 @@ class Marker:
 
     @classmethod
     def read(cls, directory: Path) -> "Marker":
-        """Read a checkpoint's marker. Raises CheckpointError if it is missing or damaged."""
+        """Read a checkpoint's marker.
+
+        Raises CheckpointError if it is missing or damaged, FileAccessError if it cannot be read
+        now.
+        """
         path = directory / MARKER_NAME
         try:
             values = read_json(path)
@@ -95,6 +99,8 @@ class Marker:
         except FileNotFoundError as error:
             raise CheckpointError(_incomplete(directory)) from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, OSError):
+                _raise_unreadable(error, path)
             raise CheckpointError(f"{path} is damaged ({error}): use another checkpoint") from error
         if marker.format_version != FORMAT_VERSION:
             raise CheckpointError(
@@ -107,7 +113,7 @@ class Marker:
         """Return the first problem with the files, in one clause that names the file, or None.
 
         quick compares sizes, and the hashes of files modified after the marker; full compares every
-        sha256.
+        sha256. Raises FileAccessError if a file cannot be read now: the checkpoint may be sound.
         """
         problem, touched = self.quick_problem(directory)
         if problem is not None:
@@ -121,6 +127,7 @@ class Marker:
         try:
             marked = (directory / MARKER_NAME).stat().st_mtime_ns
         except OSError as error:
+            _raise_unreadable(error, directory / MARKER_NAME)
             return f"{directory / MARKER_NAME} cannot be read: {error.strerror}", []
         for name, record in self.files.items():
             path = directory / name
@@ -129,6 +136,7 @@ class Marker:
             except FileNotFoundError:
                 return f"{path} is missing", []
             except OSError as error:
+                _raise_unreadable(error, path)
                 return f"{path} cannot be read: {error.strerror}", []
             if status.st_size != record.size:
                 return f"{path} has {status.st_size} bytes instead of {record.size}", []
@@ -152,6 +160,7 @@ class Marker:
             except FileNotFoundError:
                 return f"{path} is missing"
             except OSError as error:
+                _raise_unreadable(error, path)
                 return f"{path} cannot be read: {error.strerror}"
 
         ordered = [name for name in self.files if name in names]
@@ -166,6 +175,12 @@ class Marker:
             for name, problem in zip(ordered, problems, strict=True)
             if problem is not None
         }
+
+
+def _raise_unreadable(error: OSError, path: Path) -> None:
+    """Raise FileAccessError if `error` says nothing about the file's content."""
+    if (fault := unreadable(error, path)) is not None:
+        raise fault from error
 
 
 def _name_within(name: str) -> str:
@@ -211,7 +226,7 @@ def reading(directory: Path) -> Iterator[None]:
     """Protect a complete checkpoint from deletion during the block; wait for a running deletion.
 
     Raises CheckpointError if the checkpoint is not complete, or if it was deleted or replaced
-    before the end of the block.
+    before the end of the block. Raises FileAccessError if the marker cannot be read now.
     """
     with protected(directory) as check:
         yield
@@ -233,6 +248,7 @@ def protected(directory: Path) -> Iterator[Callable[[], None]]:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(_incomplete(directory)) from error
         except OSError as error:
+            _raise_unreadable(error, marker)
             raise CheckpointError(f"{marker} cannot be read: {error.strerror}") from error
         _check_same(descriptor, marker)
         yield lambda: _check_same(descriptor, marker)
@@ -274,7 +290,10 @@ def _check_same(descriptor: int, file: Path) -> None:
     """Raise CheckpointError unless the path still refers to the open file."""
     try:
         same = os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except OSError:  # over NFS the descriptor of a file that another host deleted is stale
+    except OSError as error:
+        # Over NFS the descriptor of a file that another host deleted is stale.
+        if error.errno != errno.ESTALE:
+            _raise_unreadable(error, file)
         same = False
     if not same:
         raise CheckpointError(
@@ -286,7 +305,8 @@ def _check_same(descriptor: int, file: Path) -> None:
 def verify(directory: Path, mode: Literal["quick", "full"] = "full") -> Marker:
     """Verify a checkpoint's files and return its marker.
 
-    Raises CheckpointError that names the missing or damaged file.
+    Raises CheckpointError that names the missing or damaged file, or FileAccessError for one that
+    cannot be read now.
     """
     with reading(directory):
         marker = Marker.read(directory)
@@ -316,7 +336,10 @@ def _incomplete(directory: Path) -> str:
 def complete_checkpoints(
     root: Path, mode: Literal["quick", "full"] = "quick"
 ) -> dict[Path, Marker]:
-    """Return every complete checkpoint in `root` with its marker, oldest iteration first."""
+    """Return every complete checkpoint in `root` with its marker, oldest iteration first.
+
+    Raises FileAccessError if a file cannot be read now.
+    """
     complete = {}
     for directory in checkpoint_directories(root):
         try:
@@ -330,7 +353,8 @@ def latest_complete(root: Path, *, log: Callable[[str], None] = _logger.warning)
     """Return the newest checkpoint in `root` whose files all match its marker, or None.
 
     For each newer checkpoint that is incomplete or damaged, `log` receives a warning that names the
-    file. The tracker file is not trusted: a disagreement with it is only logged.
+    file. The tracker file is not trusted: a disagreement with it is only logged. Raises
+    FileAccessError if a file cannot be read now: skipping a sound checkpoint would lose work.
     """
     chosen = None
     for directory in reversed(checkpoint_directories(root)):

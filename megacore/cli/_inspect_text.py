@@ -15,7 +15,7 @@ from rich.progress import (
 from rich.text import Text
 
 from megacore.inspect.tokens import counted
-from megacore.inspect.verify import Damage
+from megacore.inspect.verify import Damage, Unchecked
 
 _PREVIEW_CHARACTERS = 400
 _PREVIEW_IDS = 24
@@ -92,6 +92,11 @@ def show_damage(damage: Damage) -> None:
     _line(f"damaged  {damage.name}: {damage.problem}")
     _line(f"         delete it: {damage.command}")
     _line(f"         then {damage.remedy}")
+
+
+def show_unchecked(unchecked: Unchecked) -> None:
+    """Print what could not be compared, and why."""
+    _line(f"{unchecked.state}  {unchecked.name}: {unchecked.reason}")
 
 
 def show_damaged(damaged: int, count: int) -> None:

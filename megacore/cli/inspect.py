@@ -89,21 +89,26 @@ def verify(
 
     The checks cover structure, pointers, sizes, index maps against token files, and the digests of
     manifests and checkpoints. For a checkpoint, a run and a workspace, everything damaged is listed
-    with the command that deletes it and what builds it again; the exit code is then 1.
+    with the command that deletes it and what builds it again; the exit code is then 1. So it is if
+    something cannot be read.
     """
     from megacore.cli import _inspect_text as terminal
-    from megacore.inspect.verify import Damage, examine
+    from megacore.inspect.verify import Damage, Unchecked, examine
 
-    damaged = count = 0
+    damaged = unread = count = 0
     with terminal.reading_bar() as on_read:
         for count, result in enumerate(examine(path, on_read), 1):  # noqa: B007
             if isinstance(result, Damage):
                 damaged += 1
                 terminal.show_damage(result)
+            elif isinstance(result, Unchecked):
+                unread += result.state == "not readable"
+                terminal.show_unchecked(result)
             else:
                 terminal.show_check(result.name, result.result)
     if damaged:
         terminal.show_damaged(damaged, count)
+    if damaged or unread:
         raise typer.Exit(1)
 
 

@@ -1,8 +1,10 @@
 """Base class of all configuration sections and the declaration of cache keys."""
 
+import math
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 PretrainStage = Literal[
     "collect",
@@ -37,6 +39,8 @@ Stages = Stage | tuple[Stage, ...]
 
 MAX_INTEGER = 2**63 - 1
 """Largest integer of a configuration: that of torch and NumPy."""
+INTEGER_TOO_LARGE = "integer_too_large"
+"""Type of pydantic's error for a larger one; its message begins with the field's name."""
 STAGES = "stages"
 RESOLVED = "resolved"
 OMIT_DEFAULT = "omit_default"
@@ -60,8 +64,10 @@ class Section(BaseModel):
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, int) and abs(value) > MAX_INTEGER:
-                raise ValueError(
-                    f"{name} is {str(value)[:20]}…: give an integer of at most {MAX_INTEGER:,}"
+                digits = math.ceil(value.bit_length() * math.log10(2))  # str has a limit
+                raise PydanticCustomError(
+                    INTEGER_TOO_LARGE,
+                    f"{name} is an integer of about {digits} digits: give at most {MAX_INTEGER:,}",
                 )
         return self
 

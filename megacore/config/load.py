@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from megacore.artifact.files import MAX_DEPTH, nests_deeper, read_json
 from megacore.artifact.workspace import workspace_root
+from megacore.config.base import INTEGER_TOO_LARGE
 from megacore.config.finetune import FinetuneConfig
 from megacore.config.finetune_files import ACCELERATE, DEEPSPEED, FILES, read_files
 from megacore.config.run import RunConfig
@@ -460,9 +461,13 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return str(message)
+    if item["type"] == INTEGER_TOO_LARGE:
+        return ".".join([*map(str, location), message])
     if location in _WHOLE and len(item["loc"]) > len(location):
         return f"{key} is {shortened(repr(item['input']))}: give {_WHOLE[location]}"
     advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
+    if item["type"] == "less_than_equal":
+        advice = f"give at most {item['ctx']['le']:,}"
     return f"{key} is {shortened(repr(item['input']))}: {advice}"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megacore.artifact.files import is_stored_zip
-from megacore.errors import CheckpointError
+from megacore.artifact.files import access_errors, is_stored_zip
+from megacore.errors import CheckpointError, FileAccessError
 
 _ASKED = re.compile(r"GLOBAL (\S+)")
 _INERT = frozenset(
@@ -60,14 +60,19 @@ def load_inert(path: Path) -> Any:
     Raises:
         CheckpointError: if the file cannot be read, asks for a name that could execute code, or has
             a tensor that is not dense.
+        FileAccessError: the disk fails, the mount is lost, or too many files are open.
     """
     try:
-        zipped = is_stored_zip(path)
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
+        with access_errors(path):
+            zipped = is_stored_zip(path)
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
         harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGES)}
         # torch takes pairs of a callable and its name in the file.
-        with torch.serialization.safe_globals([(Record, name) for name in harmless]):
+        records: list[Any] = [(Record, name) for name in harmless]
+        with access_errors(path), torch.serialization.safe_globals(records):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except FileAccessError:
+        raise
     except Exception as error:  # a damaged pickle raises whatever its next byte asks for
         raise CheckpointError(f"{path} {_problem(error)}") from error
     if (problem := not_dense(content)) is not None:

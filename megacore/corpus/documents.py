@@ -10,7 +10,7 @@ from typing import Any, Self
 import orjson
 
 from megacore.artifact.files import read_json, workspace_errors, write_json
-from megacore.corpus.formats import DOCUMENT_BYTES, too_large
+from megacore.corpus.formats import DOCUMENT_BYTES, too_large, unreadable
 from megacore.errors import DataFormatError
 
 CORPUS_NAME = "corpus.jsonl"
@@ -75,9 +75,7 @@ class SourceFile:
         try:
             status = path.stat()
         except OSError as error:
-            raise DataFormatError(
-                f"{path} cannot be read: {error.strerror}: check data.source"
-            ) from error
+            raise unreadable(path, error) from error
         if not path.is_file():
             raise DataFormatError(f"{path} is not a file: check data.source")
         return cls(str(path.absolute()), status.st_size, status.st_mtime_ns)

@@ -7,9 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from megacore.artifact.files import regular
+from megacore.artifact.files import access_error, regular
 from megacore.config.data import DEFAULT_MAX_DOCUMENT_MB
-from megacore.errors import DataFormatError
+from megacore.errors import DamagedFileError, DataFormatError, FileAccessError
 
 FileFormat = Literal["plain", "gzip", "zstd", "parquet"]
 """Formats of document files: JSON Lines (plain or compressed) and parquet."""
@@ -30,6 +30,9 @@ _MEASURED = 4
 """A line that is too long is measured up to this multiple of the limit."""
 DOCUMENT_BYTES = DEFAULT_MAX_DOCUMENT_MB * 10**6
 """Default maximum size of a document in bytes, for readers that have no configuration."""
+RAISE = "raise data.max_document_mb (--max-document-mb of `megacore tokenize`)"
+ADVICE = f"divide or remove it, or {RAISE}"
+"""Advice on a document over the limit, where the configuration sets the limit."""
 _UNPACKED_BYTES = 1 << 27
 _UNPACKED_RATIO = 200
 """A file may unpack to _UNPACKED_BYTES, and beyond to this multiple of its compressed bytes. Text
@@ -39,14 +42,15 @@ unpacks to 3 to 10 times its size, zeros to 1,000 (gzip) or 30,000 times (zstd).
 def file_format_of(path: str | Path) -> FileFormat:
     """Return the format of the file, detected from its content.
 
-    Raises DataFormatError if the content contradicts the suffix or the compression is unsupported.
+    Raises DamagedFileError if the content contradicts the suffix, DataFormatError if the
+    compression is unsupported, FileAccessError.
     """
     path = Path(path)
     with open_file(path) as file:
         file_format = _format_of_head(file.read(4))
     promised = SUFFIXES.get(path.suffix)
     if promised is not None and file_format != promised:
-        raise DataFormatError(
+        raise DamagedFileError(
             f"{path} does not begin as a {promised} file does: it is damaged or misnamed"
         )
     if file_format == "plain" and path.suffix in _FOREIGN:
@@ -59,8 +63,8 @@ def file_format_of(path: str | Path) -> FileFormat:
 def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
     """Yield the decompressed content of a gzip or zstd file in pieces of at most 1 MiB.
 
-    A file may consist of several frames. Raises DataFormatError if it is damaged or truncated, or
-    unpacks to far more than text does.
+    A file may consist of several frames. Raises DamagedFileError if it is damaged or truncated,
+    DataFormatError if it unpacks to far more than text does, FileAccessError.
     """
     import zstandard  # imported here because only compressed files need it
 
@@ -77,11 +81,11 @@ def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
                     )
                 yield piece
     except EOFError as error:
-        raise DataFormatError(
+        raise DamagedFileError(
             f"{path} ends in the middle of its {file_format} data: fetch the whole file again"
         ) from error
     except (zlib.error, zstandard.ZstdError) as error:
-        raise DataFormatError(
+        raise DamagedFileError(
             f"{path} holds damaged {file_format} data ({error}): fetch the file again"
         ) from error
     except OSError as error:
@@ -89,11 +93,15 @@ def decompress(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:
 
 
 def pieces(
-    path: str | Path, file_format: FileFormat, document_bytes: int = DOCUMENT_BYTES
+    path: str | Path,
+    file_format: FileFormat,
+    document_bytes: int = DOCUMENT_BYTES,
+    advice: str = ADVICE,
 ) -> Iterator[bytes]:
     """Yield the content of a JSON Lines file in pieces of at most 1 MiB, without byte order mark.
 
-    Raises DataFormatError, also for a line of more than `document_bytes`.
+    Raises DataFormatError, also with `advice` for a line of more than `document_bytes`, and
+    FileAccessError.
     """
     content = _content(path, file_format)
     head = b""
@@ -106,20 +114,23 @@ def pieces(
     for piece in chain([head[position:]], content):
         start = long_line(piece, document_bytes, line)
         if start is not None:
-            raise too_long(path, file_format, position + start, document_bytes)
+            raise too_long(path, file_format, position + start, document_bytes, advice)
         newline = piece.rfind(b"\n")
         line = len(piece) - 1 - newline if newline >= 0 else line + len(piece)
         position += len(piece)
         yield piece
 
 
-def lines(path: str | Path, document_bytes: int = DOCUMENT_BYTES) -> Iterator[bytes]:
+def lines(
+    path: str | Path, document_bytes: int = DOCUMENT_BYTES, advice: str = ADVICE
+) -> Iterator[bytes]:
     """Yield the lines of a JSON Lines file without their newlines; an empty one may be the last.
 
-    Raises DataFormatError, also for a line of more than `document_bytes`.
+    Raises DataFormatError, also with `advice` for a line of more than `document_bytes`, and
+    FileAccessError.
     """
     parts: list[bytes] = []
-    for piece in pieces(path, file_format_of(path), document_bytes):
+    for piece in pieces(path, file_format_of(path), document_bytes, advice):
         first, *others = piece.split(b"\n")
         parts.append(first)
         if others:
@@ -143,7 +154,9 @@ def long_line(data: bytes, limit: int, before: int = 0) -> int | None:
     return None
 
 
-def too_long(path: str | Path, file_format: FileFormat, start: int, limit: int) -> DataFormatError:
+def too_long(
+    path: str | Path, file_format: FileFormat, start: int, limit: int, advice: str = ADVICE
+) -> DataFormatError:
     """Return the error for a line of more than `limit` bytes.
 
     The line begins at byte `start` of the unpacked content. The file is read again to number the
@@ -163,30 +176,32 @@ def too_long(path: str | Path, file_format: FileFormat, start: int, limit: int) 
         else:
             ends = True
     size = f"{'' if ends else 'more than '}{measured - start:,} bytes"
-    return too_large(f"{path}:{number}", size, limit)
+    return too_large(f"{path}:{number}", size, limit, advice)
 
 
-def too_large(
-    place: str, size: str, limit: int, advice: str = "divide or remove it"
-) -> DataFormatError:
+def too_large(place: str, size: str, limit: int, advice: str = ADVICE) -> DataFormatError:
     """Return the error for a document of `size`, with a unit, which is over `limit` bytes."""
     return DataFormatError(
-        f"{place} is a document of {size}, over the limit of {limit:,}: {advice}, or "
-        f"raise data.max_document_mb (--max-document-mb of `megacore tokenize`)"
+        f"{place} is a document of {size}, over the limit of {limit:,}: {advice}"
     )
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open `path` for reading. Raises DataFormatError."""
+    """Open `path` for reading. Raises DataFormatError, FileAccessError."""
     try:
         return open(regular(Path(path)), "rb", buffering=_READ_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def unreadable(path: str | Path, error: OSError) -> DataFormatError:
-    """Return the DataFormatError for an OSError while reading `path`."""
-    return DataFormatError(f"{path} cannot be read: {error.strerror}: check data.source")
+def unreadable(path: str | Path, error: OSError) -> DataFormatError | FileAccessError:
+    """Return the error for an OSError while reading `path`.
+
+    It is a FileAccessError if this machine or a disk is at fault.
+    """
+    return access_error(error, Path(path)) or DataFormatError(
+        f"{path} cannot be read: {error.strerror}: check data.source"
+    )
 
 
 def _content(path: str | Path, file_format: FileFormat) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from megacore.artifact.files import workspace_errors
 from megacore.config.data import HubSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter, SourceFile
-from megacore.corpus.formats import DOCUMENT_BYTES
+from megacore.corpus.formats import DOCUMENT_BYTES, too_large
 from megacore.errors import DataFormatError, DownloadError
 
 _logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _documents(
 
     With `document_start`, each row ends with a line break, also an empty one; those at the end of a
     document are removed. Empty rows before the first document are dropped. Raises DataFormatError
-    if no row matches, or if a document has more than `document_bytes` characters.
+    if no row matches, or if a document has more than `document_bytes`.
     """
     if source.document_start is None:
         yield from enumerate(texts)
@@ -97,7 +97,11 @@ def _documents(
             yield from _joined(first, parts)
             first, size, parts, matches = row, 0, [], matches + 1
         parts.append(text if text.endswith("\n") else f"{text}\n")
-        size += len(text)
+        row_bytes = len(text.encode("utf-8", "surrogatepass"))
+        if row_bytes > document_bytes:
+            place = f"row {row} of {_name(source)}"
+            raise too_large(place, f"{row_bytes:,} bytes", document_bytes)
+        size += row_bytes
         if size > document_bytes:
             raise DataFormatError(
                 f"{_name(source)}: no row from {first + bool(matches)} to {row} matches "

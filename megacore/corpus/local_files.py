@@ -14,13 +14,14 @@ from megacore.config.data import JsonlSource, ParquetSource, PrefixSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.formats import (
+    ADVICE,
     DOCUMENT_BYTES,
     file_format_of,
     pieces,
     too_large,
     unreadable,
 )
-from megacore.errors import DataFormatError
+from megacore.errors import DamagedFileError, DataFormatError
 from megacore.token_files.indexed_dataset import IndexedDataset, bin_path, idx_path
 
 _BATCH_ROWS = 1024
@@ -57,20 +58,24 @@ def collect(
     return {"documents": documents, "files": len(files), "skipped_files": 0, "bytes": size}
 
 
-def count_documents(path: str | Path, key: str, document_bytes: int = DOCUMENT_BYTES) -> int:
+def count_documents(
+    path: str | Path, key: str, document_bytes: int = DOCUMENT_BYTES, advice: str = ADVICE
+) -> int:
     """Return the number of lines or rows of a file; the last line needs no newline.
 
-    Raises DataFormatError for a damaged file, and for a line of more than `document_bytes`, or a
-    row group whose rows have more than that on average.
+    Raises DamagedFileError; DataFormatError, with `advice`, for a line of more than
+    `document_bytes` or a row group whose rows have more than that on average; FileAccessError.
     """
     file_format = file_format_of(path)
     if file_format == "parquet":
         with _open(path) as file:
             _check_column(path, file, key)
             groups = range(file.num_row_groups)
-            return sum(_group_rows(path, file, group, key, document_bytes) for group in groups)
+            return sum(
+                _group_rows(path, file, group, key, document_bytes, advice) for group in groups
+            )
     count, last = 0, b"\n"
-    for piece in pieces(path, file_format, document_bytes):
+    for piece in pieces(path, file_format, document_bytes, advice):
         count += piece.count(b"\n")
         last = piece[-1:] or last
     return count + (last != b"\n")
@@ -183,7 +188,9 @@ def read_column(
                 yield pa.chunked_array(chunks)
 
 
-def _group_rows(path: str | Path, file: Any, group: int, key: str, document_bytes: int) -> int:
+def _group_rows(
+    path: str | Path, file: Any, group: int, key: str, document_bytes: int, advice: str = ADVICE
+) -> int:
     """Return the number of rows of a group, unless one must be larger than `document_bytes`."""
     rows = int(file.metadata.row_group(group).num_rows)
     size = _group_bytes(file, group, key)
@@ -192,6 +199,7 @@ def _group_rows(path: str | Path, file: Any, group: int, key: str, document_byte
             f"{path}, one of the {rows:,} rows of its row group {group},",
             f"at least {size // max(rows, 1):,} bytes",
             document_bytes,
+            advice,
         )
     return rows
 
@@ -231,9 +239,9 @@ def _open(path: str | Path) -> Iterator[Any]:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: str | Path, error: Exception) -> DataFormatError:
+def _damaged(path: str | Path, error: Exception) -> DamagedFileError:
     reason = " ".join(str(error).split())  # Arrow's messages may have several lines
-    return DataFormatError(f"{path} is a damaged parquet file ({reason}): fetch the file again")
+    return DamagedFileError(f"{path} is a damaged parquet file ({reason}): fetch the file again")
 
 
 def _check_column(path: str | Path, file: Any, key: str) -> None:

@@ -19,7 +19,7 @@ from megacore.corpus.documents import SourceFile, write_sources
 from megacore.corpus.fetch import fetch, forget, shown
 from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.local_files import count_documents
-from megacore.errors import DataFormatError
+from megacore.errors import DamagedFileError, DataFormatError
 from megacore.redact import address_identity
 from megacore.token_files.indexed_dataset import IndexedDataset
 
@@ -65,8 +65,8 @@ def collect(
     """Download and check every file, link it into `directory` and write `sources.json`.
 
     Returns counts. Downloads stay in `cache_directory`, so that neither another attempt nor a
-    corpus with another key downloads them again. Raises DataFormatError, DownloadError,
-    WorkspaceError.
+    corpus with another key downloads them again; only damaged ones are removed. Raises
+    DataFormatError, DownloadError, FileAccessError, WorkspaceError.
     """
     planned = _plan(source)
     limit = int(source.max_file_gb * 1e9)
@@ -86,8 +86,9 @@ def collect(
     files = [
         SourceFile(plan.name, (directory / plan.name).stat().st_size, None) for plan in planned
     ]
+    tokens = planned[0].name.endswith(TOKEN_SUFFIXES)
     try:
-        if planned[0].name.endswith(TOKEN_SUFFIXES):
+        if tokens:
             prefix = PurePosixPath(planned[0].name).stem
             dataset = IndexedDataset(directory / prefix)
             documents = dataset.documents if len(dataset) else 0
@@ -98,8 +99,11 @@ def collect(
                 for plan in planned
             )
             write_sources(directory, "jsonl", files, key=source.key, downloads=downloads)
-    except DataFormatError:
-        _forget_unproven(planned, cache_directory)
+    except DataFormatError as error:
+        # Neither a limit nor a wrong key is a fault of the download; what token files are refused
+        # for is always their content.
+        if tokens or isinstance(error, DamagedFileError):
+            _forget_unproven(planned, cache_directory)
         raise
     return {
         "documents": documents,

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megacore.artifact.files import canonical_json
+from megacore.artifact.files import access_error, access_errors, canonical_json
 from megacore.artifact.manifest import file_digest
 from megacore.config.data import SourceTreeSource
 from megacore.config.keys import key_parameters
@@ -92,7 +92,7 @@ def list_files(root: Path, pattern: str | None) -> list[str]:
 
 def _walk(root: Path, pattern: str | None) -> Iterator[str]:
     def refuse(error: OSError) -> None:
-        raise DataFormatError(
+        raise access_error(error, root) or DataFormatError(
             f"{error.filename} cannot be listed: {error.strerror}: make it readable"
         ) from error
 
@@ -130,7 +130,8 @@ def _is_regular(path: Path) -> bool:
     """
     try:
         path.name.encode("utf-8")
-        return stat.S_ISREG(path.stat().st_mode)
+        with access_errors(path):
+            return stat.S_ISREG(path.stat().st_mode)
     except (OSError, UnicodeEncodeError):
         return False
 
@@ -169,6 +170,6 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataFormatError(
+        raise access_error(error, path) or DataFormatError(
             f"{path} cannot be read: {error.strerror}: make it readable or move it away"
         ) from error

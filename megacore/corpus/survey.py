@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import orjson
 
+from megacore.artifact.files import access_error
 from megacore.config.data import JsonlSource, ParquetSource, TextSource
 from megacore.corpus import local_files, text_files
-from megacore.corpus.formats import lines
+from megacore.corpus.formats import DOCUMENT_BYTES, lines
 from megacore.corpus.source_tree import list_files
 from megacore.errors import ConfigError, DataFormatError
 
@@ -25,6 +26,11 @@ _SAMPLE_BYTES = 1 << 20
 """Size of the sample of a corpus."""
 _SAMPLE_ROWS = 1000
 _PREFERRED_KEY = "text"
+_ADVICE = (
+    "divide or remove it, or name only the other files, and add this one to the configuration with "
+    "a higher data.max_document_mb"
+)
+"""Advice on a document that is over the limit of the proposed configuration."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,9 @@ def survey(paths: Sequence[Path]) -> Survey:
     except DataFormatError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise access_error(error) or ConfigError(
+            f"{error.filename} cannot be read: {error.strerror}"
+        ) from error
 
 
 def _candidates(path: Path) -> Iterator[tuple[Path, Kind, bool]]:
@@ -166,7 +174,9 @@ def _rows(
     rows = list(itertools.islice(_sample_rows(files, kind), _SAMPLE_ROWS))
     key, others = _text_key(rows, files[0])
     texts = [row[key] for row in rows]
-    documents = sum(local_files.count_documents(path, key) for path in files)
+    documents = sum(
+        local_files.count_documents(path, key, DOCUMENT_BYTES, _ADVICE) for path in files
+    )
     remarks = [f"the text is in {key!r}" + (f", not in {', '.join(others)}" if others else "")]
     if len(files) < len(candidates):
         remarks.append(f"{len(candidates) - len(files)} files of other kinds are not read")
@@ -209,7 +219,7 @@ def _sample_rows(files: Sequence[Path], kind: Kind) -> Iterator[dict[str, Any]]:
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON Lines file. Raises ConfigError for a line that is none."""
-    for number, line in enumerate(lines(path), 1):
+    for number, line in enumerate(lines(path, DOCUMENT_BYTES, _ADVICE), 1):
         if not line.strip():
             continue
         try:

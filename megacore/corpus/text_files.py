@@ -12,7 +12,7 @@ from megacore.artifact.manifest import file_digest
 from megacore.config.data import TextSource
 from megacore.config.keys import key_parameters
 from megacore.corpus.documents import CorpusWriter
-from megacore.corpus.formats import DOCUMENT_BYTES, open_file, too_large, unreadable
+from megacore.corpus.formats import DOCUMENT_BYTES, RAISE, open_file, too_large, unreadable
 from megacore.corpus.local_files import expand
 from megacore.corpus.source_tree import list_files
 from megacore.errors import DataFormatError
@@ -98,7 +98,7 @@ def collect(
 def check_size(path: Path, size: int, document_bytes: int) -> None:
     """Raise DataFormatError if a file of `size` bytes is too large to be one document."""
     if size > document_bytes:
-        advice = "set data.source.document_characters, at which files are cut"
+        advice = f"set data.source.document_characters, at which files are cut, or {RAISE}"
         raise too_large(str(path), f"{size:,} bytes", document_bytes, advice)
 
 

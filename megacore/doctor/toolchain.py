@@ -30,7 +30,7 @@ _TORCH_OF_CUDA = {"12.8": "torch==2.10.*", "13.0": "torch==2.13.*", "13.2": "tor
 _DRIVERS = {12: 525, 13: 580}
 """Oldest driver for all builds of torch for a major version of CUDA (minor version compatibility).
 """
-_SECONDS = 5.0
+_SECONDS = 3.5
 """Time limit of a compiler."""
 _NO_OPERATOR = "deepspeed_not_implemented"
 _AIO = "#include <libaio.h>\nint main() { return io_submit(0, 0, nullptr); }\n"

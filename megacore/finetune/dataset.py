@@ -195,6 +195,9 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Reader of `datasets` and its options, by suffix."""
 _COMPRESSED = (".gz", ".zst")
+_ROW_BYTES = 10**9
+"""Maximum size of a row of JSON Lines; `datasets` holds it in memory several times."""
+_ADVICE = "shorten or split the row"
 _SHOWN = 80
 _NO_ROWS = "corresponds to no data"
 """Part of the message that `datasets` raises for files without rows."""
@@ -223,7 +226,9 @@ def read_files(files: list[Path], split: str, cache_directory: Path) -> "Dataset
 
 def _content(path: Path, suffix: str) -> Iterator[bytes]:
     file_format = file_format_of(path)
-    return pieces(path, file_format) if suffix == ".jsonl" else decompress(path, file_format)
+    if suffix == ".jsonl":
+        return pieces(path, file_format, _ROW_BYTES, _ADVICE)
+    return decompress(path, file_format)
 
 
 def _common_suffix(files: list[Path], split: str) -> str:
@@ -282,7 +287,7 @@ def _load_on_one_rank(path: Path, suffix: str, cache_directory: Path) -> None:
 
 
 def _check_lines(path: Path) -> None:
-    for number, line in enumerate(lines(path), 1):
+    for number, line in enumerate(lines(path, _ROW_BYTES, _ADVICE), 1):
         _check_line(path, number, line)
 
 
@@ -291,7 +296,7 @@ def _check_line(path: Path, number: int, line: bytes) -> None:
         return
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataFormatError(
             f"{path}, line {number}: not JSON ({error}): "
             f"{line[:_SHOWN].decode('utf-8', 'replace')!r}"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,12 +122,20 @@ def write_answers(path: Path, step: int, epoch: int, answers: Sequence[Answer]) 
     Raises WorkspaceError.
     """
     columns = ["step", "epoch", *Answer._fields]
-    before = read_object(path)["data"] if path.is_file() else []
+    before = _rows(path)
     rows = [row for row in before if row[0] != step] + [[step, epoch, *row] for row in answers]
     write_json(path, {"columns": columns, "data": sorted(rows, key=lambda row: row[0])})
 
 
+def _rows(path: Path) -> list[list[Any]]:
+    """Return the table's rows; none if there is no table."""
+    if not path.is_file():
+        return []
+    rows: list[list[Any]] = read_object(path, f"delete {shlex.quote(str(path))}")["data"]
+    return rows
+
+
 def read_answers(path: Path, step: int) -> list[Answer]:
     """Return the answers after `step` optimizer steps; none if there is no such table."""
-    rows = read_object(path)["data"] if path.is_file() else []
+    rows = _rows(path)
     return [Answer(*row[2:]) for row in rows if row[0] == step]

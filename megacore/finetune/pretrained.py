@@ -12,11 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megacore.artifact.files import is_stored_zip, read_json, workspace_errors, write_json
+from megacore.artifact.files import (
+    access_errors,
+    is_stored_zip,
+    read_json,
+    workspace_errors,
+    write_json,
+)
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
 from megacore.config.finetune import PretrainedConfig
 from megacore.corpus.hub import broken_connections, disk_errors, first_sentence
-from megacore.errors import ArtifactError, ConfigError, DownloadError
+from megacore.errors import ArtifactError, ConfigError, DownloadError, FileAccessError
 from megacore.redact import redact
 
 if TYPE_CHECKING:
@@ -407,13 +413,15 @@ def _read(path: str, file: Path) -> "Mapping[str, Any]":
     try:
         # Memory-mapped, so that a weight is in memory only while it is written. Files from before
         # torch 1.6 cannot be mapped.
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_stored_zip(file))
+        with access_errors(file):
+            zipped = is_stored_zip(file)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"model.path {path}: {file.name} holds more than tensors, which could run code and is "
             "never read: save the model as safetensors, which save_pretrained does"
         ) from error
-    except MemoryError:
+    except (MemoryError, FileAccessError):
         raise
     except Exception as error:  # a damaged pickle has many ways to fail
         raise ConfigError(

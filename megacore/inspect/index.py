@@ -1,9 +1,10 @@
-"""Lookup of the data set, documents and token ranges of a sample."""
+"""Lookup of the data set, documents and token ranges of a sample, and check of sentence maps."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from megacore.data.index_directory import (
@@ -18,10 +19,14 @@ from megacore.data.index_directory import (
     member_directory,
     read_description,
 )
-from megacore.data.sentence_maps import load_sentence_map
+from megacore.data.index_options import IndexOptions
+from megacore.data.sentence_maps import document_range, load_sentence_map, sentences_of
 from megacore.errors import DataFormatError
-from megacore.inspect.tokens import document_of
+from megacore.inspect.tokens import counted, document_of
 from megacore.token_files.indexed_dataset import IndexedDataset
+
+_BLOCK = 1 << 20
+"""Rows of a map that are checked at a time."""
 
 
 @dataclass(frozen=True)
@@ -210,3 +215,41 @@ def open_map(path: Path) -> npt.NDArray[Any]:
 def _check_number(path: Path, number: int, count: int) -> None:
     if not 0 <= number < count:
         raise DataFormatError(f"{path} has no sample {number}: it has {count}, numbered from 0")
+
+
+def check_sentence_map(
+    dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions
+) -> str:
+    """Check the sentence map of a split and return a summary in one clause.
+
+    Every sample must be inside one document of the split, have the minimum number of sentences, and
+    a target length that fits the model. Raises DataFormatError.
+    """
+    sentences = sentences_of(options)
+    path = map_path(directory, split, SENTENCE_MAP_NAME)
+    rows = load_sentence_map(
+        directory, split, dataset, options.seq_length - sentences.special_tokens
+    )
+    starts = dataset.document_indices
+    first, last = (int(starts[place]) for place in document_range(dataset, options, split))
+    used = np.zeros(dataset.documents, np.bool_)
+    for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK].astype(np.int64)
+        documents = np.searchsorted(starts, block[:, 0], side="right") - 1
+        inside = (
+            (first <= block[:, 0]) & (block[:, 1] <= last) & (block[:, 1] <= starts[documents + 1])
+        )
+        wrong = np.flatnonzero(~inside | (block[:, 1] - block[:, 0] < sentences.minimum_sentences))
+        if len(wrong):
+            row = block[wrong[0]].tolist()
+            raise DataFormatError(
+                f"{path}: sample {start + int(wrong[0])} has the sentences {row[0]} to "
+                f"{row[1] - 1}, which are not {sentences.minimum_sentences} or more of one "
+                f"document of the {split} split, {first} to {last - 1}: build the index maps again"
+            )
+        used[documents] = True
+    return (
+        f"{counted(len(rows), 'sample')} of {counted(int(used.sum()), 'document')}"
+        if len(rows)
+        else "no samples"
+    )

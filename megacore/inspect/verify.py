@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import read_json
+from megacore.artifact.build import is_locked
+from megacore.artifact.files import read_json, unreadable
 from megacore.artifact.manifest import MANIFEST_NAME, FileEntry, Manifest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, FOLDERS
 from megacore.checkpoint.format import (
@@ -30,16 +31,19 @@ from megacore.config.base import FinetuneStage
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     MAP_NAMES,
-    SENTENCE_MAP_NAME,
     IndexDescription,
     load_map,
     map_path,
     member_directory,
 )
 from megacore.data.index_options import SPLIT_NAMES, IndexOptions
-from megacore.data.sentence_maps import document_range, load_sentence_map, sentences_of
-from megacore.errors import ArtifactError, CheckpointError, DataFormatError
-from megacore.inspect.index import describe_index, is_index_directory, open_map
+from megacore.errors import ArtifactError, CheckpointError, DataFormatError, FileAccessError
+from megacore.inspect.index import (
+    check_sentence_map,
+    describe_index,
+    is_index_directory,
+    open_map,
+)
 from megacore.inspect.provenance import find_origins
 from megacore.inspect.tokens import count_empty, counted, find_prefixes
 from megacore.token_files.indexed_dataset import (
@@ -83,16 +87,31 @@ class Damage:
     """Command that builds it again after that, and what it does."""
 
 
-def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Check | Damage]:
+@dataclass(frozen=True)
+class Unchecked:
+    """An artifact or checkpoint that could not be compared and may be sound."""
+
+    name: str
+    state: Literal["not readable", "not complete"]
+    reason: str
+    """Cause and remedy in one sentence."""
+
+
+Result = Check | Damage | Unchecked
+
+
+def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Result]:
     """Check a workspace, the directory of a run or a checkpoint by all their digests.
 
-    Yields a result for each artifact and each checkpoint. Any other path is checked like `verify`,
-    which raises DataFormatError or ArtifactError.
+    Yields a result for each artifact and each checkpoint, but none for a run that is just
+    beginning. Any other path is checked like `verify`, which raises DataFormatError, ArtifactError
+    or FileAccessError.
     """
     place = Path(path).absolute()
     if iteration_of(place) is not None or (place / MARKER_NAME).exists():
         run = place.parent.parent
-        yield from _examine_checkpoint(place, run if _is_run(run) else place.parent, {}, on_read)
+        root = run if _is_run(run) else place.parent
+        yield from _examine_checkpoint(place, root, {}, on_read)
     elif _is_run(place):
         yield from _examine_run(place, place.parent, on_read)
     elif _is_workspace(place):
@@ -100,8 +119,7 @@ def examine(path: str | Path, on_read: OnRead | None = None) -> Iterator[Check |
             for member in sorted((place / name).glob("[!.]*")):
                 if STALE_SUFFIX in member.name or not member.is_dir():
                     continue
-                one = _examine_run if _is_run(member) else _examine_artifact
-                yield from one(member, place, on_read)
+                yield from _or_unreadable(member, place, _examine_member(member, place, on_read))
     else:
         yield from verify(path)
 
@@ -270,6 +288,8 @@ def _read_files(path: Path) -> dict[str, FileEntry]:
         values: Any = read_json(path)
         return {name: FileEntry(**entry) for name, entry in values["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError) and (fault := unreadable(error, path)) is not None:
+            raise fault from error
         raise ArtifactError(
             f"{path} is damaged ({error}): tokenize again, or delete it to do without"
         ) from error
@@ -292,7 +312,10 @@ def _whole(files: Mapping[str, FileEntry]) -> str:
 def _problems(
     directory: Path, files: Mapping[str, FileEntry], on_read: OnRead | None = None
 ) -> list[str]:
-    """Compare the digests of all files, several at a time, and return the problems."""
+    """Compare the digests of all files, several at a time, and return the problems.
+
+    Raises FileAccessError if a file cannot be read now.
+    """
     with ThreadPoolExecutor(_HASH_THREADS, "megacore-hash") as pool:
         problems = pool.map(
             lambda item: item[1].problem(directory, item[0], "full", on_read), files.items()
@@ -312,9 +335,36 @@ def _is_run(place: Path) -> bool:
     )
 
 
-def _examine_artifact(
-    directory: Path, root: Path, on_read: OnRead | None
-) -> Iterator[Check | Damage]:
+def _or_unreadable(path: Path, root: Path, results: Iterator[Result]) -> Iterator[Result]:
+    """Yield `results`; where reading fails, yield that `path`, named from `root`, is not readable.
+
+    Nothing is to be deleted for that.
+    """
+    try:
+        yield from results
+    except (FileAccessError, OSError) as error:
+        fault = unreadable(error, path) if isinstance(error, OSError) else error
+        if fault is None:
+            raise
+        yield Unchecked(path.relative_to(root).as_posix(), "not readable", str(fault))
+
+
+def _examine_member(member: Path, root: Path, on_read: OnRead | None) -> Iterator[Result]:
+    """Check a directory in a folder of the workspace `root`."""
+    if _is_run(member):
+        yield from _examine_run(member, root, on_read)
+    elif (member / MANIFEST_NAME).exists():
+        yield from _examine_artifact(member, root, on_read)
+    elif not is_locked(member) and member.exists():  # its run is not just beginning
+        yield Unchecked(
+            member.relative_to(root).as_posix(),
+            "not complete",
+            f"it has no {MANIFEST_NAME}, and nothing works on it: the same `make pretrain` or "
+            "`make finetune` command completes it",
+        )
+
+
+def _examine_artifact(directory: Path, root: Path, on_read: OnRead | None) -> Iterator[Result]:
     name = directory.relative_to(root).as_posix()
     stage = ""
     try:
@@ -333,12 +383,15 @@ def _examine_artifact(
         yield Damage(name, problem, _delete(directory), remedy)
 
 
-def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Check | Damage]:
+def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Result]:
     """Check a run's manifest, which lists the markers of checkpoints, and each checkpoint."""
     files: dict[str, FileEntry] = {}
     if (run / MANIFEST_NAME).exists():
         try:
             files = Manifest.read(run).files
+        except FileAccessError as error:
+            name = (run / MANIFEST_NAME).relative_to(root).as_posix()
+            yield Unchecked(name, "not readable", str(error))
         except ArtifactError as error:
             yield Damage(
                 (run / MANIFEST_NAME).relative_to(root).as_posix(),
@@ -358,7 +411,16 @@ def _examine_run(run: Path, root: Path, on_read: OnRead | None) -> Iterator[Chec
 
 def _examine_checkpoint(
     directory: Path, root: Path, listed: Mapping[str, FileEntry], on_read: OnRead | None
-) -> Iterator[Check | Damage]:
+) -> Iterator[Result]:
+    """Check a checkpoint like `_compare_checkpoint`, or yield that it is not readable."""
+    yield from _or_unreadable(
+        directory, root, _compare_checkpoint(directory, root, listed, on_read)
+    )
+
+
+def _compare_checkpoint(
+    directory: Path, root: Path, listed: Mapping[str, FileEntry], on_read: OnRead | None
+) -> Iterator[Result]:
     """Check a checkpoint by its marker, and the marker by `listed` of the run's manifest."""
     name = directory.relative_to(root).as_posix()
     try:
@@ -377,8 +439,14 @@ def _examine_checkpoint(
         return
     if not directory.exists() and not listed:  # deleted by its run, which keeps only some
         return
-    if directory.parent.name == _BEST:
-        command = _delete(directory.parent.parent)
+    run = directory.parent.parent
+    if directory.parent.name not in {CHECKPOINTS_NAME, _BEST} or not any(
+        (run / name).exists() for name in (_RUN_FILE, MANIFEST_NAME)
+    ):
+        command = _delete(directory)
+        remedy = "import it again into an empty directory, or copy it again from where it is whole"
+    elif directory.parent.name == _BEST:
+        command = _delete(run)
         remedy = "the same `make finetune` command trains the run again"
     else:
         command = _delete(directory)
@@ -420,44 +488,6 @@ def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: In
         counted(epochs, "epoch"),
     )
     return "{}, {} in {}, each sample once".format(*parts)
-
-
-def check_sentence_map(
-    dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions
-) -> str:
-    """Check the sentence map of a split and return a summary in one clause.
-
-    Every sample must be inside one document of the split, have the minimum number of sentences, and
-    a target length that fits the model. Raises DataFormatError.
-    """
-    sentences = sentences_of(options)
-    path = map_path(directory, split, SENTENCE_MAP_NAME)
-    rows = load_sentence_map(
-        directory, split, dataset, options.seq_length - sentences.special_tokens
-    )
-    starts = dataset.document_indices
-    first, last = (int(starts[place]) for place in document_range(dataset, options, split))
-    used = np.zeros(dataset.documents, np.bool_)
-    for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK].astype(np.int64)
-        documents = np.searchsorted(starts, block[:, 0], side="right") - 1
-        inside = (
-            (first <= block[:, 0]) & (block[:, 1] <= last) & (block[:, 1] <= starts[documents + 1])
-        )
-        wrong = np.flatnonzero(~inside | (block[:, 1] - block[:, 0] < sentences.minimum_sentences))
-        if len(wrong):
-            row = block[wrong[0]].tolist()
-            raise DataFormatError(
-                f"{path}: sample {start + int(wrong[0])} has the sentences {row[0]} to "
-                f"{row[1] - 1}, which are not {sentences.minimum_sentences} or more of one "
-                f"document of the {split} split, {first} to {last - 1}: build the index maps again"
-            )
-        used[documents] = True
-    return (
-        f"{counted(len(rows), 'sample')} of {counted(int(used.sum()), 'document')}"
-        if len(rows)
-        else "no samples"
-    )
 
 
 def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from megacore.artifact.files import write_json
+from megacore.artifact.files import read_json, write_json
 from megacore.config.base import Section
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
@@ -41,9 +41,9 @@ class RankJob(Section):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a job file. Raises ConfigError if it is invalid."""
+        """Read a job file. Raises ConfigError if it is invalid, or FileAccessError."""
         try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+            return cls.model_validate(read_json(path))
         except (OSError, ValueError) as error:  # ValidationError is a ValueError
             raise ConfigError(
                 f"{path} is not a job written by this version of megacore: {_reason(error)}"

@@ -164,7 +164,7 @@ def printed_reasons(lines: Iterable[bytes]) -> list[ExitReason]:
     """Return the reasons that ranks printed, one in each line; a torn line is skipped."""
     reasons = []
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             reasons.append(ExitReason(**json.loads(line)))
     return reasons
 

@@ -6,6 +6,7 @@ The error is derived from the ranks' reasons, the launcher's log and the heartbe
 import contextlib
 import os
 import re
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,12 @@ from megacore.errors import (
     RankStalledError,
     WorkspaceError,
 )
-from megacore.launch.exit_reason import ExitReason, read_launcher_reason, read_reasons
+from megacore.launch.exit_reason import (
+    ExitReason,
+    printed_reasons,
+    read_launcher_reason,
+    read_reasons,
+)
 from megacore.launch.guard import NOT_EXECUTABLE, NOT_FOUND
 from megacore.launch.rank_table import RankState, StateReport, furthest_behind, rank_states, table
 from megacore.launch.watch import LOST_LIMIT, KillCounter, Trouble, memory_text
@@ -40,6 +46,8 @@ _LAUNCHERS_OWN = re.compile(
 """Start of the launcher's own report of the failure; the ranks' last lines before it say more."""
 _PORT_IN_USE = re.compile(r"(?:EADDRINUSE|address already in use)", re.I)
 _PORT = re.compile(r"port:? (\d+)")
+_LITTLE_SPACE = 1 << 30
+"""Free bytes below which a full disk is a likely cause."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _RESUMES = "a retry resumes from the last complete checkpoint"
 
@@ -62,8 +70,8 @@ class Attempt:
     """Counter of out-of-memory kills during the attempt."""
     hosts: tuple[str, ...] = ()
     """Hosts that prefix their log lines with their names; empty for a job on one host."""
-    printed: list[ExitReason] = field(default_factory=list)
-    """Reasons that ranks could not write to their files, as the guard passed them on."""
+    printed: bytearray = field(default_factory=bytearray)
+    """Reasons that ranks could not write to their files, one in each line, from the guard."""
 
     @property
     def table_path(self) -> Path:
@@ -76,7 +84,7 @@ class Attempt:
         return reasons[0].exception() if reasons else self._launchers_own(reasons)
 
     def _reasons(self) -> list[ExitReason]:
-        return read_reasons(self.exit_directory, self.printed)
+        return read_reasons(self.exit_directory, printed_reasons(bytes(self.printed).splitlines()))
 
     def _launchers_own(self, reasons: list[ExitReason]) -> MegacoreError | None:
         """Return the launcher's own reason, unless a rank has a reason of its own."""
@@ -121,9 +129,9 @@ class Attempt:
             )
         elif not reasons and exit_code == WorkspaceError.exit_code:
             error = WorkspaceError(
-                f"{who} {_ended(exit_code, self.kills)}, which means that it could not write to "
-                f"the workspace, and its reason is lost too; {free_text(self.exit_directory)}: "
-                f"free some space, then start again; last lines of {self.log}: {_last_lines(text)}"
+                f"{who} {_ended(exit_code, self.kills)}, which means that it could not use the "
+                f"workspace, and its reason is lost too{_little_space(self.exit_directory)}; last "
+                f"lines of {self.log}: {_last_lines(text)}"
             )
         else:
             # The launcher may report the code of a rank that failed only because it lost this one.
@@ -217,6 +225,14 @@ def _out_of_memory(who: str) -> MemoryExhaustedError:
         f"{who} ran out of host memory: the kernel's out-of-memory killer ended it, with "
         f"{memory_text()} available"
     )
+
+
+def _little_space(directory: Path) -> str:
+    """Return what to do about a nearly full disk as a clause, or an empty string for another."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(directory).free < _LITTLE_SPACE:
+            return f"; {free_text(directory)}: free some space, then start again"
+    return ""
 
 
 def _first_to_fail(text: str, hosts: Sequence[str] = ()) -> tuple[int | None, int | None]:

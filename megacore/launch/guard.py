@@ -29,8 +29,9 @@ closes the connection.
 
 With --log, the guard copies the command's output to the log. What the disk does not take is
 dropped, so no rank fails because it cannot write to its log. A rank whose exit reason cannot be
-written to its file prints it after REASON_MARK; the guard passes it on to its own stdout, a pipe
-that the supervisor reads.
+written to its file prints it after REASON_MARK; the guard passes the first one of each rank on to
+its own stdout, a pipe that the supervisor reads. What that pipe does not take is dropped too,
+because a guard that waited would block every rank that writes.
 
 All processes of a job inherit its mark, an environment variable. The guard imports only the
 standard library, so it starts in tens of milliseconds.
@@ -40,6 +41,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -54,6 +56,8 @@ JOB_VARIABLE = "MEGACORE_JOB"
 """Environment variable that every process of a job inherits, whatever its session or parent."""
 REASON_MARK = b"megacore exit reason: "
 """Start of an exit reason, as JSON, in the output of a rank that cannot write it to its file."""
+_RANK = re.compile(rb'\{"rank": (\d{1,9}),')
+"""Start of an exit reason as JSON."""
 KILL_LIMIT = 4.0
 """Seconds after SIGKILL before a process in uninterruptible sleep is left to the kernel."""
 NOT_FOUND = 127
@@ -103,9 +107,10 @@ class _Output:
     def __init__(self, log: str | None) -> None:
         self.descriptor = sys.stdout.fileno()
         """Descriptor that the command writes to."""
-        self._log, self._reader = self.descriptor, -1
+        self._log, self._reasons, self._reader = self.descriptor, self.descriptor, -1
         self._copier = threading.Thread(target=self._copy, name="log", daemon=True)
         if log is not None:
+            os.set_blocking(self.descriptor, False)
             self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             self._reader, self.descriptor = os.pipe()
 
@@ -130,16 +135,19 @@ class _Output:
                 data = data[os.write(self._log, data) :]
 
     def _copy(self) -> None:
-        line = b""
+        line, passed_on = b"", set[bytes]()
         while chunk := os.read(self._reader, 65536):
             self.write(chunk)
             *complete, line = (line + chunk).split(b"\n")
             line = line[-65536:]
             for each in complete:
                 _, mark, reason = each.partition(REASON_MARK)
-                if mark:
-                    with contextlib.suppress(OSError):  # the supervisor has ended
-                        os.write(sys.stdout.fileno(), reason + b"\n")
+                rank = _RANK.match(reason) if mark else None
+                if rank is not None and rank[1] not in passed_on:
+                    with contextlib.suppress(OSError):  # the pipe is full, or its reader has ended
+                        # An earlier reason may be torn, for lack of room.
+                        os.write(self._reasons, b"\n" + reason + b"\n")
+                        passed_on.add(rank[1])
 
 
 class _StopRequest:

@@ -19,7 +19,7 @@ from types import FrameType
 
 from megacore.artifact.files import workspace_errors
 from megacore.errors import LaunchError, MegacoreError, StageTimeoutError
-from megacore.launch.exit_reason import LAUNCHER_REASON, printed_reasons
+from megacore.launch.exit_reason import LAUNCHER_REASON
 from megacore.launch.failure import Attempt
 from megacore.launch.guard import (
     JOB_VARIABLE,
@@ -148,16 +148,16 @@ def _until_the_end(
     with _Notice() as notice:
         while (code := _poll(guard, poll_interval)) is None:
             notice.pass_on(guard.pid)
+            _take_printed(guard, attempt)
             on_poll()
             if attempt.hosts and read_report(attempt.exit_directory):
-                return _wait_for_end(guard, on_poll, poll_interval)
+                return _wait_for_end(guard, attempt, on_poll, poll_interval)
             if (
                 state := read_launcher_state(attempt.exit_directory)
             ) is not None and state.state == "queued":
                 watch.hold()
                 limit.started = time.monotonic()
             elif trouble := watch.look():
-                _take_printed(guard, attempt)
                 raise _end_at_once(guard.pid, attempt, trouble, stall_limit)
             limit.check()
     return code
@@ -209,11 +209,15 @@ def _end_at_once(
 
 
 def _wait_for_end(
-    guard: "subprocess.Popen[bytes]", on_poll: Callable[[], None], poll_interval: float
+    guard: "subprocess.Popen[bytes]",
+    attempt: Attempt,
+    on_poll: Callable[[], None],
+    poll_interval: float,
 ) -> int | None:
     """Wait until the command has ended its ranks, for at most `_REPORTED_END` seconds."""
     deadline = time.monotonic() + _REPORTED_END
     while (code := _poll(guard, poll_interval)) is None and time.monotonic() < deadline:
+        _take_printed(guard, attempt)
         on_poll()
     return code
 
@@ -286,8 +290,7 @@ def _take_printed(guard: "subprocess.Popen[bytes]", attempt: Attempt) -> None:
     """Add to the attempt the reasons that the guard has sent so far."""
     assert guard.stdout is not None
     with contextlib.suppress(OSError):
-        lines = (guard.stdout.read() or b"").splitlines()
-        attempt.printed.extend(printed_reasons(lines))
+        attempt.printed.extend(guard.stdout.read() or b"")
 
 
 def _poll(guard: "subprocess.Popen[bytes]", seconds: float) -> int | None:

@@ -4,6 +4,7 @@ What is reached by a symbolic link is never deleted: another workspace may use i
 """
 
 import itertools
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -202,8 +203,10 @@ def _inputs_of_runs(workspace: Workspace) -> set[str]:
     the name of a directory of its path.
     """
     keys: set[str] = set()
-    jobs = [(workspace.root / FOLDERS[stage]).glob(f"*/{RUN_FILE}") for stage in RUNS]
-    for job in itertools.chain(*jobs):
+    runs = [(workspace.root / FOLDERS[stage]).glob("*") for stage in RUNS]
+    # A symbolic link to a share that is not mounted counts as unreadable, not as missing.
+    jobs = [run / RUN_FILE for run in itertools.chain(*runs) if os.path.lexists(run / RUN_FILE)]
+    for job in jobs:
         try:
             values: dict[str, Any] = read_json(job)
             if "examples_directory" in values:

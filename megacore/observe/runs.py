@@ -10,7 +10,7 @@ from megacore.artifact import Manifest, Workspace
 from megacore.artifact.build import is_locked
 from megacore.artifact.files import read_json
 from megacore.artifact.manifest import MANIFEST_NAME
-from megacore.errors import ArtifactError, ConfigError, DataFormatError
+from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
 from megacore.observe.events import EventReader
 from megacore.observe.heartbeat import ENDED, read_heartbeats
 
@@ -18,6 +18,7 @@ RunState = Literal["running", "finished", "incomplete", "damaged"]
 
 RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
+_UNREAD = DataFormatError, ArtifactError, FileAccessError
 _NAMED = 8
 """Maximum number of runs that a message names."""
 _REMOTE_SILENCE = 3600.0
@@ -105,7 +106,7 @@ def _describe(directory: Path, evaluated: dict[str, dict[str, float]]) -> dict[s
         run.update(name=config["name"], train_iters=_planned_iterations(config["train"]))
         run.update(_progress(directory / EVENTS_FILE))
         manifest = Manifest.read(directory) if (directory / MANIFEST_NAME).exists() else None
-    except (OSError, ValueError, KeyError, TypeError, DataFormatError, ArtifactError):
+    except (OSError, ValueError, KeyError, TypeError, *_UNREAD):
         return run
     if manifest is not None:
         run.update(evaluated.get(manifest.digest, {}))
@@ -168,7 +169,7 @@ def _evaluated_perplexities(workspace: Workspace) -> dict[str, dict[str, float]]
     for path in sorted(folder.glob(f"*/{MANIFEST_NAME}"), key=lambda path: path.stat().st_mtime):
         try:
             manifest = Manifest.read(path.parent)
-        except ArtifactError:
+        except (ArtifactError, FileAccessError):
             continue
         names = ("valid_ppl", "test_ppl")
         counts = {name: float(manifest.counts[name]) for name in names if name in manifest.counts}

@@ -1,5 +1,6 @@
 """Stages that start ranks: each writes its job file and runs the ranks under the guard."""
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from megacore.artifact.files import read_json, read_object, workspace_errors
 from megacore.artifact.first_read import FirstRead
+from megacore.artifact.manifest import verified_record
 from megacore.checkpoint.format import MARKER_NAME, STALE_SUFFIX
 from megacore.cluster.hosts.ssh import check_ssh
 from megacore.cluster.placement.prepare import (
@@ -91,12 +93,12 @@ def first_read(
     Yields `on_poll` with a check for damage. The end of the body waits for the comparison.
 
     Raises:
-        ArtifactError: an artifact is damaged; names the checkpoints that this attempt saved.
+        ArtifactError: an artifact is damaged; names the run's checkpoints that were saved since its
+            digests were last right, by this attempt or an earlier one.
     """
     if job.config.verify != "once":
         yield on_poll
         return
-    before = _checkpoints(Path(job.run_directory))
     reading = FirstRead(directories)
 
     def polled() -> None:
@@ -110,10 +112,22 @@ def first_read(
     except ArtifactError as error:
         if error is not reading.error:
             raise
-        after = _checkpoints(Path(job.run_directory))
-        saved = [str(path) for path, written in after.items() if before.get(path) != written]
-        more = f"; delete {', '.join(saved)} as well, trained on these data" if saved else ""
+        compared = _last_compared(reading.damaged)
+        saved = [
+            shlex.quote(str(path))
+            for path, written in _checkpoints(Path(job.run_directory)).items()
+            if written >= compared
+        ]
+        more = f"; delete {' '.join(saved)} as well, trained on these data" if saved else ""
         raise ArtifactError(f"{error}{more}") from error
+
+
+def _last_compared(directory: Path | None) -> int:
+    """Return when all digests of an artifact were last right, in ns; 0 without a record."""
+    try:
+        return 0 if directory is None else verified_record(directory).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _checkpoints(run_directory: Path) -> dict[Path, int]:

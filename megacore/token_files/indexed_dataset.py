@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import read_json, write_json
+from megacore.artifact.files import access_error, read_json, write_json
 from megacore.errors import DataFormatError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -218,7 +218,9 @@ def _map_file(path: Path) -> npt.NDArray[np.uint8]:
             f"{path} does not exist: give the path of a pair of token files without .bin/.idx"
         ) from error
     except OSError as error:
-        raise DataFormatError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise access_error(error, path) or DataFormatError(
+            f"{path} cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megacore.artifact.files import read_json, regular
+from megacore.artifact.files import access_errors, read_json, regular
 from megacore.artifact.manifest import file_digest
 from megacore.config.data import (
     BertWordPieceTokenizer,
@@ -256,7 +256,8 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     try:
-        lines = regular(path, TOKENIZER_BYTES).read_text(encoding="utf-8").split("\n")
+        with access_errors(path):
+            lines = regular(path, TOKENIZER_BYTES).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataFormatError(
             f"{path} cannot be read ({error}): set data.tokenizer.merge_file"
@@ -286,7 +287,8 @@ def _with_eod(backend: tokenizers.Tokenizer, eod_token: str, path: Path) -> Toke
 
 def _digest(path: Path) -> str:
     try:
-        return file_digest(path)
+        with access_errors(path):
+            return file_digest(path)
     except OSError as error:
         raise DataFormatError(
             f"{path} cannot be read: {error.strerror}: check data.tokenizer"

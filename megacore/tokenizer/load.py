@@ -14,8 +14,14 @@ import numpy.typing as npt
 import orjson
 import tokenizers
 
-from megacore.artifact.files import read_json, regular, workspace_errors, write_json
-from megacore.errors import DataFormatError
+from megacore.artifact.files import (
+    access_errors,
+    read_json,
+    regular,
+    workspace_errors,
+    write_json,
+)
+from megacore.errors import DataFormatError, FileAccessError
 
 TOKENIZER_NAME = "tokenizer.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -290,12 +296,16 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json and disable its padding and truncation. Raises DataFormatError."""
+    """Read a tokenizer.json and disable its padding and truncation.
+
+    Raises DataFormatError, FileAccessError.
+    """
     try:
-        text = regular(path, TOKENIZER_BYTES).read_text(encoding="utf-8")
+        with access_errors(path):
+            text = regular(path, TOKENIZER_BYTES).read_text(encoding="utf-8")
         check_ids(path, text)
         backend = tokenizers.Tokenizer.from_str(text)
-    except DataFormatError:
+    except (DataFormatError, FileAccessError):
         raise
     except OSError as error:
         raise DataFormatError(

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from megacore.artifact.files import regular, workspace_errors, write_json
+from megacore.artifact.files import access_errors, regular, workspace_errors, write_json
 from megacore.errors import DataFormatError
 from megacore.tokenizer.load import (
     MODEL_NAME,
@@ -52,13 +52,15 @@ class SentencePieceModel(Tokenizer):
 
     @classmethod
     def read(cls, path: Path) -> "SentencePieceModel":
-        """Read a model from a file. Raises DataFormatError."""
+        """Read a model from a file. Raises DataFormatError, FileAccessError."""
         try:
-            return cls(regular(path, TOKENIZER_BYTES).read_bytes(), str(path))
+            with access_errors(path):
+                model = regular(path, TOKENIZER_BYTES).read_bytes()
         except OSError as error:
             raise DataFormatError(
                 f"{path} cannot be read: {error.strerror}: give a SentencePiece .model"
             ) from error
+        return cls(model, str(path))
 
     def encode_flat(self, texts: Sequence[str]) -> Encoded:
         """Return the concatenated ids of all texts."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megacore.artifact.files import regular
+from megacore.artifact.files import access_errors, regular
 from megacore.errors import DataFormatError
 from megacore.tokenizer.load import TOKENIZER_BYTES, grouped
 
@@ -120,7 +120,10 @@ def _continues(letter: str) -> bool:
 
 def _read_vocab(path: Path) -> dict[str, int]:
     try:
-        with open(regular(path, TOKENIZER_BYTES), encoding="utf-8", newline="\n") as file:
+        with (
+            access_errors(path),
+            open(regular(path, TOKENIZER_BYTES), encoding="utf-8", newline="\n") as file,
+        ):
             tokens = [line.removesuffix("\n").removesuffix("\r") for line in file]
     except (OSError, UnicodeDecodeError) as error:
         raise DataFormatError(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megacore.artifact.files import regular
+from megacore.artifact.files import access_errors, regular
 from megacore.errors import ConfigError, DataFormatError
 from megacore.tokenizer import Tokenizer
 
@@ -152,7 +152,8 @@ def read_text(path: Path) -> str:
         DataFormatError: if the file cannot be read or is not UTF-8.
     """
     try:
-        return regular(path).read_bytes().decode("utf-8")
+        with access_errors(path):
+            return regular(path).read_bytes().decode("utf-8")
     except OSError as error:
         raise DataFormatError(f"{path} cannot be read: {error.strerror}: check the path") from error
     except UnicodeDecodeError as error:
@@ -196,7 +197,7 @@ def _divided(line: str, where: str) -> tuple[str, str]:
     try:
         text = json.loads(line)["text"]
         words = text.split()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataFormatError(
             f"{where} is no JSON object with a text under the key text: {line[:80]!r}"
         ) from error

@@ -1,5 +1,6 @@
 """Tests of artifacts: complete or absent, built once, checked before use."""
 
+import errno
 import multiprocessing
 import os
 import time
@@ -20,7 +21,7 @@ from megacore.artifact import (
     open_artifact,
 )
 from megacore.artifact.files import write_json
-from megacore.errors import ArtifactError, MemoryExhaustedError, WorkspaceError
+from megacore.errors import ArtifactError, FileAccessError, MemoryExhaustedError, WorkspaceError
 
 KEY = StageKey.of("collect", 1, {"source": "here"})
 
@@ -103,6 +104,26 @@ def test_a_damaged_artifact_is_refused_and_rebuilt(tmp_path: Path, damage: str) 
     assert ran
     assert rebuilt == artifact
     assert damaged_file.read_text() == "beta"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["a.txt", "manifest.json"])
+def test_an_artifact_that_cannot_be_read_now_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    artifact, _ = build_artifact(tmp_path, KEY, fill)
+    opening = open
+
+    def fail(path: Path, *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith(f"{KEY.key}/{name}"):
+            raise OSError(code, os.strerror(code), str(path))
+        return opening(path, *arguments, **options)
+
+    monkeypatch.setattr("builtins.open", fail)
+    with pytest.raises(FileAccessError, match=rf"{name} \({os.strerror(code)}\): "):
+        build_artifact(tmp_path, KEY, lambda _: pytest.fail("built again"), verify="full")
+    monkeypatch.undo()
+    assert build_artifact(tmp_path, KEY, fill, verify="full") == (artifact, False)
 
 
 def test_only_the_full_check_detects_a_change_with_the_old_time(tmp_path: Path) -> None:

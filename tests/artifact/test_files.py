@@ -127,6 +127,7 @@ def test_hostile_json_is_refused_in_a_clause(text: bytes, sentence: str) -> None
 
 def test_json_within_the_limits_is_read() -> None:
     assert parse_json(b"[" * 64 + b"]" * 64)
+    assert parse_json(b"\xef\xbb\xbf[1]") == [1]
     assert parse_json(b'{"state": ' + b"9" * 100 + b"}") == {"state": 10**100 - 1}
 
 
@@ -147,9 +148,11 @@ def test_a_damaged_report_of_a_stage_is_an_artifact_error(tmp_path: Path, text: 
     assert read_object(path) == {"loss": 1.5}
     path.write_text(text) if text else path.unlink()
     with pytest.raises(
-        ArtifactError, match=rf"report.json cannot be read \(.+\): delete {tmp_path}"
+        ArtifactError, match=r"report.json cannot be read \(.+\): run the same command again, which"
     ):
         read_object(path)
+    with pytest.raises(ArtifactError, match=r"cannot be read \(.+\): delete it$"):
+        read_object(path, "delete it")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +178,35 @@ def test_failing_disks_and_limits_do_not_count_as_damage(
         Manifest.read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("code", "kind", "sentence"),
+    [
+        (errno.EIO, FileAccessError, "the disk or its connection fails"),
+        (errno.ENOSPC, WorkspaceError, r"free some space \(in a workspace.* give another --output"),
+        (errno.EACCES, WorkspaceError, "make it writable or give another --output"),
+        (errno.ENOENT, WorkspaceError, r"--output .*out cannot be made \(No such file"),
+    ],
+)
+def test_an_output_that_cannot_be_made_is_refused_with_the_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kind: type[Exception],
+    sentence: str,
+) -> None:
+    making = Path.mkdir
+
+    def refuse(path: Path, **options: bool) -> None:
+        if ".tmp-" in path.name:
+            raise OSError(code, os.strerror(code), str(path))
+        making(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(kind, match=sentence), staged(tmp_path / "new" / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_stale_handle_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "value.json"
     path.write_text("[1]")
@@ -197,6 +229,15 @@ def test_other_errors_keep_their_type(tmp_path: Path) -> None:
         workspace_errors(tmp_path),
     ):
         raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_regular_names_a_failing_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(FileAccessError, match="mount the directory again"):
+        regular(tmp_path / "file")
 
 
 def test_pipe_device_and_large_file_are_refused_by_name(tmp_path: Path) -> None:

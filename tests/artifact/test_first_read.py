@@ -1,5 +1,6 @@
 """Tests of the comparison of digests at the start of a training."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ from megacore.artifact import StageKey, build_artifact, manifest
 from megacore.artifact.build import remove_tree
 from megacore.artifact.first_read import FirstRead
 from megacore.artifact.manifest import verified_record
-from megacore.errors import ArtifactError
+from megacore.errors import ArtifactError, FileAccessError
 
 
 @pytest.fixture
@@ -61,6 +62,19 @@ def test_a_flipped_byte_is_named_with_both_digests(artifact: Path, known: bool) 
     assert "stage tokenize" in str(error.value)
     with pytest.raises(ArtifactError):  # it is not recorded as right
         lines_of(artifact)
+
+
+def test_a_failing_disk_is_no_reason_to_delete(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, on_read: object) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a name, as read() raises it
+
+    monkeypatch.setattr(manifest, "file_digest", fail)
+    with FirstRead([artifact]) as reading, pytest.raises(FileAccessError) as error:
+        reading.finish()
+    assert f"{artifact}/a.bin (Input/output error): the disk" in str(error.value)
+    assert "delete" not in str(error.value)
 
 
 def test_a_folder_that_cannot_be_written_has_no_record(

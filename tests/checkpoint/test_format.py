@@ -1,13 +1,18 @@
 """Tests of the format of checkpoints and the choice of the latest complete one."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megacore.checkpoint import format
 from megacore.checkpoint.format import (
     MARKER_NAME,
     TRACKER_NAME,
@@ -20,7 +25,7 @@ from megacore.checkpoint.format import (
     write_tracker,
 )
 from megacore.checkpoint.save import save_checkpoint
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, FileAccessError
 
 
 @pytest.fixture
@@ -85,6 +90,31 @@ def test_a_checkpoint_with_a_missing_or_damaged_marker_is_skipped(
     iteration, warnings = choose(root)
     assert iteration == 100
     assert MARKER_NAME in warnings[0]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("call", ["open", "stat", "hash"])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_skipped(
+    root: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    newest = root / "iter_0000200"
+
+    def failing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def fail(path: Any, *arguments: Any, **options: Any) -> Any:
+            if path == newest / name:
+                raise OSError(code, os.strerror(code), str(path))
+            return function(path, *arguments, **options)
+
+        return fail
+
+    if call == "open":
+        monkeypatch.setattr(os, "open", failing(os.open, MARKER_NAME))
+    elif call == "stat":
+        monkeypatch.setattr(Path, "stat", failing(Path.stat, "state.json"))
+    else:
+        monkeypatch.setattr(format, "file_digest", failing(format.file_digest, "state.json"))
+    with pytest.raises(FileAccessError, match=rf"iter_0000200/.*\({os.strerror(code)}\)"):
+        choose(root)
 
 
 def test_a_checkpoint_with_a_marker_of_another_iteration_is_skipped(root: Path) -> None:

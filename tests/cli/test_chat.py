@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import subprocess
 import sys
 import time
@@ -136,7 +137,9 @@ def test_terminal_has_a_prompt_and_ctrl_c_stops_only_the_answer(files: Files) ->
 
     def until(text: str) -> str:
         seen, deadline = b"", time.monotonic() + 60
-        while text.encode() not in seen and time.monotonic() < deadline:
+        while text.encode() not in seen:
+            readable, _, _ = select.select([main], [], [], max(0, deadline - time.monotonic()))
+            assert readable, f"no {text!r} after {seen!r}"
             seen += os.read(main, 1000)
         return seen.decode(errors="replace")
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from megacore.cli import app
 from megacore.config import RunConfig, load_config
 from megacore.config.data import TextSource
+from megacore.corpus import survey as corpus_survey
 from megacore.corpus.collect import collect
 from megacore.errors import ConfigError
 
@@ -218,6 +219,15 @@ def test_a_directory_without_text_is_refused_with_the_reasons(here: Path) -> Non
     (here / "d" / "empty.md").touch()
     (here / "d" / "image.png").write_bytes(b"\x89PNG\0\xff")
     assert "d holds no text: of 2 files, 1 empty, 1 not UTF-8 text" in refusal("d")
+
+
+def test_advice_for_a_large_line_can_be_followed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "a.jsonl").write_text('{"text": "long"}\n')
+    monkeypatch.setattr(corpus_survey, "DOCUMENT_BYTES", 9)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1 .* name only the other files, and add"):
+        corpus_survey.survey([here / "a.jsonl"])
 
 
 def test_named_files_of_several_kinds_are_refused(here: Path) -> None:

@@ -1,6 +1,8 @@
 """Output and refusals of `megacore inspect` and `megacore verify`."""
 
+import errno
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -283,6 +285,25 @@ def test_verify_of_a_workspace_lists_all_damage_and_fails(tmp_path: Path) -> Non
         "damaged",
     ]
     assert f"delete it: rm -r -- {directory}\n" in result.output
+
+
+def test_verify_fails_without_advice_to_delete_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "tokenized" / "0123"
+    directory.mkdir(parents=True)
+    (directory / "a.txt").write_text("alpha")
+    Manifest("tokenize", 1, "", {}, {}, list_files(directory), {}, 0.0).write(directory)
+
+    def fail(path: Path, on_read: object) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr("megacore.artifact.manifest.file_digest", fail)
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1
+    assert "not readable  tokenized/0123: " in result.output
+    assert "raise the limit" in result.output
+    assert "rm " not in result.output
 
 
 def test_the_command_of_a_bad_loss_shows_the_documents_that_it_names(index: Path) -> None:

@@ -1,11 +1,14 @@
 """Malicious files of every kind that the package reads: each is refused, and none executes code."""
 
+import builtins
+import errno
 import io
 import json
 import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from megacore.artifact.manifest import MANIFEST_NAME, Manifest
 from megacore.checkpoint.format import MARKER_NAME, STATE_NAME, Marker, read_state
 from megacore.checkpoint.save import save_checkpoint
+from megacore.convert.hf import directory as hf_directory
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.hf.directory import open_hf
 from megacore.convert.hf.forms import FORMS, read_spec
 from megacore.convert.inert import load_inert
 from megacore.convert.source import CheckpointTensors
 from megacore.data.index_directory import load_map
-from megacore.errors import CheckpointError, ConversionError, MegacoreError
+from megacore.errors import CheckpointError, ConversionError, FileAccessError, MegacoreError
+from megacore.finetune import pretrained
 from megacore.token_files.indexed_dataset import IndexedDataset
 from megacore.tokenizer.load import TOKENIZER_CONFIG_NAME, load_tokenizer
 
@@ -166,7 +171,7 @@ def test_weights_that_are_integers_are_refused_by_name(tmp_path: Path) -> None:
         ({"n_embd": 10**12}, "hidden_size is 1000000000000: Input should be less than or equal"),
         ({"n_layer": 10**9}, "num_layers is 1000000000: Input should be less than or equal"),
         ({"n_embd": 1e300}, "has n_embd 1e\\+300 where a value of type int belongs"),
-        ({"n_positions": 10**99}, "give an integer of at most 9,223,372,036,854,775,807"),
+        ({"n_positions": 10**99}, "give at most 9,223,372,036,854,775,807"),
     ],
 )
 def test_a_config_json_with_giant_values_is_refused(
@@ -249,3 +254,30 @@ def test_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
         open_hf(tmp_path)
     with pytest.raises(MegacoreError, match="members unpack to 16,777,216 bytes, more than"):
         load_inert(path)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [load_inert, hf_directory._pickled, hf_directory._safetensors, partial(pretrained._read, "")],
+    ids=["inert", "pickle", "safetensors", "fine-tuning"],
+)
+@pytest.mark.parametrize("call", [(os, "stat"), (builtins, "open")], ids=["stat", "open"])
+def test_failing_disk_is_no_damage_of_a_model(
+    read: Callable[[Path], object],
+    call: tuple[object, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, works = tmp_path / "model.bin", getattr(*call)
+    path.write_bytes(b"whole")
+
+    def fail(name: object, *values: Any, **options: Any) -> Any:
+        if str(name) == str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return works(name, *values, **options)
+
+    monkeypatch.setattr(*call, fail)
+    if call[0] is builtins:
+        monkeypatch.setattr(io, "open", fail)
+    with pytest.raises(FileAccessError, match=r"model\.bin \(Input/output error\): the disk"):
+        read(path)

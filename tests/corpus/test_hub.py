@@ -145,10 +145,26 @@ def test_expression_that_matches_no_row_is_refused(lines: Path, tmp_path: Path) 
     absent = source(lines, document_start="^Chapter")
     with pytest.raises(DataFormatError, match=r"no row matches .*document_start '\^Chapter'"):
         collect(absent, tmp_path / "out")
-    with pytest.raises(DataFormatError, match=r"no row from 0 to 3 matches .* at most 20 bytes"):
-        collect(absent, tmp_path / "out", document_bytes=20)
+    with pytest.raises(DataFormatError, match=r"no row from 0 to 3 matches .* at most 30 bytes"):
+        collect(absent, tmp_path / "out", document_bytes=30)
     with pytest.raises(ValidationError, match=r"'\(' is no regular expression"):
         source(lines, document_start="(")
+
+
+def test_limit_of_a_joined_document_counts_bytes_and_names_a_large_row(
+    lines: Path, tmp_path: Path
+) -> None:
+    joined = source(lines, document_start="First")
+    with pytest.raises(
+        DataFormatError, match=r"row 3 of the data set .* is a document of 26 bytes,"
+    ):
+        collect(joined, tmp_path / "out", document_bytes=25)
+    parts = ["First ", "üüü", "üüü"]
+    (tmp_path / "more").mkdir()
+    pq.write_table(pa.table({"text": parts}), tmp_path / "more" / "train-0.parquet")
+    more = source(tmp_path / "more", document_start="First")
+    with pytest.raises(DataFormatError, match=r"no row from 1 to 2 matches .* at most 15 bytes"):
+        collect(more, tmp_path / "out", document_bytes=15)  # 12 characters
 
 
 def test_branch_is_resolved_to_the_commit_that_is_read_and_recorded(

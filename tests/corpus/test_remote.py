@@ -1,5 +1,6 @@
 """Tests of sources on web servers."""
 
+import errno
 import functools
 import gzip
 import hashlib
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from megacore.config.data import HttpSource
-from megacore.corpus import fetch, remote
+from megacore.corpus import fetch, formats, remote
 from megacore.corpus.blocks import iterate_texts
 from megacore.corpus.collect import collect, fingerprint
 from megacore.corpus.documents import read_sources
 from megacore.corpus.fetch import Patience
-from megacore.errors import DataFormatError, DownloadError
+from megacore.errors import DataFormatError, DownloadError, FileAccessError
 from tests.corpus._files import lines, write_form
 from tests.corpus._server import Site, serve
 from tests.data._files import write_tokens
@@ -164,6 +165,35 @@ def test_a_damaged_file_without_a_digest_is_downloaded_again(site: Site, tmp_pat
     (tmp_path / "out").mkdir()
     assert collect(source(site, "/b.jsonl.gz"), tmp_path / "out")["documents"] == 1
     assert "if-none-match" not in site.requests[-1]
+
+
+def test_limits_and_faults_of_this_machine_keep_downloads_without_a_digest(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.files["/zeros.jsonl.gz"] = gzip.compress(bytes(1 << 20))
+    with pytest.raises(DataFormatError, match="over the limit of 9"):
+        remote.collect(
+            source(site, "/x/a.jsonl"), tmp_path / "out", tmp_path / "cache", document_bytes=9
+        )
+    monkeypatch.setattr(formats, "_UNPACKED_BYTES", 1 << 10)
+    for path, error, sentence in (
+        ("/zeros.jsonl.gz", DataFormatError, "200 times its gzip data"),
+        ("/d.parquet", DataFormatError, "has no column 'missing'"),
+        ("/y/a.jsonl", FileAccessError, "the disk or its connection fails"),
+    ):
+        if error is FileAccessError:
+            monkeypatch.setattr(formats, "regular", _fail)
+        shutil.rmtree(tmp_path / "out")
+        (tmp_path / "out").mkdir()
+        with pytest.raises(error, match=sentence):
+            remote.collect(source(site, path, key="missing"), tmp_path / "out", tmp_path / "cache")
+    kept = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    assert {"a.jsonl", "zeros.jsonl.gz", "d.parquet"} <= kept
+    assert len(list((tmp_path / "cache").glob("*/a.jsonl"))) == 2
+
+
+def _fail(path: Path) -> Path:
+    raise OSError(errno.EIO, "Input/output error", str(path))
 
 
 def test_files_are_copied_if_they_cannot_be_linked(

@@ -47,7 +47,7 @@ def test_report_shows_problems_first_with_their_advice() -> None:
     assert "all: files 65,536" in shown
     assert "a, c: 500.0 of 900.0 GiB free, nfs4" in shown
     assert "no [way]" in shown  # brackets are not markup
-    assert "3 hosts, 16 checks in 7.0 s: 1 error and 1 warning" in shown
+    assert "3 hosts, 19 checks in 7.0 s: 1 error and 1 warning" in shown
     assert max(map(len, shown.splitlines())) <= 160
 
 

@@ -1,8 +1,9 @@
 /* Preloaded library that counts the system calls that write below a directory, and fails one.
  *
  * The file named by MEGACORE_FAULT_CONTROL is mapped into every process, so that the count runs
- * over all processes and threads. Its layout is `struct control`; tests/faults/_calls.py writes it.
- * Writes to mapped memory are no calls: only their msync and ftruncate are seen. */
+ * over all processes and threads. Its layout is `struct control`; tests/faults/sweep.py writes it.
+ * Not seen: writes to mapped memory (only their msync and ftruncate are), the C library's own flush
+ * of a buffer, raw system calls (`syscall`, io_uring), static programs, splice, chmod and utime. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -70,7 +71,7 @@ static int decide(const char *call, const char *path) {
     long number = control->count++;
     if (control->log[0]) log_call(call, path, number);
     int full = mode == FULL && number > control->target && strncmp(call, "unlink", 6) &&
-               strcmp(call, "rmdir") && strcmp(call, "ftruncate");
+               strcmp(call, "rmdir") && !strstr(call, "truncate");
     if (mode == COUNT || (number != control->target && !full)) return 0;
     if (!control->injected++) {
         snprintf(control->call, sizeof control->call, "%s", call);
@@ -222,7 +223,54 @@ CALL(int, symlink, (const char *from, const char *to), decide_at("link", AT_FDCW
 CALL(int, symlinkat, (const char *from, int directory, const char *to),
      decide_at("link", directory, to), (from, directory, to))
 
-/* The C library's own buffered writes do not pass `write`. */
+CALL(ssize_t, pwritev, (int fd, const struct iovec *parts, int count, off_t at),
+     decide_fd("write", fd), (fd, parts, count, at))
+CALL(ssize_t, pwritev64, (int fd, const struct iovec *parts, int count, off64_t at),
+     decide_fd("write", fd), (fd, parts, count, at))
+CALL(ssize_t, pwritev2, (int fd, const struct iovec *parts, int count, off_t at, int flags),
+     decide_fd("write", fd), (fd, parts, count, at, flags))
+CALL(ssize_t, pwritev64v2, (int fd, const struct iovec *parts, int count, off64_t at, int flags),
+     decide_fd("write", fd), (fd, parts, count, at, flags))
+CALL(int, truncate, (const char *path, off_t size), decide_at("truncate", AT_FDCWD, path),
+     (path, size))
+CALL(int, truncate64, (const char *path, off64_t size), decide_at("truncate", AT_FDCWD, path),
+     (path, size))
+CALL(int, fallocate, (int fd, int mode, off_t at, off_t size), decide_fd("fallocate", fd),
+     (fd, mode, at, size))
+CALL(int, fallocate64, (int fd, int mode, off64_t at, off64_t size), decide_fd("fallocate", fd),
+     (fd, mode, at, size))
+CALL(int, mkstemp, (char *path), decide_at("open", AT_FDCWD, path), (path))
+CALL(int, mkstemp64, (char *path), decide_at("open", AT_FDCWD, path), (path))
+CALL(int, mkostemp, (char *path, int flags), decide_at("open", AT_FDCWD, path), (path, flags))
+CALL(int, mkostemp64, (char *path, int flags), decide_at("open", AT_FDCWD, path), (path, flags))
+
+/* These return the error number. */
+#define POSIX_FALLOCATE(name, type) \
+    int name(int fd, type at, type size) { \
+        REAL(name) \
+        int code = decide_fd("fallocate", fd); \
+        return code ? code : real(fd, at, size); \
+    }
+POSIX_FALLOCATE(posix_fallocate, off_t)
+POSIX_FALLOCATE(posix_fallocate64, off64_t)
+
+char *mkdtemp(char *path) {
+    REAL(mkdtemp)
+    FAIL(decide_at("mkdir", AT_FDCWD, path), NULL);
+    return real(path);
+}
+
+/* The C library's buffered files, with which C++ streams open theirs, do not pass `open` and
+ * `write`. */
+#define FOPEN(name) \
+    FILE *name(const char *path, const char *mode) { \
+        REAL(name) \
+        if (strpbrk(mode, "wa+")) FAIL(decide_at("open", AT_FDCWD, path), NULL); \
+        return real(path, mode); \
+    }
+FOPEN(fopen)
+FOPEN(fopen64)
+
 size_t fwrite(const void *data, size_t size, size_t count, FILE *stream) {
     REAL(fwrite)
     FAIL(decide_fd("write", fileno(stream)), 0);

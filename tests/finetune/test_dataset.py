@@ -13,7 +13,9 @@ import zstandard
 
 from megacore.artifact.manifest import list_files
 from megacore.config.finetune import FinetuneDataConfig
+from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.errors import DataFormatError, DownloadError
+from megacore.finetune import dataset
 from megacore.finetune.dataset import collect_rows, dataset_fingerprint, open_split
 from tests.finetune._tiny_models import pair_rows, write_rows
 
@@ -276,6 +278,25 @@ def test_damaged_file_is_refused(name: str, content: bytes, message: str, tmp_pa
     source = {"kind": "files", "train": [str(good), str(tmp_path / name)]}
     with pytest.raises(DataFormatError, match=message):
         collect(FinetuneDataConfig.model_validate({"source": source, "valid_share": 0.5}), tmp_path)
+
+
+def test_deeply_nested_line_is_refused_with_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + b'{"a": ' + b"[" * 200_000 + b"\n")
+    with pytest.raises(DataFormatError, match=r"deep\.jsonl, line 2: not JSON"):
+        dataset._check_lines(path)
+
+
+def test_row_over_the_limit_has_advice_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "rows.jsonl", ROWS[:4])
+    assert dataset._ROW_BYTES > DOCUMENT_BYTES
+    monkeypatch.setattr(dataset, "_ROW_BYTES", 9)
+    with pytest.raises(
+        DataFormatError, match=r"rows\.jsonl:1 .*over the limit of 9: shorten or split the row$"
+    ):
+        dataset.read_files([path], "train", tmp_path)
 
 
 def test_unknown_file_format_is_refused(tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ from megacore.config.finetune_task import (
     classification_settings,
     metric_names,
 )
-from megacore.errors import ConfigError
+from megacore.errors import ArtifactError, ConfigError
 from megacore.finetune.metrics import (
     check_installed,
     classification_metrics,
     perplexity,
+    read_answers,
     text_metrics,
+    write_answers,
 )
 from megacore.finetune.seq2seq import sentence_splitter
 from tests._dist import run_distributed
@@ -179,3 +181,12 @@ def test_two_ranks_score_like_one(tmp_path: Path) -> None:
     for case, metrics in serial.items():
         assert first[case] == pytest.approx(metrics, rel=1e-5), case
     assert 0 < serial["seq2seq 9"]["rouge1"] < 100
+
+
+def test_damaged_answers_cost_only_their_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    write_answers(path, 1, 1, [])
+    assert read_answers(path, 1) == []
+    path.write_text("{")
+    with pytest.raises(ArtifactError, match=rf": delete {path}$"):
+        read_answers(path, 1)

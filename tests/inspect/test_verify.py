@@ -1,18 +1,21 @@
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megacore.artifact.build import StageKey, seal
+from megacore.artifact import manifest
+from megacore.artifact.build import StageKey, lock, seal
 from megacore.artifact.manifest import Manifest, list_files
 from megacore.checkpoint.format import FileRecord, Marker
 from megacore.data.index_directory import map_path
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.errors import ArtifactError, DataFormatError
 from megacore.inspect import verify as verify_maps
-from megacore.inspect.verify import Damage, examine, verify
+from megacore.inspect.verify import Check, Damage, Unchecked, examine, verify
 from megacore.token_files.indexed_dataset import write_members
 from tests.data._corpus import entry, write_documents
 from tests.data._files import write_tokens
@@ -307,6 +310,8 @@ def examined(path: Path) -> dict[str, str]:
         result.name: f"{result.problem}|{result.command}|{result.remedy}"
         if isinstance(result, Damage)
         else "ok"
+        if isinstance(result, Check)
+        else result.state
         for result in examine(path)
     }
 
@@ -354,6 +359,49 @@ def test_every_damage_of_a_workspace_is_listed_with_its_remedy(workspace: Path) 
     assert "manifest.json is damaged" in results["tokenized/0123"]
     (run / "manifest.json").write_text("{")
     assert f"rm -- {run}/manifest.json" in examined(run)["4567/manifest.json"]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES])
+def test_files_that_cannot_be_read_now_are_not_to_be_deleted(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(path: Path, on_read: object = None) -> str:
+        if path.name == "__0_0.distcp" and path.parent.name != "iter_0000020":
+            return digest(path)
+        raise OSError(code, os.strerror(code), str(path))
+
+    digest = manifest.file_digest
+    monkeypatch.setattr(manifest, "file_digest", fail)
+    found = {result.name: result for result in examine(workspace)}
+    run = "runs/4567/checkpoints/iter_00000"
+    assert found.keys() == {"tokenized/0123", f"{run}10", f"{run}20"}
+    assert all(
+        isinstance(result, Unchecked)
+        and result.state == "not readable"
+        and os.strerror(code) in result.reason
+        for result in found.values()
+    )
+
+
+def test_a_run_that_is_just_beginning_is_not_damaged(workspace: Path) -> None:
+    run = workspace / "runs" / "abc"
+    (run / "jobs").mkdir(parents=True)
+    with lock(run):
+        assert set(examined(workspace).values()) == {"ok"}
+    (result,) = [result for result in examine(workspace) if result.name == "runs/abc"]
+    assert isinstance(result, Unchecked)
+    assert result.state == "not complete"
+    assert "command completes it" in result.reason
+
+
+@pytest.mark.parametrize("name", ["imported", "checkpoints", "best"])
+def test_a_checkpoint_outside_a_run_is_imported_or_copied_again(workspace: Path, name: str) -> None:
+    folder = workspace / "copies" / name
+    folder.parent.mkdir()
+    (workspace / "runs" / "4567" / "checkpoints").rename(folder)
+    (folder / "iter_0000010" / "__0_0.distcp").unlink()
+    (result,) = examined(folder / "iter_0000010").values()
+    assert f"|rm -r -- {folder}/iter_0000010|import it again into an empty directory" in result
 
 
 def test_a_damaged_best_model_costs_its_fine_tuning(workspace: Path) -> None:

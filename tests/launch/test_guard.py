@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.launch.guard import descendants
+from megacore.launch.guard import REASON_MARK, _Output, descendants
 from tests.launch._processes import environment, fake_ranks, none_alive, rank_pids, wait_until
 
 GRACE = 1.0
@@ -30,6 +30,7 @@ def guarded(command: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
             *command,
         ],
         stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         env=environment(),
     )
     assert guard.stdin is not None
@@ -59,6 +60,29 @@ def test_missing_executable_is_reported_in_the_log(tmp_path: Path) -> None:
     with guarded(["/no/such/program"], tmp_path / "log") as guard:
         assert guard.wait(timeout=15) == 127
     assert "cannot start /no/such/program: No such file" in (tmp_path / "log").read_text()
+
+
+def test_reasons_that_nobody_reads_block_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "wb") as stdout, open(reader, "rb") as supervisor:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        output = _Output(str(tmp_path / "log"))
+        lines = b"".join(
+            REASON_MARK + f'{{"rank": {rank}, "message": "{"x" * 1000}"}}\n'.encode()
+            for rank in range(100)
+            for _ in range(2)
+        )
+        with output, open(os.dup(output.descriptor), "wb") as ranks:
+            output.copy()
+            ranks.write(lines)
+        assert not output._copier.is_alive()
+        stdout.close()
+        passed_on = supervisor.read().split()
+    assert (tmp_path / "log").read_bytes() == lines
+    assert passed_on.count(b"0,") == 1
+    assert 10 < passed_on.count(b'{"rank":') < 100
 
 
 @pytest.mark.parametrize(

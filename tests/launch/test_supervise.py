@@ -1,11 +1,14 @@
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +23,10 @@ from megacore.errors import (
     TrainingStoppedError,
     WorkspaceError,
 )
-from megacore.launch.guard import descendants
-from megacore.launch.supervise import supervise
+from megacore.launch.failure import Attempt
+from megacore.launch.guard import REASON_MARK, descendants
+from megacore.launch.supervise import _take_printed, supervise
+from megacore.launch.watch import KillCounter
 from tests.launch._processes import (
     alive,
     environment,
@@ -102,23 +107,45 @@ def test_reason_of_a_rank_is_raised_as_its_own_type(tmp_path: Path) -> None:
         run(tmp_path, fake_ranks(tmp_path, "config-error"))
 
 
-@pytest.mark.parametrize(
-    ("printed", "message"),
-    [
-        (
-            "megacore exit reason: {'rank': 3, 'error': 'WorkspaceError', 'message': 'it is full', "
-            "'time': 1.0, 'secondary': false}",
-            "^rank 3: it is full$",
-        ),
-        ("", r"exited with code 4, which .* and its reason is lost too; .* free in .*exit: free"),
-    ],
+PRINTED = (
+    b'{"rank": 3, "error": "WorkspaceError", "message": "full", "time": 1, "secondary": false}'
 )
-def test_unwritable_workspace_is_told_without_a_file(
-    tmp_path: Path, printed: str, message: str
-) -> None:
-    code = f"import os; print({printed!r}.replace(chr(39), chr(34)), flush=True); os._exit(4)"
-    with pytest.raises(WorkspaceError, match=message):
+
+
+def test_unwritable_workspace_is_told_without_a_file(tmp_path: Path) -> None:
+    code = f"import os; print({(REASON_MARK + PRINTED).decode()!r}, flush=True); os._exit(4)"
+    with pytest.raises(WorkspaceError, match=r"^rank 3: full$"):
         run(tmp_path, [sys.executable, "-c", code])
+
+
+def attempt_in(directory: Path) -> Attempt:
+    """Return an attempt without ranks and with an empty log."""
+    (directory / "log").touch()
+    return Attempt("train", directory / "log", 0, directory, None, KillCounter(lambda: None))
+
+
+def test_printed_reason_that_arrives_in_pieces_is_whole(tmp_path: Path) -> None:
+    attempt = attempt_in(tmp_path)
+    for piece in (b"\n" + PRINTED[:40], PRINTED[40:] + b"\n", b'\n{"rank": 1, "err'):
+        guard: Any = SimpleNamespace(stdout=io.BytesIO(piece))
+        _take_printed(guard, attempt)
+    assert str(attempt.failed(1)) == "rank 3: full"
+
+
+@pytest.mark.parametrize(
+    ("free", "advice"), [(5 << 20, "; 5.0 MiB are free in .*: free some space, .*"), (1 << 30, "")]
+)
+def test_lost_reason_of_code_4_names_the_space_only_if_little_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, advice: str
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    error = attempt_in(tmp_path).failed(4)
+    assert isinstance(error, WorkspaceError)
+    assert re.fullmatch(
+        rf"the job exited with code 4, .* could not use the workspace, and its reason is lost "
+        rf"too{advice}; last lines of .*log: none",
+        str(error),
+    )
 
 
 def test_reason_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:

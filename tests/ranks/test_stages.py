@@ -20,12 +20,16 @@ def job(tmp_path: Path) -> TrainJob:
         return {}
 
     data = build_artifact(tmp_path, StageKey("tokenize", 1, {}, {}), fill)[0].directory
-    old = tmp_path / "run" / "checkpoints" / "iter_0000001" / "complete.json"
+    old = tmp_path / "my run" / "checkpoints" / "iter_0000001" / "complete.json"
     old.parent.mkdir(parents=True)
     old.touch()
     os.utime(old, (1, 1))
-    values = _runs.job(_runs.config(), data, tmp_path / "run", ranks=1).model_dump()
+    values = _runs.job(_runs.config(), data, tmp_path / "my run", ranks=1).model_dump()
     return TrainJob(**{**values, "token_prefixes": (str(data / "tokens_text_document"),)})
+
+
+def interrupt(reading: object) -> None:
+    raise KeyboardInterrupt
 
 
 def run(job: TrainJob) -> None:
@@ -42,9 +46,26 @@ def test_a_training_on_damaged_data_names_the_checkpoints_to_delete(job: TrainJo
     run(job)
     flip(Path(f"{job.token_prefixes[0]}.bin"))
     with pytest.raises(
-        ArtifactError, match=r"document\.bin has other content .*; delete \S+/iter_0000002 as well"
+        ArtifactError,
+        match=r"document\.bin has other content .*; delete '[^']*/iter_0000002' as well",
     ):
         run(job)
+
+
+def test_checkpoints_of_an_attempt_that_ended_before_the_comparison_are_named(
+    job: TrainJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(Path(f"{job.token_prefixes[0]}.bin"))
+    with monkeypatch.context() as patch:
+        patch.setattr(stages.FirstRead, "check", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(job)
+    both = r"; delete '[^']*/my run/checkpoints/iter_0000001' '[^']*iter_0000002' as well"
+    with (
+        pytest.raises(ArtifactError, match=both),
+        stages.first_read(job, [Path(job.token_prefixes[0]).parent], stages.nothing),
+    ):
+        pass
 
 
 def test_a_quick_check_does_not_read_the_data(job: TrainJob) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import tasks._forward
 from megacore.config import RunConfig
-from megacore.errors import DataFormatError, TrackingError
+from megacore.errors import DataFormatError, TrackingError, WorkspaceError
 from tasks._forward import (
     CURVES,
     OFFSET_FILE,
@@ -284,6 +284,22 @@ def test_flush_retries_and_then_raises(
             forwarder.flush(timeout=1.0)
         assert 0.3 < time.monotonic() - started < 1.5
     assert 3 <= len(attempts) <= 5
+    assert forwarder.flush()
+
+
+def test_full_disk_ends_the_flush_at_once_and_the_next_one_sends_the_rest(
+    log: EventLog, make_forwarder: MakeForwarder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.step(10)
+    forwarder = make_forwarder()
+
+    def failing(*_: object) -> str:
+        raise WorkspaceError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks._forward, "ensure_run", failing)
+        with pytest.raises(WorkspaceError, match=r"^the disk is full$"):
+            forwarder.flush()
     assert forwarder.flush()
 
 

@@ -1,19 +1,23 @@
 """The single MLflow run of a run directory."""
 
+import errno
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from mlflow.exceptions import MlflowException
 from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
 
 import tasks._mlflow
 from megacore.artifact import Workspace
 from megacore.artifact.files import write_json
 from megacore.config import RunConfig
-from megacore.errors import TrackingError
+from megacore.errors import MegacoreError, TrackingError, WorkspaceError
 from tasks._environment import file_location, sqlite_file, sqlite_url
 from tasks._mlflow import (
     RUN_FILE,
@@ -225,6 +229,50 @@ def test_store_from_the_environment_is_used_without_showing_secrets(
         _ = tracking.experiment_id
     assert "did not open experiment 'x'" in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+FULL = OperationalError(
+    "INSERT INTO tags", {}, sqlite3.OperationalError("database or disk is full")
+)
+LOCKED = OperationalError("INSERT INTO tags", {}, sqlite3.OperationalError("database is locked"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "error", "kind", "message"),
+    [
+        (
+            "",
+            MlflowException(str(FULL)),
+            WorkspaceError,
+            r"MLflow cannot write .*mlflow\.db: database or",
+        ),
+        ("", FULL, WorkspaceError, r"disk is full; .* are free in "),
+        ("", LOCKED, TrackingError, "did not start: .* database is locked: check that it is up"),
+        ("http://host", MlflowException(str(FULL)), TrackingError, "did not start: .*disk is full"),
+        (
+            "http://host",
+            OSError(errno.ENOSPC, "No space", "a/b"),
+            WorkspaceError,
+            "free some space",
+        ),
+        ("http://host", ConnectionError("refused"), TrackingError, "did not start: refused"),
+    ],
+)
+def test_full_disk_is_no_fault_of_a_server(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uri: str,
+    error: Exception,
+    kind: type[MegacoreError],
+    message: str,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with (
+        pytest.raises(kind, match=message) as caught,
+        Tracking(Workspace(tmp_path), "x").errors("start"),
+    ):
+        raise error
+    assert caught.value.retryable == (kind is TrackingError)
 
 
 def test_flatten_redacts_and_truncates() -> None:

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megacore.errors import WorkspaceError
-from tasks._orphans import MARK, _ServerOutput, servers
+from tasks import _orphans
+from tasks._orphans import MARK, _ServerOutput, database_problem, servers
 
 ROOT = Path(__file__).parents[2]
 FLOW = """
@@ -232,3 +234,32 @@ def test_error_of_prefects_database_is_one_sentence_and_not_retried(
     with pytest.raises(WorkspaceError, match=message):
         server._run_uvicorn_command()
     assert capfd.readouterr().err == "12:00:00.001 | WARNING | prefect - something else\n"
+
+
+FULL = b"ERROR - Traceback ...\nsqlite3.OperationalError: database or disk is full\n"
+OTHER = b"ERROR - Traceback ...\nKeyError: 3\n"
+
+
+def test_problem_of_the_database_is_forgotten_and_hides_no_other_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(_orphans, "time", SimpleNamespace(monotonic=lambda: now))
+    output = _ServerOutput()
+    monkeypatch.setattr(_orphans, "_server_output", output)
+    output.started = True
+
+    def shown(record: bytes) -> str:
+        output._write(record, tmp_path / "prefect.db")
+        return capfd.readouterr().err
+
+    assert shown(OTHER) == OTHER.decode()
+    assert database_problem() is None
+    assert shown(FULL).startswith("warning: Prefect cannot write its database ")
+    assert shown(OTHER) == shown(FULL) == "", "a result of the first, and a repetition"
+    now += 2
+    assert shown(OTHER) == OTHER.decode()
+    assert "database or disk is full" in str(database_problem())
+    now += 10
+    assert database_problem() is None, "there may be space again"
+    assert shown(FULL).startswith("warning: ")

@@ -22,7 +22,7 @@ from megacore.errors import (
     StageTimeoutError,
     TrainingStoppedError,
 )
-from tasks import _pipeline, _retry
+from tasks import _logging, _pipeline, _retry
 from tasks._attempt import exit_reason
 from tasks._logging import CountedRetries, SentenceFilter
 from tasks._retry import FAILURES_FILE, counted_failures, pretraining_may_retry
@@ -295,6 +295,21 @@ def test_a_failing_disk_is_logged_without_a_traceback(error: OSError, shown: str
     assert SentenceFilter().filter(record)
     assert record.getMessage().startswith(shown)
     assert (record.exc_info is None) == (shown != "failed")
+
+
+@pytest.mark.parametrize("problem", [None, "its database is full"])
+def test_server_error_has_a_traceback_unless_its_database_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, problem: str | None
+) -> None:
+    class PrefectHTTPStatusError(Exception):
+        pass
+
+    monkeypatch.setattr(_logging, "database_problem", lambda: problem)
+    error = PrefectHTTPStatusError("Server error '500 Internal Server Error'")
+    info = (PrefectHTTPStatusError, error, None)
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "failed", (), info)
+    assert SentenceFilter().filter(record)
+    assert (record.exc_info is None) == (problem is not None)
 
 
 def test_a_failing_disk_ends_a_flow_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

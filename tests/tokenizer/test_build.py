@@ -1,7 +1,11 @@
 """Tests of building tokenizers of every kind."""
 
+import builtins
+import errno
+import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,11 @@ import tokenizers
 from megacore.config.data import Gpt2BpeTokenizer, HfTokenizer, TrainBpeTokenizer
 from megacore.config.spec import SpecialTokens
 from megacore.corpus.documents import CorpusWriter
-from megacore.errors import DataFormatError, DownloadError
-from megacore.tokenizer import load_tokenizer
+from megacore.errors import DataFormatError, DownloadError, FileAccessError
+from megacore.tokenizer import build, load_tokenizer, wordpiece
 from megacore.tokenizer.build import build_tokenizer, fingerprint
+from megacore.tokenizer.load import read_backend
+from megacore.tokenizer.sentencepiece_model import SentencePieceModel
 
 TEXT = "def größe(n):\n    return n<|endoftext|>x 💡\n"
 
@@ -286,3 +292,19 @@ def test_token_id_that_no_vocabulary_reaches_is_refused(tmp_path: Path, place: s
     path.write_text(json.dumps(content))
     with pytest.raises(DataFormatError, match=r"the id 2,147,483,648, and ids must be below"):
         build_tokenizer(HfTokenizer(kind="hf", name=str(path)), tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "read", [read_backend, SentencePieceModel.read, wordpiece._read_vocab, build._read_merges]
+)
+def test_failing_disk_is_no_damage_of_a_tokenizer(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: object, *_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(name))
+
+    (tmp_path / "vocab").write_text("whole")
+    monkeypatch.setattr(io, "open", fail)
+    monkeypatch.setattr(builtins, "open", fail)
+    with pytest.raises(FileAccessError, match=r"vocab \(Input/output error\): the disk"):
+        read(tmp_path / "vocab")

@@ -54,6 +54,7 @@ def test_lambada_is_split_before_its_last_word(tokenizer: Tokenizer, tmp_path: P
         ('{"text": "a b"}\nnot json', "lambada:2 is no JSON object"),
         ('{"text": 5}', "lambada:1 is no JSON object"),
         ("[1]", "lambada:1 is no JSON object"),
+        ('{"text": ' + "[" * 200_000, "lambada:1 is no JSON object"),
         ('{"text": " word "}', "lambada:1 has 1 words: a passage needs at least 2"),
         (b'{"text": "\xff"}', r"is not UTF-8 \(invalid start byte at byte 10\)"),
     ],

@@ -104,9 +104,9 @@ class BatchSpec(Section):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a specification. Raises ConfigError."""
+        """Read a specification. Raises ConfigError or FileAccessError."""
         try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+            return cls.model_validate(read_json(path))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no batch job written by this version of megacore, or cannot be read "

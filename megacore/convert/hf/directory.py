@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megacore.artifact.files import is_stored_zip, read_json, regular
+from megacore.artifact.files import access_errors, is_stored_zip, read_json, regular
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
 from megacore.convert.hf.config import HfConfig
@@ -16,7 +16,7 @@ from megacore.convert.hf.forms import FORMS, HfForm, read_spec
 from megacore.convert.hf.write import FILE_NAME, INDEX_NAME
 from megacore.convert.inert import not_dense
 from megacore.convert.key_map import KeyMap
-from megacore.errors import ConversionError
+from megacore.errors import ConversionError, FileAccessError
 
 _PICKLED = "pytorch_model.bin"
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
@@ -169,7 +169,8 @@ def _safetensors(path: Path) -> dict[str, Reader]:
 
     _check_readable(path)
     try:
-        file = safe_open(path, "pt")
+        with access_errors(path):
+            file = safe_open(path, "pt")
         return {name: partial(file.get_tensor, name) for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118 (it is no dict)
     except (SafetensorError, OSError) as error:
         raise ConversionError(
@@ -179,9 +180,13 @@ def _safetensors(path: Path) -> dict[str, Reader]:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise ConversionError with the system's error, which the tensor readers do not report."""
+    """Raise ConversionError with the system's error, which the tensor readers do not report.
+
+    Raises FileAccessError for a fault of this machine or a disk.
+    """
     try:
-        regular(path).open("rb").close()
+        with access_errors(path):
+            regular(path).open("rb").close()
     except OSError as error:
         raise ConversionError(
             f"{path} cannot be read ({error.strerror}): make it readable"
@@ -193,7 +198,11 @@ def _pickled(path: Path) -> dict[str, Reader]:
     _check_readable(path)
     try:
         # The format of torch before 1.6 is not a zip file and cannot be memory-mapped.
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_stored_zip(path))
+        with access_errors(path):
+            zipped = is_stored_zip(path)
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except FileAccessError:
+        raise
     except Exception as error:  # a damaged pickle may raise any exception
         raise ConversionError(
             f"{path} ({path.stat().st_size:,} bytes) {_pickle_problem(error)}"

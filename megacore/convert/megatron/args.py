@@ -286,7 +286,7 @@ def spec_of(
             tokenizer_directory=_tokenizer_directory(args),
         )
     except (ValidationError, TypeError, ValueError, ArithmeticError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(_reason(error).split())[:300]
         raise CheckpointError(
             f"args of {where} describe no model: {reason}: use another checkpoint"
         ) from error
@@ -294,6 +294,16 @@ def spec_of(
         spec, args.get("padded_vocab_size") or vocabulary_rows, vocabulary_rows, layers, where
     )
     return spec
+
+
+def _reason(error: Exception) -> str:
+    """Return the first value that is refused and why, or the error's text."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    problem = first["msg"].removeprefix("Value error, ")
+    return f"{name} is {first['input']!r}: {problem[:1].lower()}{problem[1:]}" if name else problem
 
 
 def remarks_on(args: Mapping[str, Any], family: Family) -> tuple[str, ...]:
