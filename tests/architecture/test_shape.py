@@ -48,6 +48,7 @@ TEST_FOLDERS_WITHOUT_PACKAGE = {
     "deploy",
     "faults",
     "flows",
+    "gpu_emulated",
     "hosts",
     "parity",
     "scripts",

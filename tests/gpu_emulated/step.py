@@ -46,7 +46,7 @@ class Communication:
 
 @dataclass
 class Record:
-    """What a rank did in one iteration, its second one."""
+    """Waits, copies and communication of a rank in its second iteration."""
 
     copies: list[str] = field(default_factory=list)
     """Copies from the host to the GPU that wait for it, with their places."""
