@@ -93,7 +93,7 @@ class Timers:
 
     def _read_passed(self) -> None:
         """Read the events that the GPU has passed, so that their number stays bounded."""
-        while self._pending and self._pending[0][2].query():
+        while self._pending and self._pending[0][2].query():  # type: ignore[no-untyped-call]
             self._read_first()
 
     def _read_first(self) -> None:

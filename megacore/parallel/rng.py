@@ -66,7 +66,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed seeds the generators of all GPUs, which takes a millisecond of the host.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
