@@ -347,8 +347,12 @@ def _place(error: OSError, path: Path | None) -> str:
 
 def free_text(path: Path) -> str:
     """Describe the free space of the file system that holds `path`, which need not exist."""
-    place = next(each for each in (path, *path.absolute().parents) if each.is_dir())
+    place = _existing_directory(path)
     return f"{_size(shutil.disk_usage(place).free)} are free in {place}"
+
+
+def _existing_directory(path: Path) -> Path:
+    return next(each for each in (path, *path.absolute().parents) if each.is_dir())
 
 
 def require_space(path: Path, needed: int, purpose: str) -> None:
@@ -362,8 +366,7 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
     Raises:
         WorkspaceError: less is free; names both numbers.
     """
-    place = next(each for each in (path, *path.absolute().parents) if each.exists())
-    if needed > shutil.disk_usage(place).free:
+    if needed > shutil.disk_usage(_existing_directory(path)).free:
         raise WorkspaceError(
             f"{purpose} {_size(needed)}, and {free_text(path)}: {_FREE_SPACE} or {_ELSEWHERE}"
         )
