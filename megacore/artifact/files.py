@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from megacore.errors import ArtifactError, ConfigError, FileAccessError, WorkspaceError
 
@@ -36,6 +36,8 @@ MAX_DEPTH = 64
 MAX_DIGITS = 100
 """Most digits of an integer in JSON and YAML. The state of a random number generator has 39; a
 number of over 308 digits does not even fit a float."""
+_PIECE = 1 << 16
+"""Bytes that are read at a time from a file that is longer than the system says."""
 _TRIES = 3
 """Attempts to open a file whose handle was stale: another host may just have replaced it."""
 _FAULTS = {
@@ -184,7 +186,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
             with open(path, "rb", opener=_open_without_waiting) as file:
                 status = os.fstat(file.fileno())
                 _refuse_endless(status, path)
-                content = b"" if status.st_size > limit else file.read(limit + 1)
+                content = b"" if status.st_size > limit else _read(file, status.st_size, limit + 1)
         except OSError as error:
             if error.errno == errno.ESTALE and attempt + 1 < _TRIES:
                 continue
@@ -197,6 +199,18 @@ def read_bytes(path: Path, limit: int) -> bytes:
             )
         return content
     raise AssertionError("unreachable")
+
+
+def _read(file: BinaryIO, size: int, most: int) -> bytes:
+    """Return the first `most` bytes of a file whose size is probably `size`.
+
+    read() allocates all that it is asked for, so it is never asked for `most` at once: that may be
+    more than the process has.
+    """
+    content = file.read(size + 1)
+    while len(content) < most and (more := file.read(min(_PIECE, most - len(content)))):
+        content += more
+    return content
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from megacore.artifact.files import (
     access_error,
     parse_json,
+    read_bytes,
     read_json,
     read_object,
     read_record,
@@ -139,6 +141,23 @@ def test_large_files_and_directories_are_refused(tmp_path: Path) -> None:
         read_json(path, limit=5)
     with pytest.raises(IsADirectoryError):
         read_json(tmp_path)
+
+
+def test_a_small_file_needs_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text("[1]")
+    tracemalloc.start()
+    try:
+        assert read_json(tmp_path / "small.json") == [1]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_longer_than_the_system_says_is_read_in_whole() -> None:
+    assert Path("/proc/self/status").stat().st_size == 0
+    assert read_bytes(Path("/proc/self/status"), 1 << 20).startswith(b"Name:")
+    with pytest.raises(ValueError, match="more than the 10 that"):
+        read_bytes(Path("/proc/self/status"), 10)
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100, '{"a": 1, "a": 1}', None])
