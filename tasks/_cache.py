@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megacore.artifact import Artifact, Manifest, StageKey, Workspace
 from megacore.artifact.build import build_artifact, mark_used, try_lock
-from megacore.artifact.files import require_space
+from megacore.artifact.files import require_space, workspace_errors
 from megacore.artifact.manifest import depth_of
 from megacore.errors import ArtifactError, MegacoreError
 from tasks._flow_config import FlowConfig
@@ -97,7 +97,8 @@ class ArtifactPolicy(CachePolicy):
                 problem = self.check(**inputs)
                 if problem:
                     logger.warning("%s runs again: %s", task_ctx.task.name, problem)
-                    path.unlink(missing_ok=True)
+                    with workspace_errors(path):
+                        path.unlink(missing_ok=True)
             return record
         except MegacoreError as error:
             logger.error("%s has no cache key: %s", task_ctx.task.name, error)

@@ -10,7 +10,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from megacore.artifact import StageKey, Workspace
-from megacore.artifact.files import read_object, write_json
+from megacore.artifact.files import read_object, workspace_errors, write_json
 from megacore.redact import page_address
 from tasks._aliases import alias_problem, standing
 from tasks._cache import StageResult, artifact_directory, artifact_problem, build
@@ -99,7 +99,9 @@ def build_publication(
 
     if receipt_problem(config, key) is not None:
         # A receipt is invalid if its model no longer exists or must get the alias.
-        (artifact_directory(key) / RECEIPT).unlink(missing_ok=True)
+        receipt_file = artifact_directory(key) / RECEIPT
+        with workspace_errors(receipt_file):
+            receipt_file.unlink(missing_ok=True)
     return build(config, key, fill)
 
 

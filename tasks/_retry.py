@@ -1,7 +1,7 @@
 """Retries of a training: only failures in a row without a new checkpoint are limited."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ def counted_failures(run_directory: Path, task_run: str, retries: int) -> Iterat
         except (OSError, MegacoreError) as unwritable:
             # A failure that cannot be counted must not be retried forever: without a record, the
             # condition refuses a retry.
-            (run_directory / FAILURES_FILE).unlink(missing_ok=True)
+            with suppress(OSError):
+                (run_directory / FAILURES_FILE).unlink(missing_ok=True)
             get_run_logger().warning(
                 "the failure cannot be counted (%s), so it is not retried", unwritable
             )
