@@ -54,10 +54,14 @@ class Rank:
     def __init__(self, directory: Path, options: Mapping[str, Any]) -> None:
         self.directory, self.options = directory, options
         self.ranks = RankGroup(None)
-        self.state = model_state(options["hidden"], options["vocabulary"])
+        device = torch.device(options["device"])
+        state = model_state(options["hidden"], options["vocabulary"])
+        self.state = {name: value.to(device) for name, value in state.items()}
         shares = Shares(self.ranks)
         shares.decide(self.state)
-        self.own = rectangles_of(shares.own(self.state))
+        self.own = {
+            name: piece.cpu() for name, piece in rectangles_of(shares.own(self.state)).items()
+        }
         self.total = shares.total_bytes
         self.savers = {
             kind: CheckpointSaver(
@@ -70,7 +74,8 @@ class Rank:
         }
         self.iteration = 0
         self.net = nn.Sequential(*(nn.Linear(options["width"], options["width"]) for _ in range(6)))
-        self.batch = torch.rand(256, options["width"])
+        self.net.to(device)
+        self.batch = torch.rand(256, options["width"], device=device)
 
     def timed(self, action: Callable[[], object]) -> float:
         """Return the seconds until the slowest rank has finished `action`."""
@@ -117,6 +122,8 @@ class Rank:
         if self.ranks.distributed:
             for parameter in self.net.parameters():
                 dist.all_reduce(parameter.grad)
+        if self.batch.is_cuda:
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     def step_times(self) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Sizes of a GPT and ways to train it, compared by `benchmarks.step` and `benchmarks.gpu`."""
+"""Sizes of GPT-2 and Llama, and ways to train them, for `benchmarks.step` and `benchmarks.gpu`."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -14,7 +14,7 @@ OUT_OF_MEMORY = 66
 
 @dataclass(frozen=True)
 class Case:
-    """A GPT-2 and its micro batch; every step is one micro batch."""
+    """A model and its micro batch; every step is one micro batch."""
 
     layers: int
     hidden: int
@@ -23,6 +23,11 @@ class Case:
     vocab_size: int
     micro_batch_size: int
     precision: Literal["fp32", "bf16", "fp16"]
+    model: Literal["gpt2", "llama"] = "gpt2"
+    groups: int | None = None
+    """Heads of keys and values; None means as many as heads of queries."""
+    inner: int | None = None
+    """Width of the MLP; None means 4 times that of the model."""
 
     @property
     def tokens(self) -> int:
@@ -32,9 +37,7 @@ class Case:
     @property
     def flops(self) -> int:
         """Model FLOPs of a step, without recomputation."""
-        shape = TransformerShape(
-            self.layers, self.hidden, 4 * self.hidden, self.seq_length, self.vocab_size
-        )
+        shape = TransformerShape.of(Work(self, ENTRANTS["megacore"]).config(), self.vocab_size)
         return step_flops(shape, self.micro_batch_size, "none")
 
 
@@ -44,8 +47,10 @@ CASES = {
     "124m-fp32": Case(12, 768, 12, 1024, 50304, 1, "fp32"),
     "124m-bf16": Case(12, 768, 12, 1024, 50304, 1, "bf16"),
     "345m-bf16": Case(24, 1024, 16, 1024, 50304, 16, "bf16"),
+    "llama-1b-bf16": Case(22, 2048, 32, 2048, 32000, 4, "bf16", "llama", 4, 5632),
     "smoke-fp32": Case(2, 32, 2, 32, 512, 2, "fp32"),
     "smoke-bf16": Case(2, 32, 2, 32, 512, 2, "bf16"),
+    "smoke-llama-bf16": Case(2, 32, 2, 32, 512, 2, "bf16", "llama", 1, 64),
 }
 
 
@@ -53,7 +58,7 @@ CASES = {
 class Entrant:
     """One way to train a case."""
 
-    kind: Literal["megacore", "nanogpt", "transformers"]
+    kind: Literal["megacore", "nanogpt", "transformers", "fsdp2"]
     compiled: bool = False
     fused: bool = False
     """True if torch's fused AdamW is also used on a CPU; on a GPU nanoGPT always uses it."""
@@ -73,11 +78,19 @@ ENTRANTS = {
     "nanoGPT compiled, fused AdamW, tuned malloc": Entrant(
         "nanogpt", compiled=True, fused=True, tuned_malloc=True
     ),
+    "FSDP2 compiled": Entrant("fsdp2", compiled=True, fused=True),
     "transformers": Entrant("transformers", fused=True),
     "transformers, tuned malloc": Entrant("transformers", fused=True, tuned_malloc=True),
 }
 """Entrants by name. nanoGPT is our plain torch model in its style, unless a work names a
-checkout."""
+checkout. FSDP2 is torch's `fully_shard` over that model, or over transformers' Llama."""
+_LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,9 @@ class Work:
                 "num_attention_heads": case.heads,
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
+                "num_query_groups": case.groups,
+                "ffn_hidden_size": case.inner,
+                **(_LLAMA if case.model == "llama" else {}),
             },
             "optim": {
                 "lr": LR,

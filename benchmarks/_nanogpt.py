@@ -71,12 +71,14 @@ class NanoGpt(nn.Module):
         self.lm_head = nn.Linear(case.hidden, case.vocab_size, bias=False)
         self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
 
-    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Map ids and targets [b, s] to logits [b, s, v] and their mean loss."""
+    def forward(self, ids: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Map ids and targets [b, s] to logits [b, s, v] and, given targets, their mean loss."""
         parts = self.transformer
         positions = torch.arange(ids.shape[1], device=ids.device)
         x = parts["wte"](ids) + parts["wpe"](positions)
         for block in parts["h"]:  # type: ignore[attr-defined]
             x = block(x)
         logits = self.lm_head(parts["ln_f"](x))
+        if targets is None:
+            return logits, None
         return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))

@@ -25,6 +25,7 @@ from benchmarks._entrants import BETAS, CLIP, LR, OUT_OF_MEMORY, WEIGHT_DECAY, W
 from benchmarks._steps import (
     Step,
     endless,
+    fsdp2_step,
     megacore_step,
     nanogpt_step,
     transformers_model,
@@ -197,8 +198,11 @@ def main(work_json: str) -> None:
             serve(rank, step)
             return
         torch.set_num_threads(work.threads)
+        torch.set_flush_denormal(True)  # as megacore does
         if work.entrant.kind == "nanogpt":
             serve(rank, nanogpt_step(work, device))
+        elif work.entrant.kind == "fsdp2":
+            serve(rank, fsdp2_step(work, device))
         elif importlib.util.find_spec("accelerate") is not None:
             rank.kernels = {"loop": "transformers.Trainer"}
             serve_trainer(rank)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks._entrants import BETAS, CLIP, LR, WEIGHT_DECAY, Case, Work
 from benchmarks._nanogpt import NanoGpt
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.convert.hf.gpt2 import key_map
+from megacore.convert.hf import gpt2, llama
 
 Step = Callable[[], "Tensor | float"]
 """Function that makes one step and returns its loss; a tensor that is not read does not synchronize
@@ -49,10 +50,12 @@ def batches(case: Case, device: torch.device) -> list[Tensor]:
 
 
 def initial_weights(case: Case) -> dict[str, Tensor]:
-    """Return GPT-2's initial weights (Radford et al. 2019) with transformers' names.
+    """Return initial weights with transformers' names.
 
-    Weights of linear layers are [in, out].
+    GPT-2's are those of Radford et al. 2019, and its linear layers are [in, out].
     """
+    if case.model == "llama":
+        return _llama_weights(case)
     random = torch.Generator().manual_seed(2)
     h, deep = case.hidden, 0.02 / math.sqrt(2 * case.layers)
 
@@ -84,6 +87,18 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
     )
 
 
+def _llama_weights(case: Case) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(2)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in transformers_model(case).named_parameters()}
+    return {
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.empty(shape).normal_(0.0, 0.02, generator=random)
+        for name, shape in shapes.items()
+    }
+
+
 def megacore_step(work: Work, device: torch.device) -> tuple[Step, dict[str, str]]:
     """Return a function that makes a step of megacore's engine, and the kernels in use."""
     from megacore.engine.build import build_engine
@@ -102,6 +117,7 @@ def megacore_step(work: Work, device: torch.device) -> tuple[Step, dict[str, str
     )
     hf_weights = initial_weights(case)
     tensors = engine.tensors()
+    key_map = (llama if case.model == "llama" else gpt2).key_map
     ours = key_map(ModelSpec.of(config, case.vocab_size, tokens)).ours(hf_weights)
     for name, value in ours.items():
         target = tensors[f"model.{name}"]
@@ -130,12 +146,7 @@ def nanogpt_step(work: Work, device: torch.device) -> Step:
     )
     model.load_state_dict(_for_nanogpt(initial_weights(case)))
     model.to(device)
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    fused = {"fused": True} if work.entrant.fused or device.type == "cuda" else {}
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, **fused)
+    optimizer = _adamw(model, fused=work.entrant.fused or device.type == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "fp16")
     called: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = (
         torch.compile(model) if work.entrant.compiled else model
@@ -159,8 +170,65 @@ def nanogpt_step(work: Work, device: torch.device) -> Step:
     return step
 
 
+def fsdp2_step(work: Work, device: torch.device) -> Step:
+    """Return a function that makes a step of torch's FSDP2, in a world of one rank.
+
+    As in torchtitan (https://github.com/pytorch/torchtitan), parameters are fp32 and computed with
+    in the case's precision, and layers and the loss are compiled.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    case = work.case
+    torch.set_float32_matmul_precision("high")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    model: Any
+    if case.model == "llama":
+        model = transformers_model(case)
+        model.load_state_dict(initial_weights(case))
+        layers = model.model.layers
+    else:
+        model = NanoGpt(case)
+        model.load_state_dict(_for_nanogpt(initial_weights(case)))
+        layers = model.transformer["h"]
+    model.to(device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES.get(case.precision), reduce_dtype=torch.float32
+    )
+    for layer in layers:
+        if work.entrant.compiled:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = _adamw(model, fused=work.entrant.fused)
+    loss_of: Callable[[Tensor, Tensor], Tensor] = _loss_in_fp32
+    if work.entrant.compiled:
+        loss_of = torch.compile(_loss_in_fp32)
+    batch_stream = cycle(batches(case, device))
+
+    def step() -> Tensor:
+        batch = next(batch_stream)
+        ids, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        logits = model(ids).logits if case.model == "llama" else model(ids, None)[0]
+        loss = loss_of(logits, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def _loss_in_fp32(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 def transformers_model(case: Case) -> Any:
-    """Build GPT2LMHeadModel with its defaults, except dropout, which the others lack."""
+    """Build transformers' model with its defaults, except dropout, which the others lack."""
+    if case.model == "llama":
+        return _llama(case)
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -182,6 +250,23 @@ def transformers_model(case: Case) -> Any:
     return model.train()
 
 
+def _llama(case: Case) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=case.vocab_size,
+        hidden_size=case.hidden,
+        intermediate_size=case.inner or 4 * case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.groups or case.heads,
+        max_position_embeddings=case.seq_length,
+        rms_norm_eps=1e-5,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
 def transformers_inputs(batch: Tensor) -> dict[str, Tensor]:
     """Return the model's inputs with shifted targets, so that it has as many as the others."""
     targets = batch[:, 1:].contiguous()
@@ -192,13 +277,7 @@ def transformers_step(work: Work, device: torch.device) -> Step:
     """Return a function that makes a step like Trainer's default loop, without accelerate."""
     case = work.case
     model = transformers_model(case).to(device)
-    decayed = [p for name, p in model.named_parameters() if p.dim() >= 2]
-    undecayed = [p for name, p in model.named_parameters() if p.dim() < 2]
-    groups = [
-        {"params": decayed, "weight_decay": WEIGHT_DECAY},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
+    optimizer = _adamw(model, fused=work.entrant.fused)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     input_stream = endless(case, device)
 
@@ -214,6 +293,15 @@ def transformers_step(work: Work, device: torch.device) -> Step:
         return detached
 
     return step
+
+
+def _adamw(model: nn.Module, *, fused: bool) -> torch.optim.AdamW:
+    """Return torch's AdamW, which does not decay vectors."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=fused or None)
 
 
 def autocast(case: Case, device: torch.device) -> Any:

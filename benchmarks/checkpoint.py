@@ -1,6 +1,7 @@
 """Saving and loading of a checkpoint, compared with a plain copy of the same bytes.
 
     python -m benchmarks.checkpoint [--directory DIR] [--ranks 1 2] [--rounds 5] [--hidden 768]
+        [--device cpu|cuda]
 
 Ranks are data-parallel replicas: together they write each byte once, and each of them loads the
 whole state. Every round has these steps, one after another: write the bytes to a plain file and
@@ -46,6 +47,7 @@ def measure(ranks: int, options: argparse.Namespace, directory: Path) -> dict[st
         "vocabulary": 1024 if options.smoke else 50304,
         "width": 64 if options.smoke else 1024,
         "steps": 20,
+        "device": options.device,
     }
     processes = [
         subprocess.Popen(
@@ -151,6 +153,7 @@ def main() -> None:
     parser.add_argument(
         "--hidden", type=int, default=768, help="of 12 layers; 768 are 1.4 GiB with Adam's moments"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the state")
     parser.add_argument(
         "--smoke", action="store_true", help="a few megabytes, one round, no verdict"
     )

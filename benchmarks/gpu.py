@@ -1,82 +1,142 @@
-"""Training of GPT-2 345M on one CUDA device.
+"""Training of GPT-2 345M and a Llama of 1.1 B parameters on one CUDA device.
 
-One run of at most 10 minutes measures all GPU figures of docs/benchmarks.md.
-
-    python -m benchmarks.gpu [--micro-batches 8 16 32 64]
-        [--parts sweep contest recompute fp16 small]
+    python -m benchmarks.gpu [--results workspace/benchmarks/gpu.json] [--nanogpt CHECKOUT]
+        [--parts contest llama ...] [--micro-batches 8 16 32 64] [--contest-micro-batch 16]
     python -m benchmarks.gpu --smoke
 
-sweep       micro batches of megacore until one does not fit; at the best one, MFU relative to
-            measured matrix products
-contest     megacore, compiled nanoGPT and transformers' Trainer in turns, at the same micro batch
+contest     megacore, compiled nanoGPT, torch's FSDP2 and transformers' Trainer in turns, 345M
+llama       megacore and FSDP2 over transformers' Llama in turns, 1.1 B
+sweep       micro batches of megacore, doubled until one does not fit, and the largest that does
+compile     layers compiled and not, also in a tiny GPT, which the time of kernel launches limits
 recompute   peak memory and rate with recompute none, selective and full
+kernels     what each kernel brings in layers that are not compiled
+checkpoint  how long a save in the background stops a training, and a save that waits
 fp16        dynamic loss scaling
-small       a tiny GPT with and without compilation, limited by the time of kernel launches
 
-Except in the contest, only one process at a time uses the device. `--smoke` runs every part with a
-tiny model on the CPU.
+The command takes at most 9 minutes. Each part's figures are written to the results as it ends: the
+same command, at the same commit and on the same device, measures only what is missing. It ends
+with one table of all figures. Except in turns, only one process at a time uses the device. MFU
+counts a model's FLOPs, without recomputation. `--smoke` runs everything with tiny models on the
+CPU.
 """
 
 import argparse
 import math
+import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from benchmarks import checkpoint as checkpoint_benchmark
+from benchmarks import kernels as kernels_benchmark
 from benchmarks._entrants import CASES, ENTRANTS, OUT_OF_MEMORY, Case, Work
+from benchmarks._entries import commit
 from benchmarks._turns import Contestant, compete, progress
 from benchmarks._verdict import Check, table, verdict
-from benchmarks.step import check_losses, matmul_rate, rows_of, start
-from megacore.config.train import TrainConfig
+from benchmarks.step import check_losses, matmul_rate, start
+from megacore.artifact.files import read_record, write_json
+from megacore.observe.flops import peak_by_name
 
-PARTS = ("sweep", "contest", "recompute", "fp16", "small")
-OURS, COMPILED, TRAINER = "megacore", "nanoGPT compiled", "transformers"
-MFU_GOAL, COMPILED_GOAL, TRAINER_GOAL = 0.55, 1.1, 1.4
+OURS, COMPILED, FSDP2, TRAINER = "megacore", "nanoGPT compiled", "FSDP2 compiled", "transformers"
+MFU_GOAL = 0.55
+"""Least MFU at the vendor's peak of 345M's best micro batch."""
+GOALS = {COMPILED: 1.1, FSDP2: 1.1, TRAINER: 1.4}
+"""Least ratio of megacore's speed to that of each."""
+STALL_GOAL = 0.05
+"""Most time that a save in the background stops a training, as a share of a save that waits."""
 MICRO_BATCHES = (8, 16, 32, 64)
-LIMIT = 540.0
-"""Seconds after which no further part begins."""
+LIMIT, PART = 540.0, 60.0
+"""Seconds of a command, and those that must be left for a further part to begin."""
 FP16_STEPS, FP16_LAST = 60, 10
 """Steps with loss scaling, and the number of last ones whose losses are averaged. The loss scale
 starts at 2**32, so the first steps overflow until it is low enough."""
-HEADER = [
-    "contestant",
-    "tokens/s",
-    "quartiles",
-    "MFU",
-    "megacore is times as fast",
-    "peak memory (MB)",
-]
 
 
 class DeviceFullError(Exception):
     """A process ran out of device memory."""
 
 
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; None where a figure has no meaning."""
+
+    name: str
+    milliseconds: float | None = None
+    """Time of a step."""
+    tokens: float | None = None
+    """Tokens per second."""
+    teraflops: float | None = None
+    """Model FLOPs per second, in 10¹²."""
+    ratio: float | None = None
+    """How many times as fast megacore is; for a kernel, as without it."""
+    memory: float | None = None
+    """Peak memory in MB."""
+    note: str = ""
+
+    @classmethod
+    def of(cls, name: str, case: Case, seconds: float, memory: float, **rest: Any) -> "Row":
+        """Return the line of a measured step."""
+        rates = case.tokens / seconds, case.flops / seconds / 1e12
+        return cls(name, 1000 * seconds, *rates, memory=memory, **rest)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Figures of one part."""
+
+    rows: list[Row] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> "Part":
+        return cls(
+            [Row(**row) for row in values["rows"]], [Check(**check) for check in values["checks"]]
+        )
+
+
+@dataclass(frozen=True)
+class Results:
+    """Figures so far, as stored."""
+
+    setting: str
+    """Commit, device and versions, which all figures share."""
+    matmul: float
+    """Measured rate of matrix products, in TFLOP/s."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Each part as JSON, by its name."""
+
+
 class Bench:
-    """Device, model and results so far."""
+    """Device, models and options."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.smoke: bool = options.smoke
         self.device = "cpu" if options.smoke else "cuda"
         self.case = CASES["smoke-bf16" if options.smoke else "345m-bf16"]
+        self.llama = CASES["smoke-llama-bf16" if options.smoke else "llama-1b-bf16"]
+        self.tiny = CASES["smoke-bf16" if options.smoke else "tiny-bf16"]
         self.micro_batches = [1, 2] if options.smoke else options.micro_batches
         self.steps, self.rounds = (2, 3) if options.smoke else (5, 8)
-        self.contest_batch = (
-            self.micro_batches[-1] if options.smoke else options.contest_micro_batch
-        )
-        self.peak = 0.0
-        self.checks: list[Check] = []
+        self.contest_batch = 2 if options.smoke else options.contest_micro_batch
+        self.nanogpt: str | None = options.nanogpt
 
     def work(self, case: Case | None = None, name: str = OURS, **train: Any) -> Work:
         """Return the task of a measuring process."""
         return Work(
             case or self.case, ENTRANTS[name], device=self.device, threads=_threads(), train=train
         )
+
+    def goal(self, value: float) -> float:
+        """Return a goal, which a smoke run always reaches."""
+        return 0.0 if self.smoke else value
 
     @contextmanager
     def running(self, work: Work, name: str = OURS) -> Iterator[Contestant]:
@@ -94,93 +154,154 @@ class Bench:
         finally:
             contestant.end()
 
-    def measured(self, work: Work) -> tuple[float, float] | None:
-        """Return megacore's seconds per step and peak memory in MB, or None if it does not fit."""
+    def measured(self, name: str, work: Work) -> Row:
+        """Return the line of a contestant on its own; without figures if it does not fit."""
         try:
-            with self.running(work) as ours:
-                ours.run(3)
-                seconds = statistics.median(ours.run(self.steps) for _ in range(3))
-                return seconds, float(ours.last[0]["memory_mb"])
+            with self.running(work) as each:
+                each.run(3)
+                seconds = statistics.median(each.run(self.steps) for _ in range(3))
+                return Row.of(name, work.case, seconds, float(each.last[0]["memory_mb"]))
         except DeviceFullError:
-            return None
-
-    def mfu(self, case: Case, seconds: float) -> float:
-        """Return the MFU relative to the measured rate of matrix products."""
-        return case.flops / seconds / 1e12 / self.peak
+            return Row(name, note="does not fit")
 
 
-def sweep(bench: Bench) -> None:
-    """Find the best micro batch, and compare its MFU with the goal."""
-    rows, best = [], 0.0
-    for size in bench.micro_batches:
-        case = replace(bench.case, micro_batch_size=size)
-        result = bench.measured(bench.work(case))
-        if result is None:
-            rows.append([str(size), "does not fit", "-", "-"])
-            break
-        seconds, memory = result
-        best = max(best, bench.mfu(case, seconds))
-        rows.append(
-            [
-                str(size),
-                f"{case.tokens / seconds:,.0f}",
-                f"{bench.mfu(case, seconds):.1%}",
-                f"{memory:,.0f}",
-            ]
-        )
-    _show("Micro batches", ["micro batch", "tokens/s", "MFU", "peak memory (MB)"], rows)
-    bench.checks.append(
-        Check("MFU at the best micro batch", best, 0.0 if bench.smoke else MFU_GOAL, unit="")
-    )
-
-
-def contest(bench: Bench) -> None:
-    """Compare the three contestants in turns."""
-    case = replace(bench.case, micro_batch_size=bench.contest_batch)
-    contestants = [start(name, bench.work(case, name)) for name in (OURS, COMPILED, TRAINER)]
+def in_turns(bench: Bench, works: dict[str, Work], title: str, seconds: float) -> Part:
+    """Compare contestants of one case, of which megacore is the first."""
+    case = works[OURS].case
+    contestants = [start(name, work) for name, work in works.items()]
     try:
         check_losses(contestants, case)
-        compete(contestants, bench.rounds, bench.steps, warmup=5, seconds=150.0)
-        memory = [each.last[0]["memory_mb"] for each in contestants]
-        rows = rows_of(contestants, memory, case, bench.peak)
-        kernels = {each.name: each.ask("kernels")[0]["kernels"] for each in contestants}
+        compete(contestants, bench.rounds, bench.steps, warmup=5, seconds=seconds)
+        memory = [float(each.last[0]["memory_mb"]) for each in contestants]
+        notes = [each.ask("kernels")[0]["kernels"].get("loop", "") for each in contestants]
     finally:
         for each in contestants:
             each.end()
-    _show(f"In turns, micro batch {case.micro_batch_size}", HEADER, rows)
-    sys.stdout.write(
-        "".join(
-            f"{name}: {implementation}\n"
-            for name, implementation in kernels.items()
-            if implementation
+    ours = contestants[0]
+    rows = [
+        Row.of(
+            f"{title}, micro batch {case.micro_batch_size}: {each.name}",
+            case,
+            each.median,
+            peak,
+            ratio=ours.speedup_over(each),
+            note=note,
         )
+        for each, peak, note in zip(contestants, memory, notes, strict=True)
+    ]
+    checks = [
+        Check(f"{title}: megacore to {each.name}", ours.speedup_over(each), bench.goal(goal))
+        for each in contestants[1:]
+        for name, goal in GOALS.items()
+        if each.name.startswith(name)
+    ]
+    return Part(rows, checks)
+
+
+def contest(bench: Bench) -> Part:
+    """Compare the ways to train GPT-2 345M."""
+    case = replace(bench.case, micro_batch_size=bench.contest_batch)
+    works = {name: bench.work(case, name) for name in (OURS, COMPILED, FSDP2, TRAINER)}
+    if bench.nanogpt is not None:
+        works[f"{COMPILED} (checkout)"] = replace(works[COMPILED], checkout=bench.nanogpt)
+    return in_turns(bench, works, "345M", 80.0)
+
+
+def llama(bench: Bench) -> Part:
+    """Compare the ways to train a Llama of 1.1 B parameters."""
+    works = {name: bench.work(bench.llama, name) for name in (OURS, FSDP2)}
+    return in_turns(bench, works, "Llama 1.1 B", 50.0)
+
+
+def sweep(bench: Bench) -> Part:
+    """Find the best and the largest micro batch."""
+    rows, checks, fitting, too_large = [], [], 0, 0
+    for size in bench.micro_batches:
+        case = replace(bench.case, micro_batch_size=size)
+        rows.append(bench.measured(f"345M, micro batch {size}", bench.work(case)))
+        if rows[-1].tokens is None:
+            too_large = size
+            break
+        fitting = size
+    step = max(1, fitting // 8)
+    while too_large - fitting > step:
+        middle = (fitting + too_large) // 2
+        case = replace(bench.case, micro_batch_size=middle)
+        rows.append(bench.measured(f"345M, micro batch {middle}", bench.work(case)))
+        if rows[-1].tokens is None:
+            too_large = middle
+        else:
+            fitting = middle
+    best = max((row.teraflops or 0.0 for row in rows), default=0.0)
+    if not bench.smoke and (peak := _vendor_peak()):
+        checks.append(Check("345M: MFU at the vendor's peak", best / peak, MFU_GOAL, unit=""))
+    return Part(rows, checks)
+
+
+def compilation(bench: Bench) -> Part:
+    """Measure models with and without compiled layers."""
+    cases = {
+        "345M": replace(bench.case, micro_batch_size=bench.contest_batch),
+        "tiny": bench.tiny,
+    }
+    return Part(
+        [
+            bench.measured(f"{name}, compile {value}", bench.work(case, compile=value))
+            for name, case in cases.items()
+            for value in ("off", "on")
+        ]
     )
-    for name, goal in ((COMPILED, COMPILED_GOAL), (TRAINER, TRAINER_GOAL)):
-        other = next(each for each in contestants if each.name == name)
-        ratio = contestants[0].speedup_over(other)
-        bench.checks.append(Check(f"megacore to {name}", ratio, 0.0 if bench.smoke else goal))
 
 
-def recompute(bench: Bench) -> None:
+def recompute(bench: Bench) -> Part:
     """Measure memory and time of each kind of recomputation."""
     case = replace(bench.case, micro_batch_size=bench.contest_batch)
-    rows = []
-    for kind in ("none", "selective", "full"):
-        result = bench.measured(bench.work(case, recompute=kind))
-        cells = (
-            ["does not fit", "-"]
-            if result is None
-            else [f"{case.tokens / result[0]:,.0f}", f"{result[1]:,.0f}"]
-        )
-        rows.append([kind, *cells])
-    _show(
-        f"Recomputation, micro batch {case.micro_batch_size}",
-        ["recompute", "tokens/s", "peak memory (MB)"],
-        rows,
+    return Part(
+        [
+            bench.measured(f"345M, recompute {kind}", bench.work(case, recompute=kind))
+            for kind in ("none", "selective", "full")
+        ]
     )
 
 
-def fp16(bench: Bench) -> None:
+def kernels(bench: Bench) -> Part:
+    """Measure what each kernel brings."""
+    rounds = 2 if bench.smoke else 8
+    options = argparse.Namespace(
+        device=bench.device, precision="bf16", rounds=rounds, steps=2, threads=_threads()
+    )
+    rows = []
+    spawn = multiprocessing.get_context("spawn")
+    for model in kernels_benchmark.MODELS:
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:  # the device is free afterwards
+            lines, _ = pool.submit(kernels_benchmark.compete, model, options).result()
+        rows += [
+            Row(f"kernel, {name}", float(with_it), ratio=float(ratio), note=implementation)
+            for name, implementation, _, with_it, ratio in lines
+        ]
+    return Part(rows)
+
+
+def checkpoint(bench: Bench) -> Part:
+    """Measure how long a save stops a training."""
+    options = argparse.Namespace(smoke=bench.smoke, rounds=3, hidden=1024, device=bench.device)
+    with tempfile.TemporaryDirectory(prefix="megacore-checkpoint-") as directory:
+        results = checkpoint_benchmark.measure(1, options, Path(directory))
+    stalls = {
+        name: statistics.median(each[name] for each in results["rounds"])
+        for name in ("stall", "synchronous")
+    }
+    share = checkpoint_benchmark.ratios(1, results["rounds"])["stall"]
+    size = f"{results['bytes'] / 1e9:.2f} GB"
+    rows = [
+        Row("save in the background", 1000 * stalls["stall"], note=f"stall; {size}"),
+        Row("save that waits", 1000 * stalls["synchronous"], note=size),
+    ]
+    goal = math.inf if bench.smoke else STALL_GOAL
+    return Part(rows, [Check("stall to a save", share, goal, at_most=True, unit="")])
+
+
+def fp16(bench: Bench) -> Part:
     """Check steps with dynamic loss scaling: it starts too high, decreases, and the loss falls."""
     case = replace(bench.case, micro_batch_size=bench.contest_batch, precision="fp16")
     steps = 4 if bench.smoke else FP16_STEPS
@@ -189,63 +310,115 @@ def fp16(bench: Bench) -> None:
         seconds = ours.run(bench.steps)
         memory = float(ours.last[0]["memory_mb"])
     end = statistics.fmean(losses[-FP16_LAST:]) if all(map(math.isfinite, losses)) else math.nan
-    row = [
-        "fp16",
-        f"{case.tokens / seconds:,.0f}",
-        f"{losses[0]:.3f}",
-        f"{end:.3f}",
-        f"{memory:,.0f}",
-    ]
-    header = [
-        "precision",
-        "tokens/s",
-        "first loss",
-        f"mean of the last of {steps}",
-        "peak memory (MB)",
-    ]
-    _show("Dynamic loss scaling", header, [row])
+    note = f"loss {losses[0]:.3f}, {end:.3f} at the end of {steps} steps"
     goal = math.inf if bench.smoke else losses[0] - 1.0
-    bench.checks.append(Check("fp16 loss at the end", end, goal, at_most=True, unit="nats"))
+    return Part(
+        [Row.of("345M, fp16", case, seconds, memory, note=note)],
+        [Check("fp16 loss at the end", end, goal, at_most=True, unit="nats")],
+    )
 
 
-def small(bench: Bench) -> None:
-    """Measure a model so small that launching its kernels takes longer than running them."""
-    case = CASES["smoke-bf16" if bench.smoke else "tiny-bf16"]
-    works = {"megacore": bench.work(case)}
-    if "compile" in TrainConfig.model_fields:
-        works = {
-            f"megacore, compile {value}": bench.work(case, compile=value) for value in ("off", "on")
-        }
-    works |= {name: bench.work(case, name) for name in ("nanoGPT", COMPILED)}
-    rows = []
-    for name, work in works.items():
-        with bench.running(work, name) as each:
-            each.run(5)
-            seconds = statistics.median(each.run(4 * bench.steps) for _ in range(3))
-            rows.append([name, f"{case.tokens / seconds:,.0f}", f"{1000 * seconds:.2f}"])
-    _show("Tiny model", ["contestant", "tokens/s", "ms per step"], rows)
+PARTS: dict[str, Callable[[Bench], Part]] = {
+    "contest": contest,
+    "llama": llama,
+    "sweep": sweep,
+    "compile": compilation,
+    "recompute": recompute,
+    "kernels": kernels,
+    "checkpoint": checkpoint,
+    "fp16": fp16,
+}
+"""Parts by name, the most important ones first."""
 
 
-def _show(title: str, header: list[str], rows: list[list[str]]) -> None:
-    sys.stdout.write(f"{title}:\n\n{table(header, rows)}\n")
-    sys.stdout.flush()
+def load(path: Path, setting: str, matmul: Callable[[], float]) -> Results:
+    """Return the stored results of the same setting, or new ones without any part."""
+    stored = read_record(path, Results) if path.exists() else None
+    if stored is not None and stored.setting == setting:
+        progress(f"{path} has {', '.join(stored.parts) or 'no part yet'}")
+        return stored
+    return Results(setting, matmul())
+
+
+def report(results: Results) -> str:
+    """Return the table of all figures."""
+    peak = _vendor_peak()
+    header = [
+        "measurement",
+        "ms",
+        "tokens/s",
+        "MFU (vendor's peak)",
+        "MFU (measured products)",
+        "ratio",
+        "peak memory (MB)",
+        "note",
+    ]
+    rows = [
+        [
+            row.name,
+            _cell(row.milliseconds, "{:,.2f}"),
+            _cell(row.tokens, "{:,.0f}"),
+            _cell(row.teraflops and peak and row.teraflops / peak, "{:.1%}"),
+            _cell(row.teraflops and row.teraflops / results.matmul, "{:.1%}"),
+            _cell(row.ratio, "{:.3f}"),
+            _cell(row.memory, "{:,.0f}"),
+            row.note,
+        ]
+        for name in PARTS
+        if name in results.parts
+        for row in Part.of_json(results.parts[name]).rows
+    ]
+    vendor = f", the vendor's peak {peak:,.0f}" if peak else ""
+    return (
+        f"{results.setting}; matrix products in bf16 {results.matmul:,.1f} TFLOP/s{vendor}.\n\n"
+        f"{table(header, rows)}"
+    )
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def _threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _device_name(smoke: bool) -> str:
-    """Return the name of the device. Raises SystemExit if there is none."""
+def _vendor_peak() -> float | None:
+    """Return the device's peak rate in bf16 by its data sheet, in TFLOP/s; None if unknown."""
     import torch
 
+    if not torch.cuda.is_available():
+        return None
+    return peak_by_name(torch.cuda.get_device_name(), "bf16")
+
+
+def _setting(smoke: bool) -> str:
+    """Return commit, device and versions. Raises SystemExit if there is no device."""
+    import torch
+
+    revision = commit(Path(__file__).parents[1])
     if smoke:
-        return "the CPU, a tiny model: these figures mean nothing"
+        return f"the CPU, tiny models, {revision}: these figures mean nothing"
     if not torch.cuda.is_available():
         raise SystemExit(
             "no CUDA device is visible here: run this on a machine with one, or give --smoke"
         )
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"{revision}"
+    )
+
+
+def run(bench: Bench, results: Results, names: Sequence[str], path: Path) -> list[str]:
+    """Run the parts without figures and store each one; return those that time did not allow."""
+    begin = time.monotonic()
+    left = [name for name in names if name not in results.parts]
+    while left and time.monotonic() - begin < LIMIT - PART:
+        name = left.pop(0)
+        progress(f"{name} after {time.monotonic() - begin:.0f} s")
+        results.parts[name] = asdict(PARTS[name](bench))
+        write_json(path, asdict(results))
+    return left
 
 
 def main() -> int:
@@ -253,28 +426,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--results", type=Path, help="file of the figures so far")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=list(MICRO_BATCHES))
     parser.add_argument("--contest-micro-batch", type=int, default=16)
+    parser.add_argument("--nanogpt", metavar="CHECKOUT", help="also train nanoGPT's own model.py")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
     options = parser.parse_args()
-    start_time = time.monotonic()
-    name = _device_name(options.smoke)
+    name = "gpu-smoke.json" if options.smoke else "gpu.json"
+    path = options.results or Path("workspace", "benchmarks", name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
-    with bench.running(bench.work(CASES["smoke-bf16"])) as ours:
-        bench.peak = matmul_rate(ours)
-    sys.stdout.write(f"{name}; matrix products in bf16 {bench.peak:,.1f} TFLOP/s; {bench.case}\n\n")
-    for part in PARTS:
-        if part not in options.parts:
-            continue
-        if time.monotonic() - start_time > LIMIT:
-            bench.checks.append(Check(f"{part} within the time", math.nan, 0.0, unit=""))
-            continue
-        progress(f"{part} after {time.monotonic() - start_time:.0f} s")
-        {"sweep": sweep, "contest": contest, "recompute": recompute, "fp16": fp16, "small": small}[
-            part
-        ](bench)
-    return verdict(f"gpu {'smoke' if options.smoke else bench.device}", bench.checks)
+
+    def measured_matmul() -> float:
+        # The fp32 of a smoke run is fast on any CPU.
+        case = replace(bench.tiny, precision="fp32") if options.smoke else bench.tiny
+        with bench.running(bench.work(case)) as ours:
+            return matmul_rate(ours)
+
+    results = load(path, _setting(options.smoke), measured_matmul)
+    left = run(bench, results, options.parts, path)
+    sys.stdout.write(report(results))
+    checks = [
+        check
+        for part in options.parts
+        if part in results.parts
+        for check in Part.of_json(results.parts[part]).checks
+    ]
+    if left:
+        sys.stdout.write(f"\nNot measured in the time: {', '.join(left)}. Run the command again.\n")
+        checks += [Check(part, math.nan, 0.0, unit="") for part in left]
+    return verdict(f"gpu {'smoke' if options.smoke else bench.device}", checks)
 
 
 if __name__ == "__main__":

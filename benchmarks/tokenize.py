@@ -183,7 +183,7 @@ def checks(entrants: list[Contestant]) -> list[Check]:
         Check(
             "MB per second",
             megacore.size / MB / statistics.median(megacore.seconds),
-            120.0,
+            150.0,
             unit="MB/s",
         ),
         Check("peak", max(megacore.peak_mb), 700.0, at_most=True, unit="MB"),

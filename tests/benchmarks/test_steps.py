@@ -4,15 +4,18 @@ Their losses agree step by step, so their times can be compared.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks._entrants import CASES, ENTRANTS, Entrant, Work
 from benchmarks._nanogpt import NanoGpt
 from benchmarks._steps import (
     batches,
+    fsdp2_step,
     initial_weights,
     megacore_step,
     nanogpt_step,
@@ -25,14 +28,30 @@ CPU = torch.device("cpu")
 STEPS = 4
 
 
-def losses(kind: str, precision: str = "fp32") -> list[float]:
-    work = Work(CASES[f"smoke-{precision}"], Entrant(kind), threads=1)  # type: ignore[arg-type]
+def losses(kind: str, precision: str = "fp32", model: str = "smoke") -> list[float]:
+    work = Work(CASES[f"{model}-{precision}"], Entrant(kind), threads=1)  # type: ignore[arg-type]
     if kind == "megacore":
         step, kernels = megacore_step(work, CPU)
         assert kernels
     else:
-        step = nanogpt_step(work, CPU) if kind == "nanogpt" else transformers_step(work, CPU)
+        peers = {"nanogpt": nanogpt_step, "transformers": transformers_step, "fsdp2": fsdp2_step}
+        step = peers[kind](work, CPU)
     return [float(step()) for _ in range(STEPS)]
+
+
+@pytest.fixture
+def no_process_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.parametrize("model", ["smoke", "smoke-llama"])
+def test_losses_of_sharded_models_agree_too(model: str) -> None:
+    ours = losses("megacore", "bf16", model)
+    assert ours[1:] != [ours[0]] * (STEPS - 1)
+    assert losses("fsdp2", "bf16", model) == pytest.approx(ours, abs=5e-3)
 
 
 @pytest.mark.parametrize(("precision", "bar"), [("fp32", 2e-5), ("bf16", 5e-3)])
@@ -87,7 +106,7 @@ def test_every_case_has_a_line_up_with_the_entrants_of_its_goals() -> None:
         assert set(names) <= ENTRANTS.keys()
         assert set(GOALS[case]) <= set(names)
         assert case.partition("-")[0] in ROUNDS
-    assert GOALS["tiny-bf16"] == {"nanoGPT compiled": 1.4, "nanoGPT compiled, tuned malloc": 1.25}
+    assert GOALS["tiny-bf16"] == {"nanoGPT compiled, fused AdamW, tuned malloc": 1.7}
 
 
 def test_a_work_survives_a_round_trip_through_json() -> None:
