@@ -126,6 +126,9 @@ class TrainConfig(Section):
     compile: Literal["auto", "on", "off"] = unkeyed("auto")
     """Compilation of each layer with torch.compile: on, off, or auto, which means on a GPU only.
     Layers that cannot be compiled run uncompiled, with a warning."""
+    deterministic: bool = unkeyed(False)
+    """If true, a run on GPUs computes the same bits each time on the same GPUs: nondeterministic
+    operations are replaced or refused, which is slower. On CPUs every run does."""
     recompute: Recompute = unkeyed("none")
     """Activation recomputation: full stores only the input of each layer (Chen et al. 2016);
     selective recomputes only the attention between q, k, v and its output (Korthikanti et al.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.engine.native import DTYPES
-from megacore.errors import ParallelLayoutError, TrainingStoppedError
+from megacore.errors import ConfigError, ParallelLayoutError, TrainingStoppedError
 from megacore.hardware import refuse_unsupported_accelerator, resolve_precision
 from megacore.jobs.run import Job, RankJob
 from megacore.observe.heartbeat import ENDED, Heartbeat
@@ -22,6 +22,9 @@ from megacore.ranks.rank import begin_heartbeat
 if TYPE_CHECKING:
     from megacore.jobs.model import ModelJob
     from megacore.models.base import Model
+
+_FIXED_WORKSPACES = (":4096:8", ":16:8")
+"""Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS computes the same bits each time."""
 
 
 def choose_device() -> torch.device:
@@ -72,6 +75,7 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     only ended if training was stopped on request.
 
     Raises:
+        ConfigError: a variable of the environment contradicts the configuration.
         ParallelLayoutError: the number of started ranks differs from the job's, or they cannot
             share the model and its batch.
         WorkspaceError: the heartbeat cannot be written.
@@ -79,7 +83,7 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     world_size = started_ranks(job)
     layout = layout_of(job.config, world_size, job.vocab_size)
     heartbeat = begin_heartbeat(job)
-    set_up_arithmetic(job.threads_per_rank)
+    set_up_arithmetic(job.threads_per_rank, deterministic=job.config.train.deterministic)
     device = choose_device()
     timers = Timers(device, heartbeat)
     if world_size == 1:
@@ -114,15 +118,49 @@ def leaving(heartbeat: Heartbeat) -> Iterator[None]:
     heartbeat.beat(ENDED)
 
 
-def set_up_arithmetic(threads: int) -> None:
-    """Set the number of CPU threads and make the arithmetic deterministic."""
+def set_up_arithmetic(threads: int, *, deterministic: bool = False) -> None:
+    """Set the number of CPU threads, and whether kernels must be deterministic.
+
+    Call this before CUDA and the process groups start.
+
+    Args:
+        threads: number of CPU threads.
+        deterministic: True to replace or refuse nondeterministic operations. torch then computes
+            the backward pass of FlashAttention and of its own fused attention in a fixed order,
+            leaves out cuDNN's attention, and excludes NCCL's NVLS, whose sums have no fixed order.
+
+    Raises:
+        ConfigError: a variable of the environment contradicts `deterministic`.
+    """
     torch.set_num_threads(threads)
     # Adam's moments of rare tokens decay to denormals, which are many times slower on a CPU.
     torch.set_flush_denormal(True)
-    if torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    if deterministic:
+        _refuse_nondeterministic_variables()
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _FIXED_WORKSPACES[0])
+        # Inductor otherwise chooses among kernels by measuring them, in each process anew.
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _refuse_nondeterministic_variables() -> None:
+    """Raise ConfigError for a variable with which a GPU's results differ from run to run."""
+    why = "with which runs on GPUs differ, and train.deterministic is true"
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", _FIXED_WORKSPACES[0])
+    if workspace not in _FIXED_WORKSPACES:
+        raise ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG is {workspace}, {why}: unset it, or set it to "
+            f"{' or '.join(_FIXED_WORKSPACES)}"
+        )
+    algorithms = os.environ.get("NCCL_ALGO")
+    if algorithms and ("nvls" in algorithms.lower()) != algorithms.startswith("^"):
+        raise ConfigError(f"NCCL_ALGO is {algorithms}, {why}: unset it, or set it to ^NVLS")
+    if os.environ.get("TORCHINDUCTOR_DETERMINISTIC", "1") != "1":
+        raise ConfigError(
+            f"TORCHINDUCTOR_DETERMINISTIC is {os.environ['TORCHINDUCTOR_DETERMINISTIC']}, {why}: "
+            "unset it"
+        )
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Joining the process group: mesh, heartbeat and refused layouts."""
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,18 +10,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.errors import LossError, ParallelLayoutError, PreemptedError
+from megacore.errors import ConfigError, LossError, ParallelLayoutError, PreemptedError
 from megacore.observe.heartbeat import beat_path, read_heartbeat
-from megacore.ranks.process import joined
+from megacore.ranks.process import joined, set_up_arithmetic
 from tests.train import _runs
 
 
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC")
+
+
 @pytest.fixture(autouse=True)
-def restore_arithmetic_settings() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def restore_arithmetic_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    threads, fill = torch.get_num_threads(), torch.utils.deterministic
+    filled = fill.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
+    torch.use_deterministic_algorithms(False)
+    fill.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def test_single_rank_gets_a_mesh_with_timers(
@@ -96,3 +107,40 @@ def test_impossible_layout_is_refused_before_the_rendezvous(
     with pytest.raises(ParallelLayoutError, match=message), joined(job):
         raise AssertionError("the rank joined")
     assert not dist.is_initialized()
+
+
+def test_arithmetic_is_fast_unless_it_must_be_deterministic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined(_runs.job(_runs.config(), tmp_path, tmp_path)):
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert not any(os.environ.get(name) for name in VARIABLES)
+    strict = _runs.config(train={"deterministic": True})
+    with joined(_runs.job(strict, tmp_path, tmp_path)):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("variable", "refused", "accepted"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":16:8"),
+        ("TORCHINDUCTOR_DETERMINISTIC", "0", "1"),
+        ("NCCL_ALGO", "NVLS,Ring", "Ring"),
+        ("NCCL_ALGO", "^Ring", "^NVLS,NVLSTree"),
+    ],
+)
+def test_a_variable_that_makes_runs_differ_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, refused: str, accepted: str
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setenv(variable, refused)
+    with pytest.raises(ConfigError, match=f"^{variable} is {re.escape(refused)}, .* unset it"):
+        set_up_arithmetic(threads, deterministic=True)
+    set_up_arithmetic(threads)
+    monkeypatch.setenv(variable, accepted)
+    set_up_arithmetic(threads, deterministic=True)
+    assert os.environ[variable] == accepted
