@@ -15,7 +15,6 @@ from megacore.observe.heartbeat import beat_path, read_heartbeat
 from megacore.ranks.process import joined, set_up_arithmetic
 from tests.train import _runs
 
-
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC")
 
 
