@@ -173,22 +173,29 @@ class PeakRate:
     """Rate in fp32 without TF32."""
     has_bf16: bool = True
     """True if the tensor cores support bf16; before Ampere they only support fp16."""
+    multiprocessors: int | None = None
+    """Number of multiprocessors of the whole card, for the share of a MIG slice; None if there are
+    no slices or the number is not published."""
 
 
 PEAK_TFLOPS: dict[str, PeakRate] = {
+    "GB300": PeakRate(2500.0, 80.0),
+    "B300": PeakRate(2250.0, 75.0),
     "GB200": PeakRate(2500.0, 80.0),
-    "B200": PeakRate(2250.0, 75.0),
-    "GH200": PeakRate(989.4, 66.9),
-    "H200 NVL": PeakRate(835.5, 60.0),
-    "H200": PeakRate(989.4, 66.9),
-    "H100 PCIe": PeakRate(756.5, 51.2),
-    "H100 NVL": PeakRate(835.5, 60.0),
-    "H100": PeakRate(989.4, 66.9),
-    "H800": PeakRate(989.4, 66.9),
-    "A100": PeakRate(312.0, 19.5),
-    "A800": PeakRate(312.0, 19.5),
+    "B200": PeakRate(2250.0, 75.0, multiprocessors=148),
+    "GH200": PeakRate(989.4, 66.9, multiprocessors=132),
+    "H200 NVL": PeakRate(835.5, 60.0, multiprocessors=132),
+    "H200": PeakRate(989.4, 66.9, multiprocessors=132),
+    "H100 PCIe": PeakRate(756.5, 51.2, multiprocessors=114),
+    "H100 NVL": PeakRate(835.5, 60.0, multiprocessors=132),
+    "H100": PeakRate(989.4, 66.9, multiprocessors=132),
+    "H800 PCIe": PeakRate(756.5, 51.2, multiprocessors=114),
+    "H800": PeakRate(989.4, 66.9, multiprocessors=132),
+    "H20": PeakRate(148.0, 44.0, multiprocessors=78),
+    "A100": PeakRate(312.0, 19.5, multiprocessors=108),
+    "A800": PeakRate(312.0, 19.5, multiprocessors=108),
     "A40": PeakRate(149.7, 37.4),
-    "A30": PeakRate(165.0, 10.3),
+    "A30": PeakRate(165.0, 10.3, multiprocessors=56),
     "A10": PeakRate(125.0, 31.2),
     "V100S": PeakRate(130.0, 16.4, has_bf16=False),
     "V100 PCIE": PeakRate(112.0, 14.0, has_bf16=False),
@@ -197,6 +204,7 @@ PEAK_TFLOPS: dict[str, PeakRate] = {
     "L40S": PeakRate(362.0, 91.6),
     "L40": PeakRate(181.0, 90.5),
     "L4": PeakRate(121.0, 30.3),
+    "RTX PRO 6000 Blackwell Workstation": PeakRate(503.8, 126.0, multiprocessors=188),
     "RTX 6000 Ada": PeakRate(364.2, 91.1),
     "RTX A6000": PeakRate(154.8, 38.7),
     "RTX 5090": PeakRate(209.5, 104.8),
@@ -207,14 +215,19 @@ PEAK_TFLOPS: dict[str, PeakRate] = {
     "RTX 3090": PeakRate(71.2, 35.6),
     "RTX 3080": PeakRate(59.5, 29.8),
 }
-"""Peak rates by words of the device's name, from data sheets and architecture papers.
+"""Peak rates by words of the device's name. The first entry that matches counts.
 
-The first entry that matches counts. GeForce cards accumulate in fp32 at half their advertised rate,
-which is for accumulation in fp16.
+The sources are NVIDIA's data sheets and architecture papers: DGX and HGX B200 and B300, GB200 and
+GB300 NVL72 (figures of a rack divided by its GPUs, those with sparsity halved), H20, H100, H200,
+GH200, A100, A30, A40, L4, L40, L40S, V100, T4, and the papers on Ampere, Ada and RTX Blackwell.
+GeForce cards accumulate in fp32 at half their advertised rate, which is for accumulation in fp16.
+AMD's GPUs are refused (see `hardware`).
 """
-_OTHER_CARDS = frozenset({"Laptop", "Mobile", "Max", "SUPER", "Ti", "D"})
+_OTHER_CARDS = frozenset({"Laptop", "Mobile", "Max", "SUPER", "Ti", "D", "FHHL", "DGXS", "64GB"})
 """Words that denote a slower or faster variant of a card. An entry of the table without such a word
 does not match a device with it."""
+_SLICE = "MIG"
+"""Word in the name of a part of a card (Multi-Instance GPU), such as "MIG 3g.40gb"."""
 
 
 def peak_tflops(device: "torch.device", precision: str) -> float | None:
@@ -226,22 +239,49 @@ def peak_tflops(device: "torch.device", precision: str) -> float | None:
 
     if device.type == "cpu":
         return measured_matmul_tflops(precision)
-    return peak_by_name(torch.cuda.get_device_name(device), precision)
+    properties = torch.cuda.get_device_properties(device)
+    return peak_by_name(properties.name, precision, properties.multi_processor_count)
 
 
-def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Return the peak rate of a GPU in TFLOP/s by its name.
+def peak_by_name(
+    device_name: str, precision: str, multiprocessors: int | None = None
+) -> float | None:
+    """Return the peak rate of a GPU by the vendor's figures, in TFLOP/s.
 
-    Return None if it is not in the table or does not support the precision.
+    A MIG slice has the share of its multiprocessors in those of the card.
+
+    Args:
+        device_name: name of the device, as torch and the driver give it.
+        precision: "fp32", "bf16" or "fp16".
+        multiprocessors: number of the device's multiprocessors.
+
+    Returns:
+        The rate, or None if the device is not in the table or does not support the precision, or
+        if the share of a slice is unknown.
     """
-    words = set(device_name.replace("-", " ").split())
+    words, rate = _words(device_name), _rate(device_name)
+    if rate is None or (precision == "bf16" and not rate.has_bf16):
+        return None
+    peak = rate.fp32 if precision == "fp32" else rate.low
+    if _SLICE not in words:
+        return peak
+    if multiprocessors is None or rate.multiprocessors is None:
+        return None
+    return peak * multiprocessors / rate.multiprocessors
+
+
+def _rate(device_name: str) -> PeakRate | None:
+    """Return the rates of the card with this name; None if it is not in the table."""
+    words = _words(device_name)
     for name, rate in PEAK_TFLOPS.items():
         parts = set(name.split())
         if parts <= words and not (words - parts) & _OTHER_CARDS:
-            if precision == "fp32":
-                return rate.fp32
-            return rate.low if precision == "fp16" or rate.has_bf16 else None
+            return rate
     return None
+
+
+def _words(device_name: str) -> set[str]:
+    return set(device_name.replace("-", " ").split())
 
 
 def measured_matmul_tflops(precision: str, seconds: float = _MEASURING_SECONDS) -> float:

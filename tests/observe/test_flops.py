@@ -83,6 +83,16 @@ def test_shape_is_read_from_a_configuration() -> None:
         ("NVIDIA H200", "bf16", 989.4),
         ("NVIDIA H200 NVL", "bf16", 835.5),
         ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA GB200", "bf16", 2500.0),
+        ("NVIDIA B300 SXM6 AC", "bf16", 2250.0),
+        ("NVIDIA GB300", "bf16", 2500.0),
+        ("NVIDIA H20", "bf16", 148.0),
+        ("NVIDIA H20-3e", "fp32", 44.0),
+        ("NVIDIA H800 PCIe", "bf16", 756.5),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "bf16", 503.8),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "bf16", None),
+        ("NVIDIA A100-SXM-64GB", "bf16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "bf16", None),
         ("NVIDIA L4", "bf16", 121.0),
         ("NVIDIA L40S", "bf16", 362.0),
         ("NVIDIA L40", "bf16", 181.0),
@@ -102,6 +112,22 @@ def test_shape_is_read_from_a_configuration() -> None:
 )
 def test_peak_is_found_by_device_name(name: str, precision: str, peak: float | None) -> None:
     assert peak_by_name(name, precision) == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "multiprocessors", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "bf16", 60, 989.4 * 60 / 132),
+        ("NVIDIA H100 PCIe MIG 1g.10gb", "bf16", 16, 756.5 * 16 / 114),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "fp32", 14, 19.5 * 14 / 108),
+        ("NVIDIA GB200 MIG 1g.23gb", "bf16", 18, None),
+        ("NVIDIA A100-SXM4-40GB", "bf16", 108, 312.0),
+    ],
+)
+def test_a_slice_has_the_share_of_its_multiprocessors(
+    name: str, precision: str, multiprocessors: int, peak: float | None
+) -> None:
+    assert peak_by_name(name, precision, multiprocessors) == (peak and pytest.approx(peak))
 
 
 def test_measured_matmul_speed_of_a_cpu_is_plausible() -> None:
