@@ -10,7 +10,7 @@ from megacore.config.train import Recompute
 if TYPE_CHECKING:
     import torch
 
-_MEASURED_SIZE = 512
+_MEASURED_SIZE, _MEASURED_SIZE_ON_GPUS = 512, 8192
 _MEASURING_SECONDS = 0.2
 
 
@@ -230,17 +230,47 @@ _SLICE = "MIG"
 """Word in the name of a part of a card (Multi-Instance GPU), such as "MIG 3g.40gb"."""
 
 
-def peak_tflops(device: "torch.device", precision: str) -> float | None:
-    """Return the peak rate of one device in TFLOP/s, or None for a GPU that is not in the table.
+@dataclass(frozen=True)
+class Peaks:
+    """Rates of one device relative to which MFU is reported, in TFLOP/s."""
 
-    A CPU's rate is measured with matrix products on this process's threads.
-    """
-    import torch
+    measured: float
+    """Best measured rate of matrix products."""
+    vendor: float | None = None
+    """Rate by the vendor's figures; None for a CPU, or if it is unknown."""
+    device: str = "a CPU"
+    """Name of the device."""
 
-    if device.type == "cpu":
-        return measured_matmul_tflops(precision)
-    properties = torch.cuda.get_device_properties(device)
-    return peak_by_name(properties.name, precision, properties.multi_processor_count)
+    @classmethod
+    def of(cls, device: "torch.device", precision: str, *, tf32: bool = False) -> "Peaks":
+        """Measure a device's rate and look up the vendor's.
+
+        Args:
+            device: device of this rank; a CPU's rate is that of this process's threads.
+            precision: "fp32", "bf16" or "fp16".
+            tf32: True if matrix products of fp32 are in TF32.
+        """
+        import torch
+
+        measured = measured_matmul_tflops(precision, device=device)
+        if device.type == "cpu":
+            return cls(measured)
+        properties = torch.cuda.get_device_properties(device)
+        vendor = peak_by_name(
+            properties.name, "tf32" if tf32 else precision, properties.multi_processor_count
+        )
+        return cls(measured, vendor, properties.name)
+
+    @property
+    def description(self) -> str:
+        """Sentence about the rates, for the log."""
+        measured = f"{self.measured:.3g} TFLOP/s, measured in matrix products"
+        if self.vendor is not None:
+            return (
+                f"MFU is relative to {self.vendor:.4g} TFLOP/s, the vendor's peak of "
+                f"{self.device}, and to {measured}"
+            )
+        return f"MFU is relative to {measured}: no vendor's peak of {self.device} is known"
 
 
 def peak_by_name(
@@ -252,7 +282,7 @@ def peak_by_name(
 
     Args:
         device_name: name of the device, as torch and the driver give it.
-        precision: "fp32", "bf16" or "fp16".
+        precision: "fp32", "tf32", "bf16" or "fp16".
         multiprocessors: number of the device's multiprocessors.
 
     Returns:
@@ -260,9 +290,10 @@ def peak_by_name(
         if the share of a slice is unknown.
     """
     words, rate = _words(device_name), _rate(device_name)
-    if rate is None or (precision == "bf16" and not rate.has_bf16):
+    if rate is None or (precision in ("bf16", "tf32") and not rate.has_bf16):
         return None
-    peak = rate.fp32 if precision == "fp32" else rate.low
+    # From Ampere on, all tensor cores multiply TF32 at half the rate of bf16.
+    peak = {"fp32": rate.fp32, "tf32": rate.low / 2}.get(precision, rate.low)
     if _SLICE not in words:
         return peak
     if multiprocessors is None or rate.multiprocessors is None:
@@ -284,20 +315,37 @@ def _words(device_name: str) -> set[str]:
     return set(device_name.replace("-", " ").split())
 
 
-def measured_matmul_tflops(precision: str, seconds: float = _MEASURING_SECONDS) -> float:
-    """Measure the best rate of square matrix products on this process's CPU threads, in TFLOP/s.
+def measured_matmul_tflops(
+    precision: str, seconds: float = _MEASURING_SECONDS, device: "torch.device | None" = None
+) -> float:
+    """Measure the best rate of square matrix products, in TFLOP/s.
 
-    The measurement takes about `seconds`.
+    Args:
+        precision: "fp32", "bf16" or "fp16".
+        seconds: approximate duration of the measurement.
+        device: device to measure; None means this process's CPU threads.
     """
     import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    left = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, dtype=dtype)
-    right = torch.ones_like(left)
+    cuda = device is not None and device.type == "cuda"
+    size = _MEASURED_SIZE_ON_GPUS if cuda else _MEASURED_SIZE
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    if cuda:  # products of equal numbers take less power, and are faster than a model's
+        left.normal_(generator=torch.Generator(device).manual_seed(0))
+    right = left.clone()
     product = left @ right
+    if cuda:
+        torch.cuda.synchronize(device)
     best = float("inf")
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
         torch.mm(left, right, out=product)
+        if cuda:
+            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return 2 * _MEASURED_SIZE**3 / best / 1e12
+    if cuda:  # the run's peak memory does not contain this
+        del left, right, product
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return 2 * size**3 / best / 1e12

@@ -3,8 +3,10 @@
 from typing import Literal
 
 import pytest
+import torch
 
 from megacore.observe.flops import (
+    Peaks,
     TransformerShape,
     measured_matmul_tflops,
     peak_by_name,
@@ -122,6 +124,8 @@ def test_peak_is_found_by_device_name(name: str, precision: str, peak: float | N
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "fp32", 14, 19.5 * 14 / 108),
         ("NVIDIA GB200 MIG 1g.23gb", "bf16", 18, None),
         ("NVIDIA A100-SXM4-40GB", "bf16", 108, 312.0),
+        ("NVIDIA A100-SXM4-40GB", "tf32", 108, 156.0),
+        ("Tesla T4", "tf32", 40, None),
     ],
 )
 def test_a_slice_has_the_share_of_its_multiprocessors(
@@ -132,3 +136,19 @@ def test_a_slice_has_the_share_of_its_multiprocessors(
 
 def test_measured_matmul_speed_of_a_cpu_is_plausible() -> None:
     assert 1e-4 < measured_matmul_tflops("fp32", seconds=0.02) < 100.0
+
+
+def test_mfu_of_a_cpu_is_relative_only_to_its_measured_rate() -> None:
+    peaks = Peaks.of(torch.device("cpu"), "fp32")
+    assert peaks.vendor is None
+    assert peaks.description == (
+        f"MFU is relative to {peaks.measured:.3g} TFLOP/s, measured in matrix products: no "
+        "vendor's peak of a CPU is known"
+    )
+
+
+def test_both_rates_of_a_gpu_are_named() -> None:
+    assert Peaks(712.34, 989.4, "NVIDIA H100 80GB HBM3").description == (
+        "MFU is relative to 989.4 TFLOP/s, the vendor's peak of NVIDIA H100 80GB HBM3, and to 712 "
+        "TFLOP/s, measured in matrix products"
+    )
