@@ -18,7 +18,7 @@ PPL_TOLERANCE = 1e-4
 """Relative difference of two measurements of one perplexity above which they disagree."""
 
 MFU_NAMES = {"mfu": "of the vendor's peak", "mfu_measured": "of measured matmuls"}
-"""What each MFU of a step event is relative to."""
+"""Rate to which each MFU of a step event is relative."""
 
 
 def print_any_text() -> None:

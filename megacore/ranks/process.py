@@ -197,7 +197,7 @@ def set_up_arithmetic(threads: int, *, deterministic: bool = False, tf32: bool =
     if deterministic:
         _refuse_nondeterministic_variables()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _FIXED_WORKSPACES[0])
-        # Inductor otherwise chooses among kernels by measuring them, in each process anew.
+        # Inductor otherwise chooses among kernels by measuring them in each process.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
