@@ -19,6 +19,7 @@ _NO_LIMIT = 2**62
 BF16_CAPABILITY = 80
 """Lowest CUDA compute capability (times 10) with bf16 tensor cores: Ampere."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+_MULTIPROCESSOR_COUNT = 16
 _CUDA_CAPABILITY_MAJOR = 75
 _CUDA_CAPABILITY_MINOR = 76
 
@@ -30,6 +31,8 @@ class Gpu:
     name: str
     memory: int
     """GPU memory in bytes."""
+    multiprocessors: int | None = None
+    """Number of multiprocessors, for a MIG slice those of the slice; None if it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +191,18 @@ def _visible_gpus() -> tuple[Gpu, ...]:
     gpus = []
     for index in range(count.value):
         device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(128)
+        multiprocessors = ctypes.c_int()
         failed = (
             driver.cuDeviceGet(ctypes.byref(device), index)
             or driver.cuDeviceGetName(name, len(name), device)
             or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+            or driver.cuDeviceGetAttribute(
+                ctypes.byref(multiprocessors), _MULTIPROCESSOR_COUNT, device
+            )
         )
         if not failed:
-            gpus.append(Gpu(name.value.decode("utf-8", errors="replace"), memory.value))
+            text = name.value.decode("utf-8", errors="replace")
+            gpus.append(Gpu(text, memory.value, multiprocessors.value))
     return tuple(gpus)
 
 

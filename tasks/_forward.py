@@ -43,7 +43,8 @@ def _in_group(group: str, names: Iterable[str]) -> dict[str, str]:
 
 CURVES: Mapping[str, Mapping[str, str]] = {
     "step": _in_group(
-        "train", ("lm_loss", "loss", *SENTENCE_LOSSES, "lr", "mfu", "tokens_per_second")
+        "train",
+        ("lm_loss", "loss", *SENTENCE_LOSSES, "lr", "mfu", "mfu_measured", "tokens_per_second"),
     )
     | _in_group(
         "vitals",

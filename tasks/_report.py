@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from megacore.artifact import Artifact
 from megacore.artifact.files import replace_file, workspace_errors
 from megacore.config import RunConfig
+from megacore.observe.logging import MFU_NAMES
 from megacore.redact import redact, redact_values
 from tasks._mlflow import versions
 from tasks._pipeline import summarize
@@ -145,7 +146,11 @@ def _headline(history: RunHistory, facts: ReportFacts) -> list[tuple[str, str, s
     valid = best["valid_ppl"] if best else min(measured, default=None)
     unigram = facts.evaluation.get("unigram", {})
     rates = history.curve("tokens_per_second").values
-    mfu = history.curve("mfu").values
+    mfus = {
+        relative: f"{median(values):.1%}"
+        for name, relative in MFU_NAMES.items()
+        if (values := history.curve(name).values)
+    }
     start = history.facts
     length, unit = duration_unit(history.seconds)
     parameters = start.get("parameters")
@@ -169,8 +174,8 @@ def _headline(history: RunHistory, facts: ReportFacts) -> list[tuple[str, str, s
         ("Tokens/s", short_count(median(rates)) if rates else _UNKNOWN, "median, all ranks"),
         (
             "MFU",
-            f"{median(mfu):.1%}" if mfu else _UNKNOWN,
-            "median" if mfu else "peak rate of the hardware unknown",
+            " / ".join(mfus.values()) or _UNKNOWN,
+            f"median, {' / '.join(mfus)}" if mfus else "peak rate of the hardware unknown",
         ),
         (
             "Parameters",

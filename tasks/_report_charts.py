@@ -2,11 +2,12 @@
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megacore.observe.logging import MFU_NAMES
 from tasks._plots import (
     SMOOTH_COLOR,
     VALID_COLOR,
@@ -144,12 +145,11 @@ def _gradient_norm(history: RunHistory) -> Chart | None:
 def _throughput(history: RunHistory) -> Chart | None:
     from matplotlib.ticker import FuncFormatter
 
-    rate, mfu = history.curve("tokens_per_second"), history.curve("mfu")
-    panels = [
-        (curve, label, unit)
-        for curve, label, unit in ((rate, "tokens/s", short_count), (mfu, "MFU", _percent))
-        if curve.values
+    curves: list[tuple[Curve, str, Callable[[float], str]]] = [
+        (history.curve("tokens_per_second"), "tokens/s", short_count),
+        *((history.curve(name), f"MFU {name_of}", _percent) for name, name_of in MFU_NAMES.items()),
     ]
+    panels = [(curve, label, unit) for curve, label, unit in curves if curve.values]
     if not panels:
         return None
     with _figure(history, panels=len(panels)) as (figure, all_axes):
@@ -158,7 +158,8 @@ def _throughput(history: RunHistory) -> Chart | None:
             axes.set_ylabel(label)
             axes.set_ylim(0, max(curve.values) * _HEADROOM or 1.0)
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: unit(value)))
-        note = "" if mfu.values else " MFU is not known on this hardware."
+        known = any(curve.values for curve, _, _ in curves[1:])
+        note = "" if known else " MFU is not known on this hardware."
         return Chart("Tokens per second and MFU", f"Of all ranks together.{note}", _svg(figure))
 
 

@@ -22,6 +22,7 @@ CURVES = {
         "grad_norm": "grad_norm",
         "tokens_per_second": "tokens_per_second",
         "mfu": "mfu",
+        "mfu_measured": "mfu_measured",
     },
     "evaluation": {"valid_loss": "lm_loss"},
     "perplexity": {"valid_ppl": "valid_ppl"},

@@ -103,7 +103,17 @@ class LaunchConfig(Section):
     """Path of ssh's configuration with port, user and identity of each host; null means the user's
     configuration."""
     forward_env: tuple[str, ...] = unkeyed(
-        ("CUDA_*", "NCCL_*", "GLOO_*", "UCX_*", "TORCH_*", "PYTHON*", "DS_*", "MEGACORE_*")
+        (
+            "CUDA_*",
+            "NCCL_*",
+            "GLOO_*",
+            "UCX_*",
+            "TORCH_*",
+            "PYTORCH_*",
+            "PYTHON*",
+            "DS_*",
+            "MEGACORE_*",
+        )
     )
     """Environment variables to forward to the other hosts: names, or prefixes with * at the end. No
     prefix includes CUDA_VISIBLE_DEVICES, because each host numbers its own GPUs."""

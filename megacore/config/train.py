@@ -1,7 +1,7 @@
 """Sections `train`, `checkpoint`, `resume`, `evaluate`, `export` and `tracking`."""
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, field_validator, model_serializer, model_validator
 
@@ -119,6 +119,9 @@ class TrainConfig(Section):
     precision: Precision = keyed("auto")
     """Data type of the computation; auto selects bf16 where the hardware supports its
     multiplication natively, else fp32."""
+    tf32: bool = keyed(False, omit_default=True)
+    """If true, matrix products of fp32 on a GPU round their factors to TF32's 10 bits (Ampere or
+    newer). Requires precision fp32."""
     kernels: KernelsConfig = unkeyed(KernelsConfig())
     """Implementations of the operations: auto selects the best available one of each, plain uses
     PyTorch's own operations only; or a mapping of operations to implementations, where operations
@@ -126,6 +129,9 @@ class TrainConfig(Section):
     compile: Literal["auto", "on", "off"] = unkeyed("auto")
     """Compilation of each layer with torch.compile: on, off, or auto, which means on a GPU only.
     Layers that cannot be compiled run uncompiled, with a warning."""
+    deterministic: bool = unkeyed(False)
+    """If true, a run on GPUs computes the same bits each time on the same GPUs: nondeterministic
+    operations are replaced or refused, which is slower. On CPUs every run does."""
     recompute: Recompute = unkeyed("none")
     """Activation recomputation: full stores only the input of each layer (Chen et al. 2016);
     selective recomputes only the attention between q, k, v and its output (Korthikanti et al.
@@ -168,6 +174,15 @@ class TrainConfig(Section):
     profile: ProfileConfig | None = unkeyed(None)
     """Iterations that are profiled, such as `{from: 10, to: 12}`; traces and memory timelines are
     stored with the run. Null means none."""
+
+    @model_validator(mode="after")
+    def _tf32_is_for_fp32(self) -> Self:
+        if self.tf32 and self.precision != "fp32":
+            raise ValueError(
+                f"train.tf32 is true and train.precision {self.precision}, whose products are not "
+                "in fp32: set train.precision to fp32, or train.tf32 to false"
+            )
+        return self
 
     @field_validator("skip_samples", mode="before")
     @classmethod

@@ -10,7 +10,7 @@ from megacore.config.train import Recompute
 if TYPE_CHECKING:
     import torch
 
-_MEASURED_SIZE = 512
+_MEASURED_SIZE, _MEASURED_SIZE_ON_GPUS = 512, 8192
 _MEASURING_SECONDS = 0.2
 
 
@@ -173,22 +173,29 @@ class PeakRate:
     """Rate in fp32 without TF32."""
     has_bf16: bool = True
     """True if the tensor cores support bf16; before Ampere they only support fp16."""
+    multiprocessors: int | None = None
+    """Number of multiprocessors of the whole card, for the share of a MIG slice; None if there are
+    no slices or the number is not published."""
 
 
 PEAK_TFLOPS: dict[str, PeakRate] = {
+    "GB300": PeakRate(2500.0, 80.0),
+    "B300": PeakRate(2250.0, 75.0),
     "GB200": PeakRate(2500.0, 80.0),
-    "B200": PeakRate(2250.0, 75.0),
-    "GH200": PeakRate(989.4, 66.9),
-    "H200 NVL": PeakRate(835.5, 60.0),
-    "H200": PeakRate(989.4, 66.9),
-    "H100 PCIe": PeakRate(756.5, 51.2),
-    "H100 NVL": PeakRate(835.5, 60.0),
-    "H100": PeakRate(989.4, 66.9),
-    "H800": PeakRate(989.4, 66.9),
-    "A100": PeakRate(312.0, 19.5),
-    "A800": PeakRate(312.0, 19.5),
+    "B200": PeakRate(2250.0, 75.0, multiprocessors=148),
+    "GH200": PeakRate(989.4, 66.9, multiprocessors=132),
+    "H200 NVL": PeakRate(835.5, 60.0, multiprocessors=132),
+    "H200": PeakRate(989.4, 66.9, multiprocessors=132),
+    "H100 PCIe": PeakRate(756.5, 51.2, multiprocessors=114),
+    "H100 NVL": PeakRate(835.5, 60.0, multiprocessors=132),
+    "H100": PeakRate(989.4, 66.9, multiprocessors=132),
+    "H800 PCIe": PeakRate(756.5, 51.2, multiprocessors=114),
+    "H800": PeakRate(989.4, 66.9, multiprocessors=132),
+    "H20": PeakRate(148.0, 44.0, multiprocessors=78),
+    "A100": PeakRate(312.0, 19.5, multiprocessors=108),
+    "A800": PeakRate(312.0, 19.5, multiprocessors=108),
     "A40": PeakRate(149.7, 37.4),
-    "A30": PeakRate(165.0, 10.3),
+    "A30": PeakRate(165.0, 10.3, multiprocessors=56),
     "A10": PeakRate(125.0, 31.2),
     "V100S": PeakRate(130.0, 16.4, has_bf16=False),
     "V100 PCIE": PeakRate(112.0, 14.0, has_bf16=False),
@@ -197,6 +204,7 @@ PEAK_TFLOPS: dict[str, PeakRate] = {
     "L40S": PeakRate(362.0, 91.6),
     "L40": PeakRate(181.0, 90.5),
     "L4": PeakRate(121.0, 30.3),
+    "RTX PRO 6000 Blackwell Workstation": PeakRate(503.8, 126.0, multiprocessors=188),
     "RTX 6000 Ada": PeakRate(364.2, 91.1),
     "RTX A6000": PeakRate(154.8, 38.7),
     "RTX 5090": PeakRate(209.5, 104.8),
@@ -207,57 +215,137 @@ PEAK_TFLOPS: dict[str, PeakRate] = {
     "RTX 3090": PeakRate(71.2, 35.6),
     "RTX 3080": PeakRate(59.5, 29.8),
 }
-"""Peak rates by words of the device's name, from data sheets and architecture papers.
+"""Peak rates by words of the device's name. The first entry that matches counts.
 
-The first entry that matches counts. GeForce cards accumulate in fp32 at half their advertised rate,
-which is for accumulation in fp16.
+The sources are NVIDIA's data sheets and architecture papers: DGX and HGX B200 and B300, GB200 and
+GB300 NVL72 (figures of a rack divided by its GPUs, those with sparsity halved), H20, H100, H200,
+GH200, A100, A30, A40, L4, L40, L40S, V100, T4, and the papers on Ampere, Ada and RTX Blackwell.
+GeForce cards accumulate in fp32 at half their advertised rate, which is for accumulation in fp16.
+AMD's GPUs are refused (see `hardware`).
 """
-_OTHER_CARDS = frozenset({"Laptop", "Mobile", "Max", "SUPER", "Ti", "D"})
+_OTHER_CARDS = frozenset({"Laptop", "Mobile", "Max", "SUPER", "Ti", "D", "FHHL", "DGXS", "64GB"})
 """Words that denote a slower or faster variant of a card. An entry of the table without such a word
 does not match a device with it."""
+_SLICE = "MIG"
+"""Word in the name of a part of a card (Multi-Instance GPU), such as "MIG 3g.40gb"."""
 
 
-def peak_tflops(device: "torch.device", precision: str) -> float | None:
-    """Return the peak rate of one device in TFLOP/s, or None for a GPU that is not in the table.
+@dataclass(frozen=True)
+class Peaks:
+    """Rates of one device relative to which MFU is reported, in TFLOP/s."""
 
-    A CPU's rate is measured with matrix products on this process's threads.
+    measured: float
+    """Best measured rate of matrix products."""
+    vendor: float | None = None
+    """Rate by the vendor's figures; None for a CPU, or if it is unknown."""
+    device: str = "a CPU"
+    """Name of the device."""
+
+    @classmethod
+    def of(cls, device: "torch.device", precision: str, *, tf32: bool = False) -> "Peaks":
+        """Measure a device's rate and look up the vendor's.
+
+        Args:
+            device: device of this rank; a CPU's rate is that of this process's threads.
+            precision: "fp32", "bf16" or "fp16".
+            tf32: True if matrix products of fp32 are in TF32.
+        """
+        import torch
+
+        measured = measured_matmul_tflops(precision, device=device)
+        if device.type == "cpu":
+            return cls(measured)
+        properties = torch.cuda.get_device_properties(device)
+        vendor = peak_by_name(
+            properties.name, "tf32" if tf32 else precision, properties.multi_processor_count
+        )
+        return cls(measured, vendor, properties.name)
+
+    @property
+    def description(self) -> str:
+        """Sentence about the rates, for the log."""
+        measured = f"{self.measured:.3g} TFLOP/s, measured in matrix products"
+        if self.vendor is not None:
+            return (
+                f"MFU is relative to {self.vendor:.4g} TFLOP/s, the vendor's peak of "
+                f"{self.device}, and to {measured}"
+            )
+        return f"MFU is relative to {measured}: no vendor's peak of {self.device} is known"
+
+
+def peak_by_name(
+    device_name: str, precision: str, multiprocessors: int | None = None
+) -> float | None:
+    """Return the peak rate of a GPU by the vendor's figures, in TFLOP/s.
+
+    A MIG slice has the share of its multiprocessors in those of the card.
+
+    Args:
+        device_name: name of the device, as torch and the driver give it.
+        precision: "fp32", "tf32", "bf16" or "fp16".
+        multiprocessors: number of the device's multiprocessors.
+
+    Returns:
+        The rate, or None if the device is not in the table or does not support the precision, or
+        if the share of a slice is unknown.
     """
-    import torch
+    words, rate = _words(device_name), _rate(device_name)
+    if rate is None or (precision in ("bf16", "tf32") and not rate.has_bf16):
+        return None
+    # From Ampere on, all tensor cores multiply TF32 at half the rate of bf16.
+    peak = {"fp32": rate.fp32, "tf32": rate.low / 2}.get(precision, rate.low)
+    if _SLICE not in words:
+        return peak
+    if multiprocessors is None or rate.multiprocessors is None:
+        return None
+    return peak * multiprocessors / rate.multiprocessors
 
-    if device.type == "cpu":
-        return measured_matmul_tflops(precision)
-    return peak_by_name(torch.cuda.get_device_name(device), precision)
 
-
-def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Return the peak rate of a GPU in TFLOP/s by its name.
-
-    Return None if it is not in the table or does not support the precision.
-    """
-    words = set(device_name.replace("-", " ").split())
+def _rate(device_name: str) -> PeakRate | None:
+    """Return the rates of the card with this name; None if it is not in the table."""
+    words = _words(device_name)
     for name, rate in PEAK_TFLOPS.items():
         parts = set(name.split())
         if parts <= words and not (words - parts) & _OTHER_CARDS:
-            if precision == "fp32":
-                return rate.fp32
-            return rate.low if precision == "fp16" or rate.has_bf16 else None
+            return rate
     return None
 
 
-def measured_matmul_tflops(precision: str, seconds: float = _MEASURING_SECONDS) -> float:
-    """Measure the best rate of square matrix products on this process's CPU threads, in TFLOP/s.
+def _words(device_name: str) -> set[str]:
+    return set(device_name.replace("-", " ").split())
 
-    The measurement takes about `seconds`.
+
+def measured_matmul_tflops(
+    precision: str, seconds: float = _MEASURING_SECONDS, device: "torch.device | None" = None
+) -> float:
+    """Measure the best rate of square matrix products, in TFLOP/s.
+
+    Args:
+        precision: "fp32", "bf16" or "fp16".
+        seconds: approximate duration of the measurement.
+        device: device to measure; None means this process's CPU threads.
     """
     import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    left = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, dtype=dtype)
-    right = torch.ones_like(left)
+    cuda = device is not None and device.type == "cuda"
+    size = _MEASURED_SIZE_ON_GPUS if cuda else _MEASURED_SIZE
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    if cuda:  # products of equal numbers take less power, and are faster than a model's
+        left.normal_(generator=torch.Generator(device).manual_seed(0))
+    right = left.clone()
     product = left @ right
+    if cuda:
+        torch.cuda.synchronize(device)
     best = float("inf")
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
         torch.mm(left, right, out=product)
+        if cuda:
+            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return 2 * _MEASURED_SIZE**3 / best / 1e12
+    if cuda:  # the run's peak memory does not contain this
+        del left, right, product
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return 2 * size**3 / best / 1e12

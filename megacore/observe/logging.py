@@ -17,6 +17,9 @@ logger = logging.getLogger("megacore")
 PPL_TOLERANCE = 1e-4
 """Relative difference of two measurements of one perplexity above which they disagree."""
 
+MFU_NAMES = {"mfu": "of the vendor's peak", "mfu_measured": "of measured matmuls"}
+"""Rate to which each MFU of a step event is relative."""
+
 
 def print_any_text() -> None:
     """Let this process print characters that its terminal's encoding lacks, as escapes.
@@ -59,8 +62,11 @@ class StepReport:
     tflops: float
     """Rate per rank, including recomputation."""
     mfu: float | None
-    """Model FLOPs utilization (Chowdhery et al. 2022) between 0 and 1; None if the peak rate is
-    unknown."""
+    """Model FLOPs utilization (Chowdhery et al. 2022) between 0 and 1, relative to the vendor's
+    peak rate; None if that is unknown."""
+    mfu_measured: float | None
+    """The same, relative to the rate of matrix products measured at the start; None if it was not
+    measured."""
     exposed_communication_ms: float
     """Time per iteration in which this rank waits for others and computes nothing."""
     memory_mb: float
@@ -90,7 +96,12 @@ def configure_logging(rank: int) -> None:
 def step_line(report: StepReport, now: datetime | None = None) -> str:
     """Return the log line of one interval."""
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
-    mfu = "unknown" if report.mfu is None else f"{100 * report.mfu:.1f}%"
+    values = {"mfu": report.mfu, "mfu_measured": report.mfu_measured}
+    mfu = ", ".join(
+        f"{100 * value:.1f}% {MFU_NAMES[name]}"
+        for name, value in values.items()
+        if value is not None
+    )
     parts = [
         f"iteration {report.iteration:8d}/{report.train_iters:8d}",
         f"consumed samples: {report.consumed_samples:12d}",
@@ -107,7 +118,7 @@ def step_line(report: StepReport, now: datetime | None = None) -> str:
         f"samples/s: {report.samples_per_second:.2f}",
         f"tokens/s: {report.tokens_per_second:.0f}",
         f"TFLOPs: {report.tflops:.3f}",
-        f"MFU: {mfu}",
+        f"MFU: {mfu or 'unknown'}",
         f"exposed communication (ms): {report.exposed_communication_ms:.1f}",
         f"memory (MB): {report.memory_mb:.0f}",
     ]

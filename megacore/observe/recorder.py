@@ -84,6 +84,7 @@ class Recorder:
                 "iteration-time": report.ms_per_iteration / 1000.0,
                 "tokens-per-second": report.tokens_per_second,
                 "mfu": report.mfu,
+                "mfu-measured": report.mfu_measured,
             }
             self._board.scalars(values, report.iteration)
 

@@ -23,6 +23,10 @@ from megacore.parallel.rank_layout import AXES, RankLayout
 
 CHANNELS = 4
 """Number of channels: one for each direction, from even and from odd stages."""
+_CUDA_QUEUES = 8
+"""Number of hardware queues that CUDA uses by default; at most 32."""
+_OTHER_STREAMS = 4
+"""Streams besides those of the mesh: NCCL's own for setup, a profiler's, DeepSpeed's copies."""
 _TURNS = 2
 """Slots of each rank, used in turn: one collective may be written while the last is still read."""
 _MIB = 1 << 20
@@ -163,6 +167,25 @@ class ProcessMesh:
     def is_last_stage(self) -> bool:
         """True if this rank's pipeline stage computes the losses."""
         return self.pipeline_parallel.rank == self.pipeline_parallel.size - 1
+
+
+def gpu_queues(layout: RankLayout, shared_stages: Sequence[tuple[int, ...]]) -> int:
+    """Return the number of hardware queues with which a rank's CUDA streams share none.
+
+    The computation has one stream, and NCCL has one for each group. A rank uses each channel in one
+    direction and with one neighbour (see `Message.channel`), so a channel is one stream too.
+
+    Args:
+        layout: sizes of the axes.
+        shared_stages: sets of pipeline stages that share parameters.
+    """
+    pipeline, axes = layout.pipeline > 1, (layout.data, layout.pipeline, layout.tensor)
+    groups = 1 + sum(size > 1 for size in axes) + (pipeline and layout.tensor > 1)
+    if pipeline:
+        groups += CHANNELS + max(
+            sum(stage in stages for stages in shared_stages) for stage in range(layout.pipeline)
+        )
+    return max(_CUDA_QUEUES, 1 + groups + _OTHER_STREAMS)
 
 
 def _group(members: list[list[int]], name: str, timers: Timers | None) -> ParallelGroup:

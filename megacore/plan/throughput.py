@@ -115,7 +115,10 @@ def assumed_flops_per_second(hardware: Hardware, precision: str, ranks: int, thr
         busy = min(hardware.cores, ranks * threads)
         return UTILISATION["cpu"] * busy * cpu_gflops_per_core(hardware, precision) * 1e9
     slowest = min(rate.fp32 if precision == "fp32" else rate.low for rate in PEAK_TFLOPS.values())
-    peaks = [peak_by_name(gpu.name, precision) or slowest for gpu in hardware.gpus[:ranks]]
+    peaks = [
+        peak_by_name(gpu.name, precision, gpu.multiprocessors) or slowest
+        for gpu in hardware.gpus[:ranks]
+    ]
     return UTILISATION["cuda"] * ranks * min(peaks) * 1e12
 
 

@@ -48,7 +48,13 @@ def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbe
     import torch.distributed as dist
 
     from megacore.observe.logging import configure_logging
-    from megacore.ranks.process import choose_device, leaving, set_up_arithmetic, started_ranks
+    from megacore.ranks.process import (
+        choose_device,
+        join_group,
+        leaving,
+        set_up_arithmetic,
+        started_ranks,
+    )
 
     world_size = started_ranks(job)
     heartbeat = begin_heartbeat(job)
@@ -56,7 +62,7 @@ def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbe
     device = choose_device()
     if world_size > 1:
         heartbeat.beat("rendezvous")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        join_group(device, bound=job.config.launch.distributed != "deepspeed")
     rank = dist.get_rank() if world_size > 1 else 0
     configure_logging(rank)
     heartbeat.beat("build")

@@ -32,7 +32,7 @@ def pretrain(job: TrainJob) -> None:
     from megacore.engine.build import build_engine
     from megacore.hardware import resolve_precision
     from megacore.kernels.choice import summary
-    from megacore.observe.flops import peak_tflops
+    from megacore.observe.flops import Peaks
     from megacore.observe.logging import configure_logging, logger
     from megacore.observe.recorder import Recorder
     from megacore.ranks.process import joined
@@ -45,6 +45,8 @@ def pretrain(job: TrainJob) -> None:
     with joined(job) as (mesh, device):
         configure_logging(mesh.rank)
         precision = resolve_precision(config.train.precision, device.type)
+        # before the model takes the GPU's memory
+        peaks = Peaks.of(device, precision, tf32=config.train.tf32)
         compiled_adam = False
         if config.engine == "deepspeed":
             from megacore.engine.deepspeed.operators import load_operators
@@ -61,12 +63,12 @@ def pretrain(job: TrainJob) -> None:
                 compiled_adam=compiled_adam,
             )
         logger.info("kernels: %s", summary(engine.kernels))
+        logger.info(peaks.description)
         data = _datasets(job)
         board = config.tracking.tensorboard
         with Recorder(
             run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board
         ) as recorder:
-            peak = peak_tflops(device, precision)
             trainer = Trainer(
                 config,
                 engine,
@@ -75,7 +77,7 @@ def pretrain(job: TrainJob) -> None:
                 recorder,
                 run_directory,
                 spec=job.spec,
-                peak=peak,
+                peaks=peaks,
                 started=started,
                 origins=partial(_documents, job),
             )

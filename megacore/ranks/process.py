@@ -3,18 +3,25 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megacore.engine.native import DTYPES
-from megacore.errors import ParallelLayoutError, TrainingStoppedError
-from megacore.hardware import refuse_unsupported_accelerator, resolve_precision
+from megacore.errors import ConfigError, ParallelLayoutError, TrainingStoppedError
+from megacore.hardware import (
+    BF16_CAPABILITY,
+    cuda_capability,
+    refuse_unsupported_accelerator,
+    resolve_precision,
+)
 from megacore.jobs.run import Job, RankJob
 from megacore.observe.heartbeat import ENDED, Heartbeat
 from megacore.observe.timers import Timers
-from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.mesh import ProcessMesh, gpu_queues
+from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import shared_stages
 from megacore.plan.layouts import layout_of
 from megacore.ranks.rank import begin_heartbeat
@@ -22,6 +29,14 @@ from megacore.ranks.rank import begin_heartbeat
 if TYPE_CHECKING:
     from megacore.jobs.model import ModelJob
     from megacore.models.base import Model
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Variable with the number of a GPU's hardware queues. CUDA reads it when it starts."""
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Time limit of a collective, with torch's default for the groups of the mesh. It is above the
+default of `launch.stall_limit`, so that the supervisor, which names the stuck rank, comes first."""
+_FIXED_WORKSPACES = (":4096:8", ":16:8")
+"""Values of CUBLAS_WORKSPACE_CONFIG with which cuBLAS computes the same bits each time."""
 
 
 def choose_device() -> torch.device:
@@ -72,6 +87,7 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     only ended if training was stopped on request.
 
     Raises:
+        ConfigError: a variable of the environment contradicts the configuration.
         ParallelLayoutError: the number of started ranks differs from the job's, or they cannot
             share the model and its batch.
         WorkspaceError: the heartbeat cannot be written.
@@ -79,21 +95,59 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     world_size = started_ranks(job)
     layout = layout_of(job.config, world_size, job.vocab_size)
     heartbeat = begin_heartbeat(job)
-    set_up_arithmetic(job.threads_per_rank)
+    shared = shared_stages(job.config, job.vocab_size)
+    queues = gpu_queues(layout, shared)
+    os.environ.setdefault(_QUEUES, str(queues))
+    train = job.config.train
+    set_up_arithmetic(job.threads_per_rank, deterministic=train.deterministic, tf32=train.tf32)
     device = choose_device()
+    if device.type == "cuda":
+        _refuse_few_queues(layout, queues)
     timers = Timers(device, heartbeat)
     if world_size == 1:
         mesh = ProcessMesh(timers=timers)
     else:
         heartbeat.beat("rendezvous")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        shared = shared_stages(job.config, job.vocab_size)
+        bound = job.config.engine == "native" and layout.pipeline == 1
+        join_group(device, bound=bound)
         mesh = ProcessMesh.build(
             layout, shared_stages=shared, device_type=device.type, timers=timers
         )
     heartbeat.beat("build")
     with leaving(heartbeat):
         yield mesh, device
+
+
+def join_group(device: torch.device, *, bound: bool) -> None:
+    """Create the default process group: gloo, and NCCL for tensors on a GPU.
+
+    Args:
+        device: device of this rank.
+        bound: True to bind the group to the GPU. NCCL then connects the ranks at once, so that an
+            error appears here, and splits this group into those of the mesh. Not with a pipeline:
+            torch would send all messages of a bound group through one stream, in which two stages
+            that send to each other wait forever. Not with DeepSpeed, whose many groups would each
+            take GPU memory.
+    """
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=device if bound and device.type == "cuda" else None,
+    )
+
+
+def _refuse_few_queues(layout: RankLayout, queues: int) -> None:
+    """Raise ConfigError if a pipeline's streams would share the GPU's hardware queues.
+
+    In a shared queue the second of two posted receives, which waits for the first, would hold up
+    the computation that the sender waits for.
+    """
+    value = os.environ[_QUEUES]
+    if layout.pipeline > 1 and (not value.isdecimal() or int(value) < queues):
+        raise ConfigError(
+            f"{_QUEUES} is {value}, and the {queues} streams of a rank in a pipeline would wait "
+            f"for each other in so few queues: unset it, or set it to {queues} or more"
+        )
 
 
 @contextmanager
@@ -114,15 +168,58 @@ def leaving(heartbeat: Heartbeat) -> Iterator[None]:
     heartbeat.beat(ENDED)
 
 
-def set_up_arithmetic(threads: int) -> None:
-    """Set the number of CPU threads and make the arithmetic deterministic."""
+def set_up_arithmetic(threads: int, *, deterministic: bool = False, tf32: bool = False) -> None:
+    """Set the number of CPU threads, and how kernels compute.
+
+    Call this before CUDA and the process groups start.
+
+    Args:
+        threads: number of CPU threads.
+        deterministic: True to replace or refuse nondeterministic operations. torch then computes
+            the backward pass of FlashAttention and of its own fused attention in a fixed order,
+            leaves out cuDNN's attention, and excludes NCCL's NVLS, whose sums have no fixed order.
+        tf32: True for matrix products of fp32 in TF32.
+
+    Raises:
+        ConfigError: a variable of the environment contradicts `deterministic`, or there is no GPU
+            with TF32.
+    """
+    if tf32 and not (torch.cuda.is_available() and cuda_capability() >= BF16_CAPABILITY):
+        raise ConfigError(
+            "train.tf32 is true, and this host has no GPU that multiplies in TF32 (Ampere or "
+            "newer): set train.tf32 to false"
+        )
+    if torch.cuda.is_available():  # containers may set TF32 by a variable
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.set_num_threads(threads)
     # Adam's moments of rare tokens decay to denormals, which are many times slower on a CPU.
     torch.set_flush_denormal(True)
-    if torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    if deterministic:
+        _refuse_nondeterministic_variables()
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _FIXED_WORKSPACES[0])
+        # Inductor otherwise chooses among kernels by measuring them in each process.
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _refuse_nondeterministic_variables() -> None:
+    """Raise ConfigError for a variable with which a GPU's results differ from run to run."""
+    why = "with which runs on GPUs differ, and train.deterministic is true"
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", _FIXED_WORKSPACES[0])
+    if workspace not in _FIXED_WORKSPACES:
+        raise ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG is {workspace}, {why}: unset it, or set it to "
+            f"{' or '.join(_FIXED_WORKSPACES)}"
+        )
+    algorithms = os.environ.get("NCCL_ALGO")
+    if algorithms and ("nvls" in algorithms.lower()) != algorithms.startswith("^"):
+        raise ConfigError(f"NCCL_ALGO is {algorithms}, {why}: unset it, or set it to ^NVLS")
+    if os.environ.get("TORCHINDUCTOR_DETERMINISTIC", "1") != "1":
+        raise ConfigError(
+            f"TORCHINDUCTOR_DETERMINISTIC is {os.environ['TORCHINDUCTOR_DETERMINISTIC']}, {why}: "
+            "unset it"
+        )
 
 
 @contextmanager
@@ -146,7 +243,7 @@ def joined_model(job: "ModelJob") -> "Iterator[tuple[Model, ProcessMesh, torch.d
     device = choose_device()
     mesh = ProcessMesh.serial()
     if world_size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        join_group(device, bound=True)
         mesh = ProcessMesh.build(layout, device_type=device.type)
     dtype = DTYPES[resolve_precision(job.precision, device.type)]
     yield load_model(job.source, mesh, device=device, dtype=dtype), mesh, device

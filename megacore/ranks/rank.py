@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -56,11 +56,30 @@ def run_rank(
     except MegacoreError as error:
         parser.exit(error.exit_code, f"{error}\n")
     rank = int(os.environ.get("RANK", "0"))
+    for name, value in gpu_variables(job, os.environ).items():
+        os.environ[name] = value
     with reported_exit(Path(job.exit_directory), rank):
         write_stacks_on_signal(Path(job.exit_directory), rank)
         work(job)
     if "RANK" in os.environ:
         _leave()
+
+
+def gpu_variables(job: RankJob, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torch reads when it starts on a GPU and that the user has not set.
+
+    - Memory segments that grow, so that micro batches of different sizes do not fragment it.
+    - A record of the last NCCL collectives, written to the job's directory if one times out.
+    """
+    variables = {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(Path(job.exit_directory).absolute() / "nccl_trace_rank_"),
+    }
+    if "PYTORCH_ALLOC_CONF" not in environment:  # the newer name, which torch reads second
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" in environment:  # the older name
+        del variables["TORCH_FR_DUMP_TEMP_FILE"]
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 def write_stacks_on_signal(directory: Path, rank: int) -> None:

@@ -15,7 +15,7 @@ from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Batch, Dataset
 from megacore.engine.base import Engine, Update
 from megacore.errors import DataFormatError, LossError
-from megacore.observe.flops import TransformerShape
+from megacore.observe.flops import Peaks, TransformerShape
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
@@ -54,7 +54,7 @@ class Trainer:
         run_directory: Path,
         *,
         spec: ModelSpec,
-        peak: float | None = None,
+        peaks: Peaks | None = None,
         started: float | None = None,
         origins: Callable[[Sequence[int]], str] = lambda samples: "",
     ) -> None:
@@ -68,7 +68,7 @@ class Trainer:
             recorder: receiver of the run's events and metrics.
             run_directory: directory of the run's checkpoints, if any.
             spec: model specification, stored in every checkpoint.
-            peak: this rank's peak rate in TFLOP/s for MFU; None if unknown.
+            peaks: peak rates of this rank's device, for MFU; None reports no MFU.
             started: time.monotonic() at the start of this attempt; None means now.
             origins: function that describes the documents of training samples in one clause, for
                 the error of a bad loss.
@@ -95,7 +95,7 @@ class Trainer:
             config.train.profile, run_directory, engine.device, recorder
         )
         shape = TransformerShape.of(config, engine.padded_vocab_size)
-        self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peak=peak)
+        self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peaks=peaks)
         self.state = TrainState()
         required = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
         if len(datasets.train) < required:

@@ -11,7 +11,7 @@ import torch
 from megacore.config.run import RunConfig
 from megacore.engine.base import Update
 from megacore.models.base import LM_LOSS
-from megacore.observe.flops import TransformerShape, step_flops
+from megacore.observe.flops import Peaks, TransformerShape, step_flops
 from megacore.observe.logging import StepReport
 from megacore.observe.timers import Timers, exposed_communication
 from megacore.optim.param_schedule import LrSchedule
@@ -32,7 +32,7 @@ class RateMeter:
         timers: Timers,
         *,
         ranks: int,
-        peak: float | None,
+        peaks: Peaks | None,
     ) -> None:
         """Create the meter of a run.
 
@@ -41,7 +41,7 @@ class RateMeter:
             shape: shape of the model, for counting operations.
             timers: timers of the iterations.
             ranks: number of processes that share the work.
-            peak: one rank's peak rate in TFLOP/s; None if unknown.
+            peaks: peak rates of one rank's device; None reports no MFU.
         """
         self._config = config
         self._timers = timers
@@ -53,7 +53,7 @@ class RateMeter:
             step_flops(shape, 1, config.train.recompute, *recomputed) / ranks / 1e12
         )
         self._model_tflop = step_flops(shape, 1, "none") / ranks / 1e12
-        self._peak = peak
+        self._peaks = peaks
         self._iteration = self._consumed_samples = 0
         self._started = time.perf_counter()
         self._paused = 0.0
@@ -85,6 +85,7 @@ class RateMeter:
         samples = (state.consumed_samples - self._consumed_samples) / iterations
         seq_length = self._config.data.seq_length
         milliseconds = self._timers.take(iterations)
+        vendor, measured = self._utilization(self._model_tflop * samples / seconds)
         report = StepReport(
             iteration=state.iteration,
             train_iters=self._config.train.train_iters,
@@ -101,7 +102,8 @@ class RateMeter:
             samples_per_second=samples / seconds,
             tokens_per_second=samples * seq_length / seconds,
             tflops=self._hardware_tflop * samples / seconds,
-            mfu=None if self._peak is None else self._model_tflop * samples / seconds / self._peak,
+            mfu=vendor,
+            mfu_measured=measured,
             exposed_communication_ms=exposed_communication(milliseconds),
             memory_mb=peak_memory_mb(device),
             further_losses={
@@ -110,6 +112,16 @@ class RateMeter:
         )
         self.start(state.iteration, state.consumed_samples)
         return report, milliseconds
+
+    def _utilization(self, rate: float) -> tuple[float | None, float | None]:
+        """Return MFU at a rate of the model's TFLOP/s: of the vendor's peak, of the measured one.
+
+        See Chowdhery et al. 2022, arXiv:2204.02311.
+        """
+        if self._peaks is None:
+            return None, None
+        vendor = self._peaks.vendor
+        return None if vendor is None else rate / vendor, rate / self._peaks.measured
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -3,8 +3,10 @@
 from typing import Literal
 
 import pytest
+import torch
 
 from megacore.observe.flops import (
+    Peaks,
     TransformerShape,
     measured_matmul_tflops,
     peak_by_name,
@@ -83,6 +85,16 @@ def test_shape_is_read_from_a_configuration() -> None:
         ("NVIDIA H200", "bf16", 989.4),
         ("NVIDIA H200 NVL", "bf16", 835.5),
         ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA GB200", "bf16", 2500.0),
+        ("NVIDIA B300 SXM6 AC", "bf16", 2250.0),
+        ("NVIDIA GB300", "bf16", 2500.0),
+        ("NVIDIA H20", "bf16", 148.0),
+        ("NVIDIA H20-3e", "fp32", 44.0),
+        ("NVIDIA H800 PCIe", "bf16", 756.5),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "bf16", 503.8),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "bf16", None),
+        ("NVIDIA A100-SXM-64GB", "bf16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "bf16", None),
         ("NVIDIA L4", "bf16", 121.0),
         ("NVIDIA L40S", "bf16", 362.0),
         ("NVIDIA L40", "bf16", 181.0),
@@ -104,5 +116,39 @@ def test_peak_is_found_by_device_name(name: str, precision: str, peak: float | N
     assert peak_by_name(name, precision) == peak
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "multiprocessors", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "bf16", 60, 989.4 * 60 / 132),
+        ("NVIDIA H100 PCIe MIG 1g.10gb", "bf16", 16, 756.5 * 16 / 114),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "fp32", 14, 19.5 * 14 / 108),
+        ("NVIDIA GB200 MIG 1g.23gb", "bf16", 18, None),
+        ("NVIDIA A100-SXM4-40GB", "bf16", 108, 312.0),
+        ("NVIDIA A100-SXM4-40GB", "tf32", 108, 156.0),
+        ("Tesla T4", "tf32", 40, None),
+    ],
+)
+def test_a_slice_has_the_share_of_its_multiprocessors(
+    name: str, precision: str, multiprocessors: int, peak: float | None
+) -> None:
+    assert peak_by_name(name, precision, multiprocessors) == (peak and pytest.approx(peak))
+
+
 def test_measured_matmul_speed_of_a_cpu_is_plausible() -> None:
     assert 1e-4 < measured_matmul_tflops("fp32", seconds=0.02) < 100.0
+
+
+def test_mfu_of_a_cpu_is_relative_only_to_its_measured_rate() -> None:
+    peaks = Peaks.of(torch.device("cpu"), "fp32")
+    assert peaks.vendor is None
+    assert peaks.description == (
+        f"MFU is relative to {peaks.measured:.3g} TFLOP/s, measured in matrix products: no "
+        "vendor's peak of a CPU is known"
+    )
+
+
+def test_both_rates_of_a_gpu_are_named() -> None:
+    assert Peaks(712.34, 989.4, "NVIDIA H100 80GB HBM3").description == (
+        "MFU is relative to 989.4 TFLOP/s, the vendor's peak of NVIDIA H100 80GB HBM3, and to 712 "
+        "TFLOP/s, measured in matrix products"
+    )

@@ -39,6 +39,7 @@ REPORT = StepReport(
     tokens_per_second=190955.1,
     tflops=70.0,
     mfu=0.1683,
+    mfu_measured=0.21,
     exposed_communication_ms=12.34,
     memory_mb=31000.0,
 )
@@ -50,13 +51,16 @@ def test_step_line_has_megatrons_format() -> None:
         "consumed tokens:        6553600 | elapsed time per iteration (ms): 343.2 | learning rate: "
         "3.984E-06 | global batch size:    64 | lm loss: 9.440000E+00 | loss scale: 262144.0 | "
         "grad norm: 2.500 | number of skipped iterations:  15 | number of nan iterations:   0 | "
-        "samples/s: 186.50 | tokens/s: 190955 | TFLOPs: 70.000 | MFU: 16.8% | exposed "
-        "communication (ms): 12.3 | memory (MB): 31000 |"
+        "samples/s: 186.50 | tokens/s: 190955 | TFLOPs: 70.000 | MFU: 16.8% of the vendor's "
+        "peak, 21.0% of measured matmuls | exposed communication (ms): 12.3 | memory (MB): 31000 |"
     )
 
 
-def test_step_line_without_a_peak_shows_an_unknown_mfu() -> None:
-    assert "| MFU: unknown |" in step_line(dataclasses.replace(REPORT, mfu=None))
+def test_step_line_shows_only_known_mfus() -> None:
+    measured = dataclasses.replace(REPORT, mfu=None)
+    assert "| MFU: 21.0% of measured matmuls |" in step_line(measured)
+    unknown = dataclasses.replace(measured, mfu_measured=None)
+    assert "| MFU: unknown |" in step_line(unknown)
 
 
 def test_validation_line_has_the_value_of_each_loss() -> None:

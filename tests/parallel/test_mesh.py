@@ -2,9 +2,15 @@
 
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megacore.parallel.mesh import SINGLE_RANK, ProcessMesh
+from megacore.parallel import mesh as mesh_module
+from megacore.parallel.mesh import CHANNELS, SINGLE_RANK, ProcessMesh, gpu_queues
+from megacore.parallel.rank_layout import RankLayout
+from megacore.pipeline_parallel.schedules import Pipeline, gpipe
 
 
 def test_serial_needs_no_process_group() -> None:
@@ -35,3 +41,57 @@ def test_a_layout_for_another_number_of_ranks_is_refused(two_ranks: list[dict[st
     assert two_ranks[0]["mesh"]["error"] == (
         "the layout data 4 x pipeline 1 x tensor 1 needs 4 ranks, 2 were started: start 4"
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "shared"),
+    [
+        (RankLayout(data=8), ()),
+        (RankLayout(data=2, pipeline=2, tensor=2), ((0, 1),)),
+        (RankLayout(pipeline=4, tensor=2), ((0, 2), (0, 1, 2), (2, 3))),
+    ],
+)
+def test_a_rank_has_a_hardware_queue_for_each_of_its_streams(
+    monkeypatch: pytest.MonkeyPatch, layout: RankLayout, shared: tuple[tuple[int, ...], ...]
+) -> None:
+    """NCCL has a stream for each group; the mesh is built as on GPUs, with fake groups."""
+    on_cpus = mesh_module.init_device_mesh
+    monkeypatch.setattr(
+        mesh_module, "init_device_mesh", lambda _, *args, **named: on_cpus("cpu", *args, **named)
+    )
+    monkeypatch.setattr(mesh_module, "_open_channels", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    streams = []
+    for rank in range(layout.world_size):
+        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+        try:
+            mesh = ProcessMesh.build(layout, shared_stages=shared, device_type="cuda")
+            groups = [getattr(mesh, f"{axis}_parallel") for axis in mesh_module.AXES]
+            groups += [mesh.model_parallel, *mesh.copies.values()]
+            used = {group.group for group in groups} | {*mesh.channels, dist.group.WORLD}
+            streams.append(len(used - {None}) + 1)  # and that of the computation
+        finally:
+            dist.destroy_process_group()
+    assert 8 <= gpu_queues(layout, shared) <= 32
+    assert gpu_queues(layout, shared) >= max(streams) + mesh_module._OTHER_STREAMS
+    if layout.pipeline > 1:
+        assert gpu_queues(layout, shared) == max(streams) + mesh_module._OTHER_STREAMS
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_messages_of_a_stage_need_no_more_streams_than_channels(
+    stages: int, chunks: int
+) -> None:
+    """NCCL has a stream for each pair of ranks in a group that is not bound to a GPU."""
+    pipeline = Pipeline(stages, chunks)
+    for stage in range(stages):
+        pairs = set()
+        for each in gpipe(stages, 2)[stage]:
+            for chunk in range(chunks):
+                one = each._replace(chunk=chunk)
+                if message := pipeline.receive(stage, one):
+                    pairs.add((message.channel, message.source))
+                if message := pipeline.send(stage, one):
+                    pairs.add((message.channel, message.destination))
+        assert 0 < len(pairs) <= CHANNELS

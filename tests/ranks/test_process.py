@@ -1,25 +1,38 @@
 """Joining the process group: mesh, heartbeat and refused layouts."""
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.errors import LossError, ParallelLayoutError, PreemptedError
+from megacore.errors import ConfigError, LossError, ParallelLayoutError, PreemptedError
 from megacore.observe.heartbeat import beat_path, read_heartbeat
-from megacore.ranks.process import joined
+from megacore.ranks.process import join_group, joined, set_up_arithmetic
 from tests.train import _runs
+
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC")
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @pytest.fixture(autouse=True)
-def restore_arithmetic_settings() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def restore_arithmetic_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*VARIABLES, QUEUES):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    threads, fill = torch.get_num_threads(), torch.utils.deterministic
+    filled = fill.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    fill.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def test_single_rank_gets_a_mesh_with_timers(
@@ -96,3 +109,106 @@ def test_impossible_layout_is_refused_before_the_rendezvous(
     with pytest.raises(ParallelLayoutError, match=message), joined(job):
         raise AssertionError("the rank joined")
     assert not dist.is_initialized()
+
+
+def test_arithmetic_is_fast_unless_it_must_be_deterministic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined(_runs.job(_runs.config(), tmp_path, tmp_path)):
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert not any(os.environ.get(name) for name in VARIABLES)
+    strict = _runs.config(train={"deterministic": True})
+    with joined(_runs.job(strict, tmp_path, tmp_path)):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("variable", "refused", "accepted"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", ":16:8"),
+        ("TORCHINDUCTOR_DETERMINISTIC", "0", "1"),
+        ("NCCL_ALGO", "NVLS,Ring", "Ring"),
+        ("NCCL_ALGO", "^Ring", "^NVLS,NVLSTree"),
+    ],
+)
+def test_a_variable_that_makes_runs_differ_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, refused: str, accepted: str
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setenv(variable, refused)
+    with pytest.raises(ConfigError, match=f"^{variable} is {re.escape(refused)}, .* unset it"):
+        set_up_arithmetic(threads, deterministic=True)
+    set_up_arithmetic(threads)
+    monkeypatch.setenv(variable, accepted)
+    set_up_arithmetic(threads, deterministic=True)
+    assert os.environ[variable] == accepted
+
+
+def test_tf32_is_used_only_on_request_and_where_there_is_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(ConfigError, match=r"train\.tf32 is true, and this host has no GPU"):
+        set_up_arithmetic(threads, tf32=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("megacore.ranks.process.cuda_capability", lambda: 75)
+    with pytest.raises(ConfigError, match="Ampere"):
+        set_up_arithmetic(threads, tf32=True)
+    monkeypatch.setattr("megacore.ranks.process.cuda_capability", lambda: 80)
+    set_up_arithmetic(threads, tf32=True)
+    assert torch.get_float32_matmul_precision() == "high"
+    set_up_arithmetic(threads)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(True, torch.device("cuda", 0)), (False, None)])
+def test_groups_have_a_timeout_and_may_be_bound_to_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, bound: bool, expected: torch.device | None
+) -> None:
+    calls = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **named: calls.append(named))
+    join_group(torch.device("cuda", 0), bound=bound)
+    join_group(torch.device("cpu"), bound=bound)
+    assert [call["device_id"] for call in calls] == [expected, None]
+    assert {call["timeout"] for call in calls} == {timedelta(minutes=30)}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "value", "refused"),
+    [(2, "1", True), (2, "many", True), (2, "32", False), (2, None, False), (1, "1", False)],
+)
+def test_a_pipeline_refuses_fewer_hardware_queues_than_streams(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pipeline: int,
+    value: str | None,
+    refused: bool,
+) -> None:
+    if value is not None:
+        monkeypatch.setenv(QUEUES, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("megacore.ranks.process.choose_device", lambda: torch.device("cuda", 0))
+
+    class JoinedError(Exception):
+        """The rank is at the rendezvous."""
+
+    def join(device: torch.device, *, bound: bool) -> None:
+        assert bound == (pipeline == 1)
+        assert int(os.environ[QUEUES]) >= int(value or 12)
+        raise JoinedError
+
+    monkeypatch.setattr("megacore.ranks.process.join_group", join)
+    monkeypatch.setattr("megacore.ranks.process.Timers", lambda *_: None)
+    run = _runs.config(
+        parallel={"pipeline_model_parallel_size": pipeline}, launch={"nproc_per_node": "auto"}
+    )
+    message = f"^{QUEUES} is {value}, and the 12 streams .*: unset it, or set it to 12 or more"
+    with (
+        pytest.raises(ConfigError, match=message) if refused else pytest.raises(JoinedError),
+        joined(_runs.job(run, tmp_path, tmp_path, ranks=2)),
+    ):
+        raise AssertionError("the rank joined")

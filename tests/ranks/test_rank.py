@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megacore.jobs.run import RankJob
-from megacore.ranks.rank import run_rank
+from megacore.ranks.rank import gpu_variables, run_rank
 
 
 def run_with_missing_job(
@@ -90,3 +90,22 @@ def test_every_entry_point_accepts_local_rank(module: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "absent.json is not a job" in result.stderr
     assert "unrecognized arguments" not in result.stderr
+
+
+def test_variables_of_torch_on_gpus_have_defaults_that_a_user_can_replace(tmp_path: Path) -> None:
+    job = SingleRankJob(exit_directory=str(tmp_path), ranks=1, threads_per_rank=1)
+    assert gpu_variables(job, {}) == {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl_trace_rank_",
+    }
+    users = {
+        "PYTORCH_ALLOC_CONF": "backend:native",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "trace",
+    }
+    assert gpu_variables(job, users) == {}
+    assert gpu_variables(job, {"PYTORCH_CUDA_ALLOC_CONF": ""}).keys() == {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_FR_DUMP_TEMP_FILE",
+    }

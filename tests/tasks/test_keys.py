@@ -391,6 +391,7 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
         base("gpt2-tiny", train__rampup_batch_size=rampup, train__pretrained_checkpoint=checkpoint),
         "train",
     )
+    yield base("gpt2-tiny", train__precision="fp32"), "train"
     yield base("gpt2-tiny", resume__checkpoint=checkpoint, train__recompute="full"), "resume train"
     parts = {"launch__nproc_per_node": 4, "parallel__pipeline_model_parallel_size": 2}
     yield base("gpt2-tiny", **parts, parallel__tensor_model_parallel_size=2), "parallel"

@@ -113,7 +113,9 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_two_attempts(log: EventLog) -> EventLog:
     log.start()
     for iteration in (10, 20, 30):
-        log.step(iteration, loss=6.0 - iteration / 20, tokens_per_second=100.0, mfu=0.4)
+        log.step(
+            iteration, loss=6.0 - iteration / 20, tokens_per_second=100.0, mfu=0.4, mfu_measured=0.5
+        )
         if iteration == 20:
             log.evaluation(20)
             log.perplexity(20, loss=4.5)
@@ -122,7 +124,9 @@ def write_two_attempts(log: EventLog) -> EventLog:
     log.start(20, resumed_from=20, ranks=1, changes=["train.micro_batch_size 2 -> 1"])
     log.write("warning", 20, message="host node-b did not answer")
     for iteration in (30, 40):
-        log.step(iteration, loss=6.0 - iteration / 20, tokens_per_second=50.0, mfu=0.2)
+        log.step(
+            iteration, loss=6.0 - iteration / 20, tokens_per_second=50.0, mfu=0.2, mfu_measured=0.3
+        )
     log.perplexity(40, loss=4.0)
     log.checkpoint(40)
     log.deleted(20)
@@ -139,7 +143,7 @@ def test_page_shows_numbers_charts_checkpoints_sample_data_and_attempts(page: Pa
         "2 attempts",
         "Parameters 38.8K 38,784",
         "Hardware 1 × CPU 1 host (node-a), fp32",
-        "MFU 40.0%",
+        "MFU 40.0% / 50.0% median, of the vendor's peak / of measured matmuls",
         "Prompt: def",
         "return x < 1 & x",
         "tokenize abababababababab 35,460 tokens /data/tokenized",
@@ -246,7 +250,7 @@ def test_run_without_events_has_a_page(log: EventLog) -> None:
 
 def test_values_that_are_missing_leave_out_their_chart(log: EventLog) -> None:
     log.start()
-    log.step(1, loss=5.0, grad_norm=None, mfu=None, tokens_per_second=10.0)
+    log.step(1, loss=5.0, grad_norm=None, mfu=None, mfu_measured=None, tokens_per_second=10.0)
     log.perplexity(1, loss=None)
     charts = draw_charts(RunHistory(log.path), {})
     titles = ["Loss", "Learning rate", "Tokens per second and MFU", "Attempts and restarts"]

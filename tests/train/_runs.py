@@ -15,6 +15,7 @@ from megacore.data.index_maps import IndexOptions, Mixture, build_index_maps
 from megacore.data.one_epoch import one_epoch
 from megacore.engine.build import build_engine
 from megacore.jobs.run import TrainJob
+from megacore.observe.flops import Peaks
 from megacore.observe.recorder import Recorder
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
@@ -152,7 +153,7 @@ def trainer(
         recorder,
         run_directory,
         spec=spec,
-        peak=1.0,
+        peaks=Peaks(2.0, 1.0),
     )
 
 

@@ -221,6 +221,7 @@ def test_step_events_report_consumed_samples_and_throughput(data: Path, tmp_path
     assert (last["consumed_samples"], last["consumed_tokens"]) == (48, 48 * _runs.SEQ_LENGTH)
     assert last["tokens_per_second"] == pytest.approx(8 * 16 * 1000 / last["ms_per_iteration"])
     assert last["mfu"] == pytest.approx(last["tflops"])
+    assert last["mfu_measured"] == pytest.approx(last["tflops"] / 2)
     assert last["skipped_iterations"] == last["nan_iterations"] == 0
 
 
