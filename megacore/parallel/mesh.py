@@ -54,7 +54,7 @@ class ParallelGroup:
     """Number of this object in the process, by which operators in compiled graphs name it."""
 
     def __post_init__(self) -> None:
-        """Number the object."""
+        """Give the object a key."""
         object.__setattr__(self, "key", next(_KEYS))
         _GROUPS[self.key] = self
 
