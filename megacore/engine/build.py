@@ -1,8 +1,8 @@
 """Construction of a run's engine, with separate compilation of each layer.
 
-Linear layers stay out of torch.compile's graphs: they communicate with other ranks and add to main
-gradients, which a graph would drop. The operations between two of them are fused. The compiler's
-cache is in the workspace, for later runs.
+A layer is one graph of torch.compile, in which linear layers with their communication are operators
+(`megacore.tensor_parallel.linear`). Only what seeds dropout inside a layer splits the graph. The
+compiler's cache is in the workspace, for later runs.
 """
 
 import os
