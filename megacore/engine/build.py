@@ -1,8 +1,8 @@
 """Construction of a run's engine, with separate compilation of each layer.
 
-Linear layers stay out of torch.compile's graphs: they communicate with other ranks and add to main
-gradients, which a graph would drop. The operations between two of them are fused. The compiler's
-cache is in the workspace, for later runs.
+A layer is one graph of torch.compile, in which linear layers with their communication are operators
+(`megacore.tensor_parallel.linear`). Only what seeds dropout inside a layer splits the graph. The
+compiler's cache is in the workspace, for later runs.
 """
 
 import os
@@ -19,20 +19,15 @@ from megacore.engine.base import Engine
 from megacore.engine.native import DTYPES, NativeEngine
 from megacore.kernels.choice import choose_kernels
 from megacore.models.layers.attention import CrossAttention, SelfAttention
-from megacore.models.layers.mlp import MLP
 from megacore.models.layers.transformer import TransformerLayer
 from megacore.models.stage import Stage
 from megacore.observe.logging import logger
 from megacore.parallel.mesh import ProcessMesh
-from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megacore.tensor_parallel.linear import expose_sinks
 
 _UNCOMPILED = {
-    ColumnParallelLinear: ("forward",),
-    RowParallelLinear: ("forward",),
-    SelfAttention: ("projections", "seed"),
+    SelfAttention: ("seed",),
     CrossAttention: ("seed",),
-    MLP: ("columns",),
-    TransformerLayer: ("seed",),
 }
 """Methods that run uncompiled, by class."""
 _GRAPHS_OF_A_METHOD = 64
@@ -136,6 +131,7 @@ class Compiler:
             return f"off: {self.failed}"
         torch._dynamo.config.recompile_limit = _GRAPHS_OF_A_METHOD
         for chunk in chunks:
+            expose_sinks(chunk.parameters())
             for module in chunk.modules():
                 for name in _UNCOMPILED.get(type(module), ()):
                     setattr(module, name, torch.compiler.disable(getattr(module, name)))  # type: ignore[no-untyped-call]

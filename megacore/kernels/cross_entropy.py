@@ -6,14 +6,17 @@ Kernel (Hsu et al. 2024, arXiv:2410.10989), and the vocabulary may be divided ov
 Megatron-LM.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from megacore.kernels.implementation import Implementation, Setting, cpp_obstacle, everywhere
+from megacore.observe.logging import logger
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _CACHED_ELEMENTS = 1 << 17
 """Logits of a block per thread. The block stays in the cores' caches between passes: 512 KiB of
@@ -223,11 +226,48 @@ def whole_loss_(
     return loss.squeeze(1)
 
 
-def compiled(backend: str = "inductor") -> CrossEntropy:
-    """Return the three functions without blocks, each compiled by torch.compile."""
-    functions = (whole_statistics, whole_gradient_, whole_loss_)
-    parts = [torch.compile(each, fullgraph=True, backend=backend) for each in functions]
-    return CrossEntropy(*parts)  # type: ignore[arg-type]
+def compiled(backend: str | Callable[..., Any] = "inductor") -> CrossEntropy:
+    """Return the three functions without blocks, each compiled by torch.compile.
+
+    If the compiler or one of its kernels fails, they go on as `REFERENCE`, with one warning.
+    """
+    switch = _Switch()
+    return CrossEntropy(
+        switch.function(whole_statistics, statistics, backend),
+        switch.function(whole_gradient_, gradient_, backend),
+        switch.function(whole_loss_, loss_, backend),
+    )
+
+
+class _Switch:
+    """Choice between compiled functions and their replacements, made by the first failure."""
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    def function(self, whole: F, replacement: F, backend: str | Callable[..., Any]) -> F:
+        """Return a function that compiles and calls `whole`, or calls `replacement`.
+
+        A kernel that fails has not changed the logits: they are overwritten last. Only lack of
+        memory is no failure of the compiler.
+        """
+        fast: Callable[..., Any] = torch.compile(whole, fullgraph=True, backend=backend)
+
+        def call(*arguments: Any) -> Any:
+            if not self._failed:
+                try:
+                    return fast(*arguments)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    self._failed = True
+                    logger.warning(
+                        "the cross entropy runs without torch.compile, which failed: %s",
+                        _reason(error),
+                    )
+            return replacement(*arguments)
+
+        return cast(F, call)
 
 
 def _compiler_obstacle(setting: Setting) -> str | None:
@@ -237,12 +277,14 @@ def _compiler_obstacle(setting: Setting) -> str | None:
     try:
         torch.compile(torch.nn.functional.silu)(torch.ones(8, device=setting.device))
     except Exception as error:
-        return f"torch.compile does not work here ({type(error).__name__}: {_first_line(error)})"
+        return f"torch.compile does not work here ({_reason(error)})"
     return None
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+def _reason(error: Exception) -> str:
+    """Return type and first line of the compiler's error, which torch.compile wraps."""
+    error = getattr(error, "inner_exception", error)
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 IMPLEMENTATIONS = (

@@ -5,12 +5,14 @@ DeepSpeed and vLLM on CPUs (`csrc/cpu/comm/shm.cpp` and `csrc/cpu/shm.cpp` there
 data into its own slot, notifies the others by a message, and reads their slots.
 """
 
+import itertools
 import mmap
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,22 @@ class ParallelGroup:
     nothing."""
     shared: "SharedMemory | None" = field(default=None, compare=False)
     """Memory through which the ranks can communicate; None if there is none."""
+    key: int = field(init=False, compare=False)
+    """Number of this object in the process, by which operators in compiled graphs name it."""
+
+    def __post_init__(self) -> None:
+        """Give the object a key."""
+        object.__setattr__(self, "key", next(_KEYS))
+        _GROUPS[self.key] = self
+
+
+_KEYS = itertools.count()
+_GROUPS: WeakValueDictionary[int, ParallelGroup] = WeakValueDictionary()
+
+
+def group_of(key: int) -> ParallelGroup:
+    """Return the group with this `key`."""
+    return _GROUPS[key]
 
 
 SINGLE_RANK = ParallelGroup()

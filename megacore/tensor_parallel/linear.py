@@ -1,11 +1,16 @@
 """Linear layers divided by output (column) or by input (row) features.
 
-The gradient of a weight is added directly to an fp32 main gradient, if the weight has one.
+The gradient of a weight is added directly to an fp32 main gradient, if the weight has one. In a
+graph of torch.compile, layers with their communication are the operator `megacore::linear`. Its
+backward operator adds to main gradients through keys (`expose_sinks`): it looks the sinks up when
+it runs, so one graph serves all layers of a shape, and a sink is informed each time.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +19,17 @@ from megacore.kernels.weight_gradient import WeightGradient
 from megacore.parallel.collectives import (
     Pending,
     all_gather,
+    all_reduce_,
+    reduce_scatter,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, group_of
 from megacore.tensor_parallel.mappings import (
     SEQUENCE,
+    differentiable,
+    operator,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -30,10 +39,10 @@ Affine = tuple[Tensor, Tensor | None]
 """Weight [o, i] and its bias [o]."""
 
 
-class InputDistribution(Enum):
-    """Distribution of a linear layer's input over the ranks.
+class Distribution(Enum):
+    """Distribution of a linear layer's input, or of its output, over the ranks.
 
-    It determines the reduction of the input's gradient.
+    The input's determines the reduction of its gradient.
     """
 
     LOCAL_FEATURES = "own features"
@@ -130,9 +139,13 @@ class RowParallelLinear(nn.Module):
 
         With sequence parallelism, it maps [b, s, …] to [b, s/t, …].
         """
-        partial = _linear(x, [(self.weight, self.bias)], self.tp, InputDistribution.LOCAL_FEATURES)[
-            0
-        ]
+        layers = [(self.weight, self.bias)]
+        if torch.compiler.is_compiling():
+            total = (
+                Distribution.OWN_POSITIONS if self.sequence_parallel else Distribution.EVERY_RANK
+            )
+            return _traced(x, layers, self.tp, Distribution.LOCAL_FEATURES, total)[0]
+        partial = _linear(x, layers, self.tp, Distribution.LOCAL_FEATURES)[0]
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp)
         return reduce_from_tensor_parallel_region(partial, self.tp)
@@ -163,77 +176,110 @@ def column_parallel(
         [..., o/t] for each layer, of the whole sequence.
     """
     if tp.size == 1:
-        return _linear(x, layers, tp, InputDistribution.LOCAL_FEATURES)
+        return _linear(x, layers, tp, Distribution.LOCAL_FEATURES)
     return _linear(
         x,
         layers,
         tp,
-        InputDistribution.OWN_POSITIONS if sequence_parallel else InputDistribution.EVERY_RANK,
+        Distribution.OWN_POSITIONS if sequence_parallel else Distribution.EVERY_RANK,
     )
 
 
 def _linear(
-    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputDistribution
+    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: Distribution
 ) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return _traced(x, layers, tp, input_on, Distribution.LOCAL_FEATURES)
     parameters = [parameter for layer in layers for parameter in layer]
     outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, input_on, *parameters)  # type: ignore[no-untyped-call]
     return outputs
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function of one or several linear layers; backward overlaps with communication.
-
-    The weight gradients are computed during the communication of the input gradient, as in
-    Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication. A gathered input is not kept but
-    gathered again during the input-gradient matmul (Korthikanti et al. 2022, section 4.2.2).
-    """
+    """Autograd function of one or several linear layers with one input."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         tp: ParallelGroup,
-        input_on: InputDistribution,
+        input_on: Distribution,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights = [weight for weight in parameters[::2] if weight is not None]
         ctx.tp, ctx.input_on = tp, input_on
         ctx.sinks = [sink_of(weight) for weight in weights]
         ctx.save_for_backward(x, *weights)
-        full_input = (
-            all_gather(x, tp, SEQUENCE) if input_on is InputDistribution.OWN_POSITIONS else x
-        )
-        share = 1.0 / tp.size if input_on is InputDistribution.LOCAL_FEATURES else 1.0
-        return tuple(
-            affine(full_input, weight, bias, share)
-            for weight, bias in zip(weights, parameters[1::2], strict=True)
-        )
+        return tuple(_outputs(x, weights, parameters[1::2], tp, input_on))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        gathering = (
-            start_all_gather(x, ctx.tp, SEQUENCE)
-            if ctx.input_on is InputDistribution.OWN_POSITIONS
-            else None
+        dx, weight_grads, bias_grads = _gradients(
+            grads, x, weights, ctx.sinks, ctx.tp, ctx.input_on, ctx.needs_input_grad
         )
-        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        dx = (
-            _input_gradient(rows, weights).view(*grads[0].shape[:-1], x.shape[-1])
-            if ctx.needs_input_grad[0]
-            else None
-        )
-        x = gathering.wait() if gathering else x
-        reduction = _start_sum(dx, ctx.tp, ctx.input_on) if dx is not None else None
-        columns = x.reshape(-1, x.shape[-1])
-        parameter_grads: list[Tensor | None] = []
-        for number, (dy, sink) in enumerate(zip(rows, ctx.sinks, strict=True)):
-            needs_weight, needs_bias = ctx.needs_input_grad[3 + 2 * number : 5 + 2 * number]
-            parameter_grads += [
-                matmul_gradient(sink, dy, columns) if needs_weight else None,
-                dy.sum(0) if needs_bias else None,
-            ]
-        return reduction.wait() if reduction else None, None, None, *parameter_grads
+        pairs = zip(weight_grads, bias_grads, strict=True)
+        return dx, None, None, *(gradient for pair in pairs for gradient in pair)
+
+
+def _outputs(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    tp: ParallelGroup,
+    input_on: Distribution,
+) -> list[Tensor]:
+    """Return the output of each layer; partial sums if the ranks have different features."""
+    full_input = all_gather(x, tp, SEQUENCE) if input_on is Distribution.OWN_POSITIONS else x
+    share = 1.0 / tp.size if input_on is Distribution.LOCAL_FEATURES else 1.0
+    return [
+        affine(full_input, weight, bias, share)
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+
+
+def _gradients(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    sinks: Sequence["GradSink | None"],
+    tp: ParallelGroup,
+    input_on: Distribution,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Return the gradients of the input, the weights and the biases; overlap communication.
+
+    The weight gradients are computed during the communication of the input gradient, as in
+    Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication. A gathered input is not kept but
+    gathered again during the input-gradient matmul (Korthikanti et al. 2022, section 4.2.2).
+
+    Args:
+        grads: gradients of the outputs.
+        x: input of this rank.
+        weights: weight of each layer.
+        sinks: sink of each weight.
+        tp: ranks that share the layers.
+        input_on: distribution of the input.
+        needs: flags of the gradients to compute: of the input at 0, of weight and bias of the i-th
+            layer at 3 + 2i and 4 + 2i.
+    """
+    gathering = (
+        start_all_gather(x, tp, SEQUENCE) if input_on is Distribution.OWN_POSITIONS else None
+    )
+    rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+    dx = (
+        _input_gradient(rows, weights).view(*grads[0].shape[:-1], x.shape[-1]) if needs[0] else None
+    )
+    x = gathering.wait() if gathering else x
+    reduction = _start_sum(dx, tp, input_on) if dx is not None else None
+    columns = x.reshape(-1, x.shape[-1])
+    weight_grads: list[Tensor | None] = []
+    bias_grads: list[Tensor | None] = []
+    for number, (dy, sink) in enumerate(zip(rows, sinks, strict=True)):
+        needs_weight, needs_bias = needs[3 + 2 * number : 5 + 2 * number]
+        weight_grads.append(matmul_gradient(sink, dy, columns) if needs_weight else None)
+        bias_grads.append(dy.sum(0) if needs_bias else None)
+    return reduction.wait() if reduction else None, weight_grads, bias_grads
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float = 1.0) -> Tensor:
@@ -257,11 +303,11 @@ def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
     return dx
 
 
-def _start_sum(dx: Tensor, tp: ParallelGroup, input_on: InputDistribution) -> Pending:
+def _start_sum(dx: Tensor, tp: ParallelGroup, input_on: Distribution) -> Pending:
     """Start summing the input gradients over the ranks, if the distribution requires it."""
-    if input_on is InputDistribution.OWN_POSITIONS:
+    if input_on is Distribution.OWN_POSITIONS:
         return start_reduce_scatter(dx, tp, SEQUENCE)
-    return start_all_reduce(dx, tp if input_on is InputDistribution.EVERY_RANK else SINGLE_RANK)
+    return start_all_reduce(dx, tp if input_on is Distribution.EVERY_RANK else SINGLE_RANK)
 
 
 class GradSink(Protocol):
@@ -337,3 +383,151 @@ def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor) -> None:
         table.index_put_((ids,), rows, accumulate=True)
     else:
         table.index_add_(0, ids, rows)
+
+
+_SINKS: WeakValueDictionary[int, GradSink] = WeakValueDictionary()
+_SINK_KEYS = itertools.count()
+
+
+def expose_sinks(parameters: Iterable[nn.Parameter]) -> None:
+    """Give every parameter with a sink a `sink_key`, which a compiled graph passes to operators.
+
+    The key is a tensor, an int64 scalar on the CPU, because a graph would store a number as a
+    constant and then serve one layer only.
+    """
+    for parameter in parameters:
+        sink = sink_of(parameter)
+        if sink is not None:
+            key = next(_SINK_KEYS)
+            _SINKS[key] = sink
+            parameter.sink_key = torch.tensor(key)  # type: ignore[attr-defined]
+
+
+def _traced(
+    x: Tensor,
+    layers: Sequence[Affine],
+    tp: ParallelGroup,
+    input_on: Distribution,
+    output_on: Distribution,
+) -> tuple[Tensor, ...]:
+    """Apply layers by the operator `megacore::linear`; all or none have a bias, and a sink."""
+    weights = [weight for weight, _ in layers]
+    biases = [bias for _, bias in layers if bias is not None]
+    keys = [weight.sink_key for weight in weights if hasattr(weight, "sink_key")]
+    return tuple(
+        torch.ops.megacore.linear(x, weights, biases, keys, tp.key, input_on.name, output_on.name)
+    )
+
+
+def _fake_linear(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    sinks: list[Tensor],
+    group: int,
+    input_on: str,
+    output_on: str,
+) -> list[Tensor]:
+    shape, size = list(x.shape), group_of(group).size
+    if Distribution[input_on] is Distribution.OWN_POSITIONS:
+        shape[SEQUENCE] *= size
+    if Distribution[output_on] is Distribution.OWN_POSITIONS:
+        shape[SEQUENCE] //= size
+    return [x.new_empty([*shape[:-1], weight.shape[0]]) for weight in weights]
+
+
+@operator(
+    "linear(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] sinks, int group, str input_on, "
+    "str output_on) -> Tensor[]",
+    _fake_linear,
+)
+def _linear_operator(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    sinks: list[Tensor],
+    group: int,
+    input_on: str,
+    output_on: str,
+) -> list[Tensor]:
+    """Apply layers to one input, and sum the outputs over the ranks if `output_on` requires it."""
+    tp = group_of(group)
+    outputs = _outputs(x, weights, biases or [None] * len(weights), tp, Distribution[input_on])
+    match Distribution[output_on]:
+        case Distribution.EVERY_RANK:
+            return [all_reduce_(output, tp) for output in outputs]
+        case Distribution.OWN_POSITIONS:
+            return [reduce_scatter(output, tp, SEQUENCE) for output in outputs]
+    return outputs
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, sinks, ctx.group, ctx.input_on, ctx.output_on = inputs
+    ctx.counts = len(weights), len(biases), len(sinks)
+    ctx.save_for_backward(x, *weights, *sinks)
+
+
+def _linear_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    """Return the gradients of the operator's arguments; the biases' are sums over all ranks."""
+    weight_count, bias_count, sink_count = ctx.counts
+    x, *rest = ctx.saved_tensors
+    weights, sinks = rest[:weight_count], rest[weight_count:]
+    dx, *others = torch.ops.megacore.linear_backward(
+        grads, x, weights, sinks, bias_count > 0, ctx.group, ctx.input_on, ctx.output_on
+    )
+    weight_grads = [None] * weight_count if sinks else others[:weight_count]
+    bias_grads = others[-bias_count:] if bias_count else []
+    return dx, weight_grads, bias_grads, [None] * sink_count, None, None, None
+
+
+differentiable("linear", _linear_backward, _save_linear)
+
+
+def _fake_backward(
+    grads: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    sinks: list[Tensor],
+    with_bias: bool,
+    group: int,
+    input_on: str,
+    output_on: str,
+) -> list[Tensor]:
+    weight_grads = [] if sinks else [weight.new_empty(weight.shape) for weight in weights]
+    bias_grads = [weight.new_empty(weight.shape[0]) for weight in weights if with_bias]
+    return [x.new_empty(x.shape), *weight_grads, *bias_grads]
+
+
+@operator(
+    "linear_backward(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] sinks, bool with_bias, "
+    "int group, str input_on, str output_on) -> Tensor[]",
+    _fake_backward,
+)
+def _linear_backward_operator(
+    grads: list[Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    sinks: list[Tensor],
+    with_bias: bool,
+    group: int,
+    input_on: str,
+    output_on: str,
+) -> list[Tensor]:
+    """Return gradients of input, weights without a sink, and biases; add the others to sinks."""
+    tp = group_of(group)
+    if Distribution[output_on] is Distribution.OWN_POSITIONS:
+        grads = [all_gather(grad, tp, SEQUENCE) for grad in grads]
+    dx, weight_grads, bias_grads = _gradients(
+        grads,
+        x,
+        weights,
+        [_SINKS[int(key)] for key in sinks] or [None] * len(weights),
+        tp,
+        Distribution[input_on],
+        [True, False, False, *[True, with_bias] * len(weights)],
+    )
+    return [each for each in (dx, *weight_grads, *bias_grads) if each is not None]
+
+
+# Its results may be unused, but not its additions to main gradients.
+torch.fx.node.has_side_effect(torch.ops.megacore.linear_backward.default)

@@ -5,21 +5,51 @@ tensor-parallel regions of a sequence-parallel model (Korthikanti et al. 2022, a
 section 4.2.2) rank r has the s/t positions from r·s/t on of every sample. A gather and a
 reduce-scatter move as many bytes as the all-reduce they replace, while norms, dropout and residuals
 are divided by t. Each mapping is the identity for a group of one rank.
+
+In a graph of torch.compile they are operators, which name their group by its key.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
-from megacore.parallel.mesh import ParallelGroup
+from megacore.parallel.mesh import ParallelGroup, group_of
 
 SEQUENCE = 1
 """Dimension of a [b, s, h] activation that sequence parallelism divides."""
 Collective = Callable[[Tensor, ParallelGroup, int], Tensor]
 """Collective of a tensor over the ranks of a group along one dimension."""
+_LIBRARY = torch.library.Library("megacore", "FRAGMENT")  # type: ignore[no-untyped-call]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
+    """Register a function as `torch.ops.megacore.<name>` for every device.
+
+    Its autograd formula, if any, is registered by `differentiable`.
+
+    Args:
+        schema: schema such as "name(Tensor x, int group) -> Tensor".
+        fake: function from the same arguments to outputs of the right shape, type and strides,
+            without values.
+    """
+    name = schema.partition("(")[0]
+
+    def register(function: F) -> F:
+        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"megacore::{name}", fake, lib=_LIBRARY)
+        return function
+
+    return register
+
+
+def differentiable(name: str, backward: Callable[..., Any], save: Callable[..., None]) -> None:
+    """Register the autograd formula of an operator, as `torch.library.register_autograd` does."""
+    torch.library.register_autograd(f"megacore::{name}", backward, setup_context=save, lib=_LIBRARY)
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:
@@ -43,6 +73,8 @@ def gather_within_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor
 
     [..., k/t] -> [..., k] by all-gather; the backward pass is a reduce-scatter.
     """
+    if tp.size > 1 and torch.compiler.is_compiling():
+        return torch.ops.megacore.exchange(x, tp.key, x.dim() - 1, True)  # type: ignore[no-any-return]
     return x if tp.size == 1 else _apply(_Conjugates, x, tp, -1, all_gather, reduce_scatter)
 
 
@@ -52,6 +84,32 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: ParallelGroup) -> 
     The backward pass is an all-gather.
     """
     return x if tp.size == 1 else _apply(_Conjugates, x, tp, SEQUENCE, reduce_scatter, all_gather)
+
+
+def _resized(x: Tensor, group: int, dim: int, gathers: bool) -> Tensor:
+    """Return a new tensor in the shape of the result of `exchange`."""
+    shape, size = list(x.shape), group_of(group).size
+    shape[dim] = shape[dim] * size if gathers else shape[dim] // size
+    return x.new_empty(shape)
+
+
+@operator("exchange(Tensor x, int group, int dim, bool gathers) -> Tensor", _resized)
+def _exchange(x: Tensor, group: int, dim: int, gathers: bool) -> Tensor:
+    """Gather the ranks' tensors along `dim`, or reduce-scatter them."""
+    result = (all_gather if gathers else reduce_scatter)(x, group_of(group), dim)
+    return result.contiguous()
+
+
+def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group, ctx.dim, ctx.gathers = inputs
+
+
+def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    back = torch.ops.megacore.exchange(grad, ctx.group, ctx.dim, not ctx.gathers)
+    return back, None, None, None
+
+
+differentiable("exchange", _exchange_backward, _save_exchange)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

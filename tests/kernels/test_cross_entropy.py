@@ -1,6 +1,8 @@
 """Losses and in-place gradients by every implementation that runs here, compared with float64."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +141,43 @@ def test_blocks_of_any_size_equal_float64(
     losses = cross_entropy.loss_(logits, labels, 0.1, 0.01, 1.0)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(logits.double(), gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_failing_compiler_is_replaced_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
+        raise RuntimeError("no such GPU\nmore of it")
+
+    kernel = compiled(fails)
+    logits, labels = logits_and_labels(torch.float32)
+    expected = logits.clone()
+    losses = cross_entropy.REFERENCE.loss_(expected, labels, 0.1, 0.01, 1.0)
+    with caplog.at_level(logging.WARNING, logger="megacore"):
+        assert torch.equal(kernel.loss_(logits, labels, 0.1, 0.01, 1.0), losses)
+        kernel.statistics(logits.clone(), labels, True)
+    assert torch.equal(logits, expected)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the cross entropy runs without torch.compile, which failed: RuntimeError: no such GPU"
+    ]
+
+
+def test_a_working_compiler_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def works(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled(works).loss_(*logits_and_labels(torch.float32), 0.0, 0.0, 1.0)
+    assert len(graphs) == 1
+    assert not [record for record in caplog.records if record.name.startswith("megacore")]
+
+
+def test_lack_of_memory_is_no_failure_of_the_compiler() -> None:
+    def fails(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def run(*arguments: Tensor) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+        return run
+
+    with pytest.raises(torch.OutOfMemoryError):
+        compiled(fails).loss_(*logits_and_labels(torch.float32), 0.0, 0.0, 1.0)

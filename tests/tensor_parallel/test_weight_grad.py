@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.tensor_parallel import VocabParallelEmbedding
-from megacore.tensor_parallel.linear import matmul_gradient
+from megacore.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+from megacore.tensor_parallel.linear import expose_sinks, matmul_gradient
 from tests._gpt_ranks import Sink
 from tests._tensor_ranks import ids, random
 
@@ -52,3 +52,16 @@ def test_half_precision_lookups_accumulate_in_fp32() -> None:
     assert layer.weight.grad is None
     expected = torch.zeros(128, 6).index_add_(0, ids(2, 5).flatten(), grad.flatten(0, 1).float())
     torch.testing.assert_close(sink.main_grad, 300 * expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_graph_whose_only_gradient_is_in_a_sink_adds_it() -> None:
+    layer = ColumnParallelLinear(6, 8, bias=False)
+    sink = layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[assignment]
+    expose_sinks(layer.parameters())
+    graph = torch.compile(layer, backend="aot_eager")
+    x, dy = random("x", 3, 6).float(), random("g", 3, 8).float()
+    for _ in range(2):
+        graph(x).backward(dy)
+    torch.testing.assert_close(sink.main_grad, 2 * dy.t() @ x)
+    assert sink.contributions == 2
+    assert layer.weight.grad is None

@@ -103,12 +103,13 @@ class _Attention(nn.Module):
         """Map q, k, v to the attention output [b, n/t, s, d], with dropout in training."""
         if not (self.training and self.attention_dropout):
             return self._scores(query, key, value, 0.0, bias)
-        self.seed(dropout_seed)
+        if self.part is not None or self.recompute or not torch.compiler.is_compiling():
+            self.seed(dropout_seed)
         with tensor_parallel_region(self.tp, query):
             return self._scores(query, key, value, self.attention_dropout, bias)
 
     def seed(self, dropout_seed: int | None) -> None:
-        """Seed the dropout of this layer's attention for a micro batch."""
+        """Seed the dropout of this layer's attention for a micro batch; not part of a graph."""
         seed_dropout(dropout_seed, self.number, self.part)
 
     def _scores(

@@ -83,6 +83,7 @@ class TransformerLayer(nn.Module):
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.hidden_dropout = model.hidden_dropout
+        self.dropout = bool(model.hidden_dropout or model.attention_dropout)
         self.parallel_residual = model.parallel_residual
         self.post_norm = model.norm_position == "post"
         norm = partial(make_norm, model, model.hidden_size, kernels, device)
@@ -117,21 +118,28 @@ class TransformerLayer(nn.Module):
         """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         if self.recompute == "full" and self.training and torch.is_grad_enabled():
             return self.recomputed(
-                partial(self.branches, dropout_seed=dropout_seed, shared=shared), x
+                partial(self._seeded, dropout_seed=dropout_seed, shared=shared), x
             )
-        return self.branches(x, dropout_seed, shared)
+        return self._seeded(x, dropout_seed, shared)
 
     def partial_gradients(self) -> frozenset[str]:
         """Return the norms' parameters, whose gradients are partial with sequence parallelism."""
         return parameters_of(self, *_NORMS) if self.sequence_parallel else frozenset()
 
+    def _seeded(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
+        """Seed this layer's dropout for a micro batch and compute the layer.
+
+        Recomputation calls this function again.
+        """
+        if self.training and self.dropout:
+            seed_dropout(dropout_seed, self.number)
+        return self.branches(x, dropout_seed, shared)
+
     def branches(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
         """Compute the whole layer, [b, s, h] to [b, s, h].
 
-        This function is compiled, and recomputation calls it again.
+        This function is compiled, as one graph where possible. So its dropout is already seeded.
         """
-        if self.training and self.hidden_dropout:
-            self.seed(dropout_seed)
         if self.input_layernorm is None:
             return self._post_norm(x, dropout_seed, shared)
         attended = self.self_attention(self.input_layernorm(x), dropout_seed, shared)
@@ -143,10 +151,6 @@ class TransformerLayer(nn.Module):
             x = self._add(x, self.inter_attention(normed, dropout_seed, shared))
             normed = self.post_inter_attention_layernorm(x)
         return self._add(x, self.mlp(normed))
-
-    def seed(self, dropout_seed: int | None) -> None:
-        """Seed this layer's dropout for a micro batch."""
-        seed_dropout(dropout_seed, self.number)
 
     def _post_norm(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
         assert self.output_layernorm is not None
