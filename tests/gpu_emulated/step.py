@@ -36,6 +36,8 @@ class Case:
     vocab_size: int = 50257
     memory: bool = False
     """True to track the memory, which doubles the time."""
+    iterations_only: bool = False
+    """True to leave out the evaluation and the save."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ def run(case: Case) -> Record:
     with _built(case, tracker) as (config, engine, mesh):
         record.kernels = dict(engine.kernels)
         _iterate(config, engine, mesh, record, tracker)
-        _evaluate(config, engine, mesh, record)
-        _save(engine, record)
+        if not case.iterations_only:
+            _evaluate(config, engine, mesh, record)
+            _save(engine, record)
     return record
 
 
