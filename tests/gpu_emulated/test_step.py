@@ -27,7 +27,7 @@ _LAYOUT = {
 }
 WITHOUT_DEEPSPEED = {
     "gpt2-13b-3d": "its pipeline reads the shape of each message from the tensor it receives",
-    "gpt2-xl-zero3-offload": "ZeRO-3 compares objects of the ranks, which a fake process group does not send",
+    "gpt2-xl-zero3-offload": "ZeRO-3 compares objects of the ranks, which nobody sends",
 }
 """Confs of which DeepSpeed cannot run on fake tensors, and why. The native engine runs them in
 their layout and precision."""
@@ -109,7 +109,7 @@ OPERATIONS = {
 }
 """Operations of forward and backward that a layer starts for each micro batch; with T5, a layer of
 the encoder and one of the decoder. On a GPU each takes a few microseconds of the host: a larger
-number needs a reason."""
+number needs a reason. RMSNorm counts as several, because a CPU build of torch lacks the fused one."""
 DEPTHS = {
     f"{conf} {layers} layers": Case(
         conf,
@@ -127,7 +127,10 @@ DEPTHS = {
 }
 
 
+_LAYER_NORM = {"model.normalization": "layernorm"}
+"""A CPU build of torch lacks the fused RMSNorm of GPUs, and would store fp32 copies instead."""
 _PARALLEL = {
+    **_LAYER_NORM,
     "parallel.tensor_model_parallel_size": 2,
     "parallel.pipeline_model_parallel_size": 2,
     "parallel.sequence_parallel": True,
@@ -140,10 +143,14 @@ _MEMORY: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt, selective recomputation": ("gpt2-345m", 0, {"train.recompute": "selective"}),
     "gpt": ("gpt2-345m", 0, {"train.recompute": "none"}),
     "bert": ("bert-345m", 0, {}),
-    "t5": ("t5-220m", 0, {"train.micro_batch_size": 16, "train.global_batch_size": 16}),
-    "llama": ("llama-1b", 0, {}),
-    "llama, first stage": ("llama-1b", 0, _PARALLEL),
+    "t5": (
+        "t5-220m",
+        0,
+        {**_LAYER_NORM, "train.micro_batch_size": 16, "train.global_batch_size": 16},
+    ),
+    "llama": ("llama-1b", 0, _LAYER_NORM),
     "llama, last stage": ("llama-1b", 3, _PARALLEL),
+    "llama, first stage": ("llama-1b", 0, _PARALLEL),
 }
 MEMORY = {
     name: Case(
