@@ -109,7 +109,7 @@ OPERATIONS = {
 }
 """Operations of forward and backward that a layer starts for each micro batch; with T5, a layer of
 the encoder and one of the decoder. On a GPU each takes a few microseconds of the host: a larger
-number needs a reason. RMSNorm counts as several, because a CPU build of torch lacks the fused one."""
+number needs a reason. RMSNorm counts as several: a CPU build lacks the fused one."""
 DEPTHS = {
     f"{conf} {layers} layers": Case(
         conf,
@@ -190,7 +190,7 @@ def _records(cases: dict[str, Case]) -> dict[str, Record]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=300,
+        timeout=900,
     )
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     errors = [answer["error"] for answer in answers if "error" in answer]
