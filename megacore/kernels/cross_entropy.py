@@ -165,6 +165,7 @@ def loss_(
             exact.sub_(scale * label_smoothing / width)
         if not in_place:
             logits[block] = exact
+        del exact  # otherwise it would exist beside the next block's
     return losses
 
 

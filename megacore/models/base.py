@@ -43,7 +43,8 @@ class LossTerm(NamedTuple):
         """Return the sum of the losses that count, and their number: fp64 [2]."""
         exact = self.losses.double()
         if self.counts is None:
-            return torch.stack([exact.sum(), exact.new_tensor(exact.numel())])
+            # new_tensor would copy from the host, and wait for the GPU
+            return torch.stack([exact.sum(), exact.new_full((), exact.numel())])
         return torch.stack([(exact * self.counts).sum(), self.counts.sum().double()])
 
 

@@ -22,6 +22,8 @@ GIB = 2**30
 _PROCESS_BYTES = {"cpu": 350 * 2**20, "cuda": 600 * 2**20}
 """Resident memory of the interpreter with torch (measured), or size of a CUDA context with its
 libraries."""
+_LOSS_BLOCK = 1 << 25
+"""Number of logits of a block that `megacore.kernels.cross_entropy` copies to fp32 on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class MemoryEstimate:
     """Activations stored for the backward passes, of all micro batches in flight."""
     logits: int
     """Logits of the output layer and their gradient, on ranks that have the layer."""
+    passes: int
+    """Peak of activations, logits and working memory during forward and backward passes. On a GPU
+    it is reached in the loss or in the last layer's backward pass, when the logits do not exist any
+    more."""
     process: int
     """Interpreter and libraries, or the CUDA context."""
     buffers: int = 0
@@ -60,7 +66,7 @@ class MemoryEstimate:
     def total(self) -> int:
         """Peak bytes on the device."""
         state = self.weights + self.gradients + self.optimizer + self.buffers + self.process
-        return state + max(self.activations + self.logits, self.step)
+        return state + max(self.passes, self.step)
 
 
 def estimate_memory(
@@ -123,7 +129,14 @@ def estimate_stages(
         offloaded = storage.offloaded(stage_chunks, stage, micro_batches)
         on_device, on_cpu = state.device, state.cpu
         cpu_only = device_type == "cpu"
-        bytes_per_logit = element * losses  # the gradient overwrites the logits
+        # of one micro batch; the gradient overwrites the logits
+        logits = storage.predictions * spec.padded_vocab_size // tensor * element
+        passes = activations + losses * logits
+        if device_type == "cuda" and losses:
+            passes = max(
+                passes - storage.working_set(stage_chunks) + storage.loss_blocks(logits),
+                passes - logits,
+            )
         estimates.append(
             MemoryEstimate(
                 parameters=sum(sizes),
@@ -133,7 +146,8 @@ def estimate_stages(
                 gradients=on_device.gradients + cpu_only * on_cpu.gradients,
                 optimizer=on_device.moments + cpu_only * on_cpu.moments,
                 activations=activations + cpu_only * offloaded,
-                logits=storage.predictions * spec.padded_vocab_size // tensor * bytes_per_logit,
+                logits=losses * logits,
+                passes=passes + cpu_only * offloaded,
                 process=_PROCESS_BYTES[device_type],
                 buffers=extra.device + cpu_only * extra.cpu,
                 step=extra.step,
@@ -301,7 +315,7 @@ class Activations:
         """
         activations = self._most([self.chunk(chunk) for chunk in chunks], stage, micro_batches)
         losses = self._most([int(chunk.has_head) for chunk in chunks], stage, micro_batches)
-        return activations + self._working_set(chunks), losses
+        return activations + self.working_set(chunks), losses
 
     def _most(self, sizes: Sequence[int], stage: int, micro_batches: int) -> int:
         """Return the peak over a stage's schedule.
@@ -324,7 +338,19 @@ class Activations:
             )
         )
 
-    def _working_set(self, chunks: Sequence[ModelChunk]) -> int:
+    def loss_blocks(self, logits: int) -> int:
+        """Return the additional bytes of the loss of a micro batch on a GPU.
+
+        It is computed in fp32 blocks of its logits: one exists at a time, two with a divided
+        vocabulary.
+
+        Args:
+            logits: bytes of the micro batch's logits.
+        """
+        copies = (1 if self._tensor == 1 else 2) - (self.element == 4)
+        return copies * 4 * min(_LOSS_BLOCK, logits // self.element)
+
+    def working_set(self, chunks: Sequence[ModelChunk]) -> int:
         """Return the additional bytes of the layer that is being recomputed."""
         encoder, decoder = (
             any(chunk.layers for chunk in chunks),

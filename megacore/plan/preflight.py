@@ -256,7 +256,7 @@ def check_memory(
     if need.total > room.device:
         raise ConfigError(
             f"{config.name} needs about {gib(need.total)} of memory per rank "
-            f"({gib(need.activations + need.logits)} of it for activations) and this machine has "
+            f"({gib(need.passes)} of it for activations) and this machine has "
             f"{gib(room.device)} per rank: {_advice(config, room, deployment)}"
         )
     if need.host > room.host:

@@ -109,6 +109,18 @@ int64_t choose_attention(const at::Tensor& query, const at::Tensor&, const at::T
 
 }  // namespace
 
+// cudaHostRegister and cudaHostUnregister: 0 is success.
+extern "C" int fake_host_register(const char* address, size_t size) {
+    const std::lock_guard<std::mutex> guard(pinned_lock);
+    pinned[address] = size;
+    return 0;
+}
+
+extern "C" int fake_host_unregister(const char* address) {
+    const std::lock_guard<std::mutex> guard(pinned_lock);
+    return pinned.erase(address) == 1 ? 0 : 1;
+}
+
 namespace c10::impl {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 }

@@ -67,7 +67,18 @@ def load(directory: Path) -> None:
         check=True,
     )
     ctypes.CDLL(str(libraries / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(built), ctypes.RTLD_GLOBAL)
+    _library.append(ctypes.CDLL(str(built), ctypes.RTLD_GLOBAL))
+
+
+_library: list[ctypes.CDLL] = []
+
+
+def _host_register(address: int, size: int, _: int) -> int:
+    return int(_library[0].fake_host_register(ctypes.c_void_p(address), ctypes.c_size_t(size)))
+
+
+def _host_unregister(address: int) -> int:
+    return int(_library[0].fake_host_unregister(ctypes.c_void_p(address)))
 
 
 class Event:
@@ -181,7 +192,7 @@ def install(local_rank: int) -> None:
         "get_rng_state_all": lambda: [state] * GPUS,
         "memory_stats": lambda _=None: {},
         "cudart": lambda: SimpleNamespace(
-            cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0
+            cudaHostRegister=_host_register, cudaHostUnregister=_host_unregister
         ),
         "_is_in_bad_fork": lambda: False,
     }
@@ -202,6 +213,7 @@ def install(local_rank: int) -> None:
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment,method-assign]
     megacore.hardware.cuda_capability = lambda: PROPERTIES.major * 10  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
+    torch.Tensor.record_stream = no_result()  # type: ignore[method-assign,assignment]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
     _record_reads()
 
@@ -217,18 +229,26 @@ def _apply(module: Any, function: Callable[[Any], Any], recurse: bool = True) ->
 
 
 def _record_reads() -> None:
-    """Record the methods that read a tensor's values on the host, and let them return ones."""
+    """Record the methods that read a tensor's values on the host, and let them return values.
+
+    Floating-point numbers are 1, an integer is 0 (no overflow), and integers of a list count from
+    0 (an order).
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    def ones(shape: Any, value: float) -> Any:
-        return value if not shape else [ones(shape[1:], value) for _ in range(shape[0])]
+    def values(tensor: torch.Tensor) -> Any:
+        with _disable_current_modes():
+            if tensor.dtype.is_floating_point:
+                return torch.ones(tensor.shape).tolist()
+            return torch.arange(tensor.numel()).view(tensor.shape).tolist()
 
     def one(tensor: torch.Tensor) -> float:
-        return 1.0 if tensor.dtype.is_floating_point else 1
+        return 1.0 if tensor.dtype.is_floating_point else 0
 
     reads: dict[str, Callable[[torch.Tensor], Any]] = {
-        "tolist": lambda tensor: ones(list(tensor.shape), one(tensor)),
+        "tolist": values,
         "item": one,
         "__bool__": lambda _: True,
         "__float__": lambda _: 1.0,

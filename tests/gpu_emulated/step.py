@@ -11,10 +11,18 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tests.gpu_emulated import fake_cuda
+
+
+def _disable_current_modes() -> Any:
+    """Return a context in which tensors are real."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,10 @@ class Case:
     world_size: int = 1
     overrides: dict[str, Any] = field(default_factory=dict)
     vocab_size: int = 50257
+    memory: bool = False
+    """True to track the memory, which doubles the time."""
+    iterations_only: bool = False
+    """True to leave out the evaluation and the save."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class Communication:
 
 @dataclass
 class Record:
-    """Waits, copies and communication of a rank in its second iteration."""
+    """Work of a rank in its second iteration, an evaluation and a save."""
 
     copies: list[str] = field(default_factory=list)
     """Copies from the host to the GPU that wait for it, with their places."""
@@ -58,6 +70,14 @@ class Record:
     """Communication in the order in which it starts."""
     attention: list[str] = field(default_factory=list)
     """Attention operations that ran."""
+    operations: int = 0
+    """Number of operations that forward and backward of the global batch start."""
+    evaluation: list[str] = field(default_factory=list)
+    """Waits for the GPU in an evaluation, with their places."""
+    save: list[str] = field(default_factory=list)
+    """Waits for the GPU while a checkpoint's tensors are copied to the host, with their places."""
+    peak_bytes: int = 0
+    """Largest memory of the GPU's tensors in the iteration."""
     kernels: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -68,7 +88,37 @@ class Record:
 
 
 def run(case: Case) -> Record:
-    """Build the engine, run two iterations, and return what happened in the second."""
+    """Build the engine, run two iterations, an evaluation and the copy of a save.
+
+    The record is of the second iteration and what follows it.
+    """
+    record = Record()
+    tracker = _memory_tracker() if case.memory else None
+    with _built(case, tracker) as (config, engine, mesh):
+        record.kernels = dict(engine.kernels)
+        _iterate(config, engine, mesh, record, tracker)
+        if not case.iterations_only:
+            _evaluate(config, engine, mesh, record)
+            _save(engine, record)
+    return record
+
+
+def prepare() -> None:
+    """Import the modules that cases need, and remember fake operations, for forked processes.
+
+    Autograd must not start before the fork.
+    """
+    case = Case("gpt2-tiny", overrides={"model.num_layers": 1, "train.compile": "off"})
+    with _built(case) as (config, engine, mesh):
+        _evaluate(config, engine, mesh, Record())
+        _save(engine, Record())
+    import_module("megacore.engine.deepspeed.pipeline").import_deepspeed()
+    import_module("torch.distributed._tools.mem_tracker")
+
+
+@contextlib.contextmanager
+def _built(case: Case, tracker: Any = None) -> Iterator[tuple[Any, Any, Any]]:
+    """Return configuration, engine and mesh of a case, for use in the body."""
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -98,11 +148,12 @@ def run(case: Case) -> Record:
         dist.init_process_group(
             "fake", rank=case.rank, world_size=case.world_size, store=FakeStore()
         )
-    record = Record()
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_cuda.real_tensors(mesh_module, "init_device_mesh"))
         stack.enter_context(fake_cuda.real_tensors(torch, "from_numpy"))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if tracker is not None:
+            stack.enter_context(tracker)
         set_up_arithmetic(1)
         device = choose_device()
         timers = Timers(device)
@@ -120,30 +171,102 @@ def run(case: Case) -> Record:
             device=device,
             precision=resolve_precision(config.train.precision, device.type),
         )
-        record.kernels = dict(engine.kernels)
-        _iterate(config, engine, mesh, record)
-    return record
+        yield config, engine, mesh
 
 
-def _iterate(config: Any, engine: Any, mesh: Any, record: Record) -> None:
+def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) -> None:
     from megacore.data.sampler import PrefetchingIterator
     from megacore.train.loss_check import LossCheck
     from megacore.train.state import TrainState
     from megacore.train.step import Stepper, reader
 
-    samples = Samples(config)
-    read = reader(samples, engine.device)
+    gather = reader(Samples(config), engine.device)
+
+    def read(indices: Any) -> Any:
+        with _disable_current_modes():  # the second attempt at an iteration reads in this thread
+            return gather(indices)
+
     check = LossCheck(config, mesh, print, lambda _: None, ["host"] * mesh.world_size)
     stepper = Stepper(config, engine, mesh, check, read, print)
     state = TrainState()
     with PrefetchingIterator(read, stepper.upcoming(state, 2)) as batches:
         stepper.step(batches, state, lambda: (False, False))
-        fake_cuda.synchronizations.clear()
         fake_cuda.Event.made = 0
-        with watch(record):
+        if tracker is not None:
+            tracker.forget_peak()
+        with _waits(record.synchronizations), watch(record) as operations:
+            engine.forward_backward = _counted(engine.forward_backward, operations, record)
             stepper.step(batches, state, lambda: (False, False))
     record.events = fake_cuda.Event.made
-    record.synchronizations = [f"{name} at {at}" for name, at in fake_cuda.synchronizations]
+    if tracker is not None:
+        record.peak_bytes = tracker.peak_bytes(engine.device)
+
+
+def _counted(forward_backward: Any, operations: list[int], record: Record) -> Any:
+    """Count the operations of forward and backward."""
+
+    def counted(*arguments: Any) -> None:
+        before = operations[0]
+        forward_backward(*arguments)
+        record.operations += operations[0] - before
+
+    return counted
+
+
+def _evaluate(config: Any, engine: Any, mesh: Any, record: Record) -> None:
+    """Evaluate two micro batches of each replica, the second one smaller."""
+    from megacore.train.evaluate import evaluate
+
+    size = config.train.micro_batch_size
+    with _waits(record.evaluation), watch(Record(copies=record.copies)):
+        evaluate(
+            engine,
+            Samples(config),
+            samples=2 * size * mesh.data_parallel.size - size // 2,
+            micro_batch_size=size,
+            mesh=mesh,
+            device=engine.device,
+        )
+
+
+def _save(engine: Any, record: Record) -> None:
+    """Copy the tensors of a checkpoint to the host."""
+    from megacore.checkpoint.staging import HostBuffers, rectangles_of
+
+    buffers = HostBuffers()
+    memory = fake_cuda.real_tensors(HostBuffers, "_allocate")
+    with memory, _waits(record.save), watch(Record()):
+        tensors = engine.tensors()  # DeepSpeed's are on the host already
+        if any(piece.is_cuda for piece in rectangles_of(tensors).values()):
+            buffers.copy(tensors)
+            buffers.free()
+
+
+@contextlib.contextmanager
+def _waits(record: list[str]) -> Iterator[None]:
+    """Record the waits for the GPU in the body."""
+    fake_cuda.synchronizations.clear()
+    yield
+    record += [f"{name} at {at}" for name, at in fake_cuda.synchronizations]
+
+
+def _memory_tracker() -> Any:
+    """Return torch's memory tracker, without its statistics of modules, which need real tensors."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    class Tracker(MemTracker):
+        def _nothing(self, *_: Any) -> None: ...
+
+        _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _nothing  # type: ignore[assignment]
+
+        def forget_peak(self) -> None:
+            self._peak_mem.clear()
+            self._peak_mem_snap.clear()
+
+        def peak_bytes(self, device: Any) -> int:
+            return int(self.get_tracker_snapshot("peak")[device]["Total"])
+
+    return Tracker()
 
 
 class Samples:
@@ -186,15 +309,25 @@ def _special_tokens(vocab_size: int) -> Any:
 
 
 @contextlib.contextmanager
-def watch(record: Record) -> Iterator[None]:
-    """Record copies, attention and communication in the body."""
+def watch(record: Record) -> Iterator[list[int]]:
+    """Record copies, attention and communication in the body, and count all operations."""
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    operations = [0]
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            if func.namespace == "aten" and torch.is_inference_mode_enabled():
+                # autograd would have divided the operation
+                with self:
+                    out = func.decompose(*args, **kwargs or {})
+                if out is not NotImplemented:
+                    return out
             name = str(func)
+            operations[0] += 1
             if name.startswith("c10d."):
                 record.communication.append(_communication(name, args))
             out = func(*args, **kwargs or {})
@@ -205,7 +338,7 @@ def watch(record: Record) -> Iterator[None]:
             return out
 
     with Watch():
-        yield
+        yield operations
 
 
 def _record_copy(record: Record, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -213,8 +346,6 @@ def _record_copy(record: Record, name: str, args: Any, kwargs: Any, out: Any) ->
 
     It does so for ordinary memory, even if the copy is said not to block.
     """
-    from torch.utils._python_dispatch import _disable_current_modes
-
     target, source = args[:2] if name.startswith("aten.copy_") else (out, args[0])
     if source.device.type == target.device.type:
         return
@@ -261,23 +392,29 @@ def main() -> None:
         import torch.testing._internal.distributed.fake_pg
 
         torch.set_num_threads(1)
-        for line in sys.stdin:
-            _answer(Case(**json.loads(line)))
+        prepare()
+        for answer in _answers([Case(**json.loads(line)) for line in sys.stdin], Path(folder)):
+            sys.stdout.write(answer + "\n")
 
 
-def _answer(case: Case) -> None:
-    """Run a case in a forked process, which prints the record or its traceback as one line."""
-    sys.stdout.flush()
-    process = os.fork()
-    if process == 0:
-        try:
-            result = {"record": asdict(run(case))}
-        except BaseException:
-            result = {"error": traceback.format_exc()}
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
-        os._exit(0)
-    os.waitpid(process, 0)
+def _answers(cases: list[Case], folder: Path) -> list[str]:
+    """Run each case in a forked process, two at a time; return records or tracebacks in order."""
+    files, running = [folder / f"{number}.json" for number in range(len(cases))], 0
+    for case, file in zip(cases, files, strict=True):
+        if running == 2:
+            os.wait()
+            running -= 1
+        if os.fork() == 0:
+            try:
+                result = {"record": asdict(run(case))}
+            except BaseException:
+                result = {"error": f"{case}\n{traceback.format_exc()}"}
+            file.write_text(json.dumps(result))
+            os._exit(0)
+        running += 1
+    for _ in range(running):
+        os.wait()
+    return [file.read_text() for file in files]
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def test_advice_on_memory_is_estimated_for_the_host() -> None:
     small = Hardware(64, 512 * GIB, (Gpu("small", 2 * GIB),) * 8)
     with pytest.raises(
         ConfigError,
-        match=r"no single setting suffices, these save most: .* -> .* \(predicted 7\.97 -> ",
+        match=r"no single setting suffices, these save most: .* -> .* \(predicted 7\.84 -> ",
     ):
         preflight(conf("gpt2-345m-8gpu"), VOCAB_SIZE, small)
     larger = Hardware(64, 512 * GIB, (Gpu("larger", 10 * GIB),) * 8)
@@ -185,7 +185,7 @@ def test_the_summary_shows_the_zero_stage_and_offloaded_memory() -> None:
     report = preflight(conf("gpt2-xl-zero3-offload"), VOCAB_SIZE, card)
     assert (
         "1557.7 M parameters on 1 GPU rank in fp16 with deepspeed ZeRO-3, optimizer on cpu, "
-        "weights on cpu: about 7.7 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of host "
+        "weights on cpu: about 7.8 GiB of 24.0 GiB per rank and 31.9 GiB of 64.0 GiB of host "
         "memory, "
     ) in report.summary()
     disk = {"deepspeed__offload_optimizer": "nvme", "deepspeed__nvme_path": "/"}
