@@ -175,9 +175,19 @@ def column_parallel(
 def _linear(
     x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputDistribution
 ) -> tuple[Tensor, ...]:
+    if not torch.is_grad_enabled():
+        return _outputs(x, layers, tp, input_on)
     parameters = [parameter for layer in layers for parameter in layer]
     outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, input_on, *parameters)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _outputs(
+    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputDistribution
+) -> tuple[Tensor, ...]:
+    full_input = all_gather(x, tp, SEQUENCE) if input_on is InputDistribution.OWN_POSITIONS else x
+    share = 1.0 / tp.size if input_on is InputDistribution.LOCAL_FEATURES else 1.0
+    return tuple(affine(full_input, weight, bias, share) for weight, bias in layers)
 
 
 class _Linear(torch.autograd.Function):
@@ -200,14 +210,8 @@ class _Linear(torch.autograd.Function):
         ctx.tp, ctx.input_on = tp, input_on
         ctx.sinks = [sink_of(weight) for weight in weights]
         ctx.save_for_backward(x, *weights)
-        full_input = (
-            all_gather(x, tp, SEQUENCE) if input_on is InputDistribution.OWN_POSITIONS else x
-        )
-        share = 1.0 / tp.size if input_on is InputDistribution.LOCAL_FEATURES else 1.0
-        return tuple(
-            affine(full_input, weight, bias, share)
-            for weight, bias in zip(weights, parameters[1::2], strict=True)
-        )
+        layers = list(zip(weights, parameters[1::2], strict=True))
+        return _outputs(x, layers, tp, input_on)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
