@@ -3,8 +3,9 @@
 The gradient of a weight is added directly to an fp32 main gradient, if the weight has one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -176,18 +177,23 @@ def _linear(
     x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputDistribution
 ) -> tuple[Tensor, ...]:
     if not torch.is_grad_enabled():
-        return _outputs(x, layers, tp, input_on)
+        one_token = x.dim() == 3 and x.shape[1] == 1  # of each sequence, in generation
+        return _outputs(x, layers, tp, input_on, _few_rows_affine if one_token else affine)
     parameters = [parameter for layer in layers for parameter in layer]
     outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, input_on, *parameters)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def _outputs(
-    x: Tensor, layers: Sequence[Affine], tp: ParallelGroup, input_on: InputDistribution
+    x: Tensor,
+    layers: Sequence[Affine],
+    tp: ParallelGroup,
+    input_on: InputDistribution,
+    multiply: Callable[[Tensor, Tensor, Tensor | None, float], Tensor],
 ) -> tuple[Tensor, ...]:
     full_input = all_gather(x, tp, SEQUENCE) if input_on is InputDistribution.OWN_POSITIONS else x
     share = 1.0 / tp.size if input_on is InputDistribution.LOCAL_FEATURES else 1.0
-    return tuple(affine(full_input, weight, bias, share) for weight, bias in layers)
+    return tuple(multiply(full_input, weight, bias, share) for weight, bias in layers)
 
 
 class _Linear(torch.autograd.Function):
@@ -211,7 +217,7 @@ class _Linear(torch.autograd.Function):
         ctx.sinks = [sink_of(weight) for weight in weights]
         ctx.save_for_backward(x, *weights)
         layers = list(zip(weights, parameters[1::2], strict=True))
-        return _outputs(x, layers, tp, input_on)
+        return _outputs(x, layers, tp, input_on, affine)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -252,6 +258,24 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float = 1.0) -
     else:
         torch.addmm(bias, rows, weight.t(), beta=share, out=y.view(-1, weight.shape[0]))
     return y
+
+
+def _few_rows_affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float) -> Tensor:
+    """Return the same as `affine`, with the C++ kernel for few rows where it runs."""
+    kernel = _few_rows_kernel()
+    if kernel is not None and kernel.supports(x, weight, bias):
+        return kernel.affine(x, weight, bias, share)
+    return affine(x, weight, bias, share)
+
+
+@cache
+def _few_rows_kernel() -> Any:
+    """Return the module of the kernel, or None if megacore's C++ kernels are not compiled."""
+    try:
+        from megacore.kernels.cpu import few_rows
+    except ImportError:
+        return None
+    return few_rows
 
 
 def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ class KeyValueCache:
     """Keys and values of every layer of one model, for sequences of equal length.
 
     Each layer's forward pass appends to it; then `advance` moves on to the next tokens. A decoder
-    with cross attention also keeps the keys and values of the encoder's output, which do not change.
+    with cross attention also keeps the keys and values of the encoder's output.
     """
 
     def __init__(self, max_length: int) -> None:
