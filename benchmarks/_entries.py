@@ -81,9 +81,7 @@ ENTRIES = {
         ("benchmarks.index_maps", "--rounds", "3"), "Index maps, as measured last", slow=True
     ),
     "tokenize": Entry(("benchmarks.tokenize",), "Tokenization, as measured last", slow=True),
-    "generate": Entry(
-        ("benchmarks.generate", "--rounds", "3"), "Generation, as measured last", slow=True
-    ),
+    "generate": Entry(("benchmarks.generate",), "Generation, as measured last", slow=True),
     "zero": Entry(
         ("benchmarks.zero", "state", "--rounds", "2", "--steps", "2"),
         "ZeRO and offload, as measured last",

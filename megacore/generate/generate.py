@@ -65,7 +65,7 @@ def generate(
         start: first id of T5's decoder.
         batch_size: prompts per batch.
         use_cache: cache keys and values. Without the cache, every step computes all preceding
-            tokens again. T5's decoder never has a cache.
+            tokens again.
         on_token: called with the prompt's number, from 0, and each new id when it is chosen.
 
     Raises:
@@ -82,7 +82,7 @@ def generate(
             max(limits[number] for number in numbers),
         )
         batch: Batch = (
-            EncodedBatch(model, batch_prompts, start)
+            EncodedBatch(model, batch_prompts, start, max_tokens, use_cache)
             if isinstance(model, T5Model)
             else CausalBatch(model, batch_prompts, max_tokens, use_cache)
         )
@@ -140,82 +140,113 @@ class CausalBatch:
         self._tokens = torch.tensor(
             [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
         )
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self._present = torch.arange(width, device=device) >= width - lengths[:, None]
+        self._places = torch.arange(width + new_tokens, device=device)
+        padding = [width - len(prompt) for prompt in prompts]
+        self._padding = torch.tensor(padding, device=device)[:, None] if any(padding) else None
         self._cache = KeyValueCache(width + new_tokens) if use_cache else None
 
     def read_prompts(self) -> Tensor:
         """Return the logits [b, v] of the first new token of each prompt."""
         if self._cache is None:
             return self._logits(self._tokens)
-        for begin in range(0, self._tokens.shape[1], _READ_AT_ONCE):
-            logits = self._logits(self._tokens[:, begin : begin + _READ_AT_ONCE])
+        for tokens in self._tokens.split(_READ_AT_ONCE, 1):
+            logits = self._logits(tokens)
         return logits
 
     def read(self, new: Tensor) -> Tensor:
         """Append the chosen ids [b, 1] and return the logits [b, v] of the next tokens."""
+        if self._cache is not None:
+            return self._logits(new)
         self._tokens = torch.cat([self._tokens, new], 1)
-        self._present = torch.cat([self._present, torch.ones_like(new, dtype=torch.bool)], 1)
-        return self._logits(self._tokens if self._cache is None else new)
+        return self._logits(self._tokens)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only the prompts in `rows`."""
         chosen = torch.tensor(rows, device=self._tokens.device)
-        self._tokens, self._present = self._tokens[chosen], self._present[chosen]
+        self._tokens = self._tokens[chosen]
+        if self._padding is not None:
+            self._padding = self._padding[chosen]
         if self._cache is not None:
             self._cache.keep(chosen)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [b, v] after `tokens` [b, s], which follow the cached tokens."""
-        begin = 0 if self._cache is None else self._cache.length
-        present = self._present[:, : begin + tokens.shape[1]]
-        if bool(present.all()):
-            return self._model(tokens, cache=self._cache)[:, -1]  # type: ignore[no-any-return]
-        positions = (present.cumsum(1) - 1).clamp(min=0)[:, begin:]
-        logits = self._model(tokens, position_ids=positions, present=present, cache=self._cache)
-        return logits[:, -1]  # type: ignore[no-any-return]
+        positions = present = None
+        if self._padding is not None:
+            begin = 0 if self._cache is None else self._cache.length
+            places = self._places[: begin + tokens.shape[1]] - self._padding
+            positions, present = places[:, begin:].clamp(min=0), places >= 0
+        logits: Tensor = self._model(
+            tokens, position_ids=positions, present=present, cache=self._cache, last_only=True
+        )
+        return logits[:, -1]
 
 
 class EncodedBatch:
     """Batch of prompts for T5, which the encoder reads once.
 
-    The decoder has no cache: each step computes all tokens of the output again.
+    Shorter prompts are padded on the right.
     """
 
-    def __init__(self, model: T5Model, prompts: Sequence[Sequence[int]], start: int) -> None:
+    def __init__(
+        self,
+        model: T5Model,
+        prompts: Sequence[Sequence[int]],
+        start: int,
+        new_tokens: int,
+        use_cache: bool,
+    ) -> None:
         """Encode `prompts`; `start` is the first id of the decoder."""
         self._model = model
         device = next(model.parameters()).device
         width = max(map(len, prompts))
-        tokens = torch.tensor(
+        self._tokens = torch.tensor(
             [list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device
         )
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self._tokens, self._present = tokens, torch.arange(width, device=device) < lengths[:, None]
+        lengths = [len(prompt) for prompt in prompts]
+        self._present = (
+            torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
+            if min(lengths) < width
+            else None
+        )
         self._written = torch.full((len(prompts), 1), start, device=device)
-        self._memory = model.encode(self._model_input())
+        self._memory = model.encode(self._model_input(self._written))
+        self._cache = KeyValueCache(new_tokens) if use_cache else None
 
     def read_prompts(self) -> Tensor:
-        """Return the logits [b, v] of the next token of each output."""
-        return self._model(self._model_input(), memory=self._memory)[:, -1]  # type: ignore[no-any-return]
+        """Return the logits [b, v] of the first token of each output."""
+        return self._logits(self._written)
 
     def read(self, new: Tensor) -> Tensor:
         """Append the chosen ids [b, 1] and return the logits [b, v] of the next tokens."""
+        if self._cache is not None:
+            return self._logits(new)
         self._written = torch.cat([self._written, new], 1)
-        return self.read_prompts()
+        return self._logits(self._written)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only the prompts in `rows`."""
         chosen = torch.tensor(rows, device=self._tokens.device)
-        self._tokens, self._present = self._tokens[chosen], self._present[chosen]
-        self._written, self._memory = self._written[chosen], self._memory[chosen]
+        self._tokens, self._memory = self._tokens[chosen], self._memory[chosen]
+        self._written = self._written[chosen]
+        if self._present is not None:
+            self._present = self._present[chosen]
+        if self._cache is not None:
+            self._cache.keep(chosen)
 
-    def _model_input(self) -> ModelInput:
+    def _logits(self, written: Tensor) -> Tensor:
+        """Return the logits [b, v] after `written` [b, s], which follow the cached tokens."""
+        logits: Tensor = self._model(
+            self._model_input(written), memory=self._memory, cache=self._cache, last_only=True
+        )
+        return logits[:, -1]
+
+    def _model_input(self, written: Tensor) -> ModelInput:
         return ModelInput(
             self._tokens,
-            torch.zeros_like(self._written),
+            torch.zeros_like(written),
             present=self._present,
-            decoder_tokens=self._written,
+            decoder_tokens=written,
         )
 
 

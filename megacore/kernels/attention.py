@@ -95,6 +95,15 @@ def reference(
 ) -> Tensor:
     """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own."""
     sharing = query.shape[1] // key.shape[1]
+    if sharing > 1 and query.shape[2] == 1:
+        # The heads of a single query that share keys are like several queries of one head.
+        grouped = query.unflatten(1, (key.shape[1], sharing)).squeeze(3)
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias.unflatten(1, (key.shape[1], sharing)).squeeze(3)
+        context = F.scaled_dot_product_attention(
+            grouped, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
+        )
+        return context.flatten(1, 2).unsqueeze(2)
     if bias is not None and sharing > 1:  # no fused kernel of torch takes a bias and shared keys
         key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
     return F.scaled_dot_product_attention(

@@ -42,6 +42,7 @@ class GPTModel(Model):
         position_ids: Tensor | None = None,
         present: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """Return the whole model's logits of the next token, gathered over the ranks.
 
@@ -50,9 +51,10 @@ class GPTModel(Model):
             position_ids: positions [b, s]; None continues after the tokens in the cache.
             present: bool mask [b, s], False for padding. With a cache, s includes its tokens.
             cache: keys and values of the previous tokens; those of `tokens` are added.
+            last_only: compute only the logits of the last token.
 
         Returns:
-            Logits [b, s, v].
+            Logits [b, s, v], or [b, 1, v] of the last token.
         """
         assert self.has_embedding
         assert self.has_head
@@ -63,6 +65,8 @@ class GPTModel(Model):
         hidden = self.encoder(hidden, shared=shared)
         if cache is not None:
             cache.advance(tokens.shape[1])
+        if last_only:
+            hidden = hidden[:, -1:]
         return gather_from_tensor_parallel_region(self._local_logits(hidden), self.tp)
 
     def loss(self, tokens: Tensor, labels: Tensor, *, dropout_seed: int | None = None) -> Tensor:

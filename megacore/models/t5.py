@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import attention_bias
-from megacore.models.layers.shared import Shared
+from megacore.models.layers.shared import KeyValueCache, Shared
 from megacore.models.layers.transformer import Transformer
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import column_parallel
@@ -63,12 +63,33 @@ class T5Model(Model):
         """Return the encoder's output of the whole model: [b, s, h]."""
         return self._encode(inputs, None, None)
 
-    def forward(self, inputs: ModelInput, *, memory: Tensor | None = None) -> Tensor:
-        """Return the whole model's logits of the labels [b, s_d, v], gathered over the ranks.
+    def forward(
+        self,
+        inputs: ModelInput,
+        *,
+        memory: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Return the whole model's logits of the labels, gathered over the ranks.
 
-        `memory` is the result of `encode` for the same tokens; None computes it.
+        Args:
+            inputs: tokens of the encoder and the decoder; with a cache, `decoder_tokens` follow the
+                cached ones.
+            memory: result of `encode` for the same tokens; None computes it.
+            cache: keys and values of the decoder's previous tokens and of `memory`; those of
+                `decoder_tokens` are added.
+            last_only: compute only the logits of the last token.
+
+        Returns:
+            Logits [b, s_d, v], or [b, 1, v] of the last token.
         """
-        hidden = self._decode(inputs, self.encode(inputs) if memory is None else memory, None, None)
+        memory = self.encode(inputs) if memory is None else memory
+        hidden = self._decode(inputs, memory, None, None, cache)
+        if cache is not None:
+            cache.advance(hidden.shape[1])
+        if last_only:
+            hidden = hidden[:, -1:]
         return gather_from_tensor_parallel_region(self._local_logits(hidden), self.tp)
 
     def run(
@@ -120,14 +141,20 @@ class T5Model(Model):
         if self.has_embedding:
             hidden = self.embedding(inputs.tokens, dropout_seed)
         assert hidden is not None
+        length = inputs.tokens.shape[1]
         bias = self._bias(
-            self.encoder, inputs.tokens.shape[1], hidden, causal=False, present=inputs.present
+            self.encoder, length, hidden, keys=length, causal=False, present=inputs.present
         )
         hidden = self.encoder(hidden, dropout_seed, shared=Shared(bias))
         return self._drop_output(self.encoder, hidden, dropout_seed, self.chunk.layers[-1])
 
     def _decode(
-        self, inputs: ModelInput, memory: Tensor, hidden: Tensor | None, dropout_seed: int | None
+        self,
+        inputs: ModelInput,
+        memory: Tensor,
+        hidden: Tensor | None,
+        dropout_seed: int | None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Run the decoder's layers of this chunk; return [b, s_d(/t), h]."""
         assert self.decoder is not None
@@ -144,8 +171,9 @@ class T5Model(Model):
             device=memory.device,
             present=inputs.present,
         )
-        bias = self._bias(self.decoder, length, hidden, causal=True)
-        shared = Shared(bias, memory=memory, memory_bias=memory_bias)
+        keys = length if cache is None else cache.length + length
+        bias = self._bias(self.decoder, length, hidden, keys=keys, causal=True)
+        shared = Shared(bias, memory=memory, memory_bias=memory_bias, cache=cache)
         hidden = self.decoder(hidden, dropout_seed, shared=shared)
         return self._drop_output(
             self.decoder,
@@ -160,6 +188,7 @@ class T5Model(Model):
         length: int,
         hidden: Tensor,
         *,
+        keys: int,
         causal: bool,
         present: Tensor | None = None,
     ) -> Tensor | None:
@@ -167,12 +196,12 @@ class T5Model(Model):
         assert stack.relative_attention_bias is not None
         return attention_bias(
             queries=length,
-            keys=length,
+            keys=keys,
             causal=causal,
             dtype=hidden.dtype,
             device=hidden.device,
             present=present,
-            learned=stack.relative_attention_bias(length, length),
+            learned=stack.relative_attention_bias(length, keys),
         )
 
     def _drop_output(

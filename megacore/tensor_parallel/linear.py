@@ -7,7 +7,7 @@ it runs, so one graph serves all layers of a shape, and a sink is informed each 
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -190,9 +190,25 @@ def _linear(
 ) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return _traced(x, layers, tp, input_on, Distribution.LOCAL_FEATURES)
+    if not torch.is_grad_enabled():
+        one_token = x.dim() == 3 and x.shape[1] == 1  # of each sequence, in generation
+        return _outputs(x, layers, tp, input_on, _few_rows_affine if one_token else affine)
     parameters = [parameter for layer in layers for parameter in layer]
     outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, input_on, *parameters)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _outputs(
+    x: Tensor,
+    layers: Sequence[Affine],
+    tp: ParallelGroup,
+    input_on: Distribution,
+    multiply: Callable[[Tensor, Tensor, Tensor | None, float], Tensor],
+) -> tuple[Tensor, ...]:
+    """Return the output of each layer; partial sums if the ranks have different features."""
+    full_input = all_gather(x, tp, SEQUENCE) if input_on is Distribution.OWN_POSITIONS else x
+    share = 1.0 / tp.size if input_on is Distribution.LOCAL_FEATURES else 1.0
+    return tuple(multiply(full_input, weight, bias, share) for weight, bias in layers)
 
 
 class _Linear(torch.autograd.Function):
@@ -210,7 +226,8 @@ class _Linear(torch.autograd.Function):
         ctx.tp, ctx.input_on = tp, input_on
         ctx.sinks = [sink_of(weight) for weight in weights]
         ctx.save_for_backward(x, *weights)
-        return tuple(_outputs(x, weights, parameters[1::2], tp, input_on))
+        layers = list(zip(weights, parameters[1::2], strict=True))
+        return _outputs(x, layers, tp, input_on, affine)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -220,22 +237,6 @@ class _Linear(torch.autograd.Function):
         )
         pairs = zip(weight_grads, bias_grads, strict=True)
         return dx, None, None, *(gradient for pair in pairs for gradient in pair)
-
-
-def _outputs(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    tp: ParallelGroup,
-    input_on: Distribution,
-) -> list[Tensor]:
-    """Return the output of each layer; partial sums if the ranks have different features."""
-    full_input = all_gather(x, tp, SEQUENCE) if input_on is Distribution.OWN_POSITIONS else x
-    share = 1.0 / tp.size if input_on is Distribution.LOCAL_FEATURES else 1.0
-    return [
-        affine(full_input, weight, bias, share)
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
 
 
 def _gradients(
@@ -294,6 +295,16 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float = 1.0) -
     else:
         torch.addmm(bias, rows, weight.t(), beta=share, out=y.view(-1, weight.shape[0]))
     return y
+
+
+def _few_rows_affine(x: Tensor, weight: Tensor, bias: Tensor | None, share: float) -> Tensor:
+    """Return the same as `affine`, with the C++ kernel for few rows where it runs."""
+    if x.device.type == "cpu":
+        from megacore.kernels.cpu import few_rows
+
+        if few_rows.supports(x, weight, bias):
+            return few_rows.affine(x, weight, bias, share)
+    return affine(x, weight, bias, share)
 
 
 def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -452,13 +463,15 @@ def _linear_operator(
 ) -> list[Tensor]:
     """Apply layers to one input, and sum the outputs over the ranks if `output_on` requires it."""
     tp = group_of(group)
-    outputs = _outputs(x, weights, biases or [None] * len(weights), tp, Distribution[input_on])
+    none: list[Tensor | None] = [None] * len(weights)
+    layers = list(zip(weights, biases or none, strict=True))
+    outputs = _outputs(x, layers, tp, Distribution[input_on], affine)
     match Distribution[output_on]:
         case Distribution.EVERY_RANK:
             return [all_reduce_(output, tp) for output in outputs]
         case Distribution.OWN_POSITIONS:
             return [reduce_scatter(output, tp, SEQUENCE) for output in outputs]
-    return outputs
+    return list(outputs)
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megacore.convert.model_source import find_model
 from megacore.errors import ConfigError
-from megacore.generate.generate import generate
+from megacore.generate.generate import EncodedBatch, generate
 from megacore.generate.weights import load_model
 from megacore.jobs.model import GenerateOptions, new_token_limits
 from megacore.models.t5 import T5Model
@@ -67,10 +67,23 @@ def test_greedy_tokens_equal_transformers(pair: tuple[Any, T5Model], batch_size:
             max_new_tokens=NEW_TOKENS,
             eos_token_id=END,
             pad_token_id=START,
-            use_cache=False,
+            use_cache=False,  # its cache needs as many decoder as encoder layers
         )[0, 1:].tolist()
         assert continuation.tokens == tuple(expected)
     assert len({continuation.tokens for continuation in continuations}) > 1
+
+
+def test_logits_do_not_depend_on_the_cache(pair: tuple[Any, T5Model]) -> None:
+    prompts, written = _tiny.prompts((5, 1, 17)), torch.tensor(_tiny.prompts((9, 9, 9)))
+    logits = []
+    with torch.inference_mode():
+        for use_cache in (True, False):
+            batch = EncodedBatch(pair[1], prompts, START, 10, use_cache)
+            steps = [batch.read_prompts()] + [batch.read(written[:, [i]]) for i in range(5)]
+            batch.keep([2, 0])
+            steps += [batch.read(written[[2, 0]][:, [i]]) for i in range(5, 9)]
+            logits.append(torch.cat(steps))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_sampled_answers_do_not_depend_on_the_batch(

@@ -13,6 +13,7 @@ PYBIND11_MODULE(_kernels, module) {
     add_attention(module);
     add_cross_entropy(module);
     add_draw(module);
+    add_few_rows(module);
     add_norm(module);
     add_residual(module);
     add_rope(module);

@@ -22,6 +22,7 @@ void add_adam(py::module_& module);
 void add_attention(py::module_& module);
 void add_cross_entropy(py::module_& module);
 void add_draw(py::module_& module);
+void add_few_rows(py::module_& module);
 void add_norm(py::module_& module);
 void add_residual(py::module_& module);
 void add_rope(py::module_& module);

@@ -164,6 +164,21 @@ def cross_entropy(
 # draw
 def bernoulli(state: int, p: float, out: int, count: int, half: bool) -> None: ...
 
+# few_rows
+def runs_few_rows() -> bool: ...
+def few_rows(
+    x: int,
+    rows: int,
+    in_features: int,
+    weight: int,
+    out_features: int,
+    bias: int,
+    share: float,
+    y: int,
+    threads: int,
+    /,
+) -> None: ...
+
 # norm
 def norm_forward(
     x: int,

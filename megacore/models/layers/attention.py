@@ -293,12 +293,21 @@ class CrossAttention(_Attention):
     def forward(self, x: Tensor, dropout_seed: int | None, shared: Shared) -> Tensor:
         """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         assert shared.memory is not None
-        query, mixed = self.query(x), self.key_value(shared.memory)
+        query = self.query(x)
+        project = partial(self._keys_and_values, shared.memory)
         key, value = (
-            mixed.view(*mixed.shape[:2], self.heads, 2, self.head_dim).transpose(1, 2).unbind(3)
+            project() if shared.cache is None else shared.cache.memory(self.number, project)
         )
         query = query.view(*query.shape[:2], self.heads, self.head_dim).transpose(1, 2)
         return self._context(query, key, value, dropout_seed, shared.memory_bias)
+
+    def _keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Project the encoder's output [b, s_e, h] to keys and values [b, n/t, s_e, d]."""
+        mixed = self.key_value(memory)
+        key, value = (
+            mixed.view(*mixed.shape[:2], self.heads, 2, self.head_dim).transpose(1, 2).unbind(3)
+        )
+        return key, value
 
 
 def _check_groups(groups: int, tp: ParallelGroup) -> None:

@@ -51,6 +51,7 @@ def attention_bias(
         The bias [b or 1, n/t or 1, queries or 1, keys], or None if the kernel's own causal mask, or
         no mask, suffices.
     """
+    causal = causal and queries > 1  # a single query is at the end, and sees all keys
     if (
         documents is None
         and window is None
@@ -58,7 +59,7 @@ def attention_bias(
         and learned is None
         and (present is None or not causal)
     ):
-        if causal and 1 < queries < keys:
+        if causal and queries < keys:
             return _additive(_sees(queries, keys, causal, window, device), dtype)
         return None if present is None else _additive(present[:, None, None, :], dtype)
     sees = _sees(queries, keys, causal, window, device)

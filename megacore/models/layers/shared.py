@@ -3,6 +3,7 @@
 For generation this includes the cache of keys and values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 class KeyValueCache:
     """Keys and values of every layer of one model, for sequences of equal length.
 
-    Each layer's forward pass appends to it; then `advance` moves on to the next tokens.
+    Each layer's forward pass appends to it; then `advance` moves on to the next tokens. A decoder
+    with cross attention also keeps the keys and values of the encoder's output.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -24,6 +26,7 @@ class KeyValueCache:
         self.length = 0
         """Number of tokens that all layers have appended."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append a layer's keys and values of new tokens, [b, g/t, s, d] each.
@@ -40,23 +43,36 @@ class KeyValueCache:
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
 
+    def memory(
+        self, number: int, project: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values of the encoder's output, [b, n/t, s_e, d] each.
+
+        The layer's first call computes them with `project`.
+        """
+        if number not in self._memory:
+            self._memory[number] = project()
+        return self._memory[number]
+
     def advance(self, tokens: int) -> None:
         """Count `tokens` more tokens, which every layer has appended."""
         self.length += tokens
 
     def keep(self, rows: Tensor) -> None:
         """Keep only the sequences with the indices `rows`, in this order."""
-        self._layers = {
-            number: (keys.index_select(0, rows), values.index_select(0, rows))
-            for number, (keys, values) in self._layers.items()
-        }
+        self._layers, self._memory = (
+            {
+                number: (keys.index_select(0, rows), values.index_select(0, rows))
+                for number, (keys, values) in pairs.items()
+            }
+            for pairs in (self._layers, self._memory)
+        )
 
     @property
     def bytes(self) -> int:
         """Memory allocated so far, in bytes."""
-        return sum(
-            part.numel() * part.element_size() for pair in self._layers.values() for part in pair
-        )
+        pairs = (*self._layers.values(), *self._memory.values())
+        return sum(part.numel() * part.element_size() for pair in pairs for part in pair)
 
 
 def positions_of(length: int, new: int, device: torch.device) -> Tensor:
