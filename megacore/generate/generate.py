@@ -149,7 +149,7 @@ class CausalBatch:
         """Return the logits [b, v] of the first new token of each prompt."""
         if self._cache is None:
             return self._logits(self._tokens)
-        for tokens in self._tokens.split(_READ_AT_ONCE, 1):
+        for tokens in torch.split(self._tokens, _READ_AT_ONCE, 1):
             logits = self._logits(tokens)
         return logits
 

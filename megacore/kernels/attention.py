@@ -97,9 +97,10 @@ def reference(
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1 and query.shape[2] == 1:
         # The heads of a single query that share keys are like several queries of one head.
-        grouped = query.unflatten(1, (key.shape[1], sharing)).squeeze(3)
+        b, _, _, d = query.shape
+        grouped = query.reshape(b, key.shape[1], sharing, d)
         if bias is not None and bias.shape[1] > 1:
-            bias = bias.unflatten(1, (key.shape[1], sharing)).squeeze(3)
+            bias = bias.reshape(bias.shape[0], key.shape[1], sharing, bias.shape[3])
         context = F.scaled_dot_product_attention(
             grouped, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
         )

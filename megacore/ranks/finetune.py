@@ -62,7 +62,7 @@ def joined_ranks(job: FinetuneJob) -> "Iterator[tuple[int, torch.device, Heartbe
     device = choose_device()
     if world_size > 1:
         heartbeat.beat("rendezvous")
-        join_group(device, bound=job.config.launch.distributed != "deepspeed")
+        join_group(device, bound=not job.config.launch.distributed.startswith("zero"))
     rank = dist.get_rank() if world_size > 1 else 0
     configure_logging(rank)
     heartbeat.beat("build")
