@@ -76,7 +76,7 @@ class Row:
     teraflops: float | None = None
     """Model FLOPs per second, in 10¹²."""
     ratio: float | None = None
-    """How many times as fast megacore is; for a kernel, as without it."""
+    """Speed of megacore relative to this contestant's; for a kernel, with it to without it."""
     memory: float | None = None
     """Peak memory in MB."""
     note: str = ""

@@ -22,8 +22,7 @@ from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import stable_seed
 
 _READ_AT_ONCE = 256
-"""Prompt tokens per forward pass. It bounds the memory of the logits, although only those of the
-last token are used."""
+"""Prompt tokens per forward pass, which bound the memory of activations and attention masks."""
 
 
 @dataclass(frozen=True)

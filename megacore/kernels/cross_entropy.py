@@ -165,7 +165,7 @@ def loss_(
             exact.sub_(scale * label_smoothing / width)
         if not in_place:
             logits[block] = exact
-        del exact  # otherwise it would exist beside the next block's
+        del exact  # otherwise it would exist together with the next block
     return losses
 
 
@@ -258,9 +258,11 @@ class _Switch:
             if not self._failed:
                 try:
                     return fast(*arguments)
-                except torch.OutOfMemoryError:
-                    raise
                 except Exception as error:
+                    # The compiler wraps the errors of its own measurements.
+                    lacks = getattr(error, "inner_exception", error)
+                    if isinstance(lacks, torch.OutOfMemoryError | MemoryError):
+                        raise
                     self._failed = True
                     logger.warning(
                         "the cross entropy runs without torch.compile, which failed: %s",

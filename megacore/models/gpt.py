@@ -66,6 +66,7 @@ class GPTModel(Model):
         if cache is not None:
             cache.advance(tokens.shape[1])
         if last_only:
+            assert not self.encoder.sequence_parallel, "every rank has other positions"
             hidden = hidden[:, -1:]
         return gather_from_tensor_parallel_region(self._local_logits(hidden), self.tp)
 

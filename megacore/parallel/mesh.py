@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -61,6 +62,11 @@ class ParallelGroup:
         """Give the object a key."""
         object.__setattr__(self, "key", next(_KEYS))
         _GROUPS[self.key] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give a copy a key of its own."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
 
 _KEYS = itertools.count()

@@ -101,7 +101,7 @@ def joined(job: Job) -> Iterator[tuple[ProcessMesh, torch.device]]:
     train = job.config.train
     set_up_arithmetic(job.threads_per_rank, deterministic=train.deterministic, tf32=train.tf32)
     device = choose_device()
-    if device.type == "cuda":
+    if device.type == "cuda" and job.config.engine == "native":
         _refuse_few_queues(layout, queues)
     timers = Timers(device, heartbeat)
     if world_size == 1:
@@ -175,9 +175,10 @@ def set_up_arithmetic(threads: int, *, deterministic: bool = False, tf32: bool =
 
     Args:
         threads: number of CPU threads.
-        deterministic: True to replace or refuse nondeterministic operations. torch then computes
-            the backward pass of FlashAttention and of its own fused attention in a fixed order,
-            leaves out cuDNN's attention, and excludes NCCL's NVLS, whose sums have no fixed order.
+        deterministic: True to replace or refuse nondeterministic operations of GPUs. torch then
+            computes the backward pass of FlashAttention and of its own fused attention in a fixed
+            order, leaves out cuDNN's attention, and excludes NCCL's NVLS, whose sums have no fixed
+            order.
         tf32: True for matrix products of fp32 in TF32.
 
     Raises:
@@ -194,7 +195,7 @@ def set_up_arithmetic(threads: int, *, deterministic: bool = False, tf32: bool =
     torch.set_num_threads(threads)
     # Adam's moments of rare tokens decay to denormals, which are many times slower on a CPU.
     torch.set_flush_denormal(True)
-    if deterministic:
+    if deterministic and torch.cuda.is_available():
         _refuse_nondeterministic_variables()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _FIXED_WORKSPACES[0])
         # Inductor otherwise chooses among kernels by measuring them in each process.
@@ -212,9 +213,13 @@ def _refuse_nondeterministic_variables() -> None:
             f"CUBLAS_WORKSPACE_CONFIG is {workspace}, {why}: unset it, or set it to "
             f"{' or '.join(_FIXED_WORKSPACES)}"
         )
-    algorithms = os.environ.get("NCCL_ALGO")
-    if algorithms and ("nvls" in algorithms.lower()) != algorithms.startswith("^"):
-        raise ConfigError(f"NCCL_ALGO is {algorithms}, {why}: unset it, or set it to ^NVLS")
+    algorithms = os.environ.get("NCCL_ALGO", "")
+    for names in filter(None, algorithms.lower().split(";")):  # such as "allreduce:^nvls,tree"
+        names = names.rpartition(":")[2]
+        if ("nvls" in names.removeprefix("^").split(",")) != names.startswith("^"):
+            raise ConfigError(
+                f"NCCL_ALGO is {algorithms}, {why}: unset it, or set it to ^NVLS,NVLSTree"
+            )
     if os.environ.get("TORCHINDUCTOR_DETERMINISTIC", "1") != "1":
         raise ConfigError(
             f"TORCHINDUCTOR_DETERMINISTIC is {os.environ['TORCHINDUCTOR_DETERMINISTIC']}, {why}: "

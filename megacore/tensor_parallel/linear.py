@@ -408,7 +408,7 @@ def expose_sinks(parameters: Iterable[nn.Parameter]) -> None:
     """
     for parameter in parameters:
         sink = sink_of(parameter)
-        if sink is not None:
+        if sink is not None and parameter.requires_grad:
             key = next(_SINK_KEYS)
             _SINKS[key] = sink
             parameter.sink_key = torch.tensor(key)  # type: ignore[attr-defined]
@@ -425,6 +425,8 @@ def _traced(
     weights = [weight for weight, _ in layers]
     biases = [bias for _, bias in layers if bias is not None]
     keys = [weight.sink_key for weight in weights if hasattr(weight, "sink_key")]
+    assert len(biases) in (0, len(layers)), "some layers have a bias"
+    assert len(keys) in (0, len(layers)), "some weights have a sink"
     return tuple(
         torch.ops.megacore.linear(x, weights, biases, keys, tp.key, input_on.name, output_on.name)
     )
@@ -542,5 +544,6 @@ def _linear_backward_operator(
     return [each for each in (dx, *weight_grads, *bias_grads) if each is not None]
 
 
-# Its results may be unused, but not its additions to main gradients.
+# Its results may be unused, but not its additions to main gradients. Inductor keeps it because a
+# layer always needs the gradient of its input.
 torch.fx.node.has_side_effect(torch.ops.megacore.linear_backward.default)

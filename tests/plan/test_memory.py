@@ -5,6 +5,7 @@ import pytest
 from megacore.config import RunConfig, load_config
 from megacore.config.deepspeed import zero_of
 from megacore.config.spec import ModelSpec
+from megacore.kernels import cross_entropy
 from megacore.models.build import build_model
 from megacore.models.parameters import (
     chunk_sizes,
@@ -13,6 +14,7 @@ from megacore.models.parameters import (
 )
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.partition import chunks_of
+from megacore.plan import memory
 from megacore.plan.memory import (
     Activations,
     MemoryEstimate,
@@ -22,6 +24,10 @@ from megacore.plan.memory import (
 )
 from tests.plan._deepspeed import deepspeed
 from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, saved_bytes, tiny
+
+
+def test_the_planner_knows_the_blocks_of_the_loss() -> None:
+    assert memory._LOSS_BLOCK == cross_entropy._GPU_ELEMENTS
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])

@@ -119,6 +119,8 @@ def test_arithmetic_is_fast_unless_it_must_be_deterministic(
         assert not torch.are_deterministic_algorithms_enabled()
         assert not any(os.environ.get(name) for name in VARIABLES)
     strict = _runs.config(train={"deterministic": True})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("megacore.ranks.process.choose_device", lambda: torch.device("cpu"))
     with joined(_runs.job(strict, tmp_path, tmp_path)):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -133,12 +135,14 @@ def test_arithmetic_is_fast_unless_it_must_be_deterministic(
         ("TORCHINDUCTOR_DETERMINISTIC", "0", "1"),
         ("NCCL_ALGO", "NVLS,Ring", "Ring"),
         ("NCCL_ALGO", "^Ring", "^NVLS,NVLSTree"),
+        ("NCCL_ALGO", "allreduce:nvls;broadcast:ring", "allreduce:^nvls;broadcast:ring"),
     ],
 )
 def test_a_variable_that_makes_runs_differ_is_refused(
     monkeypatch: pytest.MonkeyPatch, variable: str, refused: str, accepted: str
 ) -> None:
     threads = torch.get_num_threads()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(variable, refused)
     with pytest.raises(ConfigError, match=f"^{variable} is {re.escape(refused)}, .* unset it"):
         set_up_arithmetic(threads, deterministic=True)

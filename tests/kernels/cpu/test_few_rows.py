@@ -28,3 +28,6 @@ def test_other_tensors_are_left_to_torch() -> None:
     assert not supports(torch.ones(33, 1, 8), weight, None)
     assert not supports(x, torch.ones(8, 4).t(), None)
     assert not supports(x.to("meta"), weight.to("meta"), None)
+    assert not supports(x, torch.ones(4, 9), None)
+    assert not supports(x, weight, torch.ones(5))
+    assert not supports(x, weight, torch.ones(4, device="meta"))
