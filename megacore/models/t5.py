@@ -89,6 +89,7 @@ class T5Model(Model):
         if cache is not None:
             cache.advance(hidden.shape[1])
         if last_only:
+            assert self.decoder is not None
             assert not self.decoder.sequence_parallel, "every rank has other positions"
             hidden = hidden[:, -1:]
         return gather_from_tensor_parallel_region(self._local_logits(hidden), self.tp)
