@@ -1,6 +1,7 @@
 """Iterations on fake GPUs: waits, copies from the host, timer events and communication."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -40,8 +41,8 @@ _NATIVE = {
 }
 
 
-SLOW = {"bert-345m-8gpu", "gpt2-345m-8gpu", "gpt2-345m-ja", "gpt2-345m-zero2", "gpt2-7b"}
-"""Confs that differ from another only in sizes, layout or ZeRO stage."""
+FAST = {"bert-345m", "gpt2-345m", "gpt2-tiny", "llama-1b", "t5-tiny"}
+"""Confs of the fast tests, one for each kind of model; the slow tests run all others."""
 
 
 def _vocab_size(conf: str) -> int:
@@ -91,7 +92,7 @@ NATIVE = [name for name in CASES if name not in DEEPSPEED]
 def _marked(names: list[str]) -> list[Any]:
     """Mark the slow cases."""
     return [
-        pytest.param(name, marks=pytest.mark.slow) if CASES[name].conf in SLOW else name
+        name if CASES[name].conf in FAST else pytest.param(name, marks=pytest.mark.slow)
         for name in names
     ]
 
@@ -178,7 +179,7 @@ def records(request: pytest.FixtureRequest) -> dict[str, Record]:
         for item in request.session.items
         if item.nodeid.split("::")[0] == request.node.nodeid
     }
-    cases = {name: case for name, case in CASES.items() if (case.conf in SLOW) in slow}
+    cases = {name: case for name, case in CASES.items() if (case.conf not in FAST) in slow}
     return _records({**cases, **LAYOUT, **DEPTHS} if False in slow else cases)
 
 
@@ -186,6 +187,7 @@ def _records(cases: dict[str, Case]) -> dict[str, Record]:
     """Run cases. An iteration that fails has its traceback in the error."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu_emulated.step"],
+        env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},
         input="".join(json.dumps(asdict(case)) + "\n" for case in cases.values()),
         stdout=subprocess.PIPE,
         text=True,
@@ -256,7 +258,7 @@ def test_the_planner_counts_the_memory_of_a_stage() -> None:
         stages = estimate_stages(config, case.vocab_size, config.train.precision, "cuda")
         stage = stages[case.rank * len(stages) // case.world_size]
         planned = (stage.total - stage.process) / record.peak_bytes
-        if planned != pytest.approx(1, rel=0.12 if "stage" in name else 0.05):
+        if not (0.89 if "stage" in name else 0.95) <= planned <= 1.05:
             wrong[name] = planned
     assert not wrong
 
