@@ -180,7 +180,9 @@ def records(request: pytest.FixtureRequest) -> dict[str, Record]:
         if item.nodeid.split("::")[0] == request.node.nodeid
     }
     cases = {name: case for name, case in CASES.items() if (case.conf not in FAST) in slow}
-    return _records({**cases, **LAYOUT, **DEPTHS} if False in slow else cases)
+    if False in slow:
+        cases |= LAYOUT
+    return _records(cases | DEPTHS if True in slow else cases)
 
 
 def _records(cases: dict[str, Case]) -> dict[str, Record]:
@@ -228,6 +230,7 @@ def test_deepspeed_waits_twice_more_in_an_iteration(records: dict[str, Record], 
     assert record.events == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", OPERATIONS)
 def test_a_layer_starts_a_fixed_number_of_operations(records: dict[str, Record], conf: str) -> None:
     three, two = (records[f"{conf} {layers} layers"].operations for layers in (3, 2))
