@@ -1,14 +1,16 @@
-"""Implementations of an operation, and conditions for their use."""
+"""Implementations of an operation, conditions for their use, and their names in torch's graphs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 F = TypeVar("F")
+Function = TypeVar("Function", bound=Callable[..., Any])
+_LIBRARY = torch.library.Library("megacore", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -115,3 +117,33 @@ def has_apex(module: str) -> bool:
     except (ImportError, OSError):
         return False
     return True
+
+
+def operator(
+    schema: str, fake: Callable[..., Any], devices: str = "CompositeExplicitAutograd"
+) -> Callable[[Function], Function]:
+    """Register a function as `torch.ops.megacore.<name>`.
+
+    Its autograd formula, if any, is registered by `differentiable`.
+
+    Args:
+        schema: schema such as "name(Tensor x, float scale) -> Tensor", with alias annotations such
+            as "Tensor(a!) x" for tensors that are changed in place.
+        fake: function from the same arguments to outputs of the right shape, type and strides,
+            without values.
+        devices: torch's dispatch key, such as "CPU"; the default means every device.
+    """
+    name = schema.partition("(")[0]
+
+    def register(function: Function) -> Function:
+        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, function, devices)  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"megacore::{name}", fake, lib=_LIBRARY)
+        return function
+
+    return register
+
+
+def differentiable(name: str, backward: Callable[..., Any], save: Callable[..., None]) -> None:
+    """Register the autograd formula of an operator, as `torch.library.register_autograd` does."""
+    torch.library.register_autograd(f"megacore::{name}", backward, setup_context=save, lib=_LIBRARY)

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from megacore.kernels.implementation import differentiable, operator
 from megacore.kernels.weight_gradient import WeightGradient
 from megacore.parallel.collectives import (
     Pending,
@@ -28,8 +29,6 @@ from megacore.parallel.collectives import (
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, group_of
 from megacore.tensor_parallel.mappings import (
     SEQUENCE,
-    differentiable,
-    operator,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )

@@ -10,11 +10,12 @@ In a graph of torch.compile they are operators, which name their group by its ke
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacore.kernels.implementation import differentiable, operator
 from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
 from megacore.parallel.mesh import ParallelGroup, group_of
 
@@ -22,34 +23,6 @@ SEQUENCE = 1
 """Dimension of a [b, s, h] activation that sequence parallelism divides."""
 Collective = Callable[[Tensor, ParallelGroup, int], Tensor]
 """Collective of a tensor over the ranks of a group along one dimension."""
-_LIBRARY = torch.library.Library("megacore", "FRAGMENT")  # type: ignore[no-untyped-call]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Register a function as `torch.ops.megacore.<name>` for every device.
-
-    Its autograd formula, if any, is registered by `differentiable`.
-
-    Args:
-        schema: schema such as "name(Tensor x, int group) -> Tensor".
-        fake: function from the same arguments to outputs of the right shape, type and strides,
-            without values.
-    """
-    name = schema.partition("(")[0]
-
-    def register(function: F) -> F:
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"megacore::{name}", fake, lib=_LIBRARY)
-        return function
-
-    return register
-
-
-def differentiable(name: str, backward: Callable[..., Any], save: Callable[..., None]) -> None:
-    """Register the autograd formula of an operator, as `torch.library.register_autograd` does."""
-    torch.library.register_autograd(f"megacore::{name}", backward, setup_context=save, lib=_LIBRARY)
 
 
 def reduce_from_tensor_parallel_region(x: Tensor, tp: ParallelGroup) -> Tensor:

@@ -11,9 +11,9 @@ import torch  # first, because it loads the OpenMP library that the kernels use
 from torch import Tensor
 
 from megacore.errors import ConfigError
+from megacore.kernels import implementation
 from megacore.kernels.cpu import _kernels
 
-_LIBRARY = torch.library.Library("megacore", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SAMPLE = 4001
 """Numbers drawn to compare two generators: several blocks, and not a multiple of a block."""
 
@@ -38,23 +38,8 @@ def runs(dtype: torch.dtype) -> bool:
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Register a function as the CPU kernel of `torch.ops.megacore.<name>`.
-
-    Args:
-        schema: schema such as "name(Tensor x, float scale) -> Tensor", with alias annotations such
-            as "Tensor(a!) x" for tensors that are changed in place.
-        fake: function from the same arguments to outputs of the right shape, type and strides,
-            without values.
-    """
-    name = schema.partition("(")[0]
-
-    def register(function: F) -> F:
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, function, "CPU")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"megacore::{name}", fake, lib=_LIBRARY)
-        return function
-
-    return register
+    """Register a function as the CPU kernel of `torch.ops.megacore.<name>`."""
+    return implementation.operator(schema, fake, "CPU")
 
 
 def rows_of(x: Tensor) -> Tensor:
