@@ -1,5 +1,6 @@
 """The process mesh: serial without a process group, and the groups of each rank."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -8,9 +9,24 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.parallel import mesh as mesh_module
-from megacore.parallel.mesh import CHANNELS, SINGLE_RANK, ProcessMesh, gpu_queues
+from megacore.parallel.mesh import (
+    CHANNELS,
+    SINGLE_RANK,
+    ParallelGroup,
+    ProcessMesh,
+    gpu_queues,
+    group_of,
+)
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.schedules import Pipeline, gpipe
+
+
+def test_a_copied_group_is_found_by_a_key_of_its_own() -> None:
+    group = ParallelGroup(size=2)
+    copy = pickle.loads(pickle.dumps(group))
+    assert copy == group
+    assert copy.key != group.key
+    assert group_of(copy.key) is copy
 
 
 def test_serial_needs_no_process_group() -> None:

@@ -65,3 +65,14 @@ def test_a_graph_whose_only_gradient_is_in_a_sink_adds_it() -> None:
     torch.testing.assert_close(sink.main_grad, 2 * dy.t() @ x)
     assert sink.contributions == 2
     assert layer.weight.grad is None
+
+
+def test_a_graph_adds_nothing_for_a_frozen_weight() -> None:
+    layer = ColumnParallelLinear(6, 8, bias=False)
+    sink = layer.weight.grad_sink = Sink(layer.weight)  # type: ignore[assignment]
+    layer.weight.requires_grad_(False)
+    expose_sinks(layer.parameters())
+    x, dy = random("x", 3, 6).float().requires_grad_(), random("g", 3, 8).float()
+    torch.compile(layer, backend="aot_eager")(x).backward(dy)
+    torch.testing.assert_close(x.grad, dy @ layer.weight)
+    assert sink.contributions == 0
