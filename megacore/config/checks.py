@@ -22,6 +22,7 @@ from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelLayout, check_layout
 from megacore.config.train import TrainConfig, ZeroShotConfig
+from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
     from megacore.config.run import RunConfig
@@ -54,6 +55,8 @@ def check_sections(config: "RunConfig") -> None:
     _check_recompute(config.train)
     _check_profile(config.train)
     _check_compile(config.train, config.engine)
+    if config.train.cuda_graphs:
+        _check_cuda_graphs(config)
     _check_kernels(config.train, config.engine)
     _check_warmup(config)
     _check_decay(config.optim, config.lr_warmup_iters, config.lr_decay_iters)
@@ -259,6 +262,30 @@ def _check_compile(train: TrainConfig, engine: str) -> None:
         raise ValueError(
             "train.compile is on and engine is deepspeed, whose hooks torch.compile would lose: "
             "set train.compile to auto, or engine to native"
+        )
+
+
+def _check_cuda_graphs(config: "RunConfig") -> None:
+    if config.engine == "deepspeed":
+        raise ValueError(
+            "train.cuda_graphs is true and engine is deepspeed, which waits for the GPU in every "
+            "pass: set train.cuda_graphs to false, or engine to native"
+        )
+    for name in ("tensor", "pipeline"):
+        size = getattr(config.parallel, f"{name}_model_parallel_size")
+        if size > 1:
+            raise ValueError(
+                f"train.cuda_graphs is true and parallel.{name}_model_parallel_size is {size}, but "
+                "a graph holds no communication: set train.cuda_graphs to false, or the size to 1"
+            )
+
+
+def check_device(train: TrainConfig, device_type: str) -> None:
+    """Raise ConfigError if an option of the training needs another type of device, cpu or cuda."""
+    if train.cuda_graphs and device_type != "cuda":
+        raise ConfigError(
+            "train.cuda_graphs is true, which needs a GPU, and this machine has none: set it to "
+            "false"
         )
 
 

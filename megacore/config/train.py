@@ -129,6 +129,10 @@ class TrainConfig(Section):
     compile: Literal["auto", "on", "off"] = unkeyed("auto")
     """Compilation of each layer with torch.compile: on, off, or auto, which means on a GPU only.
     Layers that cannot be compiled run uncompiled, with a warning."""
+    cuda_graphs: bool = unkeyed(False)
+    """If true, forward and backward of a micro batch are captured in a CUDA graph, which the GPU
+    then runs without the host; for small micro batches, whose kernels take less time than their
+    launches. Requires a GPU, engine native, and no tensor or pipeline parallelism."""
     deterministic: bool = unkeyed(False)
     """If true, a run on GPUs computes the same bits each time on the same GPUs: nondeterministic
     operations are replaced or refused, which is slower. On CPUs every run does."""

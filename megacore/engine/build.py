@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.artifact.workspace import Workspace
+from megacore.config.checks import check_device
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.base import Engine
@@ -59,8 +60,9 @@ def build_engine(
 
     Raises:
         ParallelLayoutError: heads, widths, vocabulary or layers cannot be divided over the ranks.
-        ConfigError: a kernel that the configuration names cannot run here.
+        ConfigError: a kernel or CUDA graphs, which the configuration requests, cannot run here.
     """
+    check_device(config.train, device.type)
     compiler = Compiler(device) if compiles(config.train.compile, config.engine, device) else None
     kernels = choose_kernels(
         device,

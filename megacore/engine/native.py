@@ -16,6 +16,7 @@ from megacore.checkpoint.shard import TensorShard
 from megacore.config.run import RunConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.engine.base import Reduced, StageEngine, Update, global_means
+from megacore.engine.cuda_graph import MicroBatchGraph
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
 from megacore.optim.grad_scaler import DynamicLossScaler
@@ -58,6 +59,11 @@ class NativeEngine(StageEngine):
             self._syncs, config.optim, DTYPES[precision], stage.partitions, stage.kernels
         )
         self._scaler = DynamicLossScaler(config.optim.loss_scale) if precision == "fp16" else None
+        self._graph = (
+            MicroBatchGraph(self._passes, self._mesh, self.device)
+            if config.train.cuda_graphs
+            else None
+        )
         self._losses: list[Tensor] = []
         self._micro_batches = 0
         self.kernels = {
@@ -80,7 +86,20 @@ class NativeEngine(StageEngine):
             sync.zero()
         self._micro_batches = len(seeds)
         scale = self.loss_scale / len(seeds)
-        self._losses = self._stage.train_pass(batches, seeds, self._syncs, scale=scale)
+        if self._graph is not None:
+            self._losses = self._graph.run(batches, seeds, scale)
+        else:
+            self._losses = self._stage.train_pass(batches, seeds, self._syncs, scale=scale)
+
+    def _passes(self, batch: Tensor, seed: int, scale: Tensor) -> Tensor:
+        """Run forward and backward of one micro batch, and return its mean losses [terms].
+
+        Gradients only accumulate; `update` sums them over the replicas.
+        """
+        (losses,) = self._stage.train_pass(
+            iter([batch]), [seed], self._syncs, scale=scale, complete=False
+        )
+        return losses
 
     can_withhold = True
 

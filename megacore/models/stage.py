@@ -150,9 +150,10 @@ class Stage:
         seeds: Sequence[int],
         syncs: Sequence[GradSync],
         *,
-        scale: float,
+        scale: float | Tensor,
+        complete: bool = True,
     ) -> list[Tensor]:
-        """Run forward and backward passes of all micro batches of an iteration.
+        """Run forward and backward passes of all micro batches of an iteration, or of some.
 
         Args:
             batches: ids [b, width] of each micro batch, on this rank's device; empty unless
@@ -160,13 +161,16 @@ class Stage:
             seeds: dropout seed of each micro batch.
             syncs: gradient synchronization of each chunk, which starts with the chunk's last
                 backward pass.
-            scale: factor on the loss of a micro batch, which is the sum of its mean losses.
+            scale: factor on the loss of a micro batch, which is the sum of its mean losses; a
+                scalar tensor in a CUDA graph, which would store a number.
+            complete: False if these are not all micro batches of the iteration, so that none of
+                their backward passes starts the synchronization.
 
         Returns:
             The mean losses [terms] of each micro batch in the order of `loss_names`, on the last
             stage; an empty list on the others.
         """
-        work = _Training(self, batches, seeds, syncs, scale)
+        work = _Training(self, batches, seeds, syncs, scale, complete=complete)
         samples = self._config.train.micro_batch_size
         self._executor().run(
             self._training_passes(len(seeds)), work, lambda message: self._shape(message, samples)
@@ -259,10 +263,13 @@ class _Training(_Work):
         batches: Iterator[Tensor],
         seeds: Sequence[int],
         syncs: Sequence[GradSync],
-        scale: float,
+        scale: float | Tensor,
+        *,
+        complete: bool,
     ) -> None:
         super().__init__(stage, batches)
         self._seeds, self._syncs, self._scale = seeds, syncs, scale
+        self._complete = complete
         self._left = [len(seeds)] * len(stage.chunks)
         self.losses: list[Tensor] = []
 
@@ -282,7 +289,7 @@ class _Training(_Work):
         self._left[chunk] -= 1
         with (
             self._time("backward-compute"),
-            self._syncs[chunk].micro_step(last=self._left[chunk] == 0),
+            self._syncs[chunk].micro_step(last=self._complete and self._left[chunk] == 0),
         ):
             torch.autograd.backward(output, grad)
 

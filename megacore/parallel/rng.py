@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -49,15 +50,92 @@ def seed_dropout(dropout_seed: int | None, number: int, part: str | None = None)
     activation.
 
     Args:
-        dropout_seed: seed of the micro batch, see `micro_batch_seed`; required in training with
-            dropout.
+        dropout_seed: seed of the micro batch, see `micro_batch_seed`, or a `GraphSeed`; required in
+            training with dropout.
         number: the layer's index in the complete model, or `EMBEDDING`.
         part: name of a part of the layer, if several parts draw separately.
     """
     assert dropout_seed is not None, (
         "a model that trains with dropout needs the dropout_seed of its micro batch"
     )
-    _seed(stable_seed("dropout", dropout_seed, number, *([] if part is None else [part])))
+    if isinstance(dropout_seed, GraphSeed):
+        dropout_seed.begin((number, part))
+    else:
+        _seed(_place_seed(dropout_seed, (number, part)))
+
+
+Place = tuple[int, str | None]
+"""Layer and part of it that seed their dropout."""
+
+
+def _place_seed(dropout_seed: int, place: Place) -> int:
+    number, part = place
+    return stable_seed("dropout", dropout_seed, number, *([] if part is None else [part]))
+
+
+class GraphSeed(int):
+    """Dropout seed of every micro batch that one CUDA graph computes; an int only by its type.
+
+    A graph stores which numbers its kernels draw, but reads the seed of each generator registered
+    with it anew at every replay. No generator can be seeded while a graph is captured. So each call
+    of `seed_dropout` in the graph, also in recomputation, takes a generator of its own. A replay
+    then draws the same numbers as the passes without a graph.
+    """
+
+    value: int
+    """Seed of the current micro batch."""
+    _places: list[Place]
+    _generators: list[torch.Generator]
+    _next: int | None
+
+    def __new__(cls) -> Self:
+        """Create the seed without a value."""
+        seed = super().__new__(cls)
+        seed.value, seed._places, seed._generators, seed._next = 0, [], [], None
+        return seed
+
+    def record(self, value: int) -> None:
+        """Record the places that seed dropout in the next passes, which run without a graph."""
+        self.value, self._places = value, []
+
+    def begin(self, place: Place) -> None:
+        """Seed the generator in use, or exchange its state while a graph is captured."""
+        if self._next is None:
+            self._places.append(place)
+            _seed(_place_seed(self.value, place))
+            return
+        assert self._next < len(self._places), "the graph seeds dropout more often than before it"
+        assert self._places[self._next] == place, "the graph seeds dropout in another order"
+        _generator().graphsafe_set_state(self._generators[self._next])
+        self._next += 1
+
+    def register(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        """Create the generators of a graph, as many as the recorded passes have places."""
+        self._generators = [torch.Generator(device) for _ in self._places]
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Surround the capture of the graph, after which torch's generator has its own state."""
+        state, self._next = _generator().graphsafe_get_state(), 0
+        try:
+            yield
+            assert self._next == len(self._places), "the graph seeds dropout less often than before"
+        finally:
+            _generator().graphsafe_set_state(state)
+            self._next = None
+
+    def replay(self, value: int) -> None:
+        """Seed the graph's generators for the micro batch of its next replay."""
+        self.value = value
+        for generator, place in zip(self._generators, self._places, strict=True):
+            generator.manual_seed(_place_seed(value, place))
+
+
+def _generator() -> torch.Generator:
+    """Return the generator from which operations on this process's GPU draw."""
+    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def _seed(seed: int) -> None:
@@ -67,7 +145,7 @@ def _seed(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+        _generator().manual_seed(seed)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacore.config.checks import check_device
 from megacore.config.deepspeed import zero_of
 from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
@@ -104,10 +105,10 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
 
     Raises:
         ParallelLayoutError: the ranks do not fit the model, its batch or the GPUs.
-        ConfigError: TensorBoard or DeepSpeed is requested but not installed; fp16 is requested
-            without a GPU; memory, or the disk for offloaded state, is too small; or CPUs would need
-            more than CPU_DAYS_LIMIT days. `launch.allow_cpu: true` permits any duration on CPUs
-            and, with the native engine, fp16.
+        ConfigError: TensorBoard or DeepSpeed is requested but not installed; fp16 or CUDA graphs
+            are requested without a GPU; memory, or the disk for offloaded state, is too small; or
+            CPUs would need more than CPU_DAYS_LIMIT days. `launch.allow_cpu: true` permits any
+            duration on CPUs and, with the native engine, fp16.
     """
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
@@ -140,6 +141,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         check_tensorboard()
     if estimate.unseen is not None:
         return estimate
+    check_device(config.train, hardware.device_type)
     if not hardware.gpus:
         _check_meant_for_cpu(config, estimate)
     room = Room(
