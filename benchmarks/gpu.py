@@ -8,6 +8,7 @@ contest     megacore, compiled nanoGPT, torch's FSDP2 and transformers' Trainer 
 llama       megacore and FSDP2 over transformers' Llama in turns, 1.1 B
 sweep       micro batches of megacore, doubled until one does not fit, and the largest that does
 compile     layers compiled and not, also in a tiny GPT, which the time of kernel launches limits
+graphs      345M at the recipe's micro batch and the tiny GPT with and without CUDA graphs
 recompute   peak memory and rate with recompute none, selective and full
 kernels     what each kernel brings in layers that are not compiled
 checkpoint  how long a save in the background stops a training, and a save that waits
@@ -17,7 +18,7 @@ The command takes at most 9 minutes. Each part's figures are written to the resu
 same command, at the same commit and on the same device, measures only what is missing. It ends
 with one table of all figures. Except in turns, only one process at a time uses the device. MFU
 counts a model's FLOPs, without recomputation. `--smoke` runs everything with tiny models on the
-CPU.
+CPU, except CUDA graphs.
 """
 
 import argparse
@@ -43,6 +44,7 @@ from benchmarks._turns import Contestant, compete, progress
 from benchmarks._verdict import Check, table, verdict
 from benchmarks.step import check_losses, matmul_rate, start
 from megacore.artifact.files import read_record, write_json
+from megacore.engine.cuda_graph import WARM_UP
 from megacore.observe.flops import peak_by_name
 
 OURS, COMPILED, FSDP2, TRAINER = "megacore", "nanoGPT compiled", "FSDP2 compiled", "transformers"
@@ -50,6 +52,10 @@ MFU_GOAL = 0.55
 """Least MFU at the vendor's peak of 345M's best micro batch."""
 GOALS = {COMPILED: 1.1, FSDP2: 1.1, TRAINER: 1.4}
 """Least ratio of megacore's speed to that of each."""
+RECIPE = 4
+"""Micro batch of conf/gpt2-345m.yaml, whose layers are recomputed."""
+GRAPHS_GOAL = 1.0
+"""Least ratio of the speed with CUDA graphs to that without."""
 STALL_GOAL = 0.05
 """Most time that a save in the background stops a training, as a share of a save that waits."""
 MICRO_BATCHES = (8, 16, 32, 64)
@@ -154,11 +160,11 @@ class Bench:
         finally:
             contestant.end()
 
-    def measured(self, name: str, work: Work) -> Row:
+    def measured(self, name: str, work: Work, *, warmup: int = 3) -> Row:
         """Return the line of a contestant on its own; without figures if it does not fit."""
         try:
             with self.running(work) as each:
-                each.run(3)
+                each.run(warmup)
                 seconds = statistics.median(each.run(self.steps) for _ in range(3))
                 return Row.of(name, work.case, seconds, float(each.last[0]["memory_mb"]))
         except DeviceFullError:
@@ -253,6 +259,31 @@ def compilation(bench: Bench) -> Part:
     )
 
 
+def graphs(bench: Bench) -> Part:
+    """Measure launch-bound models with and without CUDA graphs."""
+    recipe = replace(bench.case, micro_batch_size=2 if bench.smoke else RECIPE)
+    works: dict[str, tuple[Case, dict[str, Any]]] = {
+        f"345M, micro batch {recipe.micro_batch_size}": (recipe, {}),
+        f"345M, micro batch {recipe.micro_batch_size}, recomputed": (recipe, {"recompute": "full"}),
+        "tiny": (bench.tiny, {}),
+    }
+    rows, checks = [], []
+    for name, (case, train) in works.items():
+        without = bench.measured(f"{name}, no graph", bench.work(case, **train))
+        rows.append(without)
+        if bench.smoke:
+            rows.append(Row(f"{name}, graph", note="needs a GPU"))
+            continue
+        # The graph is captured after its warm-up.
+        work = bench.work(case, cuda_graphs=True, **train)
+        row = bench.measured(f"{name}, graph", work, warmup=WARM_UP + 2)
+        if without.milliseconds is not None and row.milliseconds is not None:
+            row = replace(row, ratio=without.milliseconds / row.milliseconds)
+        rows.append(row)
+        checks.append(Check(f"{name}: with a graph to without", row.ratio or 0.0, GRAPHS_GOAL))
+    return Part(rows, checks)
+
+
 def recompute(bench: Bench) -> Part:
     """Measure memory and time of each kind of recomputation."""
     case = replace(bench.case, micro_batch_size=bench.contest_batch)
@@ -324,6 +355,7 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
     "llama": llama,
     "sweep": sweep,
     "compile": compilation,
+    "graphs": graphs,
     "recompute": recompute,
     "kernels": kernels,
     "checkpoint": checkpoint,

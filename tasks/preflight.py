@@ -62,6 +62,8 @@ def load_checked_config(
 def check_machine(config: RunConfig) -> str:
     """Check the configuration on this host; return its memory per rank and days in one sentence.
 
+    A second line names a lighter recomputation that fits, if any.
+
     Raises ConfigError, ParallelLayoutError, LaunchError or ConversionError when it cannot work.
     """
     check_pretrained(config)
@@ -70,9 +72,7 @@ def check_machine(config: RunConfig) -> str:
     exportable(config.family, config.model, config.data)
     text_digests(config)
     check_push(config.export)
-    return preflight(
-        config, expected_vocab_size(config.data.tokenizer), Hardware.detect()
-    ).summary()
+    return preflight(config, expected_vocab_size(config.data.tokenizer), Hardware.detect()).report()
 
 
 def planned_training(config: RunConfig) -> list[PlannedStage]:

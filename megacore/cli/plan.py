@@ -41,6 +41,8 @@ def plan(
         return
     Console().print(planned.summary(), soft_wrap=True)
     Console(width=None if sys.stdout.isatty() else 200).print(planned.table())
+    if planned.lighter is not None:
+        Console().print(planned.lighter, soft_wrap=True)
     if not hardware.gpus:
         precision = hardware.resolve_precision(config.train.precision)
         Console().print(

@@ -134,6 +134,33 @@ def savings(
     return sorted(best.values(), key=lambda saving: (not fits(saving), -saving.bytes))
 
 
+def lighter_recompute(config: RunConfig, deployment: Deployment, room: int) -> str | None:
+    """Return one sentence about the lightest recomputation that fits; None if it is configured.
+
+    Args:
+        config: configuration of the run, which must be valid.
+        deployment: ranks and hardware.
+        room: bytes of device memory per rank, of which a tenth stays free.
+    """
+    everywhere = {} if config.train.recompute_num_layers is None else _ALL_LAYERS
+    for kind in _RECOMPUTATIONS[: _RECOMPUTATIONS.index(config.train.recompute)]:
+        changed = _valid(config.model_dump(), {"train.recompute": kind} | everywhere)
+        if changed is None:
+            continue
+        need = deployment.estimate(changed)
+        if need.total <= _FILLED * room and need.host <= deployment.host:
+            return (
+                f"train.recompute {kind} fits, too: about {need.total / GIB:.1f} GiB of "
+                f"{room / GIB:.1f} GiB per rank; {config.train.recompute} is slower"
+            )
+    return None
+
+
+_RECOMPUTATIONS = ("none", "selective", "full")
+"""Kinds of recomputation from light to heavy."""
+_ALL_LAYERS = {"train.recompute_num_layers": None}
+_FILLED = 0.9
+"""Largest share of the memory in a recommendation; estimates of a divided model may be low."""
 _MOVES = ("tensor", "pipeline", "ranks")
 """Kinds of changes that move ranks to other places in the layout."""
 

@@ -49,7 +49,7 @@ class MemoryEstimate:
     passes: int
     """Peak of activations, logits and working memory during forward and backward passes. On a GPU
     it is reached in the loss or in the last layer's backward pass, when the logits do not exist any
-    more."""
+    more. CUDA graphs keep this memory, so that a validation needs more."""
     process: int
     """Interpreter and libraries, or the CUDA context."""
     buffers: int = 0
@@ -137,6 +137,8 @@ def estimate_stages(
                 passes - storage.working_set(stage_chunks) + storage.loss_blocks(logits),
                 passes - logits,
             )
+        if train.cuda_graphs:
+            passes += storage.evaluation(logits)
         estimates.append(
             MemoryEstimate(
                 parameters=sum(sizes),
@@ -349,6 +351,16 @@ class Activations:
         """
         copies = (1 if self._tensor == 1 else 2) - (self.element == 4)
         return copies * 4 * min(_LOSS_BLOCK, logits // self.element)
+
+    def evaluation(self, logits: int) -> int:
+        """Return the bytes of a micro batch's forward pass without gradients on a GPU.
+
+        It is less than a layer stores, and the loss.
+
+        Args:
+            logits: bytes of the micro batch's logits.
+        """
+        return max(self.layer, logits + self.loss_blocks(logits))
 
     def working_set(self, chunks: Sequence[ModelChunk]) -> int:
         """Return the additional bytes of the layer that is being recomputed."""

@@ -14,6 +14,7 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule, max_in_flight
 from megacore.pipeline_parallel.simulate import Timeline, simulate
+from megacore.plan.advice import Deployment, lighter_recompute
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_stages
 from megacore.plan.throughput import chunk_flops
@@ -36,6 +37,9 @@ class PipelinePlan:
     """Estimated memory of a rank of each stage."""
     timeline: Timeline
     """Simulated step without latency; the duration of a pass is its number of operations."""
+    lighter: str | None = None
+    """Sentence about a lighter recomputation that fits into this host's GPUs; None if there is
+    none."""
 
     @property
     def name(self) -> str:
@@ -140,6 +144,12 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
         micro_batches,
         parallel.virtual_pipeline_model_parallel_size,
     )
+    precision = hardware.resolve_precision(train.precision)
+    lighter = None
+    if gpus := hardware.gpus:
+        host = hardware.memory // len(gpus)
+        deployment = Deployment(ranks, vocab_size, precision, hardware.device_type, host)
+        lighter = lighter_recompute(config, deployment, min(gpu.memory for gpu in gpus))
     chunks = chunks_of(config, vocab_size)
     shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
     forward = [chunk_flops(shape, train, chunk, forward=True) for chunk in chunks]
@@ -151,14 +161,9 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
         layout,
         micro_batches,
         tuple(chunks),
-        estimate_stages(
-            config,
-            vocab_size,
-            hardware.resolve_precision(train.precision),
-            hardware.device_type,
-            layout.data,
-        ),
+        estimate_stages(config, vocab_size, precision, hardware.device_type, layout.data),
         simulate(schedule, forward, backward),
+        lighter,
     )
 
 

@@ -6,7 +6,7 @@ A run that needs more memory than a rank has is refused, with advice on how to m
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacore.config.checks import check_device
@@ -21,7 +21,7 @@ from megacore.hardware import Gpu, Hardware
 from megacore.models.parameters import parameter_count
 from megacore.observe.recorder import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
-from megacore.plan.advice import COUNT, Deployment, Saving, savings
+from megacore.plan.advice import COUNT, Deployment, Saving, lighter_recompute, savings
 from megacore.plan.layouts import launched_ranks, layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_memory
 from megacore.plan.throughput import assumed_flops_per_second, training_days
@@ -60,11 +60,17 @@ class RunEstimate:
     unseen: str | None = None
     """Scheduler whose hosts have hardware that is unknown here; None if this host's hardware
     applies."""
+    lighter: str | None = None
+    """Sentence about a lighter recomputation that fits, too; None if there is none."""
 
     @property
     def ranks(self) -> int:
         """Number of ranks of the job."""
         return self.layout.world_size
+
+    def report(self) -> str:
+        """Return the summary, and on a second line a lighter recomputation that fits, if any."""
+        return self.summary() + ("" if self.lighter is None else f"\n{self.lighter}")
 
     def summary(self) -> str:
         """Return all numbers on one line."""
@@ -148,7 +154,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         estimate.memory_available, estimate.host_available, estimate.device_type, ranks_per_host
     )
     check_memory(config, estimate.memory, room, deployment)
-    return estimate
+    return replace(estimate, lighter=lighter_recompute(config, deployment, room.device))
 
 
 def resolve_launch(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks._entrants import CASES
+from benchmarks._entrants import CASES, Work
 from benchmarks._verdict import Check
 
 SMOKE = argparse.Namespace(
@@ -74,3 +74,22 @@ def test_the_largest_micro_batch_is_between_the_last_that_fits_and_the_next(
     monkeypatch.setattr(bench, "measured", measured)
     rows = {int(row.name.split()[-1]): row.tokens for row in gpu.sweep(bench).rows}
     assert rows == {8: 1.0, 16: 1.0, 32: None, 24: None, 20: 1.0, 22: None}
+
+
+def test_cuda_graphs_are_measured_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def measured(name: str, work: Work, **_: int) -> gpu.Row:
+        graphs.append(work.config().train.cuda_graphs)
+        return gpu.Row(name, milliseconds=2.0 if graphs[-1] else 3.0)
+
+    bench = gpu.Bench(SMOKE)
+    monkeypatch.setattr(bench, "measured", measured)
+    assert {row.note for row in gpu.graphs(bench).rows[1::2]} == {"needs a GPU"}
+    assert not any(graphs)
+    graphs.clear()
+    bench.smoke = False
+    part = gpu.graphs(bench)
+    assert graphs == [False, True] * 3
+    assert [row.ratio for row in part.rows] == [None, 1.5] * 3
+    assert [check.value for check in part.checks] == [1.5] * 3

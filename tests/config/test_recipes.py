@@ -122,6 +122,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     | {"train.micro_batch_size": 4, "train.global_batch_size": 8, "launch.nproc_per_node": 1},
     "gpt2-345m-8gpu": GPT2_345M
     | {"train.micro_batch_size": 8, "train.global_batch_size": 64, "launch.nproc_per_node": 8},
+    "gpt2-345m-h200": GPT2_345M
+    | {
+        "train.micro_batch_size": 32,
+        "train.global_batch_size": 64,
+        "train.precision": "bf16",
+        "train.recompute": "none",
+        "launch.nproc_per_node": 1,
+    },
     "gpt2-345m-ja": GPT2_345M
     | {
         "data.source.dataset": "wikimedia/wikipedia",

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.config.run import RunConfig
-from megacore.engine.build import build_engine
+from megacore.engine.build import Compiler, build_engine
 from megacore.engine.cuda_graph import WARM_UP, MicroBatchGraph
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
@@ -62,9 +64,7 @@ class RecordedGraph(TorchDispatchMode):
         assert generator in self.generators
         self.calls.append(lambda: torch.default_generator.set_state(generator.get_state()))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -235,7 +235,7 @@ def test_memory_that_does_not_suffice_for_a_capture_is_reported_as_such(cuda: No
 
 
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="train.cuda_graphs is true, which needs a GPU"):
+    with pytest.raises(ConfigError, match=r"^train\.cuda_graphs is true, which needs a GPU"):
         build_engine(
             config(graphs=True),
             _runs.VOCAB_SIZE,
@@ -244,6 +244,28 @@ def test_a_cpu_is_refused() -> None:
             device=torch.device("cpu"),
             precision="fp32",
         )
+
+
+@pytest.mark.slow
+def test_a_capture_compiles_nothing(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even layers that seed dropout in between, whose seed is of the same kind as before."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(Compiler, "__call__", lambda self, graph, inputs: graph.forward)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    engine = build(config(graphs=True, recompute="selective"), "fp32")
+    Compiler(torch.device("cpu")).compile_layers(engine._stage.chunks)
+    # A dispatch mode would keep the layers from being compiled.
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(DefaultGenerator, "graphsafe_set_state", lambda *_: None)
+    counters.clear()
+    tokens = torch.ones(WARM_UP, 2, _runs.SEQ_LENGTH + 1, dtype=torch.int64)
+    graphs = []
+    for _ in range(2):
+        engine.forward_backward(iter(tokens), list(range(WARM_UP)))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert engine._graph is not None
+    assert engine._graph._graph is not None
+    assert graphs[0] == graphs[1] > 0
 
 
 @pytest.mark.parametrize(

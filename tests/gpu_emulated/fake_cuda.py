@@ -89,13 +89,16 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         Event.made += 1
 
-    def record(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None:
+        in_capture("event.record")
 
     def wait(self, *_: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        in_capture("event.synchronize")
 
     def query(self) -> bool:
+        in_capture("event.query")
         return True
 
     def elapsed_time(self, _: "Event") -> float:
@@ -128,6 +131,42 @@ class Stream:
     def __exit__(self, *_: object) -> None: ...
 
 
+class Graph:
+    """CUDA graph that contains nothing."""
+
+    captures = replays = 0
+    generators = 0
+    """Number of generators registered with all graphs."""
+    capturing = False
+
+    def register_generator_state(self, _: Any) -> None:
+        Graph.generators += 1
+
+    def replay(self) -> None:
+        Graph.replays += 1
+
+
+@contextlib.contextmanager
+def capture(graph: Graph, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    """Surround a capture, in which calls that CUDA refuses or cannot repeat are recorded."""
+    assert capture_error_mode == "thread_local", "a pinned allocation of another thread would fail"
+    before = len(synchronizations)
+    Graph.capturing, Graph.captures = True, Graph.captures + 1
+    try:
+        yield
+    finally:
+        Graph.capturing = False
+        captured.extend(synchronizations[before:])
+
+
+def in_capture(what: str) -> None:
+    """Record a call if a graph is captured."""
+    if Graph.capturing:
+        captured.append((what, place()))
+
+
+captured: list[tuple[str, str]] = []
+"""Calls in a capture that it must not contain: name and place in the project's code."""
 synchronizations: list[tuple[str, str]] = []
 """Calls that wait for the GPU: name and place in the project's code."""
 
@@ -168,7 +207,18 @@ def install(local_rank: int) -> None:
         """Return a new function: torch.compile tells functions of torch apart by identity."""
         return lambda *_, **__: None
 
-    generators = tuple(torch.Generator() for _ in range(GPUS))
+    class DefaultGenerator(torch.Generator):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            in_capture("generator.manual_seed")
+            return super().manual_seed(seed)
+
+        def graphsafe_get_state(self) -> torch.Generator:
+            return self
+
+        def graphsafe_set_state(self, _: torch.Generator) -> torch.Generator:
+            return self
+
+    generators = tuple(DefaultGenerator() for _ in range(GPUS))
     state = generators[0].get_state()
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -188,6 +238,9 @@ def install(local_rank: int) -> None:
         "device": OnDevice,
         "Event": Event,
         "Stream": Stream,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "is_current_stream_capturing": lambda: Graph.capturing,
         "get_rng_state": lambda _="cuda": state,
         "get_rng_state_all": lambda: [state] * GPUS,
         "memory_stats": lambda _=None: {},

@@ -79,6 +79,14 @@ class Record:
     peak_bytes: int = 0
     """Largest memory of the GPU's tensors in the iteration."""
     kernels: dict[str, str] = field(default_factory=dict)
+    captured: list[str] = field(default_factory=list)
+    """Calls in the capture of a CUDA graph that it must not contain, with their places."""
+    captures: int = 0
+    """Number of CUDA graphs captured before the iteration."""
+    replays: int = 0
+    """Number of replays of CUDA graphs in the iteration."""
+    generators: int = 0
+    """Number of generators of the CUDA graphs."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Record":
@@ -90,7 +98,8 @@ class Record:
 def run(case: Case) -> Record:
     """Build the engine, run two iterations, an evaluation and the copy of a save.
 
-    The record is of the second iteration and what follows it.
+    The record is of the second iteration and what follows it. With CUDA graphs it is of the one
+    after the capture, and of the capture.
     """
     record = Record()
     tracker = _memory_tracker() if case.memory else None
@@ -176,6 +185,7 @@ def _built(case: Case, tracker: Any = None) -> Iterator[tuple[Any, Any, Any]]:
 
 def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) -> None:
     from megacore.data.sampler import PrefetchingIterator
+    from megacore.engine.cuda_graph import WARM_UP
     from megacore.train.loss_check import LossCheck
     from megacore.train.state import TrainState
     from megacore.train.step import Stepper, reader
@@ -189,15 +199,21 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
     check = LossCheck(config, mesh, print, lambda _: None, ["host"] * mesh.world_size)
     stepper = Stepper(config, engine, mesh, check, read, print)
     state = TrainState()
-    with PrefetchingIterator(read, stepper.upcoming(state, 2)) as batches:
-        stepper.step(batches, state, lambda: (False, False))
-        fake_cuda.Event.made = 0
+    # with graphs: at least one micro batch each, then the capture
+    before = WARM_UP + 1 if config.train.cuda_graphs else 1
+    with PrefetchingIterator(read, stepper.upcoming(state, before + 1)) as batches:
+        with watch(Record()) if config.train.cuda_graphs else contextlib.nullcontext():
+            for _ in range(before):
+                stepper.step(batches, state, lambda: (False, False))
+        record.captured = [f"{name} at {at}" for name, at in fake_cuda.captured]
+        record.captures, record.generators = fake_cuda.Graph.captures, fake_cuda.Graph.generators
+        fake_cuda.Event.made = fake_cuda.Graph.replays = 0
         if tracker is not None:
             tracker.forget_peak()
         with _waits(record.synchronizations), watch(record) as operations:
             engine.forward_backward = _counted(engine.forward_backward, operations, record)
             stepper.step(batches, state, lambda: (False, False))
-    record.events = fake_cuda.Event.made
+    record.events, record.replays = fake_cuda.Event.made, fake_cuda.Graph.replays
     if tracker is not None:
         record.peak_bytes = tracker.peak_bytes(engine.device)
 
@@ -329,6 +345,7 @@ def watch(record: Record) -> Iterator[list[int]]:
             name = str(func)
             operations[0] += 1
             if name.startswith("c10d."):
+                fake_cuda.in_capture(name)
                 record.communication.append(_communication(name, args))
             out = func(*args, **kwargs or {})
             if "attention" in name:
@@ -349,6 +366,7 @@ def _record_copy(record: Record, name: str, args: Any, kwargs: Any, out: Any) ->
     target, source = args[:2] if name.startswith("aten.copy_") else (out, args[0])
     if source.device.type == target.device.type:
         return
+    fake_cuda.in_capture(f"{source.device.type} to {target.device.type}")
     host = source if source.device.type == "cpu" else target
     with _disable_current_modes():
         pinned = host.is_pinned()

@@ -127,6 +127,26 @@ DEPTHS = {
     for layers in (2, 3)
 }
 
+GRAPHS = {
+    f"{conf} with a graph": Case(
+        conf,
+        rank,
+        ranks,
+        _short(conf) | {"train.cuda_graphs": True, **values},
+        _vocab_size(conf),
+        iterations_only=True,
+    )
+    for conf, rank, ranks, values in (
+        ("gpt2-345m", 0, 1, {"train.global_batch_size": 8}),  # fp16, dropout, recomputation
+        ("gpt2-tiny", 1, 2, {"parallel.use_distributed_optimizer": True}),
+        ("llama-1b", 7, 8, {}),
+        ("bert-345m", 0, 1, {}),
+        ("t5-tiny", 1, 2, {"model.hidden_dropout": 0.1, "train.recompute": "selective"}),
+    )
+}
+"""Iterations of which forward and backward are CUDA graphs."""
+FAST_GRAPHS = [name for name, case in GRAPHS.items() if case.conf.startswith("gpt2")]
+
 
 _LAYER_NORM = {"model.normalization": "layernorm"}
 """A CPU build of torch lacks the fused RMSNorm of GPUs, and would store fp32 copies instead."""
@@ -180,6 +200,7 @@ def records(request: pytest.FixtureRequest) -> dict[str, Record]:
         if item.nodeid.split("::")[0] == request.node.nodeid
     }
     cases = {name: case for name, case in CASES.items() if (case.conf not in FAST) in slow}
+    cases |= {name: case for name, case in GRAPHS.items() if (name not in FAST_GRAPHS) in slow}
     if False in slow:
         cases |= LAYOUT
     return _records(cases | DEPTHS if True in slow else cases)
@@ -245,6 +266,29 @@ def test_attention_is_fused(records: dict[str, Record], name: str) -> None:
         "aten._scaled_dot_product_flash_attention.default",
         "aten._scaled_dot_product_flash_attention_backward.default",
     }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST_GRAPHS else pytest.param(name, marks=pytest.mark.slow)
+        for name in GRAPHS
+    ],
+)
+def test_a_graph_contains_only_computation(records: dict[str, Record], name: str) -> None:
+    """No wait, no timer event, no copy from the host, no communication, no seed of a generator."""
+    record, case = records[name], GRAPHS[name]
+    config = load_config(case.conf, case.overrides)
+    micro_batches = config.train.global_batch_size // config.train.micro_batch_size
+    assert record.captured == []
+    assert record.captures == 1
+    assert record.replays == micro_batches // case.world_size
+    # Of each replay: ids to the GPU and into the graph, losses out of it.
+    assert record.operations <= 4 * record.replays + 2
+    assert len(record.synchronizations) == 1, record.synchronizations
+    assert record.copies == []
+    assert record.events == 0
+    assert bool(record.generators) == bool(config.model.hidden_dropout)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.plan.pipeline import plan_pipeline
 from megacore.plan.preflight import (
     Gpu,
     Hardware,
@@ -174,6 +175,38 @@ def test_advice_on_memory_is_estimated_for_the_host() -> None:
     with pytest.raises(ConfigError, match="any of these suffices: ") as caught:
         preflight(conf("gpt2-345m-8gpu", train__recompute="selective"), VOCAB_SIZE, larger)
     assert "launch.nproc_per_node" not in str(caught.value)
+
+
+def test_a_lighter_recomputation_that_fits_is_named() -> None:
+    def lighter(memory: float, **values: object) -> str | None:
+        gpu = Hardware(64, 512 * GIB, (Gpu("a GPU", int(memory * GIB)),), native_bf16=True)
+        return preflight(conf("gpt2-345m", **values), VOCAB_SIZE, gpu).lighter
+
+    sentence = "train.recompute none fits, too: about 10.3 GiB of 80.0 GiB per rank; full is slower"
+    assert lighter(80) == sentence
+    h100 = Hardware(64, 512 * GIB, (A100,))
+    report = preflight(conf("gpt2-345m"), VOCAB_SIZE, h100)
+    assert report.report() == f"{report.summary()}\n{sentence}"
+    assert plan_pipeline(conf("gpt2-345m"), VOCAB_SIZE, h100).lighter == sentence
+    assert lighter(11) is None  # less than a tenth would be free
+    assert lighter(80, train__recompute="none") is None
+    some = lighter(80, train__recompute="selective", train__recompute_num_layers=3)
+    assert some is not None
+    assert some.endswith("; selective is slower")
+
+
+def test_cuda_graphs_need_a_gpu_and_memory_of_a_validation() -> None:
+    h100 = Hardware(64, 512 * GIB, (A100,))
+    with_graph, without = (
+        preflight(conf("gpt2-345m", train__cuda_graphs=each), VOCAB_SIZE, h100).memory
+        for each in (True, False)
+    )
+    logits = 4 * 1024 * 50_304 * 2
+    assert logits < with_graph.total - without.total < 1.5 * logits
+    with pytest.raises(ConfigError, match=r"^train\.cuda_graphs is true, which needs a GPU"):
+        preflight(
+            conf("gpt2-345m", train__cuda_graphs=True, launch__allow_cpu=True), VOCAB_SIZE, CPU
+        )
 
 
 def test_the_summary_shows_the_zero_stage_and_offloaded_memory() -> None:
