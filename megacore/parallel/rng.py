@@ -76,9 +76,9 @@ def _place_seed(dropout_seed: int, place: Place) -> int:
 class GraphSeed(int):
     """Dropout seed of every micro batch that one CUDA graph computes; an int only by its type.
 
-    A graph stores which numbers its kernels draw, but reads the seed of each generator registered
-    with it anew at every replay. No generator can be seeded while a graph is captured. So each call
-    of `seed_dropout` in the graph, also in recomputation, takes a generator of its own. A replay
+    A graph stores how many numbers its kernels draw, and at every replay reads the seed of each
+    generator that is registered with it. No generator can be seeded during the capture. So each
+    call of `seed_dropout` in the graph, also in recomputation, takes a separate generator. A replay
     then draws the same numbers as the passes without a graph.
     """
 

@@ -169,6 +169,7 @@ MAY_CHANGE = {
         "skip_samples",
         "kernels",
         "compile",
+        "cuda_graphs",
         "deterministic",
         "recompute",
     }
