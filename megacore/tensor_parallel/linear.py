@@ -387,10 +387,11 @@ def lookup_gradient(
 def _add_rows_(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Compute `table[ids] += rows` in a deterministic order.
 
-    On a GPU index_add_ uses atomics, while index_put_ sorts.
+    On a GPU index_add_ uses atomics, while index_put_ sorts. The lookup has checked the ids; some
+    versions of torch would read their extremes on the host to do so again.
     """
     if table.is_cuda:
-        table.index_put_((ids,), rows, accumulate=True)
+        torch._index_put_impl_(table, (ids,), rows, accumulate=True, unsafe=True)
     else:
         table.index_add_(0, ids, rows)
 

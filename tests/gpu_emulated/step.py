@@ -324,6 +324,10 @@ def _special_tokens(vocab_size: int) -> Any:
     )
 
 
+_WAITING = ("aten.index_put_.default", "aten.index_put.default")
+"""Operations in which some versions of torch read values on the host, unseen by fake tensors."""
+
+
 @contextlib.contextmanager
 def watch(record: Record) -> Iterator[list[int]]:
     """Record copies, attention and communication in the body, and count all operations."""
@@ -347,6 +351,8 @@ def watch(record: Record) -> Iterator[list[int]]:
             if name.startswith("c10d."):
                 fake_cuda.in_capture(name)
                 record.communication.append(_communication(name, args))
+            if name in _WAITING and args[0].is_cuda:
+                fake_cuda.synchronizations.append((name, fake_cuda.place()))
             out = func(*args, **kwargs or {})
             if "attention" in name:
                 record.attention.append(name)
