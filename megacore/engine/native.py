@@ -68,6 +68,7 @@ class NativeEngine(StageEngine):
         self._micro_batches = 0
         self.kernels = {
             **stage.kernels.names,
+            **({"passes": "CUDA graph"} if self._graph is not None else {}),
             "communication": "none"
             if stage.mesh.world_size == 1
             else "nccl"

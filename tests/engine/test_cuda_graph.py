@@ -181,6 +181,7 @@ def test_iterations_compute_the_same_with_a_graph(
         assert torch.equal(tensor, graph_weights[name]), name
     graph: Any = engine._graph and engine._graph._graph
     assert graph.replays == sum(SIZES[1:])
+    assert engine.kernels["passes"] == "CUDA graph"
     scales = {result[3] for result in expected[::2]}
     assert len(scales) > 1 or precision != "fp16"  # the scale changes between replays
 
