@@ -144,9 +144,9 @@ def config(*, graphs: bool, dropout: float = 0.1, recompute: str = "none") -> Ru
     )
 
 
-def build(run: RunConfig, precision: str) -> NativeEngine:
+def build(run: RunConfig, precision: str, device: str = "cpu") -> NativeEngine:
     mesh = ProcessMesh.serial()
-    stage = Stage(run, _runs.VOCAB_SIZE, mesh, special_tokens=_runs.TOKENS)
+    stage = Stage(run, _runs.VOCAB_SIZE, mesh, special_tokens=_runs.TOKENS, device=device)
     return NativeEngine(stage, run, precision)
 
 
@@ -158,6 +158,7 @@ def iterations(engine: NativeEngine) -> list[Any]:
         shape = count, 2, _runs.SEQ_LENGTH + 1
         tokens = torch.randint(0, _runs.VOCAB_SIZE, shape, generator=random)
         seeds = [micro_batch_seed(number, sample) for sample in range(count)]
+        tokens = tokens.to(engine.device)
         engine.forward_backward(iter(tokens), seeds)
         update = engine.update(1e-2, 0.1)
         results.append((update.losses, str(update.grad_norm), update.applied, engine.loss_scale))
@@ -184,6 +185,21 @@ def test_iterations_compute_the_same_with_a_graph(
     assert engine.kernels["passes"] == "CUDA graph"
     scales = {result[3] for result in expected[::2]}
     assert len(scales) > 1 or precision != "fp16"  # the scale changes between replays
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_iterations_compute_the_same_with_a_graph_on_a_gpu(precision: str, recompute: str) -> None:
+    """The first losses have the same bits; later ones follow from atomic additions."""
+    expected, results = (
+        iterations(build(config(graphs=graphs, recompute=recompute), precision, "cuda:0"))[:-1:2]
+        for graphs in (False, True)
+    )
+    assert results[0][0] == expected[0][0]
+    for result, other in zip(results, expected, strict=True):
+        assert result[0] == pytest.approx(other[0], rel=1e-2, nan_ok=True)
+        assert result[2:] == other[2:]
 
 
 def test_a_graph_draws_from_a_generator_for_each_seeding(cuda: None) -> None:
