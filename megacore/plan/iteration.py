@@ -27,16 +27,14 @@ _SPLITS = (2, 4, 8)
 """Parts into which a product's inner dimension is divided if its output has few tiles."""
 _SPLIT_COST = 0.02
 _SHORTEST_SPLIT = 256
-_ALIGNED, _UNALIGNED = 64, 1.42
+_ALIGNED, _UNALIGNED = 64, 1.49
 """Multiple of which the sizes of a half-precision product are fast, and the slowdown otherwise."""
-_BATCH_ALIGNED, _BATCH_UNALIGNED = 8, 1.16
-"""The same for the batched products of unfused attention."""
-_MORE_RANKS = 0.615
+_MORE_RANKS = 0.448
 """Exponent with which the host's time of a collective grows with the ranks that wait for each
 other."""
-_SMOOTH = 9.86
+_SMOOTH = 14.2
 """Exponent of the smooth maximum of the device's and the host's time."""
-_SCORES = 0.666
+_SCORES = 0.485
 """Score matrices read or written by scaling, mask, softmax and dropout of unfused attention."""
 _BACKWARD_BYTES = 1.5
 """Bytes of elementwise operations in a backward pass, relative to the forward pass."""
@@ -48,35 +46,40 @@ _STEADY = 2
 class Software:
     """Properties of the program that trains."""
 
-    hidden_passes: float = 15.0
+    hidden_passes: float = 10.1
     """Hidden states read or written by norms, dropout and residual additions in the forward pass of
     a layer."""
     fused_attention: bool = True
     """True if scores never leave the multiprocessor (FlashAttention)."""
-    loss_bytes: float = 16.6
+    loss_bytes: float = 17.2
     """Bytes of memory traffic per logit in each direction of the loss."""
     gradient_bytes: int = 4
     """Bytes of a gradient in the reduction between replicas."""
     overlaps: bool = True
     """True if the reduction of gradients and the gathering of weights overlap computation."""
-    optimizer_bytes: float = 32.3
+    optimizer_bytes: float = 32.7
     """Bytes of memory traffic of the optimizer per parameter."""
-    optimizer_us: float = 108.0
+    optimizer_us: float = 110.0
     """Time of the optimizer per layer, in microseconds."""
     hides_messages: bool = True
     """True if messages between pipeline stages overlap computation."""
 
+    state_bytes: tuple[float, float] | None = None
+    """Bytes of memory per parameter, and those that ZeRO divides; None for the estimate of
+    `megacore.plan.memory`."""
+
 
 MEGACORE = Software()
 MEGATRON_2021 = Software(
-    hidden_passes=3.63,
+    hidden_passes=17.5,
     fused_attention=False,
-    loss_bytes=79.0,
+    loss_bytes=76.1,
     gradient_bytes=2,
+    state_bytes=(4.5, 20.2),
     overlaps=False,
     hides_messages=False,
-    optimizer_bytes=4.12,
-    optimizer_us=74.0,
+    optimizer_bytes=3.62,
+    optimizer_us=70.3,
 )
 """Megatron-LM and Megatron-DeepSpeed before FlashAttention, which most published runs on A100
 used."""
@@ -179,10 +182,8 @@ class Rates:
                     split = _waves(m, n, batch * parts, machine.processors)
                     waves = min(waves, split * (1 + _SPLIT_COST * parts))
             if self.element < 4:
-                if batch > 1 and (n % _BATCH_ALIGNED or k % _BATCH_ALIGNED):
-                    waves *= _BATCH_UNALIGNED
-                elif batch == 1 and (m % _ALIGNED or n % _ALIGNED or k % _ALIGNED):
-                    waves *= _UNALIGNED
+                aligned = batch > 1 or not (m % _ALIGNED or n % _ALIGNED or k % _ALIGNED)
+                waves *= 1.0 if aligned else _UNALIGNED
         rate = machine.peak(self.precision) * machine.product_efficiency * self.cores
         seconds = 2.0 * m * n * k * batch / rate * waves * (1 + machine.half_depth / k)
         moved = self.element * batch * (m * k + k * n + m * n)
@@ -432,9 +433,7 @@ class Iteration:
         return LayerTimes(
             forward=_bounded(device, exchanged, start),
             backward=_bounded(back, exchanged, start_back),
-            recomputing=_bounded(
-                back + again[0], exchanged + again[1], start_back + restart
-            ),
+            recomputing=_bounded(back + again[0], exchanged + again[1], start_back + restart),
         )
 
     def _ends(self, chunk: ModelChunk, *, backward: bool) -> Pass:

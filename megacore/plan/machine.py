@@ -5,17 +5,32 @@ training reaches is fitted; `fitted_on` names the runs. docs/planning.md has the
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from megacore.config.base import Section
 from megacore.config.load import CONF_DIR
 from megacore.errors import ConfigError
-from megacore.foreign.files import nearest, read_yaml
+from megacore.foreign.files import nearest, read_yaml, shortened
+from megacore.hardware import Hardware
+from megacore.observe.flops import PEAK_TFLOPS, peak_by_name
+from megacore.plan.throughput import cpu_gflops_per_core
 
 HARDWARE_DIR = CONF_DIR / "hardware"
 Precision = Literal["fp32", "bf16", "fp16"]
+_FILES = {
+    "B200": "b200",
+    "GB200": "b200",
+    "H200": "h200",
+    "GH200": "h100",
+    "H100": "h100",
+    "A100": "a100-80gb",
+    "L40S": "l40s",
+}
+"""Hardware files by a word of the GPU's name."""
+_LARGE_A100 = 60 * 2**30
+"""Bytes that tell an A100 of 80 GB from one of 40 GB."""
 
 
 class Link(Section):
@@ -113,11 +128,17 @@ class Machine(Section):
         )
 
 
-def load_machine(name: str, directory: Path = HARDWARE_DIR) -> Machine:
+def load_machine(name: str, directory: Path | None = None) -> Machine:
     """Read the hardware file that `name` names: a path, or the stem of a file in `directory`.
 
-    Raises ConfigError with what is wrong in the file, or with the most similar name.
+    Args:
+        name: path of a YAML file, or a name such as `h100`.
+        directory: directory of the files; None means `conf/hardware`.
+
+    Raises:
+        ConfigError: there is no such file, or a value in it is wrong.
     """
+    directory = _hardware_dir() if directory is None else directory
     for candidate in (Path(name), directory / f"{name.lower()}.yaml"):
         if candidate.is_file():
             break
@@ -127,11 +148,56 @@ def load_machine(name: str, directory: Path = HARDWARE_DIR) -> Machine:
             f"no hardware named {name!r}: neither that file nor {directory / name.lower()}.yaml "
             f"exists{nearest(name, known)}"
         )
+    content = read_yaml(candidate)
     try:
-        return Machine.model_validate(read_yaml(candidate))
+        return Machine.model_validate(content)
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"]) or "the file"
+        key = ".".join(map(str, problem["loc"])) or "the file"
         raise ConfigError(
-            f"{candidate}: {key} is {problem['input']!r}: {problem['msg'].lower()}"[:400]
+            f"{candidate}: {key} is {shortened(str(problem['input']))}: {problem['msg'].lower()}"
         ) from error
+
+
+def machine_of(hardware: Hardware, precision: str) -> Machine:
+    """Return the hardware file of this host's GPUs, or that of its cores without a GPU.
+
+    A GPU without a file gets A100's shares of its own peak rate. Raises ConfigError if the files
+    are missing or damaged.
+    """
+    if not hardware.gpus:
+        cores = hardware.cores
+        return load_machine("cpu").model_copy(
+            update={
+                "devices_per_node": cores,
+                "memory_gib": hardware.memory / cores / 2**30,
+                "tflops": {precision: cpu_gflops_per_core(hardware, precision) / 1e3},
+            }
+        )
+    gpu = min(hardware.gpus, key=lambda each: each.memory)
+    words = gpu.name.upper().replace("-", " ").split()
+    stem = next((stem for word, stem in _FILES.items() if word in words), None)
+    if stem == "a100-80gb" and gpu.memory < _LARGE_A100:
+        stem = "a100-40gb"
+    machine = load_machine(stem or "a100-80gb")
+    changes: dict[str, Any] = {"memory_gib": gpu.memory / 2**30}
+    if stem is None or (gpu.multiprocessors or machine.processors) < machine.processors:
+        peak = peak_by_name(gpu.name, precision, gpu.multiprocessors) or _slowest(precision)
+        changes |= {
+            "name": gpu.name,
+            "tflops": {precision: peak},
+            "processors": gpu.multiprocessors or machine.processors,
+        }
+    return machine.model_copy(update=changes)
+
+
+def _hardware_dir() -> Path:
+    """Return `conf/hardware` of the current directory, or else of this project."""
+    if HARDWARE_DIR.is_dir():
+        return HARDWARE_DIR
+    return Path(__file__).parents[2] / HARDWARE_DIR
+
+
+def _slowest(precision: str) -> float:
+    """Return the lowest peak rate of a known GPU, in TFLOP/s."""
+    return min(rate.fp32 if precision == "fp32" else rate.low for rate in PEAK_TFLOPS.values())

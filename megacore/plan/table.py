@@ -4,7 +4,7 @@ Each row names a model, a layout and GPUs, with the columns that published table
 """
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megacore.errors import ConfigError, DataFormatError, MegacoreError
 from megacore.plan.iteration import MEGACORE, MEGATRON_2021, Iteration, Software
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
-from megacore.plan.memory import GIB, estimate_memory
+from megacore.plan.memory import GIB, estimate_stages
 
 NEW_COLUMNS = ("predicted_iter_s", "predicted_mem_gib", "predicted_fits", "refused")
 _REQUIRED = ("layers", "hidden", "heads", "seq", "gpu", "gpus", "micro_batch", "global_batch")
@@ -35,6 +35,10 @@ _HARDWARE = {
 """Hardware files by words of the column gpu, in lower case."""
 _OLD = ("a100",)
 """GPUs whose published runs are mostly of programs without fused attention."""
+_USABLE = 0.97
+"""Share of a GPU's memory that a program can allocate."""
+_MEGATRON_PASSES, _MEGATRON_FIXED = 1.34, 3.2 * GIB
+"""Factor on the activations, and fixed bytes, of Megatron-DeepSpeed; fitted on BLOOM's runs."""
 _LLAMA = ("llama", "mistral", "qwen")
 
 
@@ -75,22 +79,39 @@ def predict_row(row: Mapping[str, str]) -> dict[str, str]:
     try:
         iteration = iteration_of(row)
         seconds = iteration.predict().seconds
-        memory = estimate_memory(
-            iteration.config,
-            iteration.vocab_size,
-            iteration.precision,
-            iteration.machine.device,
-            iteration.layout.data,
-        )
+        memory = memory_of(iteration)
     except (MegacoreError, ValueError) as error:
         return dict.fromkeys(NEW_COLUMNS, "") | {"refused": " ".join(str(error).split())}
-    fits = memory.total <= iteration.machine.memory_gib * GIB
+    fits = memory <= _USABLE * iteration.machine.memory_gib * GIB
     return {
         "predicted_iter_s": f"{seconds:.6g}",
-        "predicted_mem_gib": f"{memory.total / GIB:.4g}",
+        "predicted_mem_gib": f"{memory / GIB:.4g}",
         "predicted_fits": "yes" if fits else "no",
         "refused": "",
     }
+
+
+def memory_of(iteration: Iteration) -> float:
+    """Return the predicted bytes of the rank that needs most."""
+    stages = estimate_stages(
+        iteration.config,
+        iteration.vocab_size,
+        iteration.precision,
+        iteration.machine.device,
+        iteration.layout.data,
+    )
+    software, divided = iteration.software.state_bytes, iteration.layout.data
+    if software is None:
+        return max(stage.total for stage in stages)
+    kept, shared = software
+    if not iteration.config.parallel.use_distributed_optimizer:
+        divided = 1
+    return max(
+        stage.parameters * (kept + shared / divided)
+        + _MEGATRON_PASSES * stage.passes
+        + _MEGATRON_FIXED
+        for stage in stages
+    )
 
 
 def iteration_of(row: Mapping[str, str]) -> Iteration:
@@ -164,7 +185,8 @@ def _values(row: Mapping[str, str]) -> tuple[dict[str, Any], int]:
             "micro_batch_size": _number(row, "micro_batch"),
             "global_batch_size": _number(row, "global_batch"),
             "recompute": recompute if recompute in ("full", "selective") else "none",
-            "precision": "fp16" if "16" in row.get("precision", "") and "bf" not in row["precision"]
+            "precision": "fp16"
+            if "16" in row.get("precision", "") and "bf" not in row["precision"]
             else "bf16",
         },
     }
