@@ -1,0 +1,630 @@
+"""Predicted time of a training iteration, from its operations and the rates of a machine.
+
+Matrix products, elementwise operations and messages of every pipeline stage are counted from the
+configuration, the schedule is simulated, and the time of gradients and optimizer is added.
+docs/planning.md has the formulas with their sources and errors.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+
+from megacore.config.deepspeed import zero_of
+from megacore.config.run import RunConfig
+from megacore.config.spec import ModelSpec
+from megacore.models.parameters import chunk_sizes
+from megacore.parallel.rank_layout import RankLayout
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.pipeline_parallel.schedules import build_schedule
+from megacore.pipeline_parallel.simulate import simulate
+from megacore.plan.machine import Link, Machine
+from megacore.plan.zero import ELEMENT_BYTES
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.55))
+"""Tiles of a matrix product on one multiprocessor, and their rate relative to the largest."""
+_SPLITS = (2, 4, 8)
+"""Parts into which a product's inner dimension is divided if its output has few tiles."""
+_SPLIT_COST = 0.02
+_SHORTEST_SPLIT = 256
+_ALIGNED, _UNALIGNED = 64, 1.49
+"""Multiple of which the sizes of a half-precision product are fast, and the slowdown otherwise."""
+_MORE_RANKS = 0.448
+"""Exponent with which the host's time of a collective grows with the ranks that wait for each
+other."""
+_SMOOTH = 14.2
+"""Exponent of the smooth maximum of the device's and the host's time."""
+_SCORES = 0.485
+"""Score matrices read or written by scaling, mask, softmax and dropout of unfused attention."""
+_BACKWARD_BYTES = 1.5
+"""Bytes of elementwise operations in a backward pass, relative to the forward pass."""
+_STEADY = 2
+"""Micro batches per stage after which a 1F1B schedule repeats."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """Properties of the program that trains."""
+
+    hidden_passes: float = 10.1
+    """Hidden states read or written by norms, dropout and residual additions in the forward pass of
+    a layer."""
+    fused_attention: bool = True
+    """True if scores never leave the multiprocessor (FlashAttention)."""
+    loss_bytes: float = 17.2
+    """Bytes of memory traffic per logit in each direction of the loss."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient in the reduction between replicas."""
+    overlaps: bool = True
+    """True if the reduction of gradients and the gathering of weights overlap computation."""
+    optimizer_bytes: float = 32.7
+    """Bytes of memory traffic of the optimizer per parameter."""
+    optimizer_us: float = 110.0
+    """Time of the optimizer per layer, in microseconds."""
+    hides_messages: bool = True
+    """True if messages between pipeline stages overlap computation."""
+
+    state_bytes: tuple[float, float] | None = None
+    """Bytes of memory per parameter, and those that ZeRO divides; None for the estimate of
+    `megacore.plan.memory`."""
+
+
+MEGACORE = Software()
+MEGATRON_2021 = Software(
+    hidden_passes=17.5,
+    fused_attention=False,
+    loss_bytes=76.1,
+    gradient_bytes=2,
+    state_bytes=(4.5, 20.2),
+    overlaps=False,
+    hides_messages=False,
+    optimizer_bytes=3.62,
+    optimizer_us=70.3,
+)
+"""Megatron-LM and Megatron-DeepSpeed before FlashAttention, which most published runs on A100
+used."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of one iteration by part, on the stage that determines the pace."""
+
+    compute: float
+    """Forward and backward passes without communication."""
+    tensor: float
+    """Exposed communication of tensor and sequence parallelism."""
+    bubble: float
+    """Waiting for other pipeline stages."""
+    messages: float
+    """Exposed messages between pipeline stages."""
+    data: float
+    """Exposed communication of data parallelism: gradients, and weights of ZeRO."""
+    optimizer: float
+    """Update of the weights."""
+    other: float
+    """Waiting for slower hosts."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def phase_ms(self) -> dict[str, float]:
+        """Milliseconds by the names of the phases that a run measures."""
+        seconds = {
+            "compute": self.compute,
+            "tensor-parallel wait": self.tensor,
+            "pipeline-parallel wait": self.bubble + self.messages,
+            "data-parallel wait": self.data,
+            "optimizer": self.optimizer,
+            "world wait": self.other,
+        }
+        return {phase: 1000.0 * value for phase, value in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro batch on a chunk."""
+
+    compute: float = 0.0
+    tensor: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum of both."""
+        return self.compute + self.tensor
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(self.compute + other.compute, self.tensor + other.tensor)
+
+    def __mul__(self, times: float) -> "Pass":
+        return Pass(self.compute * times, self.tensor * times)
+
+
+@lru_cache(maxsize=1 << 16)
+def _waves(m: int, n: int, batch: int, processors: int) -> float:
+    """Return a product's time relative to one that keeps all multiprocessors busy."""
+    best = math.inf
+    for rows, columns, rate in _TILES:
+        for height, width in {(rows, columns), (columns, rows)}:
+            tiles = math.ceil(m / height) * math.ceil(n / width) * batch
+            waves = math.ceil(tiles / processors)
+            best = min(best, waves * processors * height * width / (m * n * batch * rate))
+    return best
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Times of operations of one rank."""
+
+    machine: Machine
+    precision: str
+    cores: float = 1.0
+    """Devices of a rank: 1 for a GPU, or the cores that a CPU rank has for itself."""
+    known: dict[tuple[int, int, int, int], float] = field(default_factory=dict, compare=False)
+    """Times of products that were asked for before."""
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return ELEMENT_BYTES[self.precision]
+
+    def product(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """Return the seconds of `batch` products of shape [m, k] x [k, n]."""
+        shape = (m, n, k, batch)
+        if shape not in self.known:
+            self.known[shape] = self._product(*shape)
+        return self.known[shape]
+
+    def _product(self, m: int, n: int, k: int, batch: int) -> float:
+        machine = self.machine
+        waves = 1.0
+        if machine.device == "cuda":
+            waves = _waves(m, n, batch, machine.processors)
+            for parts in _SPLITS:
+                if k // parts >= _SHORTEST_SPLIT:
+                    split = _waves(m, n, batch * parts, machine.processors)
+                    waves = min(waves, split * (1 + _SPLIT_COST * parts))
+            if self.element < 4:
+                aligned = batch > 1 or not (m % _ALIGNED or n % _ALIGNED or k % _ALIGNED)
+                waves *= 1.0 if aligned else _UNALIGNED
+        rate = machine.peak(self.precision) * machine.product_efficiency * self.cores
+        seconds = 2.0 * m * n * k * batch / rate * waves * (1 + machine.half_depth / k)
+        moved = self.element * batch * (m * k + k * n + m * n)
+        return seconds + machine.traffic * self.stream(moved) + machine.operation_us * 1e-6
+
+    def stream(self, size: float) -> float:
+        """Return the seconds of elementwise operations that read and write `size` bytes."""
+        return size / (self.machine.memory_gbs * 1e9 * self.machine.memory_efficiency)
+
+    def attention(self, operations: float, *, backward: bool = False) -> float:
+        """Return the seconds of fused attention with this number of operations."""
+        share = self.machine.attention_efficiency[int(backward)]
+        return operations / (self.machine.peak(self.precision) * share * self.cores)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate with each other."""
+
+    machine: Machine
+    size: int
+    """Number of ranks."""
+    stride: int = 1
+    """Distance between the numbers of two neighbours."""
+
+    @property
+    def on_a_node(self) -> int:
+        """Number of the group's ranks on one host."""
+        return max(1, min(self.size, self.machine.devices_per_node // self.stride))
+
+    @property
+    def nodes(self) -> int:
+        """Number of hosts of the group."""
+        return math.ceil(self.size / self.on_a_node)
+
+    @property
+    def link(self) -> Link:
+        """Slowest link of the group's ring.
+
+        The network's rate of a host is shared by all groups that cross it: a group with more ranks
+        on the host gets more of it (Thakur et al. 2005; NCCL's rings).
+        """
+        machine = self.machine
+        if self.nodes == 1:
+            return machine.node
+        rate = min(machine.node.gbs, machine.network.gbs * self.on_a_node)
+        return Link(gbs=rate, latency_us=machine.network.latency_us)
+
+    def all_reduce(self, size: float) -> float:
+        """Return the seconds of an all-reduce of `size` bytes: 2 (n - 1) / n of them on a ring."""
+        return 2 * self.gather(size)
+
+    def gather(self, size: float) -> float:
+        """Return the seconds of an all-gather or reduce-scatter of `size` bytes in total."""
+        if self.size == 1:
+            return 0.0
+        link = self.link
+        # inside a host a ring, between hosts a tree
+        steps = self.on_a_node - 1 if self.nodes == 1 else math.log2(self.nodes)
+        inner = (self.on_a_node - 1) * self.machine.node.latency_us if self.nodes > 1 else 0.0
+        latency = (steps * link.latency_us + inner) * 1e-6
+        return latency + (self.size - 1) / self.size * size / (link.gbs * 1e9)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One training iteration of a configuration on a machine."""
+
+    config: RunConfig
+    vocab_size: int
+    """Entries of the vocabulary before padding."""
+    machine: Machine
+    layout: RankLayout
+    precision: str
+    """Data type of the computation: fp32, bf16 or fp16."""
+    cores: float = 1.0
+    """Devices of a rank: 1 for a GPU, or the cores that a CPU rank has for itself."""
+    software: Software = MEGACORE
+
+    def predict(self) -> Prediction:
+        """Return the predicted time. Raises ParallelLayoutError if the layout is impossible."""
+        chunks = chunks_of(self.config, self.vocab_size)
+        stages = self.layout.pipeline
+        forward = [self.forward(chunk) for chunk in chunks]
+        backward = [self.backward(chunk) for chunk in chunks]
+        message = self.message()
+        blocking = 0.0 if self.software.hides_messages else message
+        pace = [
+            sum((forward[index] + backward[index] for index in own), Pass())
+            for own in (range(stage, len(chunks), stages) for stage in range(stages))
+        ]
+        slowest = max(pace, key=lambda each: each.total)
+        sent = 2 * blocking * (len(chunks) // stages)
+        makespan = self._makespan(
+            [each.total + blocking for each in forward],
+            [each.total + blocking for each in backward],
+            slowest.total + sent,
+            message - blocking,
+        )
+        sizes = [
+            sum(sum(chunk_sizes(self.spec, chunk, self.layout.tensor)) for chunk in own)
+            for own in (chunks[stage::stages] for stage in range(stages))
+        ]
+        layers = [
+            sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
+            for stage in range(stages)
+        ]
+        micro = self.micro_batches
+        parts = Prediction(
+            compute=micro * slowest.compute,
+            tensor=micro * slowest.tensor,
+            bubble=makespan - micro * (slowest.total + sent),
+            messages=micro * sent,
+            data=self.data(max(sizes), max(layers), makespan) + self._shared_embedding(),
+            optimizer=self.optimizer(max(sizes), max(layers)),
+            other=0.0,
+        )
+        nodes = -(-self.layout.world_size // self.machine.devices_per_node)
+        waiting = self.machine.straggler * math.log2(nodes) * parts.seconds
+        return replace(parts, other=waiting)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches of an iteration on each replica (m)."""
+        train = self.config.train
+        return train.global_batch_size // (train.micro_batch_size * self.layout.data)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Description of the model."""
+        return ModelSpec.of(self.config, self.vocab_size)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Times of operations of a rank."""
+        return Rates(self.machine, self.precision, self.cores)
+
+    def forward(self, chunk: ModelChunk) -> Pass:
+        """Return the time of a micro batch's forward pass through a chunk."""
+        layers = self.layer.forward * len(chunk.layers)
+        if chunk.decoder_layers:
+            layers += self.decoder_layer.forward * len(chunk.decoder_layers)
+        return layers + self._ends(chunk, backward=False)
+
+    def backward(self, chunk: ModelChunk) -> Pass:
+        """Return the time of a micro batch's backward pass, with its recomputation."""
+        limit, encoder = self.config.train.recompute_num_layers, len(chunk.layers)
+        again = encoder if limit is None else min(limit, encoder)
+        layers = self.layer.recomputing * again + self.layer.backward * (encoder - again)
+        if chunk.decoder_layers:
+            decoder = len(chunk.decoder_layers)
+            again = decoder if limit is None else min(max(0, limit - encoder), decoder)
+            layers += self.decoder_layer.recomputing * again
+            layers += self.decoder_layer.backward * (decoder - again)
+        return layers + self._ends(chunk, backward=True)
+
+    @cached_property
+    def layer(self) -> "LayerTimes":
+        """Times of a layer; for T5, of the encoder."""
+        model, tokens = self.config.model, self.tokens
+        length, shares = self.config.data.seq_length, self._widths
+        linear = (
+            (tokens, shares.query + 2 * shares.key_value, model.hidden_size),
+            (tokens, model.hidden_size, shares.query),
+            (tokens, shares.inner, model.hidden_size),
+            (tokens, model.hidden_size, shares.ffn),
+        )
+        cores = (Core(length, length, causal=self.config.family == "gpt"),)
+        return self._times(linear, cores, tokens, collectives=2)
+
+    @cached_property
+    def decoder_layer(self) -> "LayerTimes":
+        """Times of a layer of T5's decoder."""
+        model, tokens, source = self.config.model, self.decoder_tokens, self.tokens
+        length, shares = self.config.data.span_corruption.decoder_seq_length, self._widths
+        linear = (
+            (tokens, shares.query + 2 * shares.key_value, model.hidden_size),
+            (tokens, model.hidden_size, shares.query),
+            (tokens, shares.query, model.hidden_size),
+            (source, 2 * shares.key_value, model.hidden_size),
+            (tokens, model.hidden_size, shares.query),
+            (tokens, shares.inner, model.hidden_size),
+            (tokens, model.hidden_size, shares.ffn),
+        )
+        cores = (
+            Core(length, length, causal=True),
+            Core(length, self.config.data.seq_length, causal=False),
+        )
+        return self._times(linear, cores, tokens, collectives=3)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch (b s); for T5, of the encoder."""
+        return self.config.train.micro_batch_size * self.config.data.seq_length
+
+    @property
+    def decoder_tokens(self) -> int:
+        """Tokens of a micro batch in T5's decoder."""
+        span = self.config.data.span_corruption
+        return self.config.train.micro_batch_size * span.decoder_seq_length
+
+    @cached_property
+    def _widths(self) -> "Widths":
+        model, tensor = self.config.model, self.layout.tensor
+        groups = max(1, model.query_groups // tensor)
+        ffn = model.ffn_size // tensor
+        return Widths(
+            model.attention_size // tensor,
+            groups * model.head_dim,
+            ffn,
+            2 * ffn if model.gated else ffn,
+        )
+
+    def _times(
+        self,
+        linear: Sequence[tuple[int, int, int]],
+        cores: "Sequence[Core]",
+        tokens: int,
+        *,
+        collectives: int,
+    ) -> "LayerTimes":
+        """Return the times of a layer from its products [tokens, k] x [k, n] and its attention."""
+        rates, host = self.rates, self.machine.host
+        train, shares = self.config.train, self._widths
+        model, tensor = self.config.model, self.layout.tensor
+        parts = tensor if self.config.parallel.sequence_parallel else 1
+        hidden = tokens * model.hidden_size
+        elements = self.software.hidden_passes * hidden / parts
+        elements += tokens * (2 * shares.inner + shares.query + 2 * shares.key_value)
+        streamed = rates.stream(rates.element * elements)
+        heads = train.micro_batch_size * max(1, model.num_attention_heads // tensor)
+        size = heads, model.head_dim
+        attention = sum(core.forward(rates, *size, self.software) for core in cores)
+        device = sum(rates.product(*shape) for shape in linear) + attention + streamed
+        back = sum(rates.product(m, k, n) + rates.product(n, k, m) for m, n, k in linear)
+        back += sum(core.backward(rates, *size, self.software) for core in cores)
+        back += _BACKWARD_BYTES * streamed
+        collective = Group(self.machine, tensor).all_reduce(rates.element * hidden)
+        count = collectives if tensor > 1 else 0
+        waits = count * host.collective_us * (tensor / 2) ** _MORE_RANKS
+        start, start_back = host.layer_forward_us + waits, host.layer_backward_us + waits
+        exchanged = count * collective
+        again = {"none": (0.0, 0.0), "selective": (attention, 0.0)}.get(
+            train.recompute, (device, exchanged)
+        )
+        restart = start if train.recompute == "full" else 0.0
+        return LayerTimes(
+            forward=_bounded(device, exchanged, start),
+            backward=_bounded(back, exchanged, start_back),
+            recomputing=_bounded(back + again[0], exchanged + again[1], start_back + restart),
+        )
+
+    def _ends(self, chunk: ModelChunk, *, backward: bool) -> Pass:
+        """Return the time of a chunk's embedding and head in one direction."""
+        host, rates, total = self.machine.host, self.rates, Pass()
+        if chunk.has_embedding or chunk.has_decoder_embedding:
+            total += Pass(host.embedding_us * 1e-6)
+        if not chunk.has_head:
+            return total
+        model, tensor = self.config.model, self.layout.tensor
+        tokens = self.decoder_tokens if self.config.family == "t5" else self.tokens
+        vocabulary = self.spec.padded_vocab_size // tensor
+        linear = [(tokens, vocabulary, model.hidden_size)]
+        linear += [(tokens, model.hidden_size, model.hidden_size)] * (self.config.family == "bert")
+        if backward:
+            device = sum(rates.product(m, k, n) + rates.product(n, k, m) for m, n, k in linear)
+        else:
+            device = sum(rates.product(*shape) for shape in linear)
+        device += rates.stream(self.software.loss_bytes * tokens * vocabulary)
+        collective = Group(self.machine, tensor).all_reduce(4.0 * tokens)
+        exchanged = (1 if backward else 3) * collective if tensor > 1 else 0.0
+        return total + _bounded(device, exchanged, host.head_us)
+
+    def message(self) -> float:
+        """Return the seconds of a message between two pipeline stages; 0 with one stage."""
+        layout, machine = self.layout, self.machine
+        if layout.pipeline == 1:
+            return 0.0
+        divided = layout.tensor if self.config.parallel.sequence_parallel else 1
+        size = self.rates.element * self.tokens * self.config.model.hidden_size / divided
+        stride, nodes = layout.tensor * layout.data, machine.devices_per_node
+        crossing = min(1.0, stride / nodes) if layout.world_size > nodes else 0.0
+        near = machine.node.latency_us * 1e-6 + size / (machine.pipeline_gbs * 1e9)
+        far = machine.network.latency_us * 1e-6 + size / (machine.network.gbs * 1e9)
+        return (1 - crossing) * near + crossing * far
+
+    def _makespan(
+        self,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        pace: float,
+        latency: float,
+    ) -> float:
+        """Return the seconds of all passes of an iteration.
+
+        After a few micro batches every schedule repeats: the rest is added at the pace of the
+        slowest stage (GPipe: of the slowest in each direction).
+        """
+        parallel, stages, micro = self.config.parallel, self.layout.pipeline, self.micro_batches
+        if stages == 1:
+            return micro * pace
+        kind = parallel.pipeline_schedule
+        simulated = min(micro, _STEADY * stages)
+        schedule = build_schedule(
+            kind, stages, simulated, parallel.virtual_pipeline_model_parallel_size
+        )
+        if kind == "gpipe":
+            pace = max(forward) + max(backward)
+        timeline = simulate(schedule, forward, backward, latency=latency)
+        return timeline.makespan + (micro - simulated) * pace
+
+    def data(self, parameters: int, layers: int, makespan: float) -> float:
+        """Return the exposed seconds of gradients and divided weights of the replicas.
+
+        Args:
+            parameters: parameters of a rank.
+            layers: layers of its stage, the first of which cannot overlap.
+            makespan: seconds of all passes.
+        """
+        layout, parallel = self.layout, self.config.parallel
+        group = Group(self.machine, layout.data, layout.tensor)
+        if layout.data == 1:
+            return 0.0
+        zero = zero_of(self.config).stage
+        width = min(self.software.gradient_bytes, 2 if parallel.grad_reduce_dtype == "bf16" else 4)
+        scatter, gather = (
+            group.gather(width * parameters),
+            group.gather(self.rates.element * parameters),
+        )
+        once, micro = self.software.overlaps, self.micro_batches
+        if zero == 3:
+            total, hidden = micro * (scatter + 2 * gather), makespan
+        elif zero == 2:
+            total, hidden = micro * scatter + gather, makespan * 2 / 3
+        elif zero == 1:
+            total, hidden = scatter + gather, makespan / micro * 2 / 3
+        else:
+            total, hidden = 2 * scatter, makespan / micro * 2 / 3
+        if not once:
+            return total
+        rounds = micro if zero >= 2 else 1
+        return max(total - hidden, total / rounds / max(1, layers))
+
+    def optimizer(self, parameters: int, layers: int) -> float:
+        """Return the seconds of the update, of which ZeRO divides the parameters.
+
+        An offloaded update moves gradients to the host and weights back.
+        """
+        zero, machine = zero_of(self.config), self.machine
+        share = parameters / (self.layout.data if zero.stage else 1)
+        fixed = layers * self.software.optimizer_us * 1e-6
+        size = self.software.optimizer_bytes * share
+        if zero.offload_optimizer == "none" or machine.device == "cpu":
+            return fixed + self.rates.stream(size)
+        offload = machine.offload
+        moved = (self.rates.element + 4) * share / (offload.transfer_gbs * 1e9)
+        seconds = fixed + moved + size / (offload.memory_gbs * 1e9)
+        if zero.offload_optimizer == "nvme":
+            seconds += 24 * share / (offload.nvme_gbs * 1e9)
+        return seconds
+
+    def _shared_embedding(self) -> float:
+        """Return the seconds in which the first and last stage sum a tied embedding's gradient."""
+        layout, model = self.layout, self.config.model
+        if layout.pipeline == 1 or model.untie_embeddings_and_output_weights:
+            return 0.0
+        size = self.spec.padded_vocab_size // layout.tensor * model.hidden_size
+        group = Group(self.machine, 2, layout.tensor * layout.data * (layout.pipeline - 1))
+        return group.all_reduce(self.software.gradient_bytes * size)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of a layer on one tensor-parallel rank."""
+
+    query: int
+    key_value: int
+    ffn: int
+    """Input of the second product of the MLP."""
+    inner: int
+    """Output of its first product: twice as wide if gated."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of a micro batch in one layer."""
+
+    forward: Pass
+    backward: Pass
+    recomputing: Pass
+    """Backward pass with the configured recomputation."""
+
+
+@dataclass(frozen=True)
+class Core:
+    """Attention between queries and keys of the given lengths."""
+
+    queries: int
+    keys: int
+    causal: bool
+
+    def forward(self, rates: Rates, heads: int, size: int, software: Software) -> float:
+        """Return the seconds of a forward pass with `heads` heads of all samples."""
+        if software.fused_attention:
+            return rates.attention(self._operations(heads, size))
+        products = rates.product(self.queries, self.keys, size, heads)
+        products += rates.product(self.queries, size, self.keys, heads)
+        return products + self._scores(rates, heads)
+
+    def backward(self, rates: Rates, heads: int, size: int, software: Software) -> float:
+        """Return the seconds of a backward pass; a fused one repeats the scores."""
+        if software.fused_attention:
+            return rates.attention(2.5 * self._operations(heads, size), backward=True)
+        products = rates.product(self.queries, self.keys, size, heads)
+        products += rates.product(self.queries, size, self.keys, heads)
+        products += 2 * rates.product(self.keys, size, self.queries, heads)
+        return products + _BACKWARD_BYTES * self._scores(rates, heads)
+
+    def _operations(self, heads: int, size: int) -> float:
+        share = 0.5 if self.causal else 1.0
+        return share * 4.0 * heads * self.queries * self.keys * size
+
+    def _scores(self, rates: Rates, heads: int) -> float:
+        return rates.stream(_SCORES * rates.element * heads * self.queries * self.keys)
+
+
+def _bounded(device: float, exchanged: float, host_us: float) -> Pass:
+    """Return the time of operations that the host starts while the device computes.
+
+    It is a smooth maximum of both. The communication keeps its share of the device's time.
+    """
+    total, host = device + exchanged, host_us * 1e-6
+    if total <= 0.0:
+        return Pass(host)
+    longest = max(total, host)
+    bounded = longest * ((total / longest) ** _SMOOTH + (host / longest) ** _SMOOTH) ** (
+        1 / _SMOOTH
+    )
+    return Pass(bounded - exchanged, exchanged)

@@ -1,0 +1,227 @@
+"""Hardware of a plan: rates of devices and links, from `conf/hardware/NAME.yaml`.
+
+The rates are the vendor's, or measured with `megacore doctor --calibrate`. The share of them that a
+training reaches is fitted; `fitted_on` names the runs. docs/planning.md has the formulas.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from megacore.config.base import Section
+from megacore.config.load import CONF_DIR
+from megacore.errors import ConfigError
+from megacore.foreign.files import nearest, read_yaml, shortened
+from megacore.hardware import Hardware
+from megacore.observe.flops import PEAK_TFLOPS, peak_by_name
+
+HARDWARE_DIR = CONF_DIR / "hardware"
+Precision = Literal["fp32", "bf16", "fp16"]
+_FILES = {
+    "B200": "b200",
+    "GB200": "b200",
+    "H200": "h200",
+    "GH200": "h100",
+    "H100": "h100",
+    "A100": "a100-80gb",
+    "L40S": "l40s",
+}
+"""Hardware files by a word of the GPU's name."""
+_CPU_GFLOPS_FP32 = (("avx512f", 125.0), ("avx2", 60.0))
+"""Measured or typical GFLOP/s of one core in fp32 matrix products, by instruction set."""
+_CPU_GFLOPS_ANY = 15.0
+_CPU_GFLOPS_NATIVE_HALF = 250.0
+_CPU_GFLOPS_EMULATED_BF16 = 25.0
+_CPU_GFLOPS_EMULATED_FP16 = 1.5
+_FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
+_LARGE_A100 = 60 * 2**30
+"""Bytes that tell an A100 of 80 GB from one of 40 GB."""
+
+
+class Link(Section):
+    """Connection of a device, in one direction while all devices of a host communicate."""
+
+    gbs: float = Field(gt=0)
+    """Rate that a ring of collectives reaches on each device, in GB/s (10^9 bytes)."""
+    latency_us: float = Field(ge=0)
+    """Time of an empty message, in microseconds."""
+
+
+class HostTimes(Section):
+    """Time that the host takes to start the operations of a micro batch, in microseconds.
+
+    While the device is slower than the host, these times are hidden.
+    """
+
+    layer_forward_us: float = Field(ge=0)
+    """Forward pass of a layer."""
+    layer_backward_us: float = Field(ge=0)
+    """Backward pass of a layer, without a recomputation."""
+    collective_us: float = Field(ge=0)
+    """One collective operation."""
+    head_us: float = Field(ge=0)
+    """Output layer and loss, in each direction."""
+    embedding_us: float = Field(ge=0)
+    """Embedding, in each direction."""
+
+
+class OffloadRates(Section):
+    """Rates of state outside the device, of each device while all of a host use it, in GB/s."""
+
+    transfer_gbs: float = Field(gt=0)
+    """Copies between device and host memory."""
+    memory_gbs: float = Field(gt=0)
+    """Host memory, for the optimizer on the host."""
+    nvme_gbs: float = Field(gt=0)
+    """Disk for offloaded state and checkpoints."""
+
+
+class Machine(Section):
+    """Equal hosts of equal devices."""
+
+    name: str = Field(min_length=1)
+    """Name of the device."""
+    sources: tuple[str, ...] = Field(min_length=1)
+    """Origin of the rates: data sheets, papers, or the measurement."""
+    fitted_on: str = Field(min_length=1)
+    """Runs on which efficiencies and host times were fitted; "measured" if they were measured."""
+    device: Literal["cuda", "cpu"]
+    """Type of the device. A device of type cpu is one core."""
+    devices_per_node: int = Field(gt=0)
+    """Number of devices of a host."""
+    memory_gib: float = Field(gt=0)
+    """Memory of a device in GiB."""
+    processors: int = Field(gt=0)
+    """Multiprocessors of a device, which compute the tiles of a matrix product; 1 for a core."""
+    tflops: dict[Precision, float] = Field(min_length=1)
+    """Peak rates of dense matrix products by data type, in TFLOP/s."""
+    product_efficiency: float = Field(gt=0, le=1)
+    """Share of the peak rate that a large matrix product reaches."""
+    half_depth: float = Field(ge=0)
+    """Inner dimension k at which a matrix product reaches half of that rate."""
+    traffic: float = Field(ge=0)
+    """Share of the operands' transfer that a matrix product does not hide."""
+    memory_gbs: float = Field(gt=0)
+    """Rate of the device's memory, in GB/s."""
+    memory_efficiency: float = Field(gt=0, le=1)
+    """Share of that rate that elementwise operations reach."""
+    operation_us: float = Field(ge=0)
+    """Time of a matrix product besides its work."""
+    attention_efficiency: tuple[float, float] = Field()
+    """Share of the peak rate that fused attention reaches, forward and backward."""
+    node: Link
+    """Link between the devices of a host."""
+    network: Link
+    """Link of a device to the devices of other hosts: the host's rate divided by its devices."""
+    pipeline_gbs: float = Field(gt=0)
+    """Rate of a message between pipeline stages inside a host, in GB/s."""
+    straggler: float = Field(ge=0)
+    """Additional time of an iteration for each doubling of the number of hosts, as a share."""
+    offload: OffloadRates
+    """Rates of offloaded state and of checkpoints."""
+    host: HostTimes
+    """Time that the host needs to start operations."""
+
+    def peak(self, precision: str) -> float:
+        """Return the peak FLOP/s of a device. Raises ConfigError for an unknown rate."""
+        for name, rate in self.tflops.items():
+            if name == precision:
+                return rate * 1e12
+        raise ConfigError(
+            f"hardware {self.name} has no tflops.{precision}: add the rate to its file, or use one "
+            f"of {', '.join(self.tflops)}"
+        )
+
+
+def load_machine(name: str, directory: Path | None = None) -> Machine:
+    """Read the hardware file that `name` names: a path, or the stem of a file in `directory`.
+
+    Args:
+        name: path of a YAML file, or a name such as `h100`.
+        directory: directory of the files; None means `conf/hardware`.
+
+    Raises:
+        ConfigError: there is no such file, or a value in it is wrong.
+    """
+    directory = _hardware_dir() if directory is None else directory
+    for candidate in (Path(name), directory / f"{name.lower()}.yaml"):
+        if candidate.is_file():
+            break
+    else:
+        known = sorted(path.stem for path in directory.glob("*.yaml"))
+        raise ConfigError(
+            f"no hardware named {name!r}: neither that file nor {directory / name.lower()}.yaml "
+            f"exists{nearest(name, known)}"
+        )
+    content = read_yaml(candidate)
+    try:
+        return Machine.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"])) or "the file"
+        raise ConfigError(
+            f"{candidate}: {key} is {shortened(str(problem['input']))}: {problem['msg'].lower()}"
+        ) from error
+
+
+def machine_of(hardware: Hardware, precision: str) -> Machine:
+    """Return the hardware file of this host's GPUs, or that of its cores without a GPU.
+
+    A GPU without a file gets A100's shares of its own peak rate. Raises ConfigError if the files
+    are missing or damaged.
+    """
+    if not hardware.gpus:
+        cores = hardware.cores
+        return load_machine("cpu").model_copy(
+            update={
+                "devices_per_node": cores,
+                "memory_gib": hardware.memory / cores / 2**30,
+                "tflops": {precision: cpu_gflops_per_core(hardware, precision) / 1e3},
+            }
+        )
+    gpu = min(hardware.gpus, key=lambda each: each.memory)
+    words = gpu.name.upper().replace("-", " ").split()
+    stem = next((stem for word, stem in _FILES.items() if word in words), None)
+    if stem == "a100-80gb" and gpu.memory < _LARGE_A100:
+        stem = "a100-40gb"
+    machine = load_machine(stem or "a100-80gb")
+    changes: dict[str, Any] = {"memory_gib": gpu.memory / 2**30}
+    if stem is None or (gpu.multiprocessors or machine.processors) < machine.processors:
+        peak = peak_by_name(gpu.name, precision, gpu.multiprocessors) or _slowest(precision)
+        changes |= {
+            "name": gpu.name,
+            "tflops": {precision: peak},
+            "processors": gpu.multiprocessors or machine.processors,
+        }
+    return machine.model_copy(update=changes)
+
+
+def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
+    """Return the GFLOP/s of one core in matrix products.
+
+    Half precision is emulated on CPUs without instructions for it.
+    """
+    if precision == "bf16":
+        return _CPU_GFLOPS_NATIVE_HALF if hardware.native_bf16 else _CPU_GFLOPS_EMULATED_BF16
+    if precision == "fp16":
+        return (
+            _CPU_GFLOPS_EMULATED_FP16
+            if _FP16_FLAGS.isdisjoint(hardware.cpu_flags)
+            else _CPU_GFLOPS_NATIVE_HALF
+        )
+    return next(
+        (rate for flag, rate in _CPU_GFLOPS_FP32 if flag in hardware.cpu_flags), _CPU_GFLOPS_ANY
+    )
+
+
+def _hardware_dir() -> Path:
+    """Return `conf/hardware` of the current directory, or else of this project."""
+    if HARDWARE_DIR.is_dir():
+        return HARDWARE_DIR
+    return Path(__file__).parents[2] / HARDWARE_DIR
+
+
+def _slowest(precision: str) -> float:
+    """Return the lowest peak rate of a known GPU, in TFLOP/s."""
+    return min(rate.fp32 if precision == "fp32" else rate.low for rate in PEAK_TFLOPS.values())

@@ -1,0 +1,226 @@
+"""Predictions for a table of runs: `megacore plan --table FILE.csv --output OUT.csv`.
+
+Each row names a model, a layout and GPUs, with the columns that published tables of runs have.
+"""
+
+import csv
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megacore.config.run import RunConfig
+from megacore.errors import ConfigError, DataFormatError, MegacoreError
+from megacore.plan.iteration import MEGACORE, MEGATRON_2021, Iteration, Software
+from megacore.plan.layouts import layout_of
+from megacore.plan.machine import Machine, load_machine
+from megacore.plan.memory import GIB, estimate_stages
+
+NEW_COLUMNS = ("predicted_iter_s", "predicted_mem_gib", "predicted_fits", "refused")
+_REQUIRED = ("layers", "hidden", "heads", "seq", "gpu", "gpus", "micro_batch", "global_batch")
+_VOCABULARY = 50_257
+"""Entries of the vocabulary of a row that does not name them: GPT-2's."""
+_HARDWARE = {
+    "a100-40gb": "a100-40gb",
+    "a100-80gb": "a100-80gb",
+    "a100": "a100-80gb",
+    "h100": "h100",
+    "h100-80gb": "h100",
+    "h200": "h200",
+    "b200": "b200",
+    "l40s": "l40s",
+}
+"""Hardware files by words of the column gpu, in lower case."""
+_OLD = ("a100",)
+"""GPUs whose published runs are mostly of programs without fused attention."""
+_USABLE = 0.97
+"""Share of a GPU's memory that a program can allocate."""
+_MEGATRON_PASSES, _MEGATRON_FIXED = 1.34, 3.2 * GIB
+"""Factor on the activations, and fixed bytes, of Megatron-DeepSpeed; fitted on BLOOM's runs."""
+_LLAMA = ("llama", "mistral", "qwen")
+
+
+def predict_table(source: Path, output: Path) -> tuple[int, int]:
+    """Add predictions to the rows of a CSV file.
+
+    Args:
+        source: CSV file; docs/planning.md lists the columns.
+        output: CSV file to write, with the columns of NEW_COLUMNS added.
+
+    Returns:
+        Number of rows, and of those that cannot be modelled.
+
+    Raises:
+        DataFormatError: the file is no CSV file with the required columns.
+    """
+    with source.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        columns = [name for name in reader.fieldnames or () if name not in NEW_COLUMNS]
+        missing = [name for name in _REQUIRED if name not in columns]
+        if missing:
+            raise DataFormatError(
+                f"{source} has no column {', '.join(missing)}: add it, as docs/planning.md says"
+            )
+        rows = list(reader)
+    predictions = [predict_row(row) for row in rows]
+    with output.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [*columns, *NEW_COLUMNS], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(
+            dict(row) | prediction for row, prediction in zip(rows, predictions, strict=True)
+        )
+    return len(rows), sum(bool(each["refused"]) for each in predictions)
+
+
+def predict_row(row: Mapping[str, str]) -> dict[str, str]:
+    """Return the new columns of a row; empty, with a reason in `refused`, if it is not modelled."""
+    try:
+        iteration = iteration_of(row)
+        seconds = iteration.predict().seconds
+        memory = memory_of(iteration)
+    except (MegacoreError, ValueError) as error:
+        return dict.fromkeys(NEW_COLUMNS, "") | {"refused": " ".join(str(error).split())}
+    fits = memory <= _USABLE * iteration.machine.memory_gib * GIB
+    return {
+        "predicted_iter_s": f"{seconds:.6g}",
+        "predicted_mem_gib": f"{memory / GIB:.4g}",
+        "predicted_fits": "yes" if fits else "no",
+        "refused": "",
+    }
+
+
+def memory_of(iteration: Iteration) -> float:
+    """Return the predicted bytes of the rank that needs most."""
+    stages = estimate_stages(
+        iteration.config,
+        iteration.vocab_size,
+        iteration.precision,
+        iteration.machine.device,
+        iteration.layout.data,
+    )
+    software, divided = iteration.software.state_bytes, iteration.layout.data
+    if software is None:
+        return max(stage.total for stage in stages)
+    kept, shared = software
+    if not iteration.config.parallel.use_distributed_optimizer:
+        divided = 1
+    return max(
+        stage.parameters * (kept + shared / divided)
+        + _MEGATRON_PASSES * stage.passes
+        + _MEGATRON_FIXED
+        for stage in stages
+    )
+
+
+def iteration_of(row: Mapping[str, str]) -> Iteration:
+    """Return the iteration that a row describes.
+
+    Raises:
+        ConfigError: a value is missing or wrong, or no configuration has such a run.
+        ParallelLayoutError: the layout cannot be divided.
+    """
+    machine = _machine(row["gpu"])
+    values, vocab_size = _values(row)
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(str(error.errors()[0]["msg"])) from error
+    gpus = _number(row, "gpus")
+    old = row["gpu"].lower().startswith(_OLD) and _number(row, "zero", 0) < 2
+    return Iteration(
+        config,
+        vocab_size,
+        machine,
+        layout_of(config, gpus, vocab_size),
+        config.train.precision,
+        software=software_of(old),
+    )
+
+
+def software_of(old: bool) -> Software:
+    """Return the properties of the program of a published run."""
+    return MEGATRON_2021 if old else MEGACORE
+
+
+@lru_cache
+def _machine(gpu: str) -> Machine:
+    name = _HARDWARE.get(gpu.strip().lower())
+    if name is None:
+        raise ConfigError(f"gpu is {gpu!r}: no hardware file describes it")
+    return load_machine(name)
+
+
+def _values(row: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+    """Return the values of the configuration of a row, and the size of its vocabulary."""
+    for column in ("cp", "ep"):
+        if _number(row, column, 1) > 1:
+            raise ConfigError(f"{column} is {row[column]}: context and expert parallelism are not")
+    tensor, pipeline = _number(row, "tp", 1), _number(row, "pp", 1)
+    heads, zero = _number(row, "heads"), _number(row, "zero", 0)
+    llama = _is_llama(row)
+    recompute = (row.get("recompute") or "none").strip().lower()
+    values: dict[str, Any] = {
+        "name": "row",
+        "data": {"seq_length": _number(row, "seq"), "source": {"kind": "jsonl", "files": ["-"]}},
+        "model": {
+            "num_layers": _number(row, "layers"),
+            "hidden_size": _number(row, "hidden"),
+            "num_attention_heads": heads,
+            "kv_channels": _number(row, "hidden") // max(1, heads),
+            "num_query_groups": _number(row, "kv_heads", heads),
+            "make_vocab_size_divisible_by": 128 * tensor,
+            "ffn_hidden_size": _number(row, "ffn", 4 * _number(row, "hidden")),
+        },
+        "parallel": {
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+            "virtual_pipeline_model_parallel_size": _number(row, "vpp", 1),
+            "sequence_parallel": (row.get("seq_parallel") or "").lower() in ("1", "true", "yes")
+            and tensor > 1,
+            "use_distributed_optimizer": zero == 1,
+        },
+        "train": {
+            "micro_batch_size": _number(row, "micro_batch"),
+            "global_batch_size": _number(row, "global_batch"),
+            "recompute": recompute if recompute in ("full", "selective") else "none",
+            "precision": "fp16"
+            if "16" in row.get("precision", "") and "bf" not in row["precision"]
+            else "bf16",
+        },
+    }
+    if llama:
+        values["model"] |= _LLAMA_MODEL
+    if zero >= 2:
+        values |= {"engine": "deepspeed", "deepspeed": {"zero_stage": zero}}
+    return values, _number(row, "vocab", _VOCABULARY)
+
+
+_LLAMA_MODEL = {
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def _is_llama(row: Mapping[str, str]) -> bool:
+    return any(name in row.get("model", "").lower() for name in _LLAMA)
+
+
+def _number(row: Mapping[str, str], column: str, default: int | None = None) -> int:
+    """Return a column's integer. Raises ConfigError if there is none and no default."""
+    text = (row.get(column) or "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        value = float(text)
+        if value != int(value) or value < 0:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"{column} is {text!r}: give a positive integer") from None
+    return int(value)
