@@ -32,7 +32,7 @@ CURVES = {
 
 
 _TOTAL = "total"
-_COMPUTATION = ("forward-compute", "backward-compute")
+_COMPUTATION = ("forward-compute", "backward-compute", "forward-backward")
 """Phases in which a rank computes. The phases of waiting are nested in them."""
 
 
