@@ -31,8 +31,18 @@ MARK = "MEGACORE_FLOW_PROCESS"
 """Environment variable that all processes started by the flow inherit."""
 _SERVER_MODULE = "prefect.server.api.server"
 _SERVER = f"{_SERVER_MODULE}:create_app".encode()
-_SERVE = "import gc; gc.set_threshold(*{thresholds}); from uvicorn import main; main()"
-"""Program of the temporary server: `python -m uvicorn` with rarer searches for garbage."""
+_SERVE = """
+import gc, sys, types
+gc.set_threshold(*{thresholds})
+sys.modules["prefect_dask"] = types.ModuleType("prefect_dask")
+from uvicorn import main
+main()
+"""
+"""Program of the temporary server: `python -m uvicorn` with rarer searches for garbage.
+
+The server imports every collection of Prefect's for its types of blocks. The one for Dask has none,
+and imports Dask.
+"""
 GC_THRESHOLDS = (100_000, 20, 50)
 """Thresholds of garbage collection while thousands of modules are imported, all of which stay."""
 _PORTS = range(8000, 9000)
