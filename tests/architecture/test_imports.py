@@ -99,3 +99,17 @@ def test_light_modules_do_not_import_torch(module: str) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [], f"what import {module} also imports"
+
+
+def test_a_rank_starts_without_torchs_checkpoints() -> None:
+    """The writer of checkpoints takes half as long to import as torch, and the first step waits."""
+    script = (
+        "import sys, megacore.ranks.pretrain, megacore.ranks.process, megacore.train.loop; "
+        "print(*sorted({'torch.distributed.checkpoint', 'sympy', 'torch._dynamo'} & "
+        "set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [], "what the start of a training also imports"
