@@ -106,12 +106,17 @@ def alias_problem(tracking: Tracking, name: str, number: str, *, force: bool) ->
 
     Raises TrackingError.
     """
-    with tracking.errors(f"look up alias {ALIAS} of model {name!r}"):
-        holder = _holder(tracking, name, ALIAS)
+
+    def ask() -> str | None:
+        with tracking.errors(f"look up alias {ALIAS} of model {name!r}"):
+            holder = _holder(tracking, name, ALIAS)
+        return None if holder is None else str(holder.version)
+
+    holder = tracking.recall(["holder", ALIAS, name], ask)
     if holder is None:
         return f"no version has the alias {ALIAS}"
-    if force and str(holder.version) != number:
-        return f"tracking.force_alias is true and {ALIAS} is version {holder.version}"
+    if force and holder != number:
+        return f"tracking.force_alias is true and {ALIAS} is version {holder}"
     return None
 
 
@@ -120,6 +125,12 @@ def standing(tracking: Tracking, name: str, number: str) -> str:
 
     Raises TrackingError.
     """
+    return tracking.recall(
+        ["standing", ALIAS, name, number], lambda: _standing(tracking, name, number)
+    )
+
+
+def _standing(tracking: Tracking, name: str, number: str) -> str:
     with tracking.errors(f"look up alias {ALIAS} of model {name!r}"):
         holder = _holder(tracking, name, ALIAS)
         tags = tracking.client.get_model_version(name, number).tags

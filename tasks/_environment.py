@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ _PREFECT_DATABASES = {
     "PREFECT_API_DATABASE_DRIVER",
 }
 """Variables by which a user chooses Prefect's database."""
+
+
+_PLAIN_SQLITE = re.compile(r"sqlite(?:\+pysqlite)?:///(/[^?%:]+)")
+"""URL of an absolute path without characters that have a meaning in URLs."""
 
 
 def prepare_environment() -> Workspace:
@@ -74,6 +79,9 @@ def sqlite_file(url: str) -> Path | None:
     """Return the file of a SQLite URL, or None for another database or one in memory."""
     if not url.startswith("sqlite"):
         return None
+    plain = _PLAIN_SQLITE.fullmatch(url)
+    if plain is not None:  # without the import of sqlalchemy
+        return Path(plain[1])
     from sqlalchemy.engine import make_url
 
     database = make_url(url).database

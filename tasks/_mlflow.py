@@ -10,18 +10,18 @@ import os
 import platform
 import subprocess
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
 from megacore.artifact import Artifact, Workspace, lock
-from megacore.artifact.files import read_json, workspace_errors, write_json
+from megacore.artifact.files import canonical_json, read_json, workspace_errors, write_json
 from megacore.errors import FileAccessError, TrackingError, WorkspaceError
 from megacore.plan.epochs import Epochs
 from megacore.redact import redact, redact_values
@@ -36,12 +36,18 @@ if TYPE_CHECKING:
 STORE_ERRORS = (TrackingError, WorkspaceError, FileAccessError)
 """Errors that `Tracking.errors` raises."""
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
+Answer = TypeVar("Answer")
 
 RUN_FILE = "mlflow.json"
 """Name of the file in the run directory with the id of its MLflow run."""
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "prefect", "mlflow", "megacore")
 """Packages whose versions a run records, in addition to Python's."""
 
+ANSWERS = "mlflow.answers.json"
+"""Name of the file in the workspace with answers of an unchanged store."""
+_SQLITE = b"SQLite format 3\0"
+_ROLLBACK = b"\1\1"
+"""Versions in the header of a SQLite file without a write-ahead log."""
 _PARAMS_PER_BATCH = 100
 _PARAM_LENGTH = 6000
 _DIGEST_LENGTH = 36
@@ -209,6 +215,63 @@ class Tracking:
                 self.client.set_experiment_tag(experiment.experiment_id, _TAG_VIEW, view)
             return str(experiment.experiment_id)
 
+    @property
+    def keeps_answers(self) -> bool:
+        """True if `recall` can keep answers of this store."""
+        return self._state() is not None
+
+    def recall(self, question: Any, ask: Callable[[], Answer]) -> Answer:
+        """Return `ask()`, or its answer to the same question if the store is unchanged since.
+
+        This saves the import of mlflow, which takes seconds of processor time. Answers are kept
+        only for a SQLite store that nobody, including `ask`, wrote meanwhile.
+
+        Args:
+            question: JSON value that, with the content of the store, determines the answer.
+            ask: function that returns the answer, a JSON value.
+        """
+        state = self._state()
+        if state is None:
+            return ask()
+        path = self.workspace.root / ANSWERS
+        name = hashlib.sha256(canonical_json(question)).hexdigest()
+        answers = _read_answers(path, state)
+        if name in answers:
+            answer: Answer = answers[name]
+            return answer
+        answer = ask()
+        if self._state() == state:
+            with suppress(WorkspaceError, FileAccessError, OSError):  # the next run asks again
+                answers = _read_answers(path, state) | {name: answer}
+                write_json(path, {"state": state, "answers": answers})
+        return answer
+
+    def _state(self) -> list[Any] | None:
+        """Return what changes with each transaction in the store, or None if nothing shows that."""
+        file = sqlite_file(self.uri)
+        if file is None or os.environ.get("MLFLOW_REGISTRY_URI", self.uri) != self.uri:
+            return None
+        try:
+            with open(file, "rb") as opened:
+                header, status = opened.read(28), os.fstat(opened.fileno())
+        except OSError:
+            return None
+        logs = (file.with_name(f"{file.name}-{ending}") for ending in ("journal", "wal"))
+        if header[:16] != _SQLITE or header[18:20] != _ROLLBACK or any(map(Path.exists, logs)):
+            return None
+        view = hashlib.sha256(canonical_json(_VIEW_STATE)).hexdigest()
+        programs = [metadata.version(package) for package in ("mlflow", "megacore")]
+        counter = header[24:28].hex()  # of transactions
+        return [
+            self.uri,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            counter,
+            view,
+            *programs,
+        ]
+
     def _artifact_location(self) -> str | None:
         """Return the location of the experiment's files, or None to let a server decide."""
         if self.uri != tracking_uri(self.workspace):
@@ -238,6 +301,15 @@ class Tracking:
                 f"MLflow at {redact(self.uri)} did not {action}: {reason}: check that it is up "
                 "(MLFLOW_TRACKING_URI names another one), then start again"
             ) from error
+
+
+def _read_answers(path: Path, state: list[Any]) -> dict[str, Any]:
+    """Return the answers that the store gave in this state."""
+    try:
+        content = read_json(path)
+        return dict(content["answers"]) if content["state"] == state else {}
+    except (OSError, ValueError, KeyError, TypeError, FileAccessError):
+        return {}
 
 
 def create_store(uri: str) -> None:

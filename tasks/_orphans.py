@@ -8,23 +8,48 @@ whose other end only the flow's process has open, and imports only the standard 
 
 import atexit
 import contextlib
+import http.client
+import importlib
 import logging
 import math
 import os
+import random
 import re
 import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any, ClassVar, NoReturn, Self
 
 MARK = "MEGACORE_FLOW_PROCESS"
 """Environment variable that all processes started by the flow inherit."""
-_SERVER = b"prefect.server.api.server:create_app"
+_SERVER_MODULE = "prefect.server.api.server"
+_SERVER = f"{_SERVER_MODULE}:create_app".encode()
+_SERVE = """
+import gc, sys, types
+gc.set_threshold(*{thresholds})
+sys.modules["prefect_dask"] = types.ModuleType("prefect_dask")
+from uvicorn import main
+main()
+"""
+"""Program of the temporary server: `python -m uvicorn` with rarer searches for garbage.
+
+The server imports every collection of Prefect's for its types of blocks. The one for Dask has none,
+and imports Dask.
+"""
+GC_THRESHOLDS = (100_000, 20, 50)
+"""Thresholds of garbage collection while thousands of modules are imported, all of which stay."""
+_PORTS = range(8000, 9000)
+_HOST = "127.0.0.1"
+_HEALTH_POLL = 0.1
+_PORT_IN_USE = 3
+"""Exit code of uvicorn when it cannot listen."""
 _GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTARTS = 3
@@ -73,10 +98,9 @@ def start_server() -> None:
     database = Path(PREFECT_HOME.value()) / "prefect.db"
     require_space(database.parent, RECORDS_BYTES, "the records of a run in Prefect and MLflow need")
     _set_password()
-    from prefect.server.api.server import SubprocessASGIServer
-
+    _replace_server_module()
     watch_over_server()
-    server = SubprocessASGIServer()
+    server = TemporaryServer()
     _server_output.watch(server, database)
     keeper = threading.Thread(target=_keep, args=(server,), name="server-keeper", daemon=True)
     with workspace_errors(database.parent):
@@ -89,6 +113,149 @@ def start_server() -> None:
             keeper.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class TemporaryServer:
+    """Prefect's SubprocessASGIServer without the import of the server into the flow's process.
+
+    That import takes seconds of processor time, and only the server's own process needs it. Like
+    Prefect's class, this one has a single instance, which Prefect's clients start if nobody has.
+    """
+
+    _instance: ClassVar[Self | None] = None
+
+    def __new__(cls, port: int | None = None) -> Self:
+        """Return the instance."""
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+            cls._instance.port = None
+            cls._instance.server_process = None
+            cls._instance.running = False
+        return cls._instance
+
+    port: int | None
+    server_process: "subprocess.Popen[bytes] | None"
+    running: bool
+
+    @property
+    def address(self) -> str:
+        """URL of the server."""
+        return f"http://{_HOST}:{self.port}"
+
+    @property
+    def api_url(self) -> str:
+        """URL of the server's API."""
+        return f"{self.address}/api"
+
+    def start(self, timeout: int | None = None) -> None:
+        """Start the server unless it runs, and wait until it answers.
+
+        Raises RuntimeError if it does not answer within `timeout` seconds, by default Prefect's
+        setting.
+        """
+        if self.running:
+            return
+        self.port = _free_port()
+        logging.getLogger("prefect").info(
+            "Starting temporary server on %s\nSee "
+            "https://docs.prefect.io/v3/concepts/server#how-to-guides for more information on "
+            "running a dedicated Prefect server.",
+            self.address,
+        )
+        self.running = True
+        try:
+            self.server_process = self._run_uvicorn_command()
+            atexit.register(self.stop)
+            self._wait_until_healthy(timeout)
+        except BaseException:
+            self.running = False
+            raise
+
+    def _wait_until_healthy(self, timeout: int | None) -> None:
+        from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
+
+        assert self.server_process is not None
+        seconds = timeout or PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+        for _ in range(round(seconds / _HEALTH_POLL)):  # longer on a busy host, as in Prefect
+            if self.server_process.poll() == _PORT_IN_USE:
+                self.port = _free_port()
+                self.server_process = self._run_uvicorn_command()
+            if self._is_healthy():
+                return
+            time.sleep(_HEALTH_POLL)
+        code = self.server_process.poll()
+        ended = "" if code is None else f"; its process ended with {code}"
+        raise RuntimeError(f"Prefect's temporary server at {self.address} does not answer{ended}")
+
+    def _is_healthy(self) -> bool:
+        connection = http.client.HTTPConnection(_HOST, self.port, timeout=5)
+        with (
+            contextlib.closing(connection),
+            contextlib.suppress(OSError, http.client.HTTPException),
+        ):
+            connection.request("GET", "/api/health")
+            return connection.getresponse().status == http.client.OK
+        return False
+
+    def _run_uvicorn_command(self) -> "subprocess.Popen[bytes]":
+        from prefect.settings import get_current_settings
+
+        settings = get_current_settings().to_environment_variables(exclude_unset=True)
+        switches = {
+            "PREFECT_UI_ENABLED": "0",
+            "PREFECT__SERVER_EPHEMERAL": "1",
+            "PREFECT__SERVER_FINAL": "1",
+        }
+        command = [sys.executable, "-c", _SERVE.format(thresholds=GC_THRESHOLDS), "--factory"]
+        command += [_SERVER.decode(), "--host", _HOST, "--port", str(self.port)]
+        command += ["--log-level", "error", "--lifespan", "on"]
+        return subprocess.Popen(command, env={**os.environ, **switches, **settings})
+
+    def stop(self) -> None:
+        """End the server, at the latest after 5 s."""
+        process, self.server_process = self.server_process, None
+        type(self)._instance = None
+        self.running = False
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _free_port() -> int:
+    """Return a port of Prefect's temporary servers on which nobody listens."""
+    for port in random.sample(_PORTS, k=len(_PORTS)):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((_HOST, port))
+            return port
+    raise RuntimeError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")
+
+
+class _ServerModule(ModuleType):
+    """Stand-in for Prefect's server module, from which its clients take the class of the server.
+
+    The module itself is imported as soon as something else in it is used.
+    """
+
+    SubprocessASGIServer = TemporaryServer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of every module in sys.modules
+            raise AttributeError(name)
+        if sys.modules.get(_SERVER_MODULE) is self:
+            del sys.modules[_SERVER_MODULE]
+        module = importlib.import_module(_SERVER_MODULE)
+        module.SubprocessASGIServer = TemporaryServer  # type: ignore[attr-defined]
+        return getattr(module, name)
+
+
+def _replace_server_module() -> None:
+    """Let Prefect's clients use TemporaryServer."""
+    module = sys.modules.setdefault(_SERVER_MODULE, _ServerModule(_SERVER_MODULE))
+    module.SubprocessASGIServer = TemporaryServer  # type: ignore[attr-defined]
 
 
 def database_problem() -> str | None:
@@ -258,7 +425,7 @@ def end_process(last_line: str, code: int) -> NoReturn:
     logging.raiseExceptions = False  # Prefect would report logs that no server takes
     from prefect._internal.concurrency.services import QueueService
 
-    module = sys.modules.get("prefect.server.api.server")  # its import takes seconds
+    module = sys.modules.get(_SERVER_MODULE)
     server = module.SubprocessASGIServer() if module else None
     process = server.server_process if server else None
     lost = process is not None and process.poll() is not None

@@ -4,6 +4,7 @@ It sends the run and its model to MLflow and writes a receipt.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tasks._cache import StageResult, artifact_directory, artifact_problem, buil
 from tasks._environment import mlflow_server, tracking_uri
 from tasks._flow_config import FlowConfig
 from tasks._forward import Forwarder, RunFacts
-from tasks._mlflow import Tracking, end_run, page_url, runs_url
+from tasks._mlflow import STORE_ERRORS, Tracking, end_run, page_url, runs_url
 from tasks._registry import REPORT_FOLDER, published_exists
 from tasks._run_page import describe_model, update_run_page
 
@@ -102,7 +103,11 @@ def build_publication(
         receipt_file = artifact_directory(key) / RECEIPT
         with workspace_errors(receipt_file):
             receipt_file.unlink(missing_ok=True)
-    return build(config, key, fill)
+    result = build(config, key, fill)
+    if tracking_of(config).keeps_answers:  # to the next run's questions, while mlflow is imported
+        with suppress(*STORE_ERRORS):  # it is published
+            receipt_problem(config, key)
+    return result
 
 
 def places(

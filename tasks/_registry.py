@@ -9,6 +9,7 @@ other model.
 import hashlib
 import json
 import math
+import os
 import platform
 import tempfile
 import time
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlparse
 
 import yaml
 
@@ -44,6 +46,8 @@ REPORT_FOLDER = "report"
 """Folder of a run's report among its artifacts."""
 
 _CARD = "README.md"
+_DESCRIPTION = "MLmodel"
+"""Name of the file that describes an MLflow model; it is uploaded last."""
 _CONFIGS = ("config.json", "generation_config.json")
 _NO_TOKENIZER = (".safetensors", ".safetensors.index.json", ".md")
 """Endings of files in `model/` that are not the tokenizer's; the names of a tokenizer's files
@@ -168,15 +172,27 @@ def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
     """
     if not tracking.exists:
         return False
+    location = tracking.recall(["published", dict(receipt)], lambda: _location(tracking, receipt))
+    if location is None:
+        return False
+    parsed = urlparse(location)
+    if parsed.scheme in ("", "file"):
+        return os.path.isfile(Path(unquote(parsed.path), _DESCRIPTION))
+    with tracking.errors(f"look up {receipt['uri']}"):
+        return _has_files(tracking, receipt["model_id"])
+
+
+def _location(tracking: Tracking, receipt: Mapping[str, str]) -> str | None:
+    """Return the location of a published version's files; None if the registry lacks it."""
     from mlflow.exceptions import MlflowException
 
     with tracking.errors(f"look up {receipt['uri']}"):
         try:
             version = tracking.client.get_model_version(receipt["model_name"], receipt["version"])
-            files = tracking.client.list_logged_model_artifacts(receipt["model_id"])
+            model = tracking.client.get_logged_model(receipt["model_id"])
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return False
+                return None
             raise
     # A receipt that was written before there was a digest of the model has only the export's.
     tag, digest = (
@@ -184,7 +200,7 @@ def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
         if "model_digest" in receipt
         else (DIGEST_TAG, receipt["digest"])
     )
-    return version.tags.get(tag) == digest and any(file.path == "MLmodel" for file in files)
+    return str(model.artifact_location) if version.tags.get(tag) == digest else None
 
 
 def model_digest(export_directory: Path) -> str:
@@ -270,7 +286,7 @@ def _find_model(tracking: Tracking, run_id: str, tags: Mapping[str, str]) -> "Lo
 
 def _has_files(tracking: Tracking, model_id: str) -> bool:
     return any(
-        file.path == "MLmodel" for file in tracking.client.list_logged_model_artifacts(model_id)
+        file.path == _DESCRIPTION for file in tracking.client.list_logged_model_artifacts(model_id)
     )
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -346,7 +346,6 @@ class _Display:
         self._run_directory = run_directory
         self._datasets = datasets
         self._table = PerplexityTable(run_directory)
-        self._has_inputs = False
         self._logs = True
 
     def show(self, target: Target, result: StageResult) -> None:
@@ -369,16 +368,27 @@ class _Display:
         run_id = recorded_run_id(self._run_directory)
         if run_id is None:
             raise TrackingError(f"{self._run_directory} has no MLflow run yet")
-        if not self._has_inputs:
-            log_datasets(self._tracking, run_id, self._datasets)
-            self._has_inputs = True
-        log_perplexities(
-            self._tracking,
-            run_id,
-            perplexities_of([row]),
-            datasets=self._datasets,
-            timestamp_ms=round(1000 * time.time()),
-        )
+        log_score(self._tracking, run_id, row, self._datasets)
+
+
+def log_score(
+    tracking: Tracking, run_id: str, row: dict[str, Any], datasets: Mapping[str, Dataset]
+) -> None:
+    """Log a checkpoint's perplexities and their data sets, which MLflow may have.
+
+    Raises TrackingError.
+    """
+    perplexities = perplexities_of([row])
+
+    def log() -> bool:
+        log_datasets(tracking, run_id, datasets)
+        now = round(1000 * time.time())
+        log_perplexities(tracking, run_id, perplexities, datasets=datasets, timestamp_ms=now)
+        return True
+
+    data = {role: asdict(dataset) for role, dataset in datasets.items()}
+    values = [[iteration, scores] for iteration, scores in perplexities.items()]
+    tracking.recall(["score", tracking.experiment, run_id, values, data], log)
 
 
 def perplexities_of(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from prefect import get_run_logger
@@ -14,7 +15,7 @@ from megacore.token_files.indexed_dataset import token_prefixes
 from tasks._aliases import Measurement
 from tasks._cache import StageResult, stage_task
 from tasks._checkpoint_models import log_perplexities
-from tasks._mlflow import Tracking
+from tasks._mlflow import STORE_ERRORS, Tracking
 from tasks._pipeline import numbered
 from tasks._publication import REPORT, build_publication, places, receipt_problem, tracking_of
 from tasks._registry import publish_model
@@ -22,6 +23,7 @@ from tasks.evaluate import REPORT as EVALUATION
 from tasks.evaluate import (
     evaluation_summary,
     fresh_scratch,
+    log_score,
     measured_data,
     perplexities_of,
     read_evaluation,
@@ -85,7 +87,7 @@ def publish(
 ) -> StageResult:
     """Send the missing parts of the run to MLflow; register the exported model."""
     key = publish_key(config, trained, evaluation, export, tokens, tokenizer, index)
-    return build_publication(
+    result = build_publication(
         config,
         key,
         trained.directory,
@@ -94,6 +96,12 @@ def publish(
             config, tracking, run_id, trained, evaluation, export, tokens, tokenizer, index
         ),
     )
+    tracking, datasets = tracking_of(config), split_datasets(config, tokens, index)
+    if tracking.keeps_answers:  # the scores are there, which the next run then knows without mlflow
+        with suppress(*STORE_ERRORS):
+            for row in read_evaluation(evaluation)["checkpoints"]:
+                log_score(tracking, result.artifact.counts["run_id"], row, datasets)
+    return result
 
 
 def _send(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import Tensor
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import Marker
 from megacore.checkpoint.retain import apply_retention
-from megacore.checkpoint.save import check_types, encode_state, write_checkpoint
 from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
 from megacore.checkpoint.staging import HostBuffers, Shares
 
+_WRITER = "megacore.checkpoint.save"
+"""Module that imports torch's writer of checkpoints, which takes as long as half of `import torch`.
+"""
 _POLL = 0.5
 """Seconds between two checks of a save during a wait."""
 _PATIENCE = 60.0
@@ -118,6 +121,8 @@ class CheckpointSaver:
         self._buffers = HostBuffers()
         self._flight: _RunningSave | None = None
         self._finished: deque[SaveFinished] = deque()
+        self._writer: threading.Thread | None = None
+        """Thread that imports _WRITER, so that neither the first step nor the first save waits."""
 
     @property
     def failed(self) -> bool:
@@ -148,6 +153,8 @@ class CheckpointSaver:
                 suffice for the copy.
             MegacoreError, RuntimeError: the previous save failed, or this one if it is synchronous.
         """
+        from megacore.checkpoint.save import check_types, encode_state
+
         began = time.monotonic()
         self._land()
         text = ""
@@ -189,6 +196,11 @@ class CheckpointSaver:
         Never raises, because ranks poll at different times. `wait` or the next `save` raises the
         error of a save.
         """
+        if self._writer is None:
+            self._writer = threading.Thread(
+                target=import_module, args=(_WRITER,), name="checkpoint-import", daemon=True
+            )
+            self._writer.start()
         if self._flight is not None and self._flight.finished is not None:
             self._land()
         return self._finished.popleft() if self._finished else None
@@ -266,6 +278,7 @@ class CheckpointSaver:
         self, flight: _RunningSave, tensors: Tensors, state: str, validation_loss: float | None
     ) -> None:
         """Write the checkpoint and apply retention; store the result or error in `flight`."""
+        from megacore.checkpoint.save import write_checkpoint
 
         def staged(path: Path) -> None:
             flight.staging = path

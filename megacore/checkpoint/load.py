@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import METADATA_NAME, latest_complete, read_state, reading
-from megacore.checkpoint.metadata import SavedSlice, read_metadata
-from megacore.checkpoint.shard import Tensors, chunks_of, pieces_of
+from megacore.checkpoint.metadata import SavedSlice, chunks_of, read_metadata
+from megacore.checkpoint.shard import Tensors, pieces_of
 from megacore.errors import CheckpointError
 
 __all__ = [

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megacore.artifact.files import regular
+from megacore.checkpoint.shard import TensorShard, pieces_of
 from megacore.errors import CheckpointError
 
 PRIVATE_NAMES = {
@@ -83,6 +85,13 @@ def private_name(name: str) -> Any:
             f"torch {torch.__version__} moved {name}, which megacore/checkpoint/{file} uses for "
             f"{purpose}: install the version that constraints.txt names"
         ) from error
+
+
+def chunks_of(tensor: Tensor | TensorShard) -> list[ChunkStorageMetadata]:
+    """Return the rectangles' positions and sizes in torch's planning format."""
+    return [
+        ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in pieces_of(tensor).items()
+    ]
 
 
 def read_metadata(path: Path) -> Metadata:

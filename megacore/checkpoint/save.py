@@ -17,10 +17,18 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -38,9 +46,9 @@ from megacore.checkpoint.format import (
     finite_or_none,
     write_tracker,
 )
-from megacore.checkpoint.metadata import private_name
+from megacore.checkpoint.metadata import chunks_of, private_name
 from megacore.checkpoint.retain import remove_stale, rename_to_stale
-from megacore.checkpoint.shard import ShardSavePlanner, Tensors, TensorShard
+from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
 from megacore.errors import CheckpointError, WorkspaceError
 
 LEAST_FILE_BYTES = 64 << 20
@@ -202,6 +210,58 @@ def _first_failure() -> Iterator[None]:
         raise CheckpointError(
             f"rank {rank} could not save its tensors: {type(cause).__name__}: {cause}"
         ) from error
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """torch's planner for tensors and the rectangles of TensorShards.
+
+    The planner receives the tensors, and `save` an empty dictionary: torch creates a log record of
+    0.1 ms for each entry of the latter.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Set the planner's tensors."""
+        self.state_dict = dict(self._tensors)
+        self.mappings = {name: (name,) for name in self._tensors}
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan to write all tensors of this rank; the global plan removes duplicates."""
+        items = [
+            item for name, tensor in self._tensors.items() for item in _write_items(name, tensor)
+        ]
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """Return the rectangle to write."""
+        assert index.offset is not None, f"{index.fqn} was planned without an offset"
+        return pieces_of(self._tensors[index.fqn])[index.offset]
+
+
+def _write_items(name: str, tensor: Tensor | TensorShard) -> list[WriteItem]:
+    """Return torch's description of a tensor's rectangles."""
+    if isinstance(tensor, Tensor):
+        kind, properties = WriteItemType.TENSOR, TensorProperties.create_from_tensor(tensor)
+    else:
+        kind, properties = WriteItemType.SHARD, TensorProperties(dtype=tensor.dtype)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=kind,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
+        )
+        for chunk in chunks_of(tensor)
+    ]
 
 
 class CheckpointWriter(FileSystemWriter):

@@ -1,4 +1,4 @@
-"""Part of a tensor on one rank, and the planner that writes it.
+"""Part of a tensor on one rank.
 
 A rank's part under tensor parallelism is one rectangle of the complete tensor. A flat range of such
 a part, under a distributed optimizer, is a few rectangles. A checkpoint contains only rectangles of
@@ -8,23 +8,9 @@ complete tensors, so that any layout can read what any other wrote.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
 from megacore.tensor_parallel.partition import Partition
 
@@ -87,13 +73,6 @@ def pieces_of(tensor: Tensor | TensorShard) -> Mapping[torch.Size, Tensor]:
     )
 
 
-def chunks_of(tensor: Tensor | TensorShard) -> list[ChunkStorageMetadata]:
-    """Return the rectangles' positions and sizes in torch's planning format."""
-    return [
-        ChunkStorageMetadata(offsets, piece.size()) for offsets, piece in pieces_of(tensor).items()
-    ]
-
-
 def rectangles(
     start: int, stop: int, shape: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
@@ -124,55 +103,3 @@ def _within(
     """Yield the rectangles of elements start..stop of one row."""
     for offsets, sizes in rectangles(start, stop, shape[1:]):
         yield [row, *offsets], [1, *sizes]
-
-
-class ShardSavePlanner(DefaultSavePlanner):
-    """torch's planner for tensors and the rectangles of TensorShards.
-
-    The planner receives the tensors, and `save` an empty dictionary: torch creates a log record of
-    0.1 ms for each entry of the latter.
-    """
-
-    def __init__(self, tensors: Tensors) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Set the planner's tensors."""
-        self.state_dict = dict(self._tensors)
-        self.mappings = {name: (name,) for name in self._tensors}
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        """Plan to write all tensors of this rank; the global plan removes duplicates."""
-        items = [
-            item for name, tensor in self._tensors.items() for item in _write_items(name, tensor)
-        ]
-        self.plan = SavePlan(items, planner_data=self.mappings)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the rectangle to write."""
-        assert index.offset is not None, f"{index.fqn} was planned without an offset"
-        return pieces_of(self._tensors[index.fqn])[index.offset]
-
-
-def _write_items(name: str, tensor: Tensor | TensorShard) -> list[WriteItem]:
-    """Return torch's description of a tensor's rectangles."""
-    if isinstance(tensor, Tensor):
-        kind, properties = WriteItemType.TENSOR, TensorProperties.create_from_tensor(tensor)
-    else:
-        kind, properties = WriteItemType.SHARD, TensorProperties(dtype=tensor.dtype)
-    return [
-        WriteItem(
-            index=MetadataIndex(name, chunk.offsets),
-            type=kind,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
-        )
-        for chunk in chunks_of(tensor)
-    ]

@@ -58,6 +58,7 @@ class _SampleIndex(Protocol[_Index]):
         num_samples: int,
         extra: int,
         partial: bool = False,
+        out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[_Index]: ...
 
 class _SentenceMap(Protocol[_Result]):

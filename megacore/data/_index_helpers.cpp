@@ -5,12 +5,14 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <utility>
@@ -261,14 +263,19 @@ void shuffle(megacore::RandomState& state, Array<T>& values) {
 template <typename T>
 Array<T> build_sample_index(const Array<std::int32_t>& lengths,
                             const Array<std::int32_t>& document_index, std::int64_t seq_length,
-                            std::int64_t num_samples, std::int64_t extra, bool partial) {
+                            std::int64_t num_samples, std::int64_t extra, bool partial,
+                            std::optional<Array<T>> out) {
     require(lengths.ndim() == 1 && document_index.ndim() == 1,
             "lengths and document_index must be one-dimensional");
     require(seq_length >= 1 && num_samples >= 0 && extra >= 0 && extra <= 1,
             "seq_length must be positive, num_samples not negative, extra 0 or 1");
     require(!partial || (num_samples > 0 && document_index.size() > 0),
             "there is no last sample to be partial");
-    Array<T> rows({static_cast<py::ssize_t>(num_samples) + 1, static_cast<py::ssize_t>(2)});
+    Array<T> rows = out ? std::move(*out)
+                        : Array<T>({static_cast<py::ssize_t>(num_samples) + 1,
+                                    static_cast<py::ssize_t>(2)});
+    require(rows.ndim() == 2 && rows.shape(0) == num_samples + 1 && rows.shape(1) == 2,
+            "out must have the shape (num_samples + 1, 2)");
     T* data = rows.mutable_data();
     const megacore::Documents documents{lengths.data(), lengths.size(), document_index.data(),
                                         document_index.size()};
@@ -393,7 +400,8 @@ void define_sized(py::module_& module, const char* sample_index, const char* sen
     using Unsigned = std::make_unsigned_t<T>;
     module.def(sample_index, &build_sample_index<T>, py::arg("lengths").noconvert(),
                py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"),
-               py::arg("extra"), py::arg("partial") = false);
+               py::arg("extra"), py::arg("partial") = false,
+               py::arg("out").noconvert() = py::none());
     module.def(sentence_map, &build_sentence_map<Unsigned>, py::arg("document_starts").noconvert(),
                py::arg("lengths").noconvert(), py::arg("max_samples"), py::arg("max_epochs"),
                py::arg("max_length"), py::arg("short_probability"), py::arg("min_sentences"),

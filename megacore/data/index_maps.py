@@ -17,7 +17,9 @@ where this module uses i16. GPT-NeoX never uses the last entry of a shuffle inde
 over; here that entry counts as a sample.
 """
 
+import mmap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,12 @@ __all__ = [
 VERSION = 2
 """Version of the index stage, increased whenever its output changes."""
 _UINT32_MAX = 2**32 - 1
+_PIECE = 1 << 18
+"""Number of entries that are numbered at a time."""
+_BUILDERS: dict[type[np.generic], Any] = {
+    np.int32: helpers.build_sample_index_int32,
+    np.int64: helpers.build_sample_index_int64,
+}
 
 
 def index_plan(
@@ -157,65 +165,46 @@ def build_split(
 ) -> IndexMaps:
     """Build the maps of the split with the sequences first … last-1.
 
-    One random state is used for all of them, in order.
+    One random state is used for all of them, in order. The first access to new memory takes longer
+    than the computation of the entries, so a second thread makes half of these accesses.
     """
     random_state = helpers.RandomState(seed)
-    document_index = build_document_index(
-        first, last, plan.epochs, plan.separate_final_epoch, random_state
-    )
-    if packing == "packed":
-        sample_index = build_sample_index(
-            lengths, document_index, seq_length, plan, extra=extra, style=style
-        )
-        before_final = plan.samples_before_final_epoch
-    else:
-        from megacore.data.index_plans import pack_sample_index
+    sequences, middle = last - first, (first + last) // 2
+    epochs = np.empty((plan.epochs, sequences), np.int32)
+    with ThreadPoolExecutor(1, "index-memory") as second:
+        filled = second.submit(_number, epochs[:, middle - first :], middle)
+        if packing == "packed":
+            dtype = _sample_type(epochs.size, plan, style)
+            rows = np.empty((plan.samples + 1, 2), dtype)
+            touched = second.submit(_touch, rows)
+            numbered = second.submit(_in_order, plan.samples)
+        _number(epochs[:, : middle - first], first)
+        filled.result()
+        document_index = epochs.reshape(-1)
+        final = sequences if plan.separate_final_epoch else 0
+        _shuffle_apart(document_index, len(document_index) - final, random_state)
+        if packing == "packed":
+            touched.result()
+            build = _BUILDERS[rows.dtype.type]
+            partial = plan.partial_sample
+            build(lengths, document_index, seq_length, plan.samples, extra, partial, out=rows)
+            order, before_final = numbered.result(), plan.samples_before_final_epoch
+        else:
+            from megacore.data.index_plans import pack_sample_index
 
-        sample_index = pack_sample_index(lengths, document_index, seq_length, packing, extra)
-        before_final = len(sample_index) - 1
-    shuffle_index = build_shuffle_index(len(sample_index) - 1, before_final, random_state)
-    return IndexMaps(document_index, sample_index, shuffle_index)
+            rows = pack_sample_index(lengths, document_index, seq_length, packing, extra)
+            order, before_final = _in_order(len(rows) - 1), len(rows) - 1
+    _shuffle_apart(order, before_final, random_state)
+    return IndexMaps(document_index, rows, order)
 
 
-def build_document_index(
-    first: int,
-    last: int,
-    epochs: int,
-    separate_final_epoch: bool,
-    random_state: helpers.RandomState,
-) -> npt.NDArray[np.int32]:
-    """Return the sequences first … last-1, once per epoch, shuffled.
+def _sample_type(entries: int, plan: EpochPlan, style: IndexStyle) -> type[np.integer[Any]]:
+    """Return the type of the sample index: i64 if a position exceeds i32.
 
-    With `separate_final_epoch` the final epoch is shuffled separately.
+    In GPT-NeoX's style it is also i64 if the number of entries of the sample index exceeds i32.
     """
-    index: npt.NDArray[np.int32] = np.empty((epochs, last - first), np.int32)
-    index[:] = np.arange(first, last, dtype=np.int32)
-    index = index.reshape(-1)
-    before_final = len(index) - (last - first if separate_final_epoch else 0)
-    random_state.shuffle(index[:before_final])
-    if separate_final_epoch:
-        random_state.shuffle(index[before_final:])
-    return index
-
-
-def build_sample_index(
-    lengths: npt.NDArray[np.int32],
-    document_index: npt.NDArray[np.int32],
-    seq_length: int,
-    plan: EpochPlan,
-    *,
-    extra: int = EXTRA_TOKENS,
-    style: IndexStyle = "megatron",
-) -> npt.NDArray[Any]:
-    """Return the start of each sample, shape (samples + 1, 2); i64 if a position exceeds i32.
-
-    In GPT-NeoX's style it is also i64 if the number of entries exceeds i32.
-    """
-    wide = len(document_index) > INT32_MAX or (
-        style == "neox" and 2 * (plan.samples + 1) >= INT32_MAX
-    )
-    build = helpers.build_sample_index_int64 if wide else helpers.build_sample_index_int32
-    return build(lengths, document_index, seq_length, plan.samples, extra, plan.partial_sample)
+    wide = entries > INT32_MAX or (style == "neox" and 2 * (plan.samples + 1) >= INT32_MAX)
+    return np.int64 if wide else np.int32
 
 
 def build_shuffle_index(
@@ -225,13 +214,38 @@ def build_shuffle_index(
 
     Both groups are shuffled separately.
     """
-    index: npt.NDArray[Any] = np.arange(
-        samples, dtype=np.int64 if samples >= _UINT32_MAX - 1 else np.uint32
-    )
-    random_state.shuffle(index[:samples_before_final_epoch])
-    if samples > samples_before_final_epoch:
-        random_state.shuffle(index[samples_before_final_epoch:])
+    index = _in_order(samples)
+    _shuffle_apart(index, samples_before_final_epoch, random_state)
     return index
+
+
+def _shuffle_apart(
+    index: npt.NDArray[Any], before_final: int, random_state: helpers.RandomState
+) -> None:
+    """Shuffle the entries before the final epoch, then those of the final epoch."""
+    random_state.shuffle(index[:before_final])
+    if len(index) > before_final:
+        random_state.shuffle(index[before_final:])
+
+
+def _in_order(samples: int) -> npt.NDArray[Any]:
+    """Return the numbers of the samples."""
+    index = np.empty(samples, np.int64 if samples >= _UINT32_MAX - 1 else np.uint32)
+    _number(index, 0)
+    return index
+
+
+def _number(rows: npt.NDArray[Any], first: int) -> None:
+    """Fill each row with the numbers from `first` on, in pieces that stay in the cache."""
+    count = rows.shape[-1]
+    for start in range(0, count, _PIECE):
+        stop = min(start + _PIECE, count)
+        rows[..., start:stop] = np.arange(first + start, first + stop, dtype=rows.dtype)
+
+
+def _touch(array: npt.NDArray[Any]) -> None:
+    """Write to each page of a new array."""
+    array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 def _open(mixture: Mixture) -> dict[str, IndexedDataset]:

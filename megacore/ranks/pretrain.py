@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.jobs.run import TrainJob
-from megacore.ranks.rank import run_rank
+from megacore.ranks.rank import imports, run_rank
 
 if TYPE_CHECKING:
     from megacore.train.loop import Datasets
@@ -29,16 +29,17 @@ def pretrain(job: TrainJob) -> None:
             damaged.
         WorkspaceError: the run directory cannot be written.
     """
-    from megacore.engine.build import build_engine
-    from megacore.hardware import resolve_precision
-    from megacore.kernels.choice import summary
-    from megacore.observe.flops import Peaks
-    from megacore.observe.logging import configure_logging, logger
-    from megacore.observe.recorder import Recorder
-    from megacore.ranks.process import joined
-    from megacore.train.loop import Trainer
-    from megacore.train.memory import memory_errors
-    from megacore.train.state import TrainState
+    with imports():
+        from megacore.engine.build import build_engine
+        from megacore.hardware import resolve_precision
+        from megacore.kernels.choice import summary
+        from megacore.observe.flops import Peaks
+        from megacore.observe.logging import configure_logging, logger
+        from megacore.observe.recorder import Recorder
+        from megacore.ranks.process import joined
+        from megacore.train.loop import Trainer
+        from megacore.train.memory import memory_errors
+        from megacore.train.state import TrainState
 
     started = time.monotonic()
     config, run_directory = job.config, Path(job.run_directory)

@@ -4,12 +4,14 @@ This module does not import torch.
 """
 
 import argparse
+import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -63,6 +65,20 @@ def run_rank(
         work(job)
     if "RANK" in os.environ:
         _leave()
+
+
+@contextlib.contextmanager
+def imports() -> Iterator[None]:
+    """Import the modules of a rank in the body without searching them for garbage.
+
+    They stay until the process ends, so later searches leave them out, too.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def gpu_variables(job: RankJob, environment: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,6 @@ from megacore.checkpoint.format import (
     read_state,
     reading,
 )
-from megacore.checkpoint.load import load_checkpoint, names_of_all
 from megacore.checkpoint.retain import apply_retention, remove_stale
 from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
 from megacore.config.run import RunConfig
@@ -223,6 +222,8 @@ class RunCheckpoints:
             path, saved.get(CONFIG_KEY), saved.get(PRECISION_KEY), another_run=another_run
         )
         check_skipped(self._config.train.skipped_ranges, restored, path)
+        from megacore.checkpoint.load import load_checkpoint, names_of_all
+
         tensors = self._engine.tensors()
         load_checkpoint(path, tensors, expected=names_of_all(tensors))
         self._engine.load_state(saved["engine"], tensors)
@@ -273,6 +274,8 @@ class RunCheckpoints:
             for name, tensor in self._engine.tensors().items()
             if name.startswith(WEIGHTS_PREFIX)
         }
+        from megacore.checkpoint.load import load_checkpoint, names_of_all
+
         load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
         self._engine.load_state(self._engine.state(), weights)  # copies the weights into the model
         logger.info("began with the weights of %s", path)

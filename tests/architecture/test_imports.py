@@ -99,3 +99,33 @@ def test_light_modules_do_not_import_torch(module: str) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [], f"what import {module} also imports"
+
+
+def test_a_cached_flow_imports_neither_prefects_server_nor_mlflow() -> None:
+    """Prefect's clients take the class of the temporary server without the server's module."""
+    script = (
+        "import sys, flows.pretrain; from tasks import _orphans; "
+        "_orphans._replace_server_module(); "
+        "from prefect.server.api.server import SubprocessASGIServer as used; "
+        "assert used is _orphans.TemporaryServer; "
+        "print(*sorted({'mlflow', 'sqlalchemy', 'docket', 'torch', 'pandas'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [], "what a flow also imports"
+
+
+def test_a_rank_starts_without_torchs_checkpoints() -> None:
+    """The writer of checkpoints takes half as long to import as torch, and the first step waits."""
+    script = (
+        "import sys, megacore.ranks.pretrain, megacore.ranks.process, megacore.train.loop; "
+        "print(*sorted({'torch.distributed.checkpoint', 'sympy', 'torch._dynamo'} & "
+        "set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [], "what the start of a training also imports"

@@ -334,3 +334,28 @@ def test_urls_of_databases_lead_to_their_file(tmp_path: Path) -> None:
         f"sqlite+aiosqlite:///{tmp_path}/plain.db"
     )
     assert sqlite_file("postgresql+psycopg://host/db") is None
+
+
+def test_answers_are_kept_until_the_store_changes(
+    tracking: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(name: str, *, write: bool = False) -> int:
+        asked.append(name)
+        if write:
+            tracking.client.set_experiment_tag(tracking.experiment_id, "asked", str(len(asked)))
+        return len(asked)
+
+    assert tracking.experiment_id
+    assert [tracking.recall(["a", 1], lambda: ask("a")) for _ in range(2)] == [1, 1]
+    assert tracking.recall(["b"], lambda: ask("b")) == 2
+    assert Tracking(tracking.workspace, "other").recall(["a", 1], lambda: ask("a")) == 1
+    assert tracking.recall(["c"], lambda: ask("c", write=True)) == 3
+    assert tracking.recall(["c"], lambda: ask("c")) == 4, "the first one changed the store"
+    assert tracking.recall(["a", 1], lambda: ask("a")) == 5
+    Path(f"{tracking.uri.removeprefix('sqlite:///')}-wal").touch()
+    assert tracking.recall(["a", 1], lambda: ask("a")) == 6, "changes may be in the log"
+    monkeypatch.setattr(tracking, "uri", "http://127.0.0.1:9")
+    assert tracking.recall(["a", 1], lambda: ask("a")) == 7
+    assert not tracking.keeps_answers

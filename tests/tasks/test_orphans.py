@@ -83,11 +83,10 @@ def watches(pid: int) -> bool:
 
 SERVED_FLOW = """
 import os, sys
-from prefect.server.api.server import SubprocessASGIServer
 from tasks._environment import answers
-from tasks._orphans import start_server
+from tasks._orphans import TemporaryServer, start_server
 start_server()
-url = SubprocessASGIServer().api_url
+url = TemporaryServer().api_url
 try:
     print("started", flush=True)
     sys.stdin.read()
@@ -151,11 +150,10 @@ def test_ending_flow_does_not_wait_for_a_server_that_is_gone(tmp_path: Path, cod
 RESTARTED_SERVER = """
 import os, sys, time, urllib.error, urllib.request
 from prefect.client.orchestration import get_client
-from prefect.server.api.server import SubprocessASGIServer
 from tasks._environment import answers
-from tasks._orphans import end_process, start_server
+from tasks._orphans import TemporaryServer, end_process, start_server
 start_server()
-server = SubprocessASGIServer()
+server = TemporaryServer()
 def refuses():
     try:
         urllib.request.urlopen(f"{server.api_url}/version")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint import background
+from megacore.checkpoint import save
 from megacore.checkpoint.load import read_state
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError, LossError, WorkspaceError
@@ -148,7 +148,7 @@ def test_failed_save_does_not_hide_the_loss_error(
     def fail(*_: object, **__: object) -> None:
         raise WorkspaceError("the disk is full")
 
-    monkeypatch.setattr(background, "write_checkpoint", fail)
+    monkeypatch.setattr(save, "write_checkpoint", fail)
     with pytest.raises(
         LossError, match=r"no checkpoint was saved before; the save .* failed \(the disk is full\)"
     ):

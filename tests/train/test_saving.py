@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint import background
+from megacore.checkpoint import save
 from megacore.checkpoint.save import CheckpointWriter
 from megacore.errors import WorkspaceError
 from megacore.observe.recorder import Recorder
@@ -26,13 +26,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stall_includes_the_wait_for_the_previous_save(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = background.write_checkpoint
+    write = save.write_checkpoint
 
     def write_slowly(*arguments: Any, **options: Any) -> Any:
         time.sleep(1.0)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(background, "write_checkpoint", write_slowly)
+    monkeypatch.setattr(save, "write_checkpoint", write_slowly)
     train = _runs.config().train.model_dump() | {"train_iters": 2, "eval_interval": 100}
     _runs.train(_runs.config(train=train, checkpoint={"save_interval": 1}), data, tmp_path)
     first, second = (
