@@ -251,13 +251,23 @@ def _waits(record: list[str]) -> Iterator[None]:
 
 
 def _memory_tracker() -> Any:
-    """Return torch's memory tracker, without its statistics of modules, which need real tensors."""
+    """Return torch's memory tracker, without its statistics of modules.
+
+    They need real tensors, and their hooks keep the inputs of a pipeline stage alive.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    class Tracker(MemTracker):
-        def _nothing(self, *_: Any) -> None: ...
+    class NoModules(contextlib.nullcontext[None]):
+        is_bw = False
 
-        _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _nothing  # type: ignore[assignment]
+        def register_user_hooks(self, *_: Any) -> None: ...
+
+        def clear_user_hooks(self) -> None: ...
+
+    class Tracker(MemTracker):
+        def __init__(self) -> None:
+            super().__init__()
+            self._mod_tracker: Any = NoModules()
 
         def forget_peak(self) -> None:
             self._peak_mem.clear()
