@@ -234,7 +234,7 @@ def _register_fused() -> None:
         raise AssertionError("fake tensors do not run kernels")
 
     if not _fused_operations:
-        library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+        library = torch.library.Library("aten", "IMPL")
         for name in _FUSED:
             library.impl(name, fused, "CUDA")
         _fused_operations.append(library)

@@ -77,7 +77,7 @@ class Record:
     save: list[str] = field(default_factory=list)
     """Waits for the GPU while a checkpoint's tensors are copied to the host, with their places."""
     peak_bytes: int = 0
-    """Largest memory of the GPU's tensors in the iteration."""
+    """Largest memory of the GPU's tensors until the end of the first iteration."""
     kernels: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -190,16 +190,15 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
     stepper = Stepper(config, engine, mesh, check, read, print)
     state = TrainState()
     with PrefetchingIterator(read, stepper.upcoming(state, 2)) as batches:
-        stepper.step(batches, state, lambda: (False, False))
+        if tracker is None:  # the first iteration needs as much memory as others
+            stepper.step(batches, state, lambda: (False, False))
         fake_cuda.Event.made = 0
-        if tracker is not None:
-            tracker.forget_peak()
         with _waits(record.synchronizations), watch(record) as operations:
             engine.forward_backward = _counted(engine.forward_backward, operations, record)
             stepper.step(batches, state, lambda: (False, False))
     record.events = fake_cuda.Event.made
     if tracker is not None:
-        record.peak_bytes = tracker.peak_bytes(engine.device)
+        record.peak_bytes = tracker.peak
 
 
 def _counted(forward_backward: Any, operations: list[int], record: Record) -> Any:
@@ -268,13 +267,12 @@ def _memory_tracker() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self._mod_tracker: Any = NoModules()
+            self.peak = 0
 
-        def forget_peak(self) -> None:
-            self._peak_mem.clear()
-            self._peak_mem_snap.clear()
-
-        def peak_bytes(self, device: Any) -> int:
-            return int(self.get_tracker_snapshot("peak")[device]["Total"])
+        def _update_peak_stats(self, _: Any) -> None:
+            for device, use in self._curr_mem_snap.items():
+                if device.type == "cuda":
+                    self.peak = max(self.peak, use["Total"])
 
     return Tracker()
 
