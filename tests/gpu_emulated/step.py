@@ -35,9 +35,11 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
     vocab_size: int = 50257
     memory: bool = False
-    """True to track the memory, which doubles the time."""
+    """True to track the memory, which takes more time, and to leave out the first iteration."""
     iterations_only: bool = False
     """True to leave out the evaluation and the save."""
+    compiled: bool = False
+    """True to compile the layers; their graphs run one operator at a time."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Record:
     """Waits for the GPU in an evaluation, with their places."""
     save: list[str] = field(default_factory=list)
     """Waits for the GPU while a checkpoint's tensors are copied to the host, with their places."""
+    graphs: int = 0
+    """Number of graphs of compiled layers."""
+    graph_breaks: list[str] = field(default_factory=list)
+    """Reasons for which a layer is more than one graph."""
     peak_bytes: int = 0
     """Largest memory of the GPU's tensors until the end of the first iteration."""
     kernels: dict[str, str] = field(default_factory=dict)
@@ -94,7 +100,8 @@ def run(case: Case) -> Record:
     """
     record = Record()
     tracker = _memory_tracker() if case.memory else None
-    with _built(case, tracker) as (config, engine, mesh):
+    graphs = _graphs(record) if case.compiled else contextlib.nullcontext()
+    with graphs, _built(case, tracker) as (config, engine, mesh):
         record.kernels = dict(engine.kernels)
         _iterate(config, engine, mesh, record, tracker)
         if not case.iterations_only:
@@ -239,6 +246,30 @@ def _save(engine: Any, record: Record) -> None:
         if any(piece.is_cuda for piece in rectangles_of(tensors).values()):
             buffers.copy(tensors)
             buffers.free()
+
+
+@contextlib.contextmanager
+def _graphs(record: Record) -> Iterator[None]:
+    """Let a backend that generates no kernels compile the layers, and record their graphs."""
+    import torch._functorch.config
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._dynamo.utils import counters
+
+    from megacore.engine.build import Compiler
+
+    build = Compiler.compile_layers
+
+    def compile_layers(compiler: Any, chunks: Any) -> str:
+        counters.clear()  # of the function that tests the compiler
+        return build(compiler, chunks)
+
+    Compiler.__call__ = lambda _, graph, inputs: aot_eager(graph, list(inputs))  # type: ignore[method-assign]
+    Compiler.compile_layers = compile_layers  # type: ignore[method-assign]
+    # recomputation would read the device of a generator, which fake GPUs do not have
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+        yield
+    record.graphs = counters["stats"]["unique_graphs"]
+    record.graph_breaks = list(counters["graph_break"])
 
 
 @contextlib.contextmanager
