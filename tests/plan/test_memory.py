@@ -50,7 +50,7 @@ def test_a_stage_of_a_divided_model_needs_messages_gathered_copies_and_gradients
     # a gated unit has gradients of both halves, and with ReLU the activation is shared
     assert temporary(1, **{"model.activation": "swiglu"}) == 4 * hidden + 2 * 4 * hidden
     assert temporary(1, **{"model.activation": "relu"}) == 4 * hidden + 2 * 4 * hidden
-    # divided messages, and two copies of the gathered gradient or one beside the FFN's
+    # divided messages, and two copies of the gathered gradient or one and the gradient of the FFN
     sequence = {"parallel.sequence_parallel": True}
     assert temporary(2, **sequence) == 4 * hidden // 2 + 3 * hidden
     # four copies of the gathered input, less the gradient of the FFN, one of which is divided
