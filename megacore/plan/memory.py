@@ -15,7 +15,7 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.models.parameters import chunk_sizes
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
-from megacore.pipeline_parallel.schedules import Direction, build_schedule
+from megacore.pipeline_parallel.schedules import Direction, Pass, Pipeline, build_schedule
 from megacore.plan.zero import ELEMENT_BYTES, Buffers, DeepSpeedMemory, ZeroBytes, zero_bytes
 
 GIB = 2**30
@@ -24,6 +24,8 @@ _PROCESS_BYTES = {"cpu": 350 * 2**20, "cuda": 600 * 2**20}
 libraries."""
 _LOSS_BLOCK = 1 << 25
 """Number of logits of a block that `megacore.kernels.cross_entropy` copies to fp32 on a GPU."""
+_AHEAD = 2
+"""Number of messages that `megacore.pipeline_parallel.executor` receives in advance."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class MemoryEstimate:
     logits: int
     """Logits of the output layer and their gradient, on ranks that have the layer."""
     passes: int
-    """Peak of activations, logits and working memory during forward and backward passes. On a GPU
-    it is reached in the loss or in the last layer's backward pass, when the logits do not exist any
-    more. CUDA graphs keep this memory, so that a validation needs more."""
+    """Peak of activations, logits and, on a GPU, messages and temporary tensors during forward and
+    backward passes, see `Activations.peak`. CUDA graphs keep this
+    memory, so that a validation needs more."""
     process: int
     """Interpreter and libraries, or the CUDA context."""
     buffers: int = 0
@@ -125,18 +127,15 @@ def estimate_stages(
         sizes = [size for chunk in stage_chunks for size in chunk_sizes(spec, chunk, tensor)]
         state = _model_state(zero, deepspeed, sum(sizes), precision, data_parallel_size)
         extra = deepspeed.buffers(sizes, data_parallel_size) if deepspeed else Buffers()
-        activations, losses = storage.peak(stage_chunks, stage, micro_batches)
+        activations, losses = storage.stored(stage_chunks, stage, micro_batches)
         offloaded = storage.offloaded(stage_chunks, stage, micro_batches)
         on_device, on_cpu = state.device, state.cpu
         cpu_only = device_type == "cpu"
         # of one micro batch; the gradient overwrites the logits
         logits = storage.predictions * spec.padded_vocab_size // tensor * element
         passes = activations + losses * logits
-        if device_type == "cuda" and losses:
-            passes = max(
-                passes - storage.working_set(stage_chunks) + storage.loss_blocks(logits),
-                passes - logits,
-            )
+        if device_type == "cuda":
+            passes = storage.peak(stage_chunks, stage, micro_batches, logits)
         if train.cuda_graphs:
             passes += storage.evaluation(logits)
         estimates.append(
@@ -303,8 +302,10 @@ class Activations:
             total += 3 * self._hidden(self.element, self.tokens)
         return total
 
-    def peak(self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int) -> tuple[int, int]:
-        """Return the peak activations of a stage with these chunks over its schedule.
+    def stored(
+        self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int
+    ) -> tuple[int, int]:
+        """Return the most activations that a stage with these chunks stores over its schedule.
 
         Args:
             chunks: chunks of the stage.
@@ -312,12 +313,99 @@ class Activations:
             micro_batches: number of micro batches of a step.
 
         Returns:
-            Bytes of activations, and the largest number of micro batches whose logits exist at a
-            time.
+            Bytes of activations with those of a recomputed layer, and the largest number of micro
+            batches whose logits exist at a time.
         """
         activations = self._most([self.chunk(chunk) for chunk in chunks], stage, micro_batches)
         losses = self._most([int(chunk.has_head) for chunk in chunks], stage, micro_batches)
-        return activations + self.working_set(chunks), losses
+        again = max((more for chunk in chunks for _, _, more in self._stacks(chunk)), default=0)
+        return activations + again, losses
+
+    def peak(
+        self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int, logits: int
+    ) -> int:
+        """Return the peak bytes of forward and backward passes of a stage on a GPU.
+
+        Each pass needs what passes before it stored, the messages between stages (`_messages`), and
+        temporary tensors: in the forward pass of the head those of the loss (`loss_blocks`), in
+        its backward pass those of `loss_gradient`, and in that of a layer those of
+        `layer_gradient`. The layers of a chunk run backward when its logits do not exist any more,
+        those of an encoder when the decoder's activations do not.
+
+        Args:
+            chunks: chunks of the stage.
+            stage: number of the pipeline stage.
+            micro_batches: number of micro batches of a step.
+            logits: bytes of a micro batch's logits.
+        """
+        sizes = [self.chunk(chunk) + logits * chunk.has_head for chunk in chunks]
+        passes = self._passes(stage, micro_batches, len(chunks))
+        pipeline = Pipeline(self.config.parallel.pipeline_model_parallel_size, len(chunks))
+        receives = [pipeline.receive(stage, each) is not None for each in passes]
+        stored, left, peak = 0, sum(receives), 0
+        for each, receive in zip(passes, receives, strict=True):
+            chunk, left = chunks[each.chunk], left - receive
+            if each.direction is Direction.FORWARD:
+                stored += sizes[each.chunk]
+                temporary, freed = chunk.has_head * self.loss_blocks(logits), 0
+            else:
+                temporary, freed = self._backward(chunk, logits), sizes[each.chunk]
+            peak = max(peak, stored + self._messages(chunks, min(_AHEAD, left)) + temporary)
+            stored -= freed
+        return peak
+
+    def _backward(self, chunk: ModelChunk, logits: int) -> int:
+        """Return the bytes of a chunk's backward pass beyond what its forward pass stored."""
+        stored, most = 0, []
+        if chunk.has_head:
+            most.append(self.loss_gradient)
+            stored -= logits
+        for tokens, activations, again in self._stacks(chunk):
+            gradient = self._hidden(self.element, tokens)
+            most.append(stored + again + gradient + self.layer_gradient(tokens))
+            stored -= activations
+        return max(most, default=0)
+
+    def _stacks(self, chunk: ModelChunk) -> list[tuple[int, int, int]]:
+        """Return the stacks of layers of a chunk in the order of their backward passes.
+
+        Returns:
+            For each stack its tokens, the bytes that it stores, and those that the recomputation of
+            a layer adds.
+        """
+        limit = self.config.train.recompute_num_layers
+        left = None if limit is None else max(0, limit - len(chunk.layers))
+        again = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
+        stacks = [
+            (self._decoder_tokens, chunk.decoder_layers, left, again, self.decoder_layer),
+            (self.tokens, chunk.layers, limit, self.recomputed_layer, self.layer),
+        ]
+        return [
+            (tokens, self._layers(len(layers), limit, recomputed, layer), layer - recomputed)
+            for tokens, layers, limit, recomputed, layer in stacks
+            if layers
+        ]
+
+    def _messages(self, chunks: Sequence[ModelChunk], posted: int) -> int:
+        """Return the bytes of messages between pipeline stages.
+
+        A pass has the gradient or output that it received or computes, the last message that was
+        sent, and buffers for `posted` further messages.
+        """
+        if self.config.parallel.pipeline_model_parallel_size == 1:
+            return 0
+        decoder = any(chunk.decoder_layers for chunk in chunks)
+        tokens = self.tokens + self._decoder_tokens * decoder
+        return (1 + posted) * self._hidden(self.element, tokens)
+
+    def _passes(self, stage: int, micro_batches: int, chunks: int) -> tuple[Pass, ...]:
+        """Return the passes of a stage; 1F1B's for fewer micro batches with the same peak."""
+        parallel = self.config.parallel
+        stages, kind = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
+        if kind == "1f1b":
+            # The number of micro batches in flight repeats after a few rounds.
+            micro_batches = min(micro_batches, 3 * stages)
+        return build_schedule(kind, stages, micro_batches, chunks)[stage]
 
     def _most(self, sizes: Sequence[int], stage: int, micro_batches: int) -> int:
         """Return the peak over a stage's schedule.
@@ -327,16 +415,10 @@ class Activations:
             stage: number of the pipeline stage.
             micro_batches: number of micro batches of a step.
         """
-        parallel = self.config.parallel
-        stages, kind = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-        if kind == "1f1b":
-            # The number of micro batches in flight repeats after a few rounds.
-            micro_batches = min(micro_batches, 3 * stages)
-        passes = build_schedule(kind, stages, micro_batches, len(sizes))[stage]
         return max(
             accumulate(
                 sizes[each.chunk] * (1 if each.direction is Direction.FORWARD else -1)
-                for each in passes
+                for each in self._passes(stage, micro_batches, len(sizes))
             )
         )
 
@@ -362,15 +444,50 @@ class Activations:
         """
         return max(self.layer, logits + self.loss_blocks(logits))
 
-    def working_set(self, chunks: Sequence[ModelChunk]) -> int:
-        """Return the additional bytes of the layer that is being recomputed."""
-        encoder, decoder = (
-            any(chunk.layers for chunk in chunks),
-            any(chunk.decoder_layers for chunk in chunks),
-        )
-        again = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
-        return max(
-            (self.layer - self.recomputed_layer) * encoder, (self.decoder_layer - again) * decoder
+    @property
+    def loss_gradient(self) -> int:
+        """Additional bytes of the output layer's backward pass on a GPU.
+
+        They are the gradient of its input, the input times the losses' gradients in fp32, and this
+        product in the type of the activations: [b, s, h] each. With sequence parallelism, the
+        gathered input exists twice, and the gradient also as this rank's part of the sequence.
+        """
+        whole = self.predictions * self.config.model.hidden_size
+        elements = self.element + 4 + (self.element if self.element < 4 else 0)
+        gathered = 0
+        if self.config.parallel.sequence_parallel:
+            gathered = 2 * whole * self.element + self._hidden(self.element, self.predictions)
+        return whole * elements + gathered
+
+    def layer_gradient(self, tokens: int) -> int:
+        """Return the most additional bytes inside the backward pass of a layer on a GPU.
+
+        The MLP needs most, because all its activations are stored when it begins. In its order:
+        with sequence parallelism the output's gradient is gathered, which takes two copies
+        [b, s, h]; then one copy and the gradient of the second matrix product's input
+        [b, s, f/t]; the gradients of the activation's inputs, when that input is freed; last the
+        gradient of the MLP's input, when all activations inside the MLP are freed. With sequence
+        parallelism the last needs the gathered input, twice, and the copy that is
+        reduce-scattered.
+
+        Args:
+            tokens: tokens of a micro batch (b s).
+        """
+        model, parallel = self.config.model, self.config.parallel
+        whole = self.element * tokens * model.hidden_size
+        inner = self.element * tokens * model.ffn_size // self._tensor
+        dropout = self._hidden(self.element, tokens) if model.hidden_dropout else 0
+        inner_dropout = self.config.family == "t5" and model.hidden_dropout
+        shared = model.activation == "relu" and not inner_dropout  # with the product's input
+        gradients = 2 if model.gated else 1
+        stored = 4 if model.gated else 1 if shared else 2
+        gather = whole if parallel.sequence_parallel else 0
+        scatter = self._hidden(self.element, tokens) if parallel.sequence_parallel else 0
+        return dropout + max(
+            2 * gather,
+            gather + inner,
+            (gradients + shared) * inner,
+            (gradients - stored) * inner + whole + 3 * gather + scatter,
         )
 
     @property

@@ -186,6 +186,7 @@ def place() -> str:
 def install(local_rank: int) -> None:
     """Let torch.cuda answer as if there were GPUs, with `local_rank` as the current one."""
     import torch
+    from torch._C._distributed_c10d import FakeWork
     from torch._subclasses import fake_tensor
 
     import megacore.hardware
@@ -268,7 +269,28 @@ def install(local_rank: int) -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
     torch.Tensor.record_stream = no_result()  # type: ignore[method-assign,assignment]
     torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+    FakeWork.is_completed = lambda _: True
+    _register_fused()
     _record_reads()
+
+
+_FUSED = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
+"""Operations of a GPU that a CPU build of torch would divide into several."""
+_fused_operations: list[Any] = []
+
+
+def _register_fused() -> None:
+    """Let the operations of `_FUSED` be one operation on a fake GPU."""
+    import torch
+
+    def fused(*_: Any, **__: Any) -> None:
+        raise AssertionError("fake tensors do not run kernels")
+
+    if not _fused_operations:
+        library = torch.library.Library("aten", "IMPL")
+        for name in _FUSED:
+            library.impl(name, fused, "CUDA")
+        _fused_operations.append(library)
 
 
 def _apply(module: Any, function: Callable[[Any], Any], recurse: bool = True) -> Any:

@@ -35,9 +35,11 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
     vocab_size: int = 50257
     memory: bool = False
-    """True to track the memory, which doubles the time."""
+    """True to track the memory, which takes more time, and to leave out the first iteration."""
     iterations_only: bool = False
     """True to leave out the evaluation and the save."""
+    compiled: bool = False
+    """True to compile the layers; their graphs run one operator at a time."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,12 @@ class Record:
     """Waits for the GPU in an evaluation, with their places."""
     save: list[str] = field(default_factory=list)
     """Waits for the GPU while a checkpoint's tensors are copied to the host, with their places."""
+    graphs: int = 0
+    """Number of graphs of compiled layers."""
+    graph_breaks: list[str] = field(default_factory=list)
+    """Reasons for which a layer is more than one graph."""
     peak_bytes: int = 0
-    """Largest memory of the GPU's tensors in the iteration."""
+    """Largest memory of the GPU's tensors until the end of the first iteration."""
     kernels: dict[str, str] = field(default_factory=dict)
     captured: list[str] = field(default_factory=list)
     """Calls in the capture of a CUDA graph that it must not contain, with their places."""
@@ -103,7 +109,8 @@ def run(case: Case) -> Record:
     """
     record = Record()
     tracker = _memory_tracker() if case.memory else None
-    with _built(case, tracker) as (config, engine, mesh):
+    graphs = _graphs(record) if case.compiled else contextlib.nullcontext()
+    with graphs, _built(case, tracker) as (config, engine, mesh):
         record.kernels = dict(engine.kernels)
         _iterate(config, engine, mesh, record, tracker)
         if not case.iterations_only:
@@ -200,7 +207,8 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
     stepper = Stepper(config, engine, mesh, check, read, print)
     state = TrainState()
     # with graphs: at least one micro batch each, then the capture
-    before = WARM_UP + 1 if config.train.cuda_graphs else 1
+    # the first iteration needs as much memory as others
+    before = 0 if tracker is not None else WARM_UP + 1 if config.train.cuda_graphs else 1
     with PrefetchingIterator(read, stepper.upcoming(state, before + 1)) as batches:
         with watch(Record()) if config.train.cuda_graphs else contextlib.nullcontext():
             for _ in range(before):
@@ -208,14 +216,12 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
         record.captured = [f"{name} at {at}" for name, at in fake_cuda.captured]
         record.captures, record.generators = fake_cuda.Graph.captures, fake_cuda.Graph.generators
         fake_cuda.Event.made = fake_cuda.Graph.replays = 0
-        if tracker is not None:
-            tracker.forget_peak()
         with _waits(record.synchronizations), watch(record) as operations:
             engine.forward_backward = _counted(engine.forward_backward, operations, record)
             stepper.step(batches, state, lambda: (False, False))
     record.events, record.replays = fake_cuda.Event.made, fake_cuda.Graph.replays
     if tracker is not None:
-        record.peak_bytes = tracker.peak_bytes(engine.device)
+        record.peak_bytes = tracker.peak
 
 
 def _counted(forward_backward: Any, operations: list[int], record: Record) -> Any:
@@ -259,6 +265,30 @@ def _save(engine: Any, record: Record) -> None:
 
 
 @contextlib.contextmanager
+def _graphs(record: Record) -> Iterator[None]:
+    """Let a backend that generates no kernels compile the layers, and record their graphs."""
+    import torch._functorch.config
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._dynamo.utils import counters
+
+    from megacore.engine.build import Compiler
+
+    build = Compiler.compile_layers
+
+    def compile_layers(compiler: Any, chunks: Any) -> str:
+        counters.clear()  # of the function that tests the compiler
+        return build(compiler, chunks)
+
+    Compiler.__call__ = lambda _, graph, inputs: aot_eager(graph, list(inputs))  # type: ignore[method-assign]
+    Compiler.compile_layers = compile_layers  # type: ignore[method-assign]
+    # recomputation would read the device of a generator, which fake GPUs do not have
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+        yield
+    record.graphs = counters["stats"]["unique_graphs"]
+    record.graph_breaks = list(counters["graph_break"])
+
+
+@contextlib.contextmanager
 def _waits(record: list[str]) -> Iterator[None]:
     """Record the waits for the GPU in the body."""
     fake_cuda.synchronizations.clear()
@@ -267,20 +297,29 @@ def _waits(record: list[str]) -> Iterator[None]:
 
 
 def _memory_tracker() -> Any:
-    """Return torch's memory tracker, without its statistics of modules, which need real tensors."""
+    """Return torch's memory tracker, without its statistics of modules.
+
+    They need real tensors, and their hooks keep the inputs of a pipeline stage alive.
+    """
     from torch.distributed._tools.mem_tracker import MemTracker
 
+    class NoModules(contextlib.nullcontext[None]):
+        is_bw = False
+
+        def register_user_hooks(self, *_: Any) -> None: ...
+
+        def clear_user_hooks(self) -> None: ...
+
     class Tracker(MemTracker):
-        def _nothing(self, *_: Any) -> None: ...
+        def __init__(self) -> None:
+            super().__init__()
+            self._mod_tracker: Any = NoModules()
+            self.peak = 0
 
-        _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _nothing  # type: ignore[assignment]
-
-        def forget_peak(self) -> None:
-            self._peak_mem.clear()
-            self._peak_mem_snap.clear()
-
-        def peak_bytes(self, device: Any) -> int:
-            return int(self.get_tracker_snapshot("peak")[device]["Total"])
+        def _update_peak_stats(self, _: Any) -> None:
+            for device, use in self._curr_mem_snap.items():
+                if device.type == "cuda":
+                    self.peak = max(self.peak, use["Total"])
 
     return Tracker()
 

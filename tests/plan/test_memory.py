@@ -13,6 +13,7 @@ from megacore.models.parameters import (
     parameter_count,
 )
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
+from megacore.pipeline_parallel import executor
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan import memory
 from megacore.plan.memory import (
@@ -28,6 +29,32 @@ from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, save
 
 def test_the_planner_knows_the_blocks_of_the_loss() -> None:
     assert memory._LOSS_BLOCK == cross_entropy._GPU_ELEMENTS
+
+
+def test_the_planner_knows_how_many_messages_are_received_in_advance() -> None:
+    assert memory._AHEAD == executor.AHEAD
+
+
+def test_a_stage_of_a_divided_model_needs_messages_gathered_copies_and_gradients() -> None:
+    """Of a first stage with 4 layers, which stores 2 micro batches and has no head."""
+
+    def temporary(tp: int, **values: object) -> int:
+        config = layout(tp, 2, **{"model.hidden_dropout": 0.0, **values})
+        stage = estimate_stages(config, VOCAB_SIZE, "bf16", "cuda")[0]
+        return stage.passes - stage.activations
+
+    hidden = 2 * 2 * 128 * 128  # bytes of [b, s, h]; the FFN is four times as wide
+    # one message sent, two received in advance, the gradient of the output and one of the FFN
+    assert temporary(1) == (1 + 2 + 1) * hidden + 4 * hidden
+    assert temporary(2) == (1 + 2 + 1) * hidden + 2 * hidden
+    # a gated unit has gradients of both halves, and with ReLU the activation is shared
+    assert temporary(1, **{"model.activation": "swiglu"}) == 4 * hidden + 2 * 4 * hidden
+    assert temporary(1, **{"model.activation": "relu"}) == 4 * hidden + 2 * 4 * hidden
+    # divided messages, and two copies of the gathered gradient or one and the gradient of the FFN
+    sequence = {"parallel.sequence_parallel": True}
+    assert temporary(2, **sequence) == 4 * hidden // 2 + 3 * hidden
+    # four copies of the gathered input, less the gradient of the FFN, one of which is divided
+    assert temporary(4, **sequence) == 4 * hidden // 4 + 4 * hidden - hidden + hidden // 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])

@@ -211,7 +211,7 @@ def test_cuda_graphs_need_a_gpu_and_memory_of_a_validation() -> None:
 
 def test_the_summary_shows_the_zero_stage_and_offloaded_memory() -> None:
     eight = Hardware(64, 512 * GIB, (A100,) * 8, native_bf16=True)
-    assert "x data 2) in bf16 with deepspeed ZeRO-1: about 45.6 GiB of 80.0 GiB per rank, " in (
+    assert "x data 2) in bf16 with deepspeed ZeRO-1: about 46.0 GiB of 80.0 GiB per rank, " in (
         preflight(conf("gpt2-13b-3d"), VOCAB_SIZE, eight).summary()
     )
     card = Hardware(16, 64 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB),))
