@@ -6,9 +6,9 @@ of 8 data sets with 50 M samples.
     python -m benchmarks.index_maps [--megatron PATH] [--rounds 5] [--documents 10000000]
         [--samples 50000000]
 
-Each measurement runs in a separate process, on one thread. Its first round uses memory that the
-process has not touched before ("first touch"), as a run does; of the other rounds the best one
-counts ("warm").
+Each measurement runs in a separate process, on one thread; for megacore's maps a second one touches
+new memory. Its first round uses memory that the process has not touched before ("first touch"), as
+a run does; of the other rounds the best one counts ("warm").
 The peak memory is the process's, including Python and the documents' lengths. PATH is a checkout of
 https://github.com/NVIDIA/Megatron-LM: its helpers.cpp is compiled into a temporary directory and
 does the same work as its GPTDataset and BlendedDataset, and the results are compared with

@@ -37,7 +37,7 @@ _OLD = ("a100",)
 """GPUs whose published runs are mostly of programs without fused attention."""
 _USABLE = 0.97
 """Share of a GPU's memory that a program can allocate."""
-_MEGATRON_PASSES, _MEGATRON_FIXED = 1.34, 3.2 * GIB
+_MEGATRON_PASSES, _MEGATRON_FIXED = 1.26, 3.2 * GIB
 """Factor on the activations, and fixed bytes, of Megatron-DeepSpeed; fitted on BLOOM's runs."""
 _LLAMA = ("llama", "mistral", "qwen")
 
