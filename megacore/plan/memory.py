@@ -8,6 +8,7 @@ t) with tensor parallelism, and to 34 s b h / t with sequence parallelism too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from megacore.config.deepspeed import ZeroSettings, user_settings_of, zero_of
@@ -24,6 +25,8 @@ _PROCESS_BYTES = {"cpu": 350 * 2**20, "cuda": 600 * 2**20}
 libraries."""
 _LOSS_BLOCK = 1 << 25
 """Number of logits of a block that `megacore.kernels.cross_entropy` copies to fp32 on a GPU."""
+_schedule = lru_cache(maxsize=16)(build_schedule)
+"""`build_schedule`, of which every stage takes its part."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +333,7 @@ class Activations:
         if kind == "1f1b":
             # The number of micro batches in flight repeats after a few rounds.
             micro_batches = min(micro_batches, 3 * stages)
-        passes = build_schedule(kind, stages, micro_batches, len(sizes))[stage]
+        passes = _schedule(kind, stages, micro_batches, len(sizes))[stage]
         return max(
             accumulate(
                 sizes[each.chunk] * (1 if each.direction is Direction.FORWARD else -1)
