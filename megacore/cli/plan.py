@@ -82,7 +82,9 @@ def plan(
     overrides = parse_overrides(override or [])
     if search:
         _check_search(gpus, draw, chart, write)
-        config, result = _searched(conf, overrides, hardware, gpus or 1, top or _TOP)
+        config, result = _searched(
+            conf, overrides, hardware, gpus or 1, top=top or _TOP, front=chart is not None
+        )
         _print_search(result, price)
         if chart is not None:
             from megacore.plan.draw import draw_search
@@ -218,7 +220,7 @@ def _hardware_of(machine: "Machine", config: "RunConfig") -> "Hardware":
 
 
 def _searched(
-    conf: str, overrides: Mapping[str, Any], name: str | None, gpus: int, top: int
+    conf: str, overrides: Mapping[str, Any], name: str | None, gpus: int, *, top: int, front: bool
 ) -> tuple["RunConfig", "SearchResult"]:
     """Return the configuration and the result of its search."""
     from megacore.config import load_config
@@ -234,7 +236,7 @@ def _searched(
     else:
         machine = load_machine(name)
     vocab_size = expected_vocab_size(config.data.tokenizer)
-    return config, search(config, vocab_size, machine, gpus, top=top)
+    return config, search(config, vocab_size, machine, gpus, top=top, front=front)
 
 
 def _print_search(result: "SearchResult", price: float | None) -> None:

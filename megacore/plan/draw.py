@@ -69,7 +69,7 @@ def draw_search(result: "SearchResult", path: Path, name: str) -> Path:
     other is as fast with as little memory (the Pareto front) are connected and named.
 
     Args:
-        result: result of `search`.
+        result: result of `search` with `front`.
         path: path of the file to write, .svg or .png.
         name: name of the configuration.
 
@@ -145,15 +145,14 @@ def search_figure(result: "SearchResult", name: str) -> "Figure":
     names = "\n".join(f"{number}  {each.choice.name}" for number, each in enumerate(front, 1))
     axes.set_xlabel(
         f"memory of the rank that needs most, of {machine.memory_gib:g} GiB\n\n{names}\n\n"
-        f"the {len(result.evaluated)} simulated of {result.total:,} candidates: slower ones may "
-        "need less memory",
+        f"{len(result.evaluated)} of {result.total:,} candidates are simulated: layouts of more "
+        "than 1.5 times the least time may need less memory",
         loc="left",
         fontsize=9,
     )
     axes.set_ylabel("seconds of an iteration", fontsize=9)
-    axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
     return figure
 
 

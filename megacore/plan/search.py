@@ -41,6 +41,8 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _ERRORS = {"A100": 0.07, "H100": 0.075}
 """Mean errors of predicted times against published runs, by a word of the device's name: A100 on
 one host and on many, H100 without any run in the fit. docs/planning.md has the tables."""
+_FRONT = 1.5
+"""Time, relative to the fastest layout, to which the Pareto front is complete."""
 _NAMES = re.compile(r"[a-z_]+\.[a-z_]+|padded vocabulary|chunks|micro batches")
 """Parts of a refusal that tell one reason from another."""
 
@@ -236,7 +238,13 @@ class SearchResult:
 
 
 def search(
-    config: RunConfig, vocab_size: int, machine: Machine, ranks: int, *, top: int = 10
+    config: RunConfig,
+    vocab_size: int,
+    machine: Machine,
+    ranks: int,
+    *,
+    top: int = 10,
+    front: bool = False,
 ) -> SearchResult:
     """Return the fastest layouts of a configuration that fit in memory.
 
@@ -248,6 +256,8 @@ def search(
         machine: hardware of every host.
         ranks: number of devices.
         top: number of layouts to return.
+        front: True to simulate slower candidates too if they need less memory, up to half more time
+            than the fastest: the Pareto front is complete to there.
 
     Raises:
         ConfigError: the hosts are not used completely, or the hardware lacks the precision.
@@ -267,11 +277,17 @@ def search(
         if isinstance(item, _Group):
             space.expand(item)
         else:
-            space.evaluate(*item)
-    rest = sum(len(item.choices) if isinstance(item, _Group) else 1 for _, _, item in space.heap)
+            space.evaluate(item)
+    best = tuple(space.evaluated[:top])
+    if front and best:
+        space.extend_front(_FRONT * best[0].seconds)
+    rest = space.beaten + sum(
+        len(item.choices) if isinstance(item, _Group) else 1 for _, _, item in space.heap
+    )
     if rest:
-        slowest = space.evaluated[top - 1].seconds
-        space.note(f"slower than {slowest:.4g} s by their lower bound, not simulated", rest)
+        space.note(
+            f"slower than {best[-1].seconds:.4g} s by their lower bound, not simulated", rest
+        )
     if not space.evaluated:
         reasons = "; ".join(f"{each.candidates:,}: {each.reason}" for each in space.reasons())
         raise ParallelLayoutError(
@@ -282,7 +298,7 @@ def search(
         machine,
         ranks,
         space.total,
-        tuple(space.evaluated[:top]),
+        best,
         tuple(space.evaluated),
         space.reasons(),
     )
@@ -302,10 +318,12 @@ class _Group(NamedTuple):
 
 
 class _Single(NamedTuple):
-    """Candidate with its bound."""
+    """Candidate with a bound of its memory."""
 
     choice: Choice
     iteration: Iteration
+    memory: float
+    """Bytes of a rank, at least."""
 
 
 @dataclass
@@ -323,7 +341,10 @@ class _Space:
     """Simulated candidates, the fastest first."""
     pushed: int = 0
     """Number of items that the heap had; it orders those with the same bound."""
+    beaten: int = 0
+    """Number of candidates that are slower and need more memory than a simulated one."""
     total: int = 0
+    """Number of candidates."""
     notes: dict[str, int] = field(default_factory=dict)
     """Number of refused candidates by reason."""
     examples: dict[tuple[str, ...], str] = field(default_factory=dict)
@@ -520,10 +541,28 @@ class _Space:
                 self.note_memory(needed)
             else:
                 bound = self._least_seconds(shape, iteration, chunks)
-                self._push(bound, _Single(choice, iteration))
+                self._push(bound, _Single(choice, iteration, needed))
 
-    def evaluate(self, choice: Choice, iteration: Iteration) -> None:
+    def extend_front(self, limit: float) -> None:
+        """Simulate candidates unless a simulated one beats their bounds of time and memory.
+
+        Args:
+            limit: bound of the time in seconds from which on candidates are left out.
+        """
+        while self.heap and self.heap[0][0] < limit:
+            bound, _, item = heapq.heappop(self.heap)
+            if isinstance(item, _Group):
+                self.expand(item)
+            elif any(
+                each.seconds <= bound and each.memory <= item.memory for each in self.evaluated
+            ):
+                self.beaten += 1
+            else:
+                self.evaluate(item)
+
+    def evaluate(self, single: _Single) -> None:
         """Check, estimate and simulate a candidate."""
+        choice, iteration, _ = single
         try:
             layout_of(iteration.config, self.ranks, self.vocab_size)
         except ParallelLayoutError as error:
