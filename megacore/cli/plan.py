@@ -126,6 +126,9 @@ def _check_search(
         check_drawable(chart, "--chart")
     if write is not None:
         check_new(write, "--write")
+    for option, path in (("--chart", chart), ("--write", write)):
+        if path is not None and not path.parent.is_dir():
+            raise _usage(f"{option} {path}: {path.parent} is no directory, make it first")
 
 
 def _usage(sentence: str) -> Exception:

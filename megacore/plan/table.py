@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megacore.artifact.files import read_bytes, replace_file, unreadable, workspace_errors
 from megacore.config.run import RunConfig
-from megacore.errors import ConfigError, DataFormatError, MegacoreError
+from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError
 from megacore.plan.iteration import MEGACORE, MEGATRON_2021, Iteration, Software
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
@@ -62,6 +62,8 @@ def predict_table(source: Path, output: Path) -> tuple[int, int]:
         WorkspaceError: the output cannot be written; what it contained is unchanged.
     """
     columns, rows = _read(source)
+    if not output.parent.is_dir():
+        raise WorkspaceError(f"{output} cannot be written: {output.parent} is no directory")
     predictions = [predict_row(row) for row in rows]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, [*columns, *NEW_COLUMNS])
