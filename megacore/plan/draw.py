@@ -152,7 +152,7 @@ def search_figure(result: "SearchResult", name: str) -> "Figure":
     )
     axes.set_ylabel("seconds of an iteration", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    axes.legend(frameon=False, fontsize=9, loc="center right")
     return figure
 
 

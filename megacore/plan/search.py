@@ -409,9 +409,8 @@ class _Space:
         for virtual, zero, partition in product(
             self._virtual(pipeline), self._zero(data), self._partitions(pipeline)
         ):
-            choice = Choice(
-                *(tensor, pipeline, virtual, data, micro, zero, "none", sequence, partition)
-            )
+            sizes = tensor, pipeline, virtual, data, micro, zero
+            choice = Choice(*sizes, "none", sequence, partition)
             key = micro, sequence, partition, zero
             if key not in self.checked:
                 self.checked[key] = choice.applied(config)

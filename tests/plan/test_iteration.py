@@ -35,9 +35,13 @@ def h100() -> Machine:
 
 
 def iteration(
-    ranks: int = 1, machine: Machine | None = None, software: Software | None = None, **values: Any
+    ranks: int = 1,
+    values: dict[str, Any] | None = None,
+    *,
+    machine: Machine | None = None,
+    software: Software | None = None,
 ) -> Iteration:
-    config = load_config("gpt2-tiny", BASE | values)
+    config = load_config("gpt2-tiny", BASE | (values or {}))
     machine = machine or h100()
     layout = layout_of(config, ranks, VOCAB)
     result = Iteration(config, VOCAB, machine, layout, "bf16")
@@ -58,7 +62,7 @@ LAYOUTS = [
 def test_parts_add_up_and_none_is_negative(
     ranks: int, values: dict[str, Any], software: Software | None
 ) -> None:
-    prediction = iteration(ranks, software=software, **values).predict()
+    prediction = iteration(ranks, values, software=software).predict()
     parts = astuple(prediction)
     assert prediction.seconds == pytest.approx(sum(parts))
     assert min(parts) >= -1e-12
@@ -78,19 +82,19 @@ def test_parts_add_up_and_none_is_negative(
 )
 @pytest.mark.parametrize(("ranks", "values"), LAYOUTS[:3])
 def test_more_work_takes_longer(ranks: int, values: dict[str, Any], more: dict[str, Any]) -> None:
-    less = iteration(ranks, **values).predict().seconds
-    assert iteration(ranks, **values, **more).predict().seconds > less
+    less = iteration(ranks, values).predict().seconds
+    assert iteration(ranks, values | more).predict().seconds > less
 
 
 def test_parts_are_those_of_the_layout() -> None:
     serial = iteration().predict()
     assert (serial.tensor, serial.bubble, serial.messages) == (0, 0, 0)
     assert (serial.data, serial.other) == (0, 0)
-    assert iteration(2, **{TP: 2}).predict().tensor > 0
+    assert iteration(2, {TP: 2}).predict().tensor > 0
     assert iteration(2).predict().data > 0
     assert iteration(2).predict().tensor == 0
     assert iteration(16).predict().other > 0  # two hosts
-    assert iteration(2, **{PP: 2}).predict().bubble > 0
+    assert iteration(2, {PP: 2}).predict().bubble > 0
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (2, 4), (4, 2)])
@@ -104,7 +108,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(stages: int, virtual:
     )
     # a vocabulary of 128 entries costs almost nothing
     values = {PP: stages, VPP: virtual, "parallel.pipeline_partition": "uniform"}
-    pipeline = replace(iteration(stages, quick, **values), vocab_size=128)
+    pipeline = replace(iteration(stages, values, machine=quick), vocab_size=128)
     prediction = pipeline.predict()
     expected = (stages - 1) / (pipeline.micro_batches * virtual)
     assert prediction.bubble / prediction.compute == pytest.approx(expected, rel=0.05)
@@ -116,7 +120,7 @@ def test_the_makespan_equals_a_full_simulation(
     ranks: int, values: dict[str, Any], micro_batches: int
 ) -> None:
     values = values | {"train.global_batch_size": micro_batches}
-    pipeline = iteration(ranks, **values)
+    pipeline = iteration(ranks, values)
     chunks = chunks_of(pipeline.config, VOCAB)
     schedule = build_schedule("1f1b", 4, micro_batches, values.get(VPP, 1))
     full = simulate(
@@ -155,9 +159,9 @@ def test_a_group_across_hosts_shares_their_network() -> None:
 
 
 def test_another_layout_has_the_times_of_a_new_iteration() -> None:
-    first = iteration(8, **{TP: 2})
+    first = iteration(8, {TP: 2})
     assert first.predict().seconds > 0
-    second = iteration(8, **{TP: 2, PP: 2, ZERO_1: True})
+    second = iteration(8, {TP: 2, PP: 2, ZERO_1: True})
     changed = first.with_layout(second.config, second.layout)
     assert changed.layer is first.layer
     assert changed.predict() == second.predict()

@@ -8,13 +8,14 @@ from xml.etree import ElementTree
 import pytest
 
 from megacore.config import RunConfig, load_config
+from megacore.config.train import Recompute
 from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.plan.draw import draw_search, search_figure
 from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
 from megacore.plan.memory import GIB
-from megacore.plan.search import Choice, SearchResult, launch_values, search
+from megacore.plan.search import Choice, Partition, SearchResult, launch_values, search
 from megacore.plan.table import USABLE, memory_of
 
 VOCAB = 2000
@@ -26,6 +27,8 @@ TINY = {
     "train.precision": "bf16",
     "launch.nproc_per_node": "auto",
 }
+PARTITIONS: tuple[Partition, ...] = ("balanced", "uniform")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 GPT_13B = {"engine": "native", "launch.nproc_per_node": "auto"}
 
 
@@ -52,11 +55,10 @@ def every_layout(config: RunConfig, machine: Machine, ranks: int) -> list[tuple[
             continue
         data = ranks // (tensor * pipeline)
         for virtual, micro, zero, recompute, sequence, partition in product(
-            (1, 2, 4), (1, 2, 4, 8), stages, ("none", "full"), (False, True), PARTITIONS
+            (1, 2, 4), (1, 2, 4, 8), stages, RECOMPUTES, (False, True), PARTITIONS
         ):
-            choice = Choice(
-                *(tensor, pipeline, virtual, data, micro, zero, recompute, sequence, partition)
-            )
+            sizes = tensor, pipeline, virtual, data, micro, zero
+            choice = Choice(*sizes, recompute, sequence, partition)
             changed = choice.applied(config)
             try:
                 layout = layout_of(changed, ranks, VOCAB)
@@ -67,9 +69,6 @@ def every_layout(config: RunConfig, machine: Machine, ranks: int) -> list[tuple[
             if memory <= USABLE * machine.memory_gib * GIB:
                 results.append((iteration.predict().seconds, memory))
     return sorted(results)
-
-
-PARTITIONS = ("balanced", "uniform")
 
 
 @pytest.mark.parametrize(
