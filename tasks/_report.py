@@ -34,6 +34,10 @@ _MOST_ROWS = 100
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that a sample may contain and HTML must not."""
 _UNKNOWN = "–"
+_SLOW = 1.15
+"""Measured time, relative to the prediction, from which the report names the slow part."""
+_SHORTEST_PART = 0.05
+"""Shortest time of a part that the report shows, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
         "headline": _headline(history, facts),
         "charts": draw_charts(history, test_ppl),
         "restarts": len(history.attempts) - 1,
+        "times": _times(history.attempts[-1] if history.attempts else None),
         "checkpoints": _checkpoint_rows(history, facts),
         "notes": [row["disagreement"] for row in _evaluated(facts) if row.get("disagreement")],
         "sample": _sample(facts),
@@ -244,6 +249,31 @@ def _checkpoint_rows(history: RunHistory, facts: ReportFacts) -> dict[str, Any]:
         ppl = (_ppl(unigram["valid"]), _ppl(unigram["test"]))
         rows.append(Row(("unigram model", blank, blank, *ppl, blank, blank, ""), "baseline"))
     return {"rows": rows, "omitted": len(ranked) - len(shown)}
+
+
+def _times(attempt: Attempt | None) -> dict[str, Any]:
+    """Return the predicted and the measured time per iteration by part, and a sentence on both."""
+    if attempt is None or not attempt.phases or not attempt.facts.get("predicted_ms"):
+        return {"rows": [], "sentence": ""}
+    predicted, measured = attempt.facts["predicted_ms"], attempt.phase_ms
+    parts = [
+        part
+        for part in dict.fromkeys([*predicted, *measured])
+        if max(predicted.get(part, 0.0), measured.get(part, 0.0)) >= _SHORTEST_PART
+    ]
+    rows = [
+        Row((part, f"{predicted.get(part, 0.0):,.1f}", f"{measured.get(part, 0.0):,.1f}"))
+        for part in parts
+    ]
+    expected, actual = sum(predicted.values()), sum(measured.values())
+    rows.append(Row(("all", f"{expected:,.1f}", f"{actual:,.1f}"), "baseline"))
+    sentence = f"{abs(actual / expected - 1):.0%} {'slower' if actual > expected else 'faster'}"
+    sentence += f" than predicted for {attempt.facts['hardware']}"
+    if actual > _SLOW * expected:
+        excess = {part: measured.get(part, 0.0) - predicted.get(part, 0.0) for part in parts}
+        worst = max(excess, key=lambda part: excess[part])
+        sentence += f": {excess[worst]:,.1f} ms of {actual - expected:,.1f} ms more in {worst}"
+    return {"rows": rows, "sentence": f"{sentence}."}
 
 
 def _attempt_row(attempt: Attempt, *, last: bool) -> Row:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megacore.observe.events import EventReader
@@ -30,6 +31,11 @@ CURVES = {
 """Names of the curves and the fields of their events, by kind of event."""
 
 
+_TOTAL = "total"
+_COMPUTATION = ("forward-compute", "backward-compute")
+"""Phases in which a rank computes. The phases of waiting are nested in them."""
+
+
 @dataclass
 class Attempt:
     """One start of the run's processes."""
@@ -45,6 +51,8 @@ class Attempt:
     """Its `start` event; empty if it ended before."""
     reason: str | None = None
     """Reason in its `exit` event; None if it was killed or is still running."""
+    phases: list[dict[str, float]] = field(default_factory=list)
+    """Milliseconds per iteration of its step events by phase, and in all (`total`)."""
     times: list[float] = field(default_factory=list)
     """Times of its step events, in Unix seconds."""
     iterations: list[int] = field(default_factory=list)
@@ -54,6 +62,18 @@ class Attempt:
     def seconds(self) -> float:
         """Time from its first event to its last."""
         return max(0.0, self.end - self.start)
+
+    @property
+    def phase_ms(self) -> dict[str, float]:
+        """Median milliseconds per iteration by phase; what no other phase has is `compute`."""
+        if not self.phases:
+            return {}
+        names = dict.fromkeys(name for phases in self.phases for name in phases)
+        medians = {name: median(phases.get(name, 0.0) for phases in self.phases) for name in names}
+        known = {
+            name: value for name, value in medians.items() if name not in (_TOTAL, *_COMPUTATION)
+        }
+        return {"compute": max(0.0, medians[_TOTAL] - sum(known.values())), **known}
 
     @property
     def first_iteration(self) -> int:
@@ -159,6 +179,8 @@ class RunHistory:
             if kind == "step":
                 attempt.times.append(event["time"])
                 attempt.iterations.append(iteration)
+                if event.get("phase_ms"):
+                    attempt.phases.append(event["phase_ms"] | {_TOTAL: event["ms_per_iteration"]})
                 if iteration not in self._seconds:
                     trained = max(0.0, event["time"] - attempt.start)
                     self._seconds[iteration] = attempt.trained_before + trained

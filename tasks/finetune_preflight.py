@@ -18,8 +18,9 @@ from megacore.errors import ArtifactError, ConfigError, MegacoreError
 from megacore.finetune.resolve import Schedule, resolve_ranks
 from megacore.hardware import Hardware
 from megacore.jobs.run import RankJob
+from megacore.plan.machine import machine_of
 from megacore.plan.preflight import CPU_DAYS_LIMIT
-from megacore.plan.throughput import SECONDS_PER_DAY, assumed_flops_per_second
+from megacore.plan.throughput import SECONDS_PER_DAY
 from tasks._parent import parent_directory, pinned
 from tasks._pipeline import numbered
 from tasks._plan import PlannedStage, planned_row, show_config, show_plan
@@ -110,14 +111,15 @@ def check_cost(config: FinetuneConfig, pretrained: Artifact, examples: Artifact)
     schedule = Schedule.of(train, samples, ranks)
     tokens = examples.counts["tokens"] * schedule.total_steps / schedule.steps_per_epoch
     passes = 8 if train.gradient_checkpointing else 6
-    rate = assumed_flops_per_second(
-        hardware, hardware.resolve_precision(train.precision), ranks, threads
-    )
+    precision = hardware.resolve_precision(train.precision)
+    machine = machine_of(hardware, precision)
+    devices = ranks if hardware.gpus else min(hardware.cores, ranks * threads)
+    rate = devices * machine.peak(precision) * machine.product_efficiency
     days = passes * parameters * tokens / rate / SECONDS_PER_DAY
     kind = f"{'GPU' if hardware.gpus else 'CPU'} rank{'s' if ranks > 1 else ''}"
     cost = (
         f"{parameters / 1e6:.1f} M parameters on {ranks} {kind}: {schedule.total_steps} steps, "
-        f"about {_duration(days)} at an assumed {rate / 1e12:.3g} TFLOP/s"
+        f"at least {_duration(days)}, the time of matrix products at {rate / 1e12:.3g} TFLOP/s"
     )
     runs_here = launch_is_here(config)
     if runs_here and not hardware.gpus and days > CPU_DAYS_LIMIT and not config.launch.allow_cpu:

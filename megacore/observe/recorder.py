@@ -68,12 +68,17 @@ class Recorder:
             self._events.write("warning", message=message)
 
     def step(self, report: StepReport, milliseconds: Mapping[str, float]) -> None:
-        """Record one log interval."""
+        """Record one log interval.
+
+        Args:
+            report: means of the interval.
+            milliseconds: time per iteration of this rank by phase.
+        """
         if not self._events:
             return
         logger.info(step_line(report))
         logger.info(time_line(milliseconds))
-        self._events.write("step", **report.event)
+        self._events.write("step", **report.event, phase_ms=dict(milliseconds))
         if self._board:
             values = {
                 "lm loss": report.lm_loss,

@@ -7,7 +7,7 @@ docs/planning.md has the formulas with their sources and errors.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -108,15 +108,20 @@ class Prediction:
     @property
     def seconds(self) -> float:
         """Seconds of an iteration."""
-        return (
-            self.compute
-            + self.tensor
-            + self.bubble
-            + self.messages
-            + self.data
-            + self.optimizer
-            + self.other
-        )
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    @property
+    def phase_ms(self) -> dict[str, float]:
+        """Milliseconds by the names of the phases that a run measures."""
+        seconds = {
+            "compute": self.compute,
+            "tensor-parallel wait": self.tensor,
+            "pipeline-parallel wait": self.bubble + self.messages,
+            "data-parallel wait": self.data,
+            "optimizer": self.optimizer,
+            "world wait": self.other,
+        }
+        return {phase: 1000.0 * value for phase, value in seconds.items()}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from megacore.errors import ConfigError
 from megacore.foreign.files import nearest, read_yaml, shortened
 from megacore.hardware import Hardware
 from megacore.observe.flops import PEAK_TFLOPS, peak_by_name
-from megacore.plan.throughput import cpu_gflops_per_core
 
 HARDWARE_DIR = CONF_DIR / "hardware"
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -29,6 +28,13 @@ _FILES = {
     "L40S": "l40s",
 }
 """Hardware files by a word of the GPU's name."""
+_CPU_GFLOPS_FP32 = (("avx512f", 125.0), ("avx2", 60.0))
+"""Measured or typical GFLOP/s of one core in fp32 matrix products, by instruction set."""
+_CPU_GFLOPS_ANY = 15.0
+_CPU_GFLOPS_NATIVE_HALF = 250.0
+_CPU_GFLOPS_EMULATED_BF16 = 25.0
+_CPU_GFLOPS_EMULATED_FP16 = 1.5
+_FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 _LARGE_A100 = 60 * 2**30
 """Bytes that tell an A100 of 80 GB from one of 40 GB."""
 
@@ -189,6 +195,24 @@ def machine_of(hardware: Hardware, precision: str) -> Machine:
             "processors": gpu.multiprocessors or machine.processors,
         }
     return machine.model_copy(update=changes)
+
+
+def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
+    """Return the GFLOP/s of one core in matrix products.
+
+    Half precision is emulated on CPUs without instructions for it.
+    """
+    if precision == "bf16":
+        return _CPU_GFLOPS_NATIVE_HALF if hardware.native_bf16 else _CPU_GFLOPS_EMULATED_BF16
+    if precision == "fp16":
+        return (
+            _CPU_GFLOPS_EMULATED_FP16
+            if _FP16_FLAGS.isdisjoint(hardware.cpu_flags)
+            else _CPU_GFLOPS_NATIVE_HALF
+        )
+    return next(
+        (rate for flag, rate in _CPU_GFLOPS_FP32 if flag in hardware.cpu_flags), _CPU_GFLOPS_ANY
+    )
 
 
 def _hardware_dir() -> Path:

@@ -23,7 +23,7 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.advice import COUNT, Deployment, Saving, savings
 from megacore.plan.layouts import launched_ranks, layout_of
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_memory
-from megacore.plan.throughput import assumed_flops_per_second, training_days
+from megacore.plan.throughput import RunTime, predict_run
 from megacore.plan.vocabulary import is_on_the_hub
 
 __all__ = ["Gpu", "Hardware", "RunEstimate", "preflight", "resolve_launch"]
@@ -52,10 +52,8 @@ class RunEstimate:
     """Bytes of one GPU, or of host memory divided by the ranks of a host."""
     host_available: int
     """Bytes of host memory divided by the ranks of a host."""
-    days: float
-    """Duration in days, including the pipeline's bubble."""
-    flops_per_second: float
-    """Assumed rate of all ranks together."""
+    time: RunTime
+    """Predicted duration."""
     unseen: str | None = None
     """Scheduler whose hosts have hardware that is unknown here; None if this host's hardware
     applies."""
@@ -83,8 +81,9 @@ class RunEstimate:
             f"rank{'s' if self.ranks > 1 else ''}"
             f"{threads}{divided if axes.data < self.ranks else ''} in {self.precision}{engine}: "
             f"about {gib(self.memory.total)} of {gib(self.memory_available)} per "
-            f"rank{self._offloaded()}, {_duration(self.days)} at an assumed "
-            f"{self.flops_per_second / 1e12:.3g} TFLOP/s"
+            f"rank{self._offloaded()}, {_duration(self.time.days)} at a "
+            f"predicted {_seconds(self.time.iteration.seconds)} per iteration on "
+            f"{self.time.hardware}"
         )
 
     def _offloaded(self) -> str:
@@ -115,8 +114,6 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
     ranks_per_host = _ranks_per_host(config.launch, ranks)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
-    rate = assumed_flops_per_second(hardware, precision, ranks, threads)
-
     deployment = Deployment(
         ranks, vocab_size, precision, hardware.device_type, hardware.memory // ranks_per_host
     )
@@ -132,8 +129,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         if hardware.gpus
         else hardware.memory // ranks_per_host,
         host_available=hardware.memory // ranks_per_host,
-        days=training_days(config, vocab_size, rate, layout.data),
-        flops_per_second=rate,
+        time=predict_run(config, vocab_size, hardware, layout, threads),
         unseen=_unseen(config.launch, hardware),
     )
     if config.tracking.tensorboard:
@@ -196,7 +192,8 @@ def _ranks_per_host(launch: LaunchConfig, ranks: int) -> int:
 
 
 def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate) -> None:
-    needs = f"about {gib(estimate.memory.total)} of memory per rank and {_duration(estimate.days)}"
+    days = estimate.time.days
+    needs = f"about {gib(estimate.memory.total)} of memory per rank and {_duration(days)}"
     allowed, deepspeed = config.launch.allow_cpu, config.engine == "deepspeed"
     if estimate.precision == "fp16" and (deepspeed or not allowed):
         raise ConfigError(
@@ -206,7 +203,7 @@ def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate) -> None:
             f"auto, or {'engine to native and ' if deepspeed else ''}launch.allow_cpu to true to "
             "start it all the same"
         )
-    if estimate.days > CPU_DAYS_LIMIT and not allowed:
+    if days > CPU_DAYS_LIMIT and not allowed:
         raise ConfigError(
             f"{config.name} is sized for GPUs and this machine has none: its CPUs would need "
             f"{needs}: lower train.train_iters ({config.train.train_iters}) or the model, or set "
@@ -219,6 +216,10 @@ def _duration(days: float) -> str:
         return f"{days:,.1f} days" if days < 100 else f"{days:,.0f} days"
     minutes = days * 24 * 60
     return f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 @dataclass(frozen=True)

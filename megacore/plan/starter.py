@@ -21,8 +21,8 @@ from megacore.corpus.survey import Survey
 from megacore.errors import ConfigError, DataFormatError
 from megacore.hardware import Hardware
 from megacore.models.parameters import parameter_count
-from megacore.plan.layouts import launched_ranks
-from megacore.plan.throughput import SECONDS_PER_DAY, assumed_flops_per_second, training_days
+from megacore.plan.layouts import launched_ranks, layout_of
+from megacore.plan.throughput import predict_run
 from megacore.tokenizer.build import END_OF_TEXT, train_bpe
 from megacore.tokenizer.load import JsonTokenizer
 
@@ -98,7 +98,7 @@ def propose(survey: Survey, name: str, minutes: float, hardware: Hardware) -> St
     summary = (
         f"{parameters / 1e6:.1f} M parameters, {tokens / 1e6:.2f} M tokens "
         f"({tokens / text.tokens:.1f} passes over the text), about {seconds / 60:.1f} minutes of "
-        f"training at the speed assumed for this machine"
+        f"training at the speed predicted for this machine"
     )
     return Starter(_yaml(values, survey, text, summary, minutes), summary)
 
@@ -233,9 +233,8 @@ def _seconds(values: dict[str, Any], steps: int, vocab_size: int, hardware: Hard
     """Return the estimated seconds of training with its validations."""
     config = RunConfig.model_validate(_with_steps(values, steps))
     ranks, threads = launched_ranks(config.launch, hardware)
-    precision = hardware.resolve_precision(config.train.precision)
-    rate = assumed_flops_per_second(hardware, precision, ranks, threads)
-    return training_days(config, vocab_size, rate, ranks) * SECONDS_PER_DAY
+    layout = layout_of(config, ranks, vocab_size)
+    return predict_run(config, vocab_size, hardware, layout, threads).seconds
 
 
 def _prompt(sample: Sequence[str]) -> str:

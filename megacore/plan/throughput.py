@@ -1,26 +1,19 @@
-"""Estimates of a run's duration from its operations and an assumed rate."""
+"""Operations of a run, and its predicted duration."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
 from megacore.config.train import TrainConfig
 from megacore.hardware import Hardware
-from megacore.observe.flops import PEAK_TFLOPS, TransformerShape, peak_by_name, step_flops
+from megacore.observe.flops import TransformerShape, step_flops
+from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.plan.iteration import Iteration, Prediction
+from megacore.plan.machine import Machine, machine_of
 
 SECONDS_PER_DAY = 86_400.0
-UTILISATION = {"cuda": 0.25, "cpu": 0.4}
-"""Fraction of the peak rate of matrix products that training is assumed to reach. It is an order of
-magnitude, not a promise: the published 345M recipe reaches 70 of an A100's 312 TFLOP/s."""
-
-_CPU_GFLOPS_FP32 = (("avx512f", 125.0), ("avx2", 60.0))
-"""Measured or typical GFLOP/s of one core in fp32 matrix products, by instruction set."""
-_CPU_GFLOPS_ANY = 15.0
-_CPU_GFLOPS_NATIVE_HALF = 250.0
-_CPU_GFLOPS_EMULATED_BF16 = 25.0
-_CPU_GFLOPS_EMULATED_FP16 = 1.5
-_FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 
 
 def training_flops(config: RunConfig, vocab_size: int) -> int:
@@ -90,62 +83,58 @@ def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
     return tuple(totals)
 
 
-def pipeline_slowdown(stages: Sequence[int], micro_batches: int, chunks: int) -> float:
-    """Return the ratio of an iteration's duration to the time of its operations, at least 1.
+@dataclass(frozen=True)
+class RunTime:
+    """Predicted duration of a run."""
 
-    The pipeline stage with the most operations determines the pace, and filling and draining the
-    pipeline adds a bubble of (pp - 1) / (m v) of the compute time (Narayanan et al. 2021, section
-    2.2).
+    iteration: Prediction
+    """Seconds of one iteration with the whole batch, by part."""
+    hardware: str
+    """Name of the hardware that was assumed."""
+    seconds: float
+    """Seconds of all iterations and validations."""
+
+    @property
+    def days(self) -> float:
+        """The run's duration in days."""
+        return self.seconds / SECONDS_PER_DAY
+
+
+def predict_run(
+    config: RunConfig,
+    vocab_size: int,
+    hardware: Hardware,
+    layout: RankLayout,
+    threads: int,
+    machine: Machine | None = None,
+) -> RunTime:
+    """Predict the duration of a run.
+
+    Smaller batches of a ramp-up and validations take time in proportion to their operations.
 
     Args:
-        stages: operations of each pipeline stage.
-        micro_batches: number of micro batches of one step on each replica (m).
-        chunks: number of chunks of each stage (v).
+        config: configuration of the run.
+        vocab_size: entries of the vocabulary before padding.
+        hardware: hardware of this host; the other hosts are assumed to be equal.
+        layout: ranks of the run.
+        threads: CPU threads of a rank.
+        machine: hardware file; None means that of this host's devices.
+
+    Raises:
+        ConfigError: the hardware file is missing or wrong, or has no rate for the precision.
+        ParallelLayoutError: the layers cannot be divided over the pipeline stages.
     """
-    bubble = (len(stages) - 1) / (micro_batches * chunks)
-    return max(stages) * len(stages) / sum(stages) * (1.0 + bubble)
-
-
-def assumed_flops_per_second(hardware: Hardware, precision: str, ranks: int, threads: int) -> float:
-    """Return the FLOP/s that `ranks` ranks of `threads` CPU threads each are assumed to reach.
-
-    A GPU that is not in the table of data sheets counts as the slowest one in the table.
-    """
-    if not hardware.gpus:
-        busy = min(hardware.cores, ranks * threads)
-        return UTILISATION["cpu"] * busy * cpu_gflops_per_core(hardware, precision) * 1e9
-    slowest = min(rate.fp32 if precision == "fp32" else rate.low for rate in PEAK_TFLOPS.values())
-    peaks = [
-        peak_by_name(gpu.name, precision, gpu.multiprocessors) or slowest
-        for gpu in hardware.gpus[:ranks]
-    ]
-    return UTILISATION["cuda"] * ranks * min(peaks) * 1e12
-
-
-def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
-    """Return the GFLOP/s of one core in matrix products.
-
-    Half precision is emulated on CPUs without instructions for it.
-    """
-    if precision == "bf16":
-        return _CPU_GFLOPS_NATIVE_HALF if hardware.native_bf16 else _CPU_GFLOPS_EMULATED_BF16
-    if precision == "fp16":
-        return (
-            _CPU_GFLOPS_EMULATED_FP16
-            if _FP16_FLAGS.isdisjoint(hardware.cpu_flags)
-            else _CPU_GFLOPS_NATIVE_HALF
-        )
-    return next(
-        (rate for flag, rate in _CPU_GFLOPS_FP32 if flag in hardware.cpu_flags), _CPU_GFLOPS_ANY
-    )
-
-
-def training_days(
-    config: RunConfig, vocab_size: int, flops_per_second: float, data_parallel_size: int = 1
-) -> float:
-    """Return the days of training at the rate of all ranks without waiting for other stages."""
-    train, chunks = config.train, config.parallel.virtual_pipeline_model_parallel_size
-    micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
-    seconds = training_flops(config, vocab_size) / flops_per_second
-    slowdown = pipeline_slowdown(stage_flops(config, vocab_size), micro_batches, chunks)
-    return seconds * slowdown / SECONDS_PER_DAY
+    precision = hardware.resolve_precision(config.train.precision)
+    machine = machine_of(hardware, precision) if machine is None else machine
+    cores = 1.0
+    if machine.device == "cpu":
+        ranks = min(layout.world_size, machine.devices_per_node)
+        cores = min(threads, machine.devices_per_node / ranks)
+    iteration = Iteration(config, vocab_size, machine, layout, precision, cores).predict()
+    batch = config.train.global_batch_size
+    shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
+    train = config.train
+    layers = recomputed_layers(chunks_of(config, vocab_size), train.recompute_num_layers)
+    operations = step_flops(shape, batch, train.recompute, *layers)
+    seconds = iteration.seconds * training_flops(config, vocab_size) / operations
+    return RunTime(iteration, machine.name, seconds)

@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import Marker, iteration_of
@@ -14,11 +17,13 @@ from megacore.config.spec import ModelSpec
 from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Batch, Dataset
 from megacore.engine.base import Engine, Update
-from megacore.errors import DataFormatError, LossError
+from megacore.errors import DataFormatError, LossError, MegacoreError
+from megacore.hardware import Hardware
 from megacore.observe.flops import Peaks, TransformerShape
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
+from megacore.plan.throughput import predict_run
 from megacore.train.checkpoints import RunCheckpoints
 from megacore.train.evaluate import Evaluation, evaluate, evaluate_split
 from megacore.train.loss_check import BadBatch, LossCheck
@@ -169,6 +174,7 @@ class Trainer:
             resumed_from=None if path is None else iteration_of(path),
             changes=[str(change) for change in self._checkpoints.changes],
             train_iters=self._config.train.train_iters,
+            **self._prediction(),
         )
         due = (
             self.state.iteration > 0
@@ -179,6 +185,16 @@ class Trainer:
             if due:
                 self._evaluate()
             self._measure_perplexity()
+
+    def _prediction(self) -> dict[str, Any]:
+        """Return the predicted milliseconds of an iteration by phase, and the hardware's name."""
+        layout, threads = self._mesh.layout, torch.get_num_threads()
+        try:
+            time = predict_run(self._config, self._vocab_size, Hardware.detect(), layout, threads)
+        except MegacoreError as error:  # for example without the files of conf/hardware
+            self._recorder.warning(f"no prediction of the time per iteration: {error}")
+            return {}
+        return {"predicted_ms": time.iteration.phase_ms, "hardware": time.hardware}
 
     def _iterate(self, batches: Iterator[Batch]) -> StopReason | None:
         """Run one iteration and the evaluation, logging and saving that are due after it.

@@ -3,13 +3,13 @@ import pytest
 from megacore.config import RunConfig, load_config
 from megacore.hardware import Gpu, Hardware
 from megacore.observe.flops import TransformerShape, step_flops
+from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.throughput import (
-    assumed_flops_per_second,
-    pipeline_slowdown,
+    RunTime,
+    predict_run,
     recomputed_layers,
     stage_flops,
-    training_days,
     training_flops,
 )
 
@@ -100,56 +100,38 @@ def test_the_recomputation_limit_applies_to_each_chunk() -> None:
     assert recomputed(pipelined(2, train__recompute="full")) == (8, 0)
 
 
-def test_days_include_the_bubble_and_the_slowest_stage() -> None:
-    """64 samples in micro batches of 2 on 2 replicas are 16 micro batches."""
-
-    def slowdown(config: RunConfig) -> float:
-        chunks = config.parallel.virtual_pipeline_model_parallel_size
-        return pipeline_slowdown(stage_flops(config, 1), 16, chunks)
-
-    assert slowdown(pipelined(1)) == 1.0
-    even = {"parallel__pipeline_partition": "uniform", "model__make_vocab_size_divisible_by": 1}
-    assert slowdown(pipelined(4, **even)) == pytest.approx(1 + 3 / 16, rel=0.01)
-    assert slowdown(pipelined(4, 2, **even)) == pytest.approx(1 + 3 / 32, rel=0.01)
-    uneven = pipelined(
-        2, parallel__pipeline_partition=[6, 2], model__make_vocab_size_divisible_by=1
-    )
-    assert slowdown(uneven) == pytest.approx(1.5 * (1 + 1 / 16), rel=0.01)
-    days = training_days(pipelined(4, **even), 1, 1e12, data_parallel_size=2)
-    assert days == pytest.approx(
-        training_days(pipelined(1, **even), 1, 1e12) * (1 + 3 / 16), rel=0.01
-    )
+def predicted(config: RunConfig, hardware: Hardware, ranks: int, threads: int = 1) -> RunTime:
+    return predict_run(config, 8192, hardware, RankLayout(data=ranks), threads)
 
 
-def test_predicted_days_are_near_those_of_the_published_run() -> None:
-    config = load_config("gpt2-345m-8gpu")
-    rate = assumed_flops_per_second(Hardware(64, 512 * GIB, (A100,) * 8), "fp16", 8, 8)
-    assert training_days(config, 50_257, rate) == pytest.approx(500_000 * 0.368 / 86_400, rel=0.3)
+def test_a_run_lasts_as_its_iterations_and_validations() -> None:
+    settings = {"train__train_iters": 100, "train__eval_interval": 101, "train__eval_iters": 1}
+    config = tiny(**settings, evaluate__max_samples=1)
+    time = predicted(config, Hardware(2, GIB), 1)
+    assert time.seconds == pytest.approx(100 * time.iteration.seconds, rel=0.02)
+    longer = tiny(**settings | {"train__eval_iters": 60}, evaluate__max_samples=1)
+    assert predicted(longer, Hardware(2, GIB), 1).seconds > 1.1 * time.seconds
 
 
 def test_the_cpu_rate_depends_on_busy_cores_and_instruction_sets() -> None:
     avx2 = Hardware(8, GIB, cpu_flags=frozenset({"avx2"}))
     avx512 = Hardware(8, GIB, cpu_flags=frozenset({"avx2", "avx512f"}))
-    assert assumed_flops_per_second(avx512, "fp32", 2, 4) > assumed_flops_per_second(
-        avx2, "fp32", 2, 4
-    )
-    assert assumed_flops_per_second(avx2, "fp32", 8, 4) == assumed_flops_per_second(
-        avx2, "fp32", 8, 1
-    )
-    assert (
-        assumed_flops_per_second(avx2, "fp32", 2, 1)
-        == assumed_flops_per_second(avx2, "fp32", 8, 1) / 4
-    )
-    assert (
-        assumed_flops_per_second(avx2, "fp16", 2, 4)
-        < assumed_flops_per_second(avx2, "fp32", 2, 4) / 10
-    )
+    config = tiny(train__precision="fp32", train__micro_batch_size=1)
+
+    def compute(hardware: Hardware, ranks: int, threads: int) -> float:
+        return predicted(config, hardware, ranks, threads).iteration.compute
+
+    assert compute(avx512, 2, 4) < compute(avx2, 2, 4)
+    assert compute(avx2, 8, 4) == compute(avx2, 8, 1)
+    assert compute(avx2, 2, 1) > compute(avx2, 2, 4)
+    half = tiny(train__precision="fp16", train__micro_batch_size=1)
+    slow = predicted(half, avx2, 2, 4).iteration.compute
+    assert slow > 8 * compute(avx2, 2, 4)
 
 
 def test_an_unknown_gpu_counts_as_the_slowest_known() -> None:
     unknown = Hardware(8, GIB, (Gpu("Frobnicator 9000", GIB),))
-    assert (
-        0
-        < assumed_flops_per_second(unknown, "bf16", 1, 8)
-        <= assumed_flops_per_second(Hardware(8, GIB, (A100,)), "bf16", 1, 8)
-    )
+    known = Hardware(8, GIB, (A100,))
+    slow, fast = (predicted(tiny(), hardware, 1) for hardware in (unknown, known))
+    assert slow.hardware == "Frobnicator 9000"
+    assert slow.seconds > fast.seconds > 0

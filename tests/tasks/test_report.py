@@ -322,3 +322,28 @@ def test_tables_of_many_rows_are_cut(log: EventLog) -> None:
     assert "900.50 901.50" in text
     assert "19 more are not shown." in text
     assert text.count("The first 20 are not shown.") == 2
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_a_run_slower_than_predicted_names_the_slow_part(log: EventLog) -> None:
+    predicted = {"compute": 80.0, "data-parallel wait": 10.0, "optimizer": 10.0}
+    log.start(predicted_ms=predicted, hardware="NVIDIA H100")
+    for iteration, total in ((10, 900.0), (20, 140.0), (30, 140.0)):
+        phases = {
+            "forward-compute": 30.0,
+            "backward-compute": 85.0,
+            "data-parallel wait": 45.0,
+            "optimizer": 11.0,
+        }
+        log.step(iteration, ms_per_iteration=total, phase_ms=phases)
+    page = write_page(log, facts_of())
+    assert "40% slower than predicted for NVIDIA H100: 35.0 ms of 40.0 ms more in " in page.text
+    assert "more in data-parallel wait." in page.text
+    assert "compute 80.0 84.0" in page.text
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_a_run_without_a_prediction_has_no_comparison(log: EventLog) -> None:
+    log.start()
+    log.step(10, ms_per_iteration=100.0, phase_ms={"optimizer": 10.0})
+    assert "Time per iteration" not in write_page(log, facts_of()).text

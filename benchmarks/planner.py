@@ -1,0 +1,274 @@
+"""Error of predictions against published runs, and the fit of their constants.
+
+    python -m benchmarks.planner --table FILE.csv [FILE.csv …] [--fit]
+
+A file has the columns of docs/planning.md and `iter_s`, the measured seconds; rows with the outcome
+`suspect` are left out. Runs are grouped by source. The constants were fitted on some of a source's
+models and not on the others (`fitted_on`), so the table tells them apart. Regret is how much slower
+the run is that the prediction ranks first among those of one model, number of GPUs and batch than
+the fastest measured one. `--fit` fits the constants of `conf/hardware/a100-80gb.yaml` and of the
+programs again, and prints them; it takes some minutes.
+"""
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from megacore.errors import MegacoreError
+from megacore.plan import iteration as simulator
+from megacore.plan.iteration import MEGACORE, MEGATRON_2021, Iteration, Software
+from megacore.plan.machine import Machine
+from megacore.plan.table import iteration_of, predict_row
+
+Row = dict[str, str]
+_FITTED_HIDDEN = ("14336", "12288")
+_FITTED_LAYERS = ("12", "24")
+_FITTED_ROWS = frozenset({"bloom-L476", "bloom-L480"})
+"""Two runs of a third hidden size, which show the cost of unaligned products."""
+_FITTED_MODELS = ("mpt-125m", "mpt-760m", "mpt-3b", "mpt-13b", "mpt-70b")
+_FITTED_GPUS = ("A100",)
+_SMALLEST_CLUSTER = 64
+"""GPUs above which a BLOOM run was fitted; smaller ones are of a truncated model."""
+_PRIOR = 0.15
+"""Weight of a constant's distance from its start, in units of its logarithm."""
+_MOST_STEPS = 15
+_OUTLIER = 0.1
+"""Relative error above which a run counts less (soft L1)."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Published run."""
+
+    row: Row
+    seconds: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.seconds - 1
+
+
+def is_fitted(row: Mapping[str, str]) -> bool:
+    """Return True if the constants were fitted on the run."""
+    if not row["gpu"].startswith(_FITTED_GPUS):
+        return False
+    if "vTrain" in row["source"]:
+        return row["layers"] in _FITTED_LAYERS
+    if "BLOOM" in row["source"]:
+        large = int(row["gpus"]) > _SMALLEST_CLUSTER
+        known = row["hidden"] in _FITTED_HIDDEN or row["id"] in _FITTED_ROWS
+        return large and known
+    return row["model"] in _FITTED_MODELS
+
+
+def read(paths: Iterable[Path]) -> list[Row]:
+    """Return the rows of the files, without suspect ones."""
+    rows = []
+    for path in paths:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows += [row for row in csv.DictReader(file) if row.get("outcome") != "suspect"]
+    return rows
+
+
+def regret(runs: Sequence[Measured]) -> float | None:
+    """Return the mean regret over models, numbers of GPUs and batches; None without a choice."""
+    groups: dict[tuple[str, ...], list[Measured]] = defaultdict(list)
+    for run in runs:
+        key = ("layers", "hidden", "heads", "seq", "gpu", "gpus", "global_batch")
+        groups[tuple(run.row[column] for column in key)].append(run)
+    regrets = [
+        min(group, key=lambda run: run.predicted).seconds / min(run.seconds for run in group) - 1
+        for group in groups.values()
+        if len(group) > 1
+    ]
+    return statistics.mean(regrets) if regrets else None
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print errors by source, fitted runs apart from the others, and the errors of memory."""
+    groups: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    memory: dict[str, list[tuple[Row, Row]]] = defaultdict(list)
+    refused = 0
+    for row in rows:
+        prediction = predict_row(row)
+        refused += bool(prediction["refused"])
+        if prediction["refused"]:
+            continue
+        kind = f"{row['source']}, {row['gpu']}"
+        if row.get("iter_s"):
+            run = Measured(row, float(row["iter_s"]), float(prediction["predicted_iter_s"]))
+            groups[kind, "fitted" if is_fitted(row) else "held out"].append(run)
+        if row.get("mem_gib") or row.get("outcome") == "oom":
+            memory[kind].append((row, prediction))
+    table = Table(title=f"time per iteration; {refused} rows cannot be modelled")
+    for column in ("source", "rows", "number", "mean error", "median", "bias", "regret"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    for (kind, fitted), runs in sorted(groups.items()):
+        errors = [run.error for run in runs]
+        chosen = regret(runs)
+        table.add_row(
+            kind,
+            fitted,
+            str(len(runs)),
+            f"{statistics.mean(map(abs, errors)):.1%}",
+            f"{statistics.median(map(abs, errors)):.1%}",
+            f"{statistics.mean(errors):+.1%}",
+            "" if chosen is None else f"{chosen:.1%}",
+        )
+    Console(width=160).print(table)
+    for kind, pairs in sorted(memory.items()):
+        _show_memory(kind, pairs)
+
+
+def _show_memory(kind: str, pairs: Sequence[tuple[Row, Row]]) -> None:
+    errors = [
+        abs(float(prediction["predicted_mem_gib"]) / float(row["mem_gib"]) - 1)
+        for row, prediction in pairs
+        if row["mem_gib"]
+    ]
+    full = [prediction for row, prediction in pairs if row["outcome"] == "oom"]
+    ran = [prediction for row, prediction in pairs if row["outcome"] == "ok"]
+    Console(width=160).print(
+        f"memory, {kind}: median error {statistics.median(errors):.1%} of {len(errors)} runs; "
+        f"{sum(each['predicted_fits'] == 'no' for each in full)} of {len(full)} runs out of memory "
+        f"predicted, {sum(each['predicted_fits'] == 'no' for each in ran)} of {len(ran)} runs that "
+        "fitted refused"
+    )
+
+
+class _Fit:
+    """Constants of a machine and of both programs as one vector of logarithms."""
+
+    machine = (
+        "product_efficiency",
+        "half_depth",
+        "traffic",
+        "operation_us",
+        "pipeline_gbs",
+        "node.latency_us",
+        "host.layer_forward_us",
+        "host.layer_backward_us",
+        "host.collective_us",
+        "host.head_us",
+        "host.embedding_us",
+        "attention_efficiency.0",
+        "attention_efficiency.1",
+    )
+    software = ("hidden_passes", "loss_bytes", "optimizer_bytes", "optimizer_us")
+    simulator = ("_UNALIGNED", "_SCORES", "_MORE_RANKS", "_SMOOTH")
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows: list[tuple[Iteration, float]] = []
+        for row in rows:
+            if not row.get("iter_s") or not is_fitted(row):
+                continue
+            try:
+                self.rows.append((iteration_of(row), float(row["iter_s"])))
+            except MegacoreError as error:
+                sys.stderr.write(f"{row['id']}: {error}\n")
+        self.base = max((each.machine for each, _ in self.rows), key=lambda each: each.memory_gib)
+        values = self.base.model_dump()
+        self.start = {name: _value(values, name) for name in self.machine}
+        for program, options in (("old", MEGATRON_2021), ("new", MEGACORE)):
+            self.start |= {f"{program}.{name}": getattr(options, name) for name in self.software}
+        self.start |= {name: getattr(simulator, name) for name in self.simulator}
+
+    def run(self) -> dict[str, float]:
+        """Return the fitted constants."""
+        from scipy.optimize import least_squares
+
+        found = least_squares(
+            self._residuals,
+            np.zeros(len(self.start)),
+            loss="soft_l1",
+            f_scale=_OUTLIER,
+            max_nfev=15,
+        )
+        return self._constants(found.x)
+
+    def _constants(self, logarithms: npt.NDArray[np.float64]) -> dict[str, float]:
+        pairs = zip(self.start.items(), logarithms, strict=True)
+        constants = {name: value * math.exp(each) for (name, value), each in pairs}
+        return constants | {"product_efficiency": min(1.0, constants["product_efficiency"])}
+
+    def _residuals(self, logarithms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        constants = self._constants(logarithms)
+        for name in self.simulator:
+            setattr(simulator, name, constants[name])
+        programs: dict[Software, Software] = {}
+        for program, options in (("old", MEGATRON_2021), ("new", MEGACORE)):
+            changes: dict[str, Any] = {
+                name: constants[f"{program}.{name}"] for name in self.software
+            }
+            programs[options] = replace(options, **changes)
+        errors = [
+            math.log(
+                replace(
+                    each,
+                    machine=self._machine(each.machine, constants),
+                    software=programs[each.software],
+                )
+                .predict()
+                .seconds
+                / seconds
+            )
+            for each, seconds in self.rows
+        ]
+        return np.array([*errors, *(_PRIOR * logarithms)])
+
+    def _machine(self, machine: Machine, constants: Mapping[str, float]) -> Machine:
+        values = machine.model_dump()
+        for name in self.machine:
+            _set(values, name, constants[name])
+        return Machine.model_validate(values)
+
+
+def _value(values: Mapping[str, Any], name: str) -> float:
+    found: Any = values
+    for part in name.split("."):
+        found = found[int(part) if part.isdigit() else part]
+    return float(found)
+
+
+def _set(values: dict[str, Any], name: str, value: float) -> None:
+    *parents, leaf = name.split(".")
+    if leaf.isdigit():
+        pair = list(values[parents[0]])
+        pair[int(leaf)] = value
+        values[parents[0]] = tuple(pair)
+        return
+    for part in parents:
+        values = values[part]
+    values[leaf] = value
+
+
+def main() -> None:
+    """Print the errors, or fit the constants."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--table", type=Path, nargs="+", required=True)
+    parser.add_argument("--fit", action="store_true")
+    options = parser.parse_args()
+    rows = read(options.table)
+    if options.fit:
+        for name, value in _Fit(rows).run().items():
+            sys.stdout.write(f"{name}: {value:.3g}\n")
+        return
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()
