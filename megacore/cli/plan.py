@@ -152,21 +152,18 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     """Print the plan of one layout with its predicted time, or draw its schedule."""
     from megacore.hardware import Hardware
     from megacore.plan import draw as pictures
-    from megacore.plan.iteration import Iteration
     from megacore.plan.machine import load_machine, machine_of
     from megacore.plan.pipeline import plan_pipeline
-    from megacore.plan.search import precision_on
+    from megacore.plan.throughput import predict_run
     from megacore.plan.vocabulary import expected_vocab_size
 
     if picture is not None:
         pictures.check_drawable(picture)
     hardware = Hardware.detect()
     if name is None:
-        precision = hardware.resolve_precision(config.train.precision)
-        machine = machine_of(hardware, precision)
+        machine = machine_of(hardware, hardware.resolve_precision(config.train.precision))
     else:
         machine = load_machine(name)
-        precision = precision_on(config, machine)
         hardware = _hardware_of(machine, config)
     vocab_size = expected_vocab_size(config.data.tokenizer)
     planned = plan_pipeline(config, vocab_size, hardware)
@@ -177,17 +174,16 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     _print(planned.summary())
     _print_table(planned.table())
     ranks = planned.layout.world_size
-    # The ranks of a host without GPUs share its cores.
-    cores = 1.0
-    if machine.device == "cpu":
-        cores = machine.devices_per_node / min(ranks, machine.devices_per_node)
-    iteration = Iteration(config, vocab_size, machine, planned.layout, precision, cores)
-    prediction = iteration.predict()
+    cores = max(1, hardware.cores // ranks)  # the ranks of a host without GPUs share its cores
+    threads = config.launch.threads_per_rank or cores
+    run = predict_run(config, vocab_size, hardware, planned.layout, threads, machine)
+    precision = hardware.resolve_precision(config.train.precision)
     _print(
         f"predicted time of an iteration on {ranks} x {machine.name} in {precision}: "
-        f"{prediction.seconds:.4g} s"
+        f"{run.iteration.seconds:.4g} s, of {config.train.train_iters:,} iterations with "
+        f"validations {run.days:.3g} days"
     )
-    _print_table(_time_table(prediction))
+    _print_table(_time_table(run.iteration))
     if not hardware.gpus:
         _print(
             f"memory is that of CPU ranks in {precision}"

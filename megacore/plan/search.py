@@ -10,8 +10,8 @@ next one exceeds the last reported time: the reported ones are the best of all
 import heapq
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -305,10 +305,11 @@ def search(
 
 
 def precision_on(config: RunConfig, machine: Machine) -> str:
-    """Return the data type of a run's computation on a machine."""
+    """Return the data type of a run's computation on a machine; auto is bf16 on GPUs with it."""
     if config.train.precision != "auto":
         return config.train.precision
-    return "bf16" if machine.device == "cuda" else "fp32"
+    preferred = ("bf16", "fp32") if machine.device == "cuda" else ("fp32",)
+    return next((each for each in preferred if each in machine.tflops), next(iter(machine.tflops)))
 
 
 class _Group(NamedTuple):
@@ -359,6 +360,11 @@ class _Space:
     """Least bytes of state by the sizes that divide it and the ZeRO stage."""
     checked: dict[tuple[int, bool, Partition, int], RunConfig] = field(default_factory=dict)
 
+    @cached_property
+    def padded(self) -> int:
+        """Entries of the padded vocabulary."""
+        return self.config.model.padded_vocab_size(self.vocab_size)
+
     @property
     def limit(self) -> float:
         """Bytes of a device that a run can use."""
@@ -389,39 +395,44 @@ class _Space:
 
     def list_groups(self) -> None:
         """Put all layouts that the configuration's checks accept into the heap."""
-        train = self.config.train
+        micro_batches = _divisors(self.config.train.global_batch_size)
         for tensor in _divisors(self.ranks):
             for pipeline in _divisors(self.ranks // tensor):
-                data = self.ranks // (tensor * pipeline)
-                for micro, sequence in product(
-                    _divisors(train.global_batch_size), (False, True)[: 1 + (tensor > 1)]
-                ):
-                    layouts = list(self._layouts(tensor, pipeline, data, micro, sequence))
-                    if layouts:
-                        self._add_groups(layouts)
+                for micro in micro_batches:
+                    self._list_layouts(tensor, pipeline, micro)
 
-    def _layouts(
-        self, tensor: int, pipeline: int, data: int, micro: int, sequence: bool
-    ) -> Iterator[Choice]:
-        """Yield the accepted layouts with these sizes, without recomputation."""
-        config, recomputes = self.config, len(_RECOMPUTES)
-        padded = config.model.padded_vocab_size(self.vocab_size)
-        for virtual, zero, partition in product(
-            self._virtual(pipeline), self._zero(data), self._partitions(pipeline)
-        ):
-            sizes = tensor, pipeline, virtual, data, micro, zero
-            choice = Choice(*sizes, "none", sequence, partition)
-            key = micro, sequence, partition, zero
-            if key not in self.checked:
-                self.checked[key] = choice.applied(config)
-            layout = ParallelLayout(tensor, pipeline, virtual, data)
-            refusal = refused(self.checked[key], layout, padded)
-            self.total += recomputes
-            if refusal is None:
-                yield choice
-            else:
-                kind = tuple(sorted(set(_NAMES.findall(refusal.problem))))
-                self.note(self.examples.setdefault(kind, refusal.problem), recomputes)
+    def _list_layouts(self, tensor: int, pipeline: int, micro: int) -> None:
+        """Put the accepted layouts with these sizes into the heap."""
+        data = self.ranks // (tensor * pipeline)
+        virtual, zero = self._virtual(pipeline), self._zero(data)
+        partitions, sequence = self._partitions(pipeline), (False, True)[: 1 + (tensor > 1)]
+        variants = len(virtual) * len(zero) * len(partitions) * len(sequence) * len(_RECOMPUTES)
+        self.total += variants
+        sizes = tensor, pipeline, 1, data, micro, zero[0]
+        # What refuses the simplest variant refuses the others too.
+        if self._refuses(Choice(*sizes, "none", False, "balanced"), variants):
+            return
+        for divided in sequence:
+            choices = [
+                Choice(tensor, pipeline, chunks, data, micro, stage, "none", divided, partition)
+                for chunks, stage, partition in product(virtual, zero, partitions)
+            ]
+            self._add_groups(
+                [each for each in choices if not self._refuses(each, len(_RECOMPUTES))]
+            )
+
+    def _refuses(self, choice: Choice, variants: int) -> bool:
+        """Return True, and count `variants` candidates, if the checks refuse a layout."""
+        key = choice.micro_batch, choice.sequence_parallel, choice.partition, choice.zero
+        if key not in self.checked:
+            self.checked[key] = choice.applied(self.config)
+        layout = ParallelLayout(choice.tensor, choice.pipeline, choice.virtual, choice.data)
+        refusal = refused(self.checked[key], layout, self.padded)
+        if refusal is None:
+            return False
+        kind = tuple(sorted(set(_NAMES.findall(refusal.problem))))
+        self.note(self.examples.setdefault(kind, refusal.problem), variants)
+        return True
 
     def _virtual(self, pipeline: int) -> list[int]:
         """Return the numbers of chunks per stage: those that divide the layers of a stage."""
@@ -446,7 +457,7 @@ class _Space:
 
     def _add_groups(self, choices: list[Choice]) -> None:
         """Put layouts that differ only in virtual stages, ZeRO and partition into the heap."""
-        first, small = choices[0], []
+        small: list[Choice] = []
         for choice in choices:
             needed = self._least_state(choice)
             if needed > self.limit:
@@ -455,6 +466,7 @@ class _Space:
                 small.append(choice)
         if not small:
             return
+        first = small[0]
         micro_batches = self.config.train.global_batch_size // (first.micro_batch * first.data)
         model, t5 = self.config.model, self.config.family == "t5"
         whole = ModelChunk(
