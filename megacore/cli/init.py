@@ -45,26 +45,26 @@ def init(
         )
     in_clone = Path("flows/pretrain.py").is_file() and CONF_DIR.is_dir()
     target = (CONF_DIR if in_clone else Path()) / f"{name}.yaml"
-    _check_new(target)
+    check_new(target)
     surveyed = survey(paths)
     starter = propose(surveyed, name, minutes, Hardware.detect())
-    _write_new(target, _schema_line(target) + starter.text)
+    write_new(target, _schema_line(target) + starter.text)
     remarks = "".join(f"{remark}\n" for remark in surveyed.remarks)
     commands = _next_commands(target, in_clone)
     sys.stdout.write(f"wrote {target}: {starter.summary}\n{remarks}{commands}")
 
 
-def _check_new(target: Path) -> None:
-    """Raise ConfigError if a file exists."""
+def check_new(target: Path, option: str = "--name") -> None:
+    """Raise ConfigError if the file that an option names exists."""
     from megacore.errors import ConfigError
 
     if os.path.lexists(target):
         raise ConfigError(
-            f"{target} exists and is not overwritten: give another --name, or remove it first"
+            f"{target} exists and is not overwritten: give another {option}, or remove it first"
         )
 
 
-def _write_new(target: Path, text: str) -> None:
+def write_new(target: Path, text: str, option: str = "--name") -> None:
     """Write a file that is complete or absent after a crash, and never replaces another."""
     from megacore.artifact.files import replace_file, workspace_errors
 
@@ -75,7 +75,7 @@ def _write_new(target: Path, text: str) -> None:
             try:
                 os.link(temporary, target)
             except FileExistsError:
-                _check_new(target)
+                check_new(target, option)
                 raise
         finally:
             temporary.unlink(missing_ok=True)

@@ -1,14 +1,29 @@
-"""`megacore plan`: division of a configuration's model over ranks."""
+"""`megacore plan`: division of a model over ranks, its predicted time, and the fastest layout."""
 
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megacore.config.run import RunConfig
+    from megacore.hardware import Hardware
+    from megacore.plan.iteration import Prediction
+    from megacore.plan.machine import Machine
+    from megacore.plan.search import SearchResult
+
+_TOP = 10
+
 
 def plan(
-    conf: Annotated[str, typer.Argument(help="name in conf/, or path of a YAML file")],
+    conf: Annotated[
+        str | None, typer.Argument(help="name in conf/, or path of a YAML file")
+    ] = None,
     override: Annotated[
         list[str] | None,
         typer.Option("--override", "-o", help="key=value, as in parallel.pipeline_schedule=gpipe"),
@@ -16,35 +31,267 @@ def plan(
     draw: Annotated[
         Path | None, typer.Option(help="write the schedule as a picture: FILE.svg or FILE.png")
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="name in conf/hardware/, or path of a YAML file; default: this machine's"
+        ),
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="find the fastest layouts")] = False,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="with --search: number of GPUs, or of CPU cores")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="with --search: price of a GPU for an hour")
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, help=f"with --search: layouts to show; default {_TOP}")
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="with --search: write the fastest layout as a new configuration"),
+    ] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(help="with --search: draw time against memory, as FILE.svg or FILE.png"),
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="predict the runs of a CSV file instead; needs --output")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="with --table: CSV file to write")] = None,
 ) -> None:
-    """Show the division of a model over pipeline stages, or draw its schedule.
+    """Show the division of a model over pipeline stages and its time, or find a faster one.
 
-    The table includes memory and the pipeline bubble.
+    The tables include memory, the pipeline bubble, and the predicted time of an iteration by part.
     """
-    from rich.console import Console
-
+    searching = {"--gpus": gpus, "--price": price, "--top": top, "--write": write, "--chart": chart}
+    _check_options(
+        conf,
+        table,
+        {"--override": override or None, "--draw": draw, "--hardware": hardware}
+        | {"--search": search or None}
+        | searching,
+    )
+    if table is not None or output is not None:
+        _predict_table(table, output)
+        return
     from megacore.config import load_config
     from megacore.config.load import parse_overrides
+
+    assert conf is not None
+    overrides = parse_overrides(override or [])
+    if search:
+        _check_search(gpus, draw, chart, write)
+        config, result = _searched(
+            conf, overrides, hardware, gpus or 1, top=top or _TOP, front=chart is not None
+        )
+        _print_search(result, price)
+        if chart is not None:
+            from megacore.plan.draw import draw_search
+
+            _print(f"wrote {draw_search(result, chart, config.name)}")
+        if write is not None:
+            _print(_write_layout(conf, overrides, config, result, write))
+        return
+    given = [name for name, value in searching.items() if value is not None]
+    if given:
+        raise _usage(f"{', '.join(given)} given without --search: add it, or remove them")
+    _show(load_config(conf, overrides), hardware, draw)
+
+
+def _check_options(conf: str | None, table: Path | None, others: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless exactly one of CONF and --table is given, with its options."""
+    if (conf is None) == (table is None):
+        raise _usage(
+            "give either the name of a configuration, as in `megacore plan gpt2-tiny`, or "
+            f"--table FILE.csv{'' if conf is None else ', not both'}"
+        )
+    given = [name for name, value in others.items() if value is not None]
+    if table is not None and given:
+        raise _usage(f"{', '.join(given)} given with --table, whose rows say it: remove them")
+
+
+def _check_search(
+    gpus: int | None, draw: Path | None, chart: Path | None, write: Path | None
+) -> None:
+    """Raise ConfigError for options that a search cannot fulfil, before it begins."""
+    from megacore.cli.init import check_new
+    from megacore.plan.draw import check_drawable
+
+    if gpus is None:
+        raise _usage("--search needs the number of GPUs, as in --gpus 1024")
+    if draw is not None:
+        raise _usage("--draw shows the schedule of one layout: use --chart with --search")
+    if chart is not None:
+        check_drawable(chart, "--chart")
+    if write is not None:
+        check_new(write, "--write")
+    for option, path in (("--chart", chart), ("--write", write)):
+        if path is not None and not path.parent.is_dir():
+            raise _usage(f"{option} {path}: {path.parent} is no directory, make it first")
+
+
+def _usage(sentence: str) -> Exception:
+    from megacore.errors import ConfigError
+
+    return ConfigError(sentence)
+
+
+def _predict_table(table: Path | None, output: Path | None) -> None:
+    from megacore.plan.table import predict_table
+
+    if table is None:
+        raise _usage("--output given without --table: name the table of runs to predict")
+    if output is None:
+        raise _usage("--table needs --output FILE.csv, the table with the predictions")
+    rows, refused = predict_table(table, output)
+    _print(f"{rows} rows, {refused} refused, wrote {output}")
+
+
+def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
+    """Print the plan of one layout with its predicted time, or draw its schedule."""
     from megacore.hardware import Hardware
     from megacore.plan import draw as pictures
+    from megacore.plan.machine import load_machine, machine_of
     from megacore.plan.pipeline import plan_pipeline
+    from megacore.plan.throughput import predict_run
     from megacore.plan.vocabulary import expected_vocab_size
 
-    if draw is not None:
-        pictures.check_drawable(draw)
-    config = load_config(conf, parse_overrides(override or []))
+    if picture is not None:
+        pictures.check_drawable(picture)
     hardware = Hardware.detect()
-    planned = plan_pipeline(config, expected_vocab_size(config.data.tokenizer), hardware)
-    if draw is not None:
-        pictures.draw(planned.timeline, draw, planned.name)
-        Console().print(f"wrote {draw}", soft_wrap=True)
+    if name is None:
+        machine = machine_of(hardware, hardware.resolve_precision(config.train.precision))
+    else:
+        machine = load_machine(name)
+        hardware = _hardware_of(machine, config)
+    vocab_size = expected_vocab_size(config.data.tokenizer)
+    planned = plan_pipeline(config, vocab_size, hardware)
+    if picture is not None:
+        pictures.draw(planned.timeline, picture, planned.name)
+        _print(f"wrote {picture}")
         return
-    Console().print(planned.summary(), soft_wrap=True)
-    Console(width=None if sys.stdout.isatty() else 200).print(planned.table())
+    _print(planned.summary())
+    _print_table(planned.table())
     if planned.lighter is not None:
-        Console().print(planned.lighter, soft_wrap=True)
+        _print(planned.lighter)
+    ranks = planned.layout.world_size
+    cores = max(1, hardware.cores // ranks)  # the ranks of a host without GPUs share its cores
+    threads = config.launch.threads_per_rank or cores
+    run = predict_run(config, vocab_size, hardware, planned.layout, threads, machine)
+    precision = hardware.resolve_precision(config.train.precision)
+    _print(
+        f"predicted time of an iteration on {ranks} x {machine.name} in {precision}: "
+        f"{run.iteration.seconds:.4g} s, of {config.train.train_iters:,} iterations with "
+        f"validations {run.days:.3g} days"
+    )
+    _print_table(_time_table(run.iteration))
     if not hardware.gpus:
-        precision = hardware.resolve_precision(config.train.precision)
-        Console().print(
-            f"memory is that of CPU ranks in {precision}: this machine has no GPU", soft_wrap=True
+        _print(
+            f"memory is that of CPU ranks in {precision}"
+            f"{': this machine has no GPU' if name is None else ''}"
         )
+
+
+def _time_table(prediction: "Prediction") -> "Table":
+    """Return a table of the parts of an iteration."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    table, parts = Table(), asdict(prediction)
+    for part in parts:
+        table.add_column(part, justify="right")
+    table.add_row(*(f"{seconds:.4g} s" for seconds in parts.values()))
+    table.add_row(*(f"{seconds / prediction.seconds:.1%}" for seconds in parts.values()))
+    return table
+
+
+def _hardware_of(machine: "Machine", config: "RunConfig") -> "Hardware":
+    """Return hardware for the ranks of one replica on a machine other than this one."""
+    from megacore.hardware import Gpu, Hardware
+
+    memory = int(machine.memory_gib * 2**30)
+    parallel = config.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    gpus = (Gpu(machine.name, memory, machine.processors),) * ranks
+    if machine.device == "cpu":
+        return Hardware(machine.devices_per_node, memory * machine.devices_per_node)
+    return Hardware(machine.devices_per_node, memory, gpus, native_bf16="bf16" in machine.tflops)
+
+
+def _searched(
+    conf: str, overrides: Mapping[str, Any], name: str | None, gpus: int, *, top: int, front: bool
+) -> tuple["RunConfig", "SearchResult"]:
+    """Return the configuration and the result of its search."""
+    from megacore.config import load_config
+    from megacore.hardware import Hardware
+    from megacore.plan.machine import load_machine, machine_of
+    from megacore.plan.search import search
+    from megacore.plan.vocabulary import expected_vocab_size
+
+    config = load_config(conf, overrides)
+    if name is None:
+        detected = Hardware.detect()
+        machine = machine_of(detected, detected.resolve_precision(config.train.precision))
+    else:
+        machine = load_machine(name)
+    vocab_size = expected_vocab_size(config.data.tokenizer)
+    return config, search(config, vocab_size, machine, gpus, top=top, front=front)
+
+
+def _print_search(result: "SearchResult", price: float | None) -> None:
+    _print_table(result.table(price))
+    _print(result.summary())
+
+
+def _write_layout(
+    conf: str,
+    overrides: Mapping[str, Any],
+    config: "RunConfig",
+    result: "SearchResult",
+    target: Path,
+) -> str:
+    """Write a configuration with the fastest layout, and return a sentence about it."""
+    import yaml
+
+    from megacore.cli.init import write_new
+    from megacore.config import load_config
+    from megacore.config.load import conf_path
+    from megacore.foreign.files import nested
+    from megacore.plan.search import launch_values
+
+    best = result.best[0]
+    chosen = best.choice.values(config) | launch_values(config, result.machine, result.ranks)
+    values = {**overrides, **chosen}
+    load_config(conf, values)  # a value that the file could not have is refused before it exists
+    base = os.path.relpath(conf_path(conf).resolve(), target.parent.resolve())
+    comment = (
+        f"# The fastest of {result.total:,} layouts on {result.ranks:,} x {result.machine.name}: "
+        f"{best.seconds:.4g} s for an iteration\n"
+        f"# predicted, {best.memory / 2**30:.1f} GiB on the rank that needs most.\n"
+    )
+    text = yaml.safe_dump({"extends": base} | nested(values), sort_keys=False, width=100)
+    write_new(target, comment + text, "--write")
+    hosts = -(-result.ranks // result.machine.devices_per_node)
+    names_hosts = config.launch.hostfile is None and config.launch.kind not in (
+        *("slurm", "kubernetes"),
+    )
+    advice = (
+        f"; name its {hosts:,} hosts in launch.hostfile before a start"
+        if hosts > 1 and names_hosts
+        else ""
+    )
+    return f"wrote {target}, which extends {base}{advice}"
+
+
+def _print(text: str) -> None:
+    from rich.console import Console
+
+    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_table(table: "Table") -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

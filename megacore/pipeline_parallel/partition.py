@@ -7,6 +7,7 @@ shared by several stages are summed, and the norm counts them once.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise, permutations
 from math import log
 from typing import Literal
@@ -125,9 +126,7 @@ def gpt_chunks(
         if style == "uniform":
             sizes: Sequence[int] = (num_layers // (stages * chunks),) * (stages * chunks)
         else:
-            costs = [layer_cost] * num_layers
-            parts = partition([costs], stages, chunks=chunks, first=embedding_cost, last=head_cost)
-            sizes = [len(layers) for (layers,) in parts]
+            sizes = _balanced(num_layers, stages, chunks, layer_cost, embedding_cost, head_cost)
     else:
         _check_list(style, num_layers, stages, chunks)
         sizes = style
@@ -136,6 +135,21 @@ def gpt_chunks(
     return [
         ModelChunk(range(*bounds), index == 0, index == last) for index, bounds in enumerate(ends)
     ]
+
+
+@lru_cache(maxsize=1024)  # a search for a layout asks for each division many times
+def _balanced(
+    num_layers: int,
+    stages: int,
+    chunks: int,
+    layer_cost: float,
+    embedding_cost: float,
+    head_cost: float,
+) -> tuple[int, ...]:
+    """Return the balanced number of equal layers of each chunk; arguments as in `gpt_chunks`."""
+    costs = [layer_cost] * num_layers
+    parts = partition([costs], stages, chunks=chunks, first=embedding_cost, last=head_cost)
+    return tuple(len(layers) for (layers,) in parts)
 
 
 def t5_chunks(

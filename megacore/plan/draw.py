@@ -1,4 +1,4 @@
-"""Drawing of a pipeline schedule with its passes and its bubble."""
+"""Drawings of a pipeline schedule with its bubble, and of the layouts of a search."""
 
 import importlib.util
 from pathlib import Path
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 from megacore.errors import ConfigError, WorkspaceError
 from megacore.pipeline_parallel.schedules import Direction
 from megacore.pipeline_parallel.simulate import Span, Timeline
+from megacore.plan.memory import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from megacore.plan.search import SearchResult
 
 SUFFIXES = (".svg", ".png")
 
@@ -56,9 +59,32 @@ def draw(timeline: Timeline, path: Path, name: str) -> Path:
         WorkspaceError: the file cannot be written.
     """
     check_drawable(path)
+    return _save(schedule_figure(timeline, name), path)
+
+
+def draw_search(result: "SearchResult", path: Path, name: str) -> Path:
+    """Draw the simulated layouts of a search and return the path of the picture.
+
+    The picture has a point for each layout, at its time and its memory. The layouts of which no
+    other is as fast with as little memory (the Pareto front) are connected and named.
+
+    Args:
+        result: result of `search` with `front`.
+        path: path of the file to write, .svg or .png.
+        name: name of the configuration.
+
+    Raises:
+        ConfigError: the suffix is not supported, or matplotlib is not installed.
+        WorkspaceError: the file cannot be written.
+    """
+    check_drawable(path, "--chart")
+    return _save(search_figure(result, name), path)
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    """Write a figure. Raises WorkspaceError."""
     from matplotlib import rc_context
 
-    figure = schedule_figure(timeline, name)
     try:
         # A fixed salt keeps the ids of equal pictures equal.
         with rc_context({"svg.hashsalt": "megacore"}):
@@ -70,17 +96,64 @@ def draw(timeline: Timeline, path: Path, name: str) -> Path:
     return path
 
 
-def check_drawable(path: Path) -> None:
-    """Raise ConfigError if `draw` cannot write this type of file."""
+def check_drawable(path: Path, option: str = "--draw") -> None:
+    """Raise ConfigError if the option `option` cannot write this type of file."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(
-            f"--draw {path}: pictures are written as {' or '.join(SUFFIXES)}, not as "
+            f"{option} {path}: pictures are written as {' or '.join(SUFFIXES)}, not as "
             f"{path.suffix or 'a name without a suffix'}"
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "--draw needs the package matplotlib, which is not installed: `pip install matplotlib`"
+            f"{option} needs the package matplotlib, which is not installed: "
+            "`pip install matplotlib`"
         )
+
+
+def search_figure(result: "SearchResult", name: str) -> "Figure":
+    """Return the figure that `draw_search` writes."""
+    from matplotlib.figure import Figure
+
+    front = result.front
+    figure = Figure(figsize=(9.0, 5.5 + 0.18 * len(front)), dpi=130, layout="constrained")
+    axes = figure.add_subplot()
+    others = [each for each in result.evaluated if each not in front]
+    axes.scatter(
+        [each.memory / GIB for each in others],
+        [each.seconds for each in others],
+        color=_IDLE_LINES,
+        label="other simulated layouts",
+    )
+    axes.plot(
+        [each.memory / GIB for each in front],
+        [each.seconds for each in front],
+        color=_COLORS[Direction.FORWARD],
+        marker="o",
+        label="Pareto front",
+    )
+    for number, each in enumerate(front, 1):
+        axes.annotate(
+            str(number),
+            (each.memory / GIB, each.seconds),
+            xytext=(5, 5),
+            textcoords="offset points",
+            fontweight="bold",
+        )
+    machine = result.machine
+    axes.axvline(machine.memory_gib, color=_COLORS[Direction.BACKWARD], linestyle="--")
+    axes.set_title(f"{name} on {result.ranks:,} x {machine.name}", loc="left", fontweight="bold")
+    names = "\n".join(f"{number}  {each.choice.name}" for number, each in enumerate(front, 1))
+    axes.set_xlabel(
+        f"memory of the rank that needs most, of {machine.memory_gib:g} GiB\n\n{names}\n\n"
+        f"{len(result.evaluated)} of {result.total:,} candidates are simulated: layouts of more "
+        "than 1.5 times the least time may need less memory",
+        loc="left",
+        fontsize=9,
+    )
+    axes.set_ylabel("seconds of an iteration", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center right")
+    return figure
 
 
 def schedule_figure(timeline: Timeline, name: str) -> "Figure":

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
+from typing import Literal
 
 from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
@@ -310,6 +311,17 @@ class Iteration:
         waiting = self.machine.straggler * math.log2(nodes) * parts.seconds
         return replace(parts, other=waiting)
 
+    def with_layout(self, config: RunConfig, layout: RankLayout) -> "Iteration":
+        """Return the iteration of another layout, without computing the times of a layer again.
+
+        Model, tensor parallelism, micro batch and recomputation are the same.
+        """
+        other = replace(self, config=config, layout=layout)
+        for name in ("spec", "rates", "layer", "decoder_layer", "_widths"):
+            if name in self.__dict__:
+                other.__dict__[name] = self.__dict__[name]
+        return other
+
     @property
     def micro_batches(self) -> int:
         """Micro batches of an iteration on each replica (m)."""
@@ -492,13 +504,11 @@ class Iteration:
             return micro * pace
         kind = parallel.pipeline_schedule
         simulated = min(micro, _STEADY * stages)
-        schedule = build_schedule(
-            kind, stages, simulated, parallel.virtual_pipeline_model_parallel_size
-        )
         if kind == "gpipe":
             pace = max(forward) + max(backward)
-        timeline = simulate(schedule, forward, backward, latency=latency)
-        return timeline.makespan + (micro - simulated) * pace
+        virtual = parallel.virtual_pipeline_model_parallel_size
+        filled = _simulated(kind, simulated, virtual, tuple(forward), tuple(backward), latency)
+        return filled + (micro - simulated) * pace
 
     def data(self, parameters: int, layers: int, makespan: float) -> float:
         """Return the exposed seconds of gradients and divided weights of the replicas.
@@ -558,6 +568,20 @@ class Iteration:
         size = self.spec.padded_vocab_size // layout.tensor * model.hidden_size
         group = Group(self.machine, 2, layout.tensor * layout.data * (layout.pipeline - 1))
         return group.all_reduce(self.software.gradient_bytes * size)
+
+
+@lru_cache(maxsize=1024)  # a search for a layout asks for the same one with and without ZeRO
+def _simulated(
+    kind: Literal["gpipe", "1f1b"],
+    micro_batches: int,
+    virtual: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    latency: float,
+) -> float:
+    """Return the makespan of a schedule whose chunks have these times."""
+    schedule = build_schedule(kind, len(forward) // virtual, micro_batches, virtual)
+    return simulate(schedule, forward, backward, latency=latency).makespan
 
 
 @dataclass(frozen=True)

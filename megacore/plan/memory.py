@@ -8,6 +8,7 @@ t) with tensor parallelism, and to 34 s b h / t with sequence parallelism too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from megacore.config.deepspeed import ZeroSettings, user_settings_of, zero_of
@@ -26,6 +27,8 @@ _LOSS_BLOCK = 1 << 25
 """Number of logits of a block that `megacore.kernels.cross_entropy` copies to fp32 on a GPU."""
 _AHEAD = 2
 """Number of messages that `megacore.pipeline_parallel.executor` receives in advance."""
+_schedule = lru_cache(maxsize=16)(build_schedule)
+"""`build_schedule`, of which every stage takes its part."""
 
 
 @dataclass(frozen=True)
@@ -405,7 +408,7 @@ class Activations:
         if kind == "1f1b":
             # The number of micro batches in flight repeats after a few rounds.
             micro_batches = min(micro_batches, 3 * stages)
-        return build_schedule(kind, stages, micro_batches, chunks)[stage]
+        return _schedule(kind, stages, micro_batches, chunks)[stage]
 
     def _most(self, sizes: Sequence[int], stage: int, micro_batches: int) -> int:
         """Return the peak over a stage's schedule.

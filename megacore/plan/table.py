@@ -4,6 +4,7 @@ Each row names a model, a layout and GPUs, with the columns that published table
 """
 
 import csv
+import io
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megacore.artifact.files import read_bytes, replace_file, unreadable, workspace_errors
 from megacore.config.run import RunConfig
-from megacore.errors import ConfigError, DataFormatError, MegacoreError
+from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError
 from megacore.plan.iteration import MEGACORE, MEGATRON_2021, Iteration, Software
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
@@ -20,6 +22,8 @@ from megacore.plan.memory import GIB, estimate_stages
 
 NEW_COLUMNS = ("predicted_iter_s", "predicted_mem_gib", "predicted_fits", "refused")
 _REQUIRED = ("layers", "hidden", "heads", "seq", "gpu", "gpus", "micro_batch", "global_batch")
+_MOST_BYTES = 1 << 28
+"""Largest table that is read, in bytes."""
 _VOCABULARY = 50_257
 """Entries of the vocabulary of a row that does not name them: GPT-2's."""
 _HARDWARE = {
@@ -35,7 +39,7 @@ _HARDWARE = {
 """Hardware files by words of the column gpu, in lower case."""
 _OLD = ("a100",)
 """GPUs whose published runs are mostly of programs without fused attention."""
-_USABLE = 0.97
+USABLE = 0.97
 """Share of a GPU's memory that a program can allocate."""
 _MEGATRON_PASSES, _MEGATRON_FIXED = 1.26, 3.2 * GIB
 """Factor on the activations, and fixed bytes, of Megatron-DeepSpeed; fitted on BLOOM's runs."""
@@ -53,25 +57,55 @@ def predict_table(source: Path, output: Path) -> tuple[int, int]:
         Number of rows, and of those that cannot be modelled.
 
     Raises:
-        DataFormatError: the file is no CSV file with the required columns.
+        DataFormatError: the file is missing, or no CSV file with the required columns.
+        FileAccessError: the file cannot be read.
+        WorkspaceError: the output cannot be written; what it contained is unchanged.
     """
-    with source.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        columns = [name for name in reader.fieldnames or () if name not in NEW_COLUMNS]
-        missing = [name for name in _REQUIRED if name not in columns]
-        if missing:
-            raise DataFormatError(
-                f"{source} has no column {', '.join(missing)}: add it, as docs/planning.md says"
-            )
-        rows = list(reader)
+    columns, rows = _read(source)
+    if not output.parent.is_dir():
+        raise WorkspaceError(f"{output} cannot be written: {output.parent} is no directory")
     predictions = [predict_row(row) for row in rows]
-    with output.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*columns, *NEW_COLUMNS], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(
-            dict(row) | prediction for row, prediction in zip(rows, predictions, strict=True)
-        )
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [*columns, *NEW_COLUMNS])
+    writer.writeheader()
+    writer.writerows(row | prediction for row, prediction in zip(rows, predictions, strict=True))
+    with workspace_errors(output, "write elsewhere (--output)"):
+        replace_file(output, text.getvalue().encode("utf-8"))
     return len(rows), sum(bool(each["refused"]) for each in predictions)
+
+
+def _read(source: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns of a CSV file without those to add, and its rows."""
+    try:
+        content = read_bytes(source, _MOST_BYTES).decode("utf-8-sig")
+        header, *records = [
+            record for record in csv.reader(io.StringIO(content, newline=""), strict=True) if record
+        ] or [[]]
+    except OSError as error:
+        raise unreadable(error, source) or DataFormatError(
+            f"{source} cannot be read ({error.strerror}): give a CSV file with a header"
+        ) from error
+    except (ValueError, csv.Error) as error:
+        raise DataFormatError(
+            f"{source} is no CSV file in UTF-8 ({error}): export the table again"
+        ) from error
+    missing = [name for name in _REQUIRED if name not in header]
+    if missing:
+        raise DataFormatError(
+            f"{source} has no column {', '.join(missing)}: add it, as docs/planning.md says"
+        )
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise DataFormatError(f"{source} has the column {twice[0]!r} twice: remove one of them")
+    for number, record in enumerate(records, 1):
+        if len(record) != len(header):
+            raise DataFormatError(
+                f"{source} has {len(record)} values in row {number} and {len(header)} columns: "
+                "add or remove commas, or quote a value that contains one"
+            )
+    rows = [dict(zip(header, record, strict=True)) for record in records]
+    columns = [name for name in header if name not in NEW_COLUMNS]
+    return columns, [{name: row[name] for name in columns} for row in rows]
 
 
 def predict_row(row: Mapping[str, str]) -> dict[str, str]:
@@ -82,7 +116,7 @@ def predict_row(row: Mapping[str, str]) -> dict[str, str]:
         memory = memory_of(iteration)
     except (MegacoreError, ValueError) as error:
         return dict.fromkeys(NEW_COLUMNS, "") | {"refused": " ".join(str(error).split())}
-    fits = memory <= _USABLE * iteration.machine.memory_gib * GIB
+    fits = memory <= USABLE * iteration.machine.memory_gib * GIB
     return {
         "predicted_iter_s": f"{seconds:.6g}",
         "predicted_mem_gib": f"{memory / GIB:.4g}",

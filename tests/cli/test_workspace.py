@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from megacore.artifact import lock
 from megacore.cli import app, main
+from megacore.config import load_config
 from megacore.errors import ConfigError, FileAccessError, WorkspaceError
 from megacore.observe.heartbeat import ENDED, Heartbeat, beat_path
 
@@ -96,6 +97,69 @@ def test_plan_refuses_another_kind_of_picture(tmp_path: Path) -> None:
     )
     assert isinstance(result.exception, ConfigError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_shows_the_predicted_time_on_other_hardware() -> None:
+    result = CliRunner().invoke(app, ["plan", "gpt2-13b-3d", "--hardware", "h100"])
+    assert result.exit_code == 0, result.output
+    assert "on 8 x NVIDIA H100 SXM5 80GB in bf16:" in result.output
+    parts = ("compute", "tensor", "bubble", "messages", "data", "optimizer", "other")
+    assert all(part in result.output for part in parts)
+    assert "this machine has no GPU" not in result.output
+
+
+def test_plan_finds_a_layout_and_writes_it(tmp_path: Path) -> None:
+    target, chart = tmp_path / "fast.yaml", tmp_path / "layouts.svg"
+    command = ["plan", "gpt2-tiny", "--search", "--gpus", "2", "--hardware", "h100"]
+    options = ["-o", "train.train_iters=77", "--price", "2", "--top", "3"]
+    files = ["--write", str(target), "--chart", str(chart)]
+    result = CliRunner().invoke(app, [*command, *options, *files])
+    assert result.exit_code == 0, result.output
+    assert "within 7.5% of measured ones" in result.output
+    assert "cost" in result.output
+    assert "is not a multiple of" in result.output  # a reason
+    assert f"wrote {target}, which extends " in result.output
+    assert chart.read_text(encoding="utf-8").startswith("<?xml")
+    config = load_config(str(target))
+    assert (config.name, config.train.train_iters) == ("fast", 77)
+    assert config.launch.nproc_per_node == 2
+    written = target.read_bytes()
+    again = CliRunner().invoke(app, [*command, *files])
+    assert isinstance(again.exception, ConfigError)
+    assert "exists and is not overwritten: give another --write" in str(again.exception)
+    assert target.read_bytes() == written
+
+
+def test_plan_predicts_a_table(tmp_path: Path) -> None:
+    source, output = tmp_path / "runs.csv", tmp_path / "out.csv"
+    source.write_text(
+        "layers,hidden,heads,seq,gpu,gpus,micro_batch,global_batch\n"
+        "24,1024,16,1024,h100,8,4,64\n24,1024,16,1024,h100,8,5,64\n"
+    )
+    result = CliRunner().invoke(app, ["plan", "--table", str(source), "--output", str(output)])
+    assert (result.exit_code, result.output) == (0, f"2 rows, 1 refused, wrote {output}\n")
+    assert len(output.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "give either the name of a configuration"),
+        (["gpt2-tiny", "--table", "a.csv"], "not both"),
+        (["--table", "a.csv"], "--table needs --output"),
+        (["gpt2-tiny", "--output", "a.csv"], "--output given without --table"),
+        (["--table", "a.csv", "--output", "b.csv", "--search"], "--search given with --table"),
+        (["gpt2-tiny", "--search"], "--search needs the number of GPUs"),
+        (["gpt2-tiny", "--gpus", "8", "--price", "2"], "--gpus, --price given without --search"),
+        (["gpt2-tiny", "--search", "--gpus", "8", "--draw", "a.svg"], "use --chart"),
+        (["gpt2-tiny", "--search", "--gpus", "8", "--chart", "a.pdf"], "--chart a.pdf: pictures"),
+        (["gpt2-tiny", "--search", "--gpus", "8", "--write", "no/a.yaml"], "no is no directory"),
+    ],
+)
+def test_plan_refuses_options_that_contradict(arguments: list[str], problem: str) -> None:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert problem in str(result.exception)
 
 
 def test_stop_ends_the_run_of_that_name_or_path(tmp_path: Path) -> None:

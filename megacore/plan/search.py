@@ -1,0 +1,682 @@
+"""Search for the fastest layout of a configuration on a number of devices.
+
+The candidates are all divisions of the devices and of the batch. Each has a lower bound of its
+time: the busiest pipeline stage computes all micro batches, and the first and last one pass through
+the stages before it. Candidates are simulated in the order of their bounds, until the bound of the
+next one exceeds the last reported time: the reported ones are the best of all
+(`Iteration.predict`).
+"""
+
+import heapq
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+from rich.table import Table
+
+from megacore.config.batch_schedule import BatchSchedule
+from megacore.config.deepspeed import user_settings_of, zero_of
+from megacore.config.parallel import ParallelLayout, refused
+from megacore.config.run import RunConfig
+from megacore.config.train import Recompute
+from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.models.parameters import chunk_sizes, layer_sizes
+from megacore.observe.flops import TransformerShape, step_flops
+from megacore.parallel.rank_layout import RankLayout
+from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
+from megacore.plan.iteration import Iteration, Prediction
+from megacore.plan.layouts import layout_of
+from megacore.plan.machine import Machine
+from megacore.plan.memory import GIB, Activations
+from megacore.plan.table import USABLE, memory_of
+from megacore.plan.throughput import SECONDS_PER_DAY
+from megacore.plan.zero import ELEMENT_BYTES, zero_bytes
+
+Partition = Literal["balanced", "uniform"]
+_Kind = tuple[int, int, bool, bool, bool, bool]
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+_ERRORS = {"A100": 0.07, "H100": 0.075}
+"""Mean errors of predicted times against published runs, by a word of the device's name: A100 on
+one host and on many, H100 without any run in the fit. docs/planning.md has the tables."""
+_FRONT = 1.5
+"""Time, relative to the fastest layout, to which the Pareto front is complete."""
+_NAMES = re.compile(r"[a-z_]+\.[a-z_]+|padded vocabulary|chunks|micro batches")
+"""Parts of a refusal that tell one reason from another."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values of a configuration that the search chooses."""
+
+    tensor: int
+    pipeline: int
+    virtual: int
+    data: int
+    micro_batch: int
+    zero: int
+    """ZeRO stage."""
+    recompute: Recompute
+    sequence_parallel: bool
+    partition: Partition
+
+    @property
+    def name(self) -> str:
+        """Short name for a chart, such as `tp 8, pp 16, v 2, dp 8, b 1, ZeRO-1, full`."""
+        parts = [f"tp {self.tensor}{' sp' if self.sequence_parallel else ''}"]
+        parts += [f"pp {self.pipeline}"] * (self.pipeline > 1)
+        parts += [f"v {self.virtual}"] * (self.virtual > 1)
+        parts += [f"dp {self.data}", f"b {self.micro_batch}"]
+        parts += [f"ZeRO-{self.zero}"] * (self.zero > 0)
+        parts += [self.recompute] * (self.recompute != "none")
+        return ", ".join(parts)
+
+    def values(self, config: RunConfig) -> dict[str, Any]:
+        """Return the dotted values with which `config` gets this layout."""
+        values: dict[str, Any] = {
+            "train.micro_batch_size": self.micro_batch,
+            "train.recompute": self.recompute,
+            "parallel.tensor_model_parallel_size": self.tensor,
+            "parallel.sequence_parallel": self.sequence_parallel,
+            "parallel.pipeline_model_parallel_size": self.pipeline,
+            "parallel.virtual_pipeline_model_parallel_size": self.virtual,
+            "parallel.pipeline_partition": self.partition,
+        }
+        if self.recompute == "none" and config.train.recompute_num_layers is not None:
+            values["train.recompute_num_layers"] = None
+        if config.engine == "native":
+            values["parallel.use_distributed_optimizer"] = self.zero == 1
+        elif config.deepspeed.config is None:
+            values["parallel.use_distributed_optimizer"] = False
+            values["deepspeed.zero_stage"] = self.zero
+        return values
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """Return `config` with this layout, which the caller checks."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in self.values(config).items():
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+        return config.model_copy(
+            update={
+                name: getattr(config, name).model_copy(update=values)
+                for name, values in sections.items()
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Layout that fits in memory, with its prediction."""
+
+    choice: Choice
+    iteration: Iteration
+    prediction: Prediction
+    memory: float
+    """Bytes of the rank that needs most."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration."""
+        return self.prediction.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all devices."""
+        config = self.iteration.config
+        return config.train.global_batch_size * config.data.seq_length / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the vendor's peak rate that the model's operations reach (MFU)."""
+        iteration = self.iteration
+        config, machine = iteration.config, iteration.machine
+        shape = TransformerShape.of(config, config.model.padded_vocab_size(iteration.vocab_size))
+        operations = step_flops(shape, config.train.global_batch_size, "none")
+        peak = machine.peak(iteration.precision) * iteration.cores * iteration.layout.world_size
+        return operations / (self.seconds * peak)
+
+    @property
+    def days(self) -> float:
+        """Days of `train.train_iters` iterations; a growing batch counts by its samples."""
+        train = self.iteration.config.train
+        samples = BatchSchedule.of(train).consumed_after(train.train_iters)
+        return samples / train.global_batch_size * self.seconds / SECONDS_PER_DAY
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all devices in these days."""
+        return self.days * 24 * self.iteration.layout.world_size
+
+
+class Refused(NamedTuple):
+    """Candidates that were refused for one reason."""
+
+    candidates: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Fastest layouts of a configuration on a machine."""
+
+    machine: Machine
+    ranks: int
+    total: int
+    """Number of candidates."""
+    best: tuple[Candidate, ...]
+    """Fastest candidates, the fastest first."""
+    evaluated: tuple[Candidate, ...]
+    """All candidates that were simulated, the fastest first."""
+    refused: tuple[Refused, ...]
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """Simulated candidates of which no other is as fast with as little memory (Pareto)."""
+        front: list[Candidate] = []
+        for candidate in self.evaluated:
+            if not front or candidate.memory < front[-1].memory:
+                front.append(candidate)
+        return tuple(front)
+
+    @property
+    def error(self) -> float | None:
+        """Mean error of predictions for such devices; None if they were not validated."""
+        return next((error for word, error in _ERRORS.items() if word in self.machine.name), None)
+
+    def table(self, price: float | None = None) -> Table:
+        """Return a table with a row per layout.
+
+        Args:
+            price: price of a device for an hour, in any currency.
+        """
+        table = Table()
+        for column in (
+            *("", "tp", "pp", "v", "dp", "ZeRO", "b", "recompute", "sequence", "partition"),
+            *("s/iteration", "tokens/s", "MFU", "memory/GiB", "days", "GPU-hours"),
+            *["cost"] * (price is not None),
+        ):
+            table.add_column(
+                column,
+                justify="left" if column in ("recompute", "sequence", "partition") else "right",
+            )
+        for number, each in enumerate(self.best, 1):
+            choice = each.choice
+            table.add_row(
+                *map(str, (number, choice.tensor, choice.pipeline, choice.virtual, choice.data)),
+                *map(str, (choice.zero, choice.micro_batch, choice.recompute)),
+                "divided" if choice.sequence_parallel else "whole",
+                choice.partition,
+                f"{each.seconds:.4g}",
+                f"{each.tokens_per_second:,.0f}",
+                f"{each.utilisation:.1%}",
+                f"{each.memory / GIB:.1f} of {self.machine.memory_gib:.0f}",
+                f"{each.days:,.2f}" if each.days < 10 else f"{each.days:,.1f}",
+                f"{each.device_hours:,.0f}",
+                *([] if price is None else [f"{each.device_hours * price:,.0f}"]),
+            )
+        return table
+
+    def summary(self) -> str:
+        """Return lines with the range of error and the reasons why the rest was refused."""
+        name = self.machine.name
+        error = (
+            f"times on {name} are not validated against measured runs"
+            if self.error is None
+            else f"times are within {self.error:.1%} of measured ones on average "
+            f"({self.best[0].seconds * (1 - self.error):.4g} to "
+            f"{self.best[0].seconds * (1 + self.error):.4g} s for the first)"
+        )
+        lines = [
+            f"{error}; the efficiencies of {name} are from: {self.machine.fitted_on}",
+            f"{self.total:,} candidates on {self.ranks:,} devices, {len(self.evaluated)} simulated",
+            *(f"{each.candidates:>12,}  {each.reason}" for each in self.refused),
+        ]
+        return "\n".join(lines)
+
+
+def search(
+    config: RunConfig,
+    vocab_size: int,
+    machine: Machine,
+    ranks: int,
+    *,
+    top: int = 10,
+    front: bool = False,
+) -> SearchResult:
+    """Return the fastest layouts of a configuration that fit in memory.
+
+    Model, global batch, engine and schedule are those of the configuration.
+
+    Args:
+        config: configuration of the run.
+        vocab_size: entries of the vocabulary before padding.
+        machine: hardware of every host.
+        ranks: number of devices.
+        top: number of layouts to return.
+        front: True to simulate slower candidates too if they need less memory, up to half more time
+            than the fastest: the Pareto front is complete to there.
+
+    Raises:
+        ConfigError: the hosts are not used completely, or the hardware lacks the precision.
+        ParallelLayoutError: no layout works; the message has the reasons.
+    """
+    if ranks < 1 or (ranks > machine.devices_per_node and ranks % machine.devices_per_node):
+        raise ConfigError(
+            f"{ranks} devices of {machine.name} are no number of complete hosts of "
+            f"{machine.devices_per_node}: use a multiple of {machine.devices_per_node}"
+        )
+    space = _Space(config, vocab_size, machine, ranks, precision_on(config, machine))
+    space.list_groups()
+    while space.heap and not (
+        len(space.evaluated) >= top and space.heap[0][0] >= space.evaluated[top - 1].seconds
+    ):
+        _, _, item = heapq.heappop(space.heap)
+        if isinstance(item, _Group):
+            space.expand(item)
+        else:
+            space.evaluate(item)
+    best = tuple(space.evaluated[:top])
+    if front and best:
+        space.extend_front(_FRONT * best[0].seconds)
+    rest = space.beaten + sum(
+        len(item.choices) if isinstance(item, _Group) else 1 for _, _, item in space.heap
+    )
+    if rest:
+        space.note(
+            f"slower than {best[-1].seconds:.4g} s by their lower bound, not simulated", rest
+        )
+    if not space.evaluated:
+        reasons = "; ".join(f"{each.candidates:,}: {each.reason}" for each in space.reasons())
+        raise ParallelLayoutError(
+            f"no layout of {config.name} on {ranks} devices of {machine.name} works ({reasons}): "
+            "use more devices, or another batch or engine"
+        )
+    return SearchResult(
+        machine,
+        ranks,
+        space.total,
+        best,
+        tuple(space.evaluated),
+        space.reasons(),
+    )
+
+
+def precision_on(config: RunConfig, machine: Machine) -> str:
+    """Return the data type of a run's computation on a machine; auto is bf16 on GPUs with it."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    preferred = ("bf16", "fp32") if machine.device == "cuda" else ("fp32",)
+    return next((each for each in preferred if each in machine.tflops), next(iter(machine.tflops)))
+
+
+class _Group(NamedTuple):
+    """Candidates with the same lower bound."""
+
+    choices: tuple[Choice, ...]
+
+
+class _Single(NamedTuple):
+    """Candidate with a bound of its memory."""
+
+    choice: Choice
+    iteration: Iteration
+    memory: float
+    """Bytes of a rank, at least."""
+
+
+@dataclass
+class _Space:
+    """Candidates, and what is known of them."""
+
+    config: RunConfig
+    vocab_size: int
+    machine: Machine
+    ranks: int
+    precision: str
+    heap: list[tuple[float, int, _Group | _Single]] = field(default_factory=list)
+    """Candidates that are not yet simulated, by their lower bound in seconds."""
+    evaluated: list[Candidate] = field(default_factory=list)
+    """Simulated candidates, the fastest first."""
+    pushed: int = 0
+    """Number of items that the heap had; it orders those with the same bound."""
+    beaten: int = 0
+    """Number of candidates that are slower and need more memory than a simulated one."""
+    total: int = 0
+    """Number of candidates."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """Number of refused candidates by reason."""
+    examples: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """First refusal of each kind."""
+    least_memory: float = math.inf
+    """Least bytes of a candidate that was refused for its memory."""
+    too_large: int = 0
+    shapes: dict[tuple[int, int, bool, Recompute], "_Shape"] = field(default_factory=dict)
+    sizes: dict[tuple[int, "_Kind"], int] = field(default_factory=dict)
+    """Parameters of a chunk by tensor parallel size."""
+    states: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """Least bytes of state by the sizes that divide it and the ZeRO stage."""
+    checked: dict[tuple[int, bool, Partition, int], RunConfig] = field(default_factory=dict)
+
+    @cached_property
+    def padded(self) -> int:
+        """Entries of the padded vocabulary."""
+        return self.config.model.padded_vocab_size(self.vocab_size)
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that a run can use."""
+        return USABLE * self.machine.memory_gib * GIB
+
+    def note(self, reason: str, count: int = 1) -> None:
+        """Count candidates that are refused for a reason."""
+        self.notes[reason] = self.notes.get(reason, 0) + count
+
+    def note_memory(self, needed: float, count: int = 1) -> None:
+        """Count candidates that need at least `needed` bytes, which are too many."""
+        self.too_large += count
+        self.least_memory = min(self.least_memory, needed)
+
+    def reasons(self) -> tuple[Refused, ...]:
+        """Return the counted reasons, the most frequent first."""
+        rows = [Refused(count, reason) for reason, count in self.notes.items()]
+        if self.too_large:
+            rows.append(
+                Refused(
+                    self.too_large,
+                    f"need more memory than {self.limit / GIB:.1f} of "
+                    f"{self.machine.memory_gib:.0f} GiB (the least at least "
+                    f"{self.least_memory / GIB:.1f})",
+                )
+            )
+        return tuple(sorted(rows, reverse=True))
+
+    def list_groups(self) -> None:
+        """Put all layouts that the configuration's checks accept into the heap."""
+        micro_batches = _divisors(self.config.train.global_batch_size)
+        for tensor in _divisors(self.ranks):
+            for pipeline in _divisors(self.ranks // tensor):
+                for micro in micro_batches:
+                    self._list_layouts(tensor, pipeline, micro)
+
+    def _list_layouts(self, tensor: int, pipeline: int, micro: int) -> None:
+        """Put the accepted layouts with these sizes into the heap."""
+        data = self.ranks // (tensor * pipeline)
+        virtual, zero = self._virtual(pipeline), self._zero(data)
+        partitions, sequence = self._partitions(pipeline), (False, True)[: 1 + (tensor > 1)]
+        variants = len(virtual) * len(zero) * len(partitions) * len(sequence) * len(_RECOMPUTES)
+        self.total += variants
+        sizes = tensor, pipeline, 1, data, micro, zero[0]
+        # What refuses the simplest variant refuses the others too.
+        if self._refuses(Choice(*sizes, "none", False, "balanced"), variants):
+            return
+        for divided in sequence:
+            choices = [
+                Choice(tensor, pipeline, chunks, data, micro, stage, "none", divided, partition)
+                for chunks, stage, partition in product(virtual, zero, partitions)
+            ]
+            self._add_groups(
+                [each for each in choices if not self._refuses(each, len(_RECOMPUTES))]
+            )
+
+    def _refuses(self, choice: Choice, variants: int) -> bool:
+        """Return True, and count `variants` candidates, if the checks refuse a layout."""
+        key = choice.micro_batch, choice.sequence_parallel, choice.partition, choice.zero
+        if key not in self.checked:
+            self.checked[key] = choice.applied(self.config)
+        layout = ParallelLayout(choice.tensor, choice.pipeline, choice.virtual, choice.data)
+        refusal = refused(self.checked[key], layout, self.padded)
+        if refusal is None:
+            return False
+        kind = tuple(sorted(set(_NAMES.findall(refusal.problem))))
+        self.note(self.examples.setdefault(kind, refusal.problem), variants)
+        return True
+
+    def _virtual(self, pipeline: int) -> list[int]:
+        """Return the numbers of chunks per stage: those that divide the layers of a stage."""
+        if pipeline == 1 or self.config.family == "t5":
+            return [1]
+        if self.config.engine == "deepspeed" or self.config.parallel.pipeline_schedule == "gpipe":
+            return [1]
+        return _divisors(max(1, self.config.model.num_layers // pipeline))
+
+    def _zero(self, data: int) -> tuple[int, ...]:
+        if self.config.engine == "native":
+            return (0, 1) if data > 1 else (0,)
+        if self.config.deepspeed.config is not None:
+            return (user_settings_of(self.config).stage,)
+        return (0, 1, 2, 3)
+
+    def _partitions(self, pipeline: int) -> tuple[Partition, ...]:
+        if pipeline == 1:
+            return ("balanced",)
+        first = self.config.parallel.pipeline_partition
+        return ("uniform", "balanced") if first == "uniform" else ("balanced", "uniform")
+
+    def _add_groups(self, choices: list[Choice]) -> None:
+        """Put layouts that differ only in virtual stages, ZeRO and partition into the heap."""
+        small: list[Choice] = []
+        for choice in choices:
+            needed = self._least_state(choice)
+            if needed > self.limit:
+                self.note_memory(needed, len(_RECOMPUTES))
+            else:
+                small.append(choice)
+        if not small:
+            return
+        first = small[0]
+        micro_batches = self.config.train.global_batch_size // (first.micro_batch * first.data)
+        model, t5 = self.config.model, self.config.family == "t5"
+        whole = ModelChunk(
+            range(model.num_layers), True, True, range(model.decoder_layers if t5 else 0)
+        )
+        for recompute in _RECOMPUTES:
+            shape = self._shape(first, recompute)
+            if recompute == "selective" and not self._frees_attention(shape.iteration.config):
+                self.note("recompute selectively what fused attention does not store", len(small))
+                continue
+            bound = micro_batches * sum(shape.times(whole)) / first.pipeline
+            variants = tuple(
+                Choice(**(vars(choice) | {"recompute": recompute})) for choice in small
+            )
+            self._push(bound * self._waiting, _Group(variants))
+
+    def _frees_attention(self, config: RunConfig) -> bool:
+        """Return True if selective recomputation stores less than none."""
+        element = ELEMENT_BYTES[self.precision]
+        storage = Activations(config, element, self.machine.device)
+        return storage.attention + storage.decoder_attention * (config.family == "t5") > 0
+
+    def _push(self, bound: float, item: _Group | _Single) -> None:
+        self.pushed += 1
+        heapq.heappush(self.heap, (bound, self.pushed, item))
+
+    @property
+    def _waiting(self) -> float:
+        """Factor of the time for slower hosts."""
+        nodes = -(-self.ranks // self.machine.devices_per_node)
+        return 1 + self.machine.straggler * math.log2(nodes)
+
+    def _shape(self, choice: Choice, recompute: Recompute) -> "_Shape":
+        key = choice.tensor, choice.micro_batch, choice.sequence_parallel, recompute
+        if key not in self.shapes:
+            config = Choice(**(vars(choice) | {"recompute": recompute})).applied(self.config)
+            layout = RankLayout(choice.data, choice.pipeline, choice.tensor)
+            self.shapes[key] = _Shape(
+                Iteration(config, self.vocab_size, self.machine, layout, self.precision)
+            )
+        return self.shapes[key]
+
+    def _least_state(self, choice: Choice) -> int:
+        """Return bytes of state that the pipeline stage with most layers has at least."""
+        key = choice.tensor, choice.pipeline, choice.zero
+        if key not in self.states:
+            layers = -(-self.config.model.num_layers // choice.pipeline)
+            parameters = layers * sum(layer_sizes(self.config.model, choice.tensor))
+            self.states[key] = self._state(choice.applied(self.config), choice.data, parameters)
+        return self.states[key]
+
+    def _state(self, config: RunConfig, data: int, parameters: int) -> int:
+        """Return bytes of state on the device, at least."""
+        zero, native = zero_of(config), config.engine == "native"
+        state = zero_bytes(
+            parameters,
+            zero.stage,
+            data,
+            self.precision,
+            gradient_bytes=4 if native else None,
+            offload_optimizer=zero.offload_optimizer,
+            offload_param=zero.offload_param,
+        )
+        return state.device.total
+
+    def expand(self, group: _Group) -> None:
+        """Put a group's candidates into the heap, those that may fit in memory."""
+        first = group.choices[0]
+        shape = self._shape(first, first.recompute)
+        divisions: dict[tuple[int, int], list[tuple[ModelChunk, ...]]] = {}
+        for choice in group.choices:
+            config = choice.applied(self.config)
+            chunks = tuple(chunks_of(config, self.vocab_size))
+            equal = divisions.setdefault((choice.virtual, choice.zero), [])
+            if chunks in equal:
+                self.note("divide the layers as another candidate does (partition)")
+                continue
+            equal.append(chunks)
+            layout = RankLayout(choice.data, choice.pipeline, choice.tensor)
+            iteration = shape.iteration.with_layout(config, layout)
+            needed = self._least_memory(iteration, chunks)
+            if needed > self.limit:
+                self.note_memory(needed)
+            else:
+                bound = self._least_seconds(shape, iteration, chunks)
+                self._push(bound, _Single(choice, iteration, needed))
+
+    def extend_front(self, limit: float) -> None:
+        """Simulate candidates unless a simulated one beats their bounds of time and memory.
+
+        Args:
+            limit: bound of the time in seconds from which on candidates are left out.
+        """
+        while self.heap and self.heap[0][0] < limit:
+            bound, _, item = heapq.heappop(self.heap)
+            if isinstance(item, _Group):
+                self.expand(item)
+            elif any(
+                each.seconds <= bound and each.memory <= item.memory for each in self.evaluated
+            ):
+                self.beaten += 1
+            else:
+                self.evaluate(item)
+
+    def evaluate(self, single: _Single) -> None:
+        """Check, estimate and simulate a candidate."""
+        choice, iteration, _ = single
+        try:
+            layout_of(iteration.config, self.ranks, self.vocab_size)
+        except ParallelLayoutError as error:
+            kind = tuple(sorted(set(_NAMES.findall(str(error)))))
+            self.note(self.examples.setdefault(kind, str(error)))
+            return
+        memory = memory_of(iteration)
+        if memory > self.limit:
+            self.note_memory(memory)
+            return
+        self.evaluated.append(Candidate(choice, iteration, iteration.predict(), memory))
+        self.evaluated.sort(key=lambda each: (each.seconds, each.memory))
+
+    def _least_memory(self, iteration: Iteration, chunks: tuple[ModelChunk, ...]) -> float:
+        """Return bytes that a rank needs at least: the first stage's, or the largest state."""
+        config, layout = iteration.config, iteration.layout
+        stages, virtual = layout.pipeline, len(chunks) // layout.pipeline
+        sizes = self._stage_sizes(iteration, chunks)
+        storage = Activations(config, ELEMENT_BYTES[self.precision], self.machine.device)
+        passes = iteration.micro_batches * virtual
+        if config.parallel.pipeline_schedule == "1f1b":
+            warm_up = stages - 1 if virtual == 1 else 2 * (stages - 1) + (virtual - 1) * stages
+            passes = min(passes, warm_up + 1)
+        unlike = {(len(chunk.layers), chunk.has_embedding): chunk for chunk in chunks[::stages]}
+        smallest = min(storage.chunk(chunk) for chunk in unlike.values())
+        first = self._state(config, layout.data, sizes[0]) + passes * smallest
+        return max(first, self._state(config, layout.data, max(sizes)))
+
+    def _stage_sizes(self, iteration: Iteration, chunks: tuple[ModelChunk, ...]) -> list[int]:
+        """Return the parameters of a rank of each pipeline stage."""
+        tensor, stages = iteration.layout.tensor, iteration.layout.pipeline
+        sizes = [0] * stages
+        for index, chunk in enumerate(chunks):
+            key = tensor, _kind(chunk, self.config.model.num_layers)
+            if key not in self.sizes:
+                self.sizes[key] = sum(chunk_sizes(iteration.spec, chunk, tensor))
+            sizes[index % stages] += self.sizes[key]
+        return sizes
+
+    def _least_seconds(
+        self, shape: "_Shape", iteration: Iteration, chunks: tuple[ModelChunk, ...]
+    ) -> float:
+        """Return a lower bound of the seconds that `Iteration.predict` returns.
+
+        Before a stage's first pass, a micro batch passes forward through the stages before it, and
+        after its last one a gradient passes back through them.
+        """
+        stages, micro = iteration.layout.pipeline, iteration.micro_batches
+        message, fill, makespan = iteration.message(), 0.0, 0.0
+        times = [sum(shape.times(chunk)) for chunk in chunks]
+        for stage in range(stages):
+            makespan = max(makespan, fill + micro * sum(times[stage::stages]))
+            fill += times[stage] + 2 * message
+        layers = max(
+            sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
+            for stage in range(stages)
+        )
+        largest = max(self._stage_sizes(iteration, chunks))
+        data = iteration.data(largest, layers, makespan)
+        return (makespan + data + iteration.optimizer(largest, layers)) * self._waiting
+
+
+def _kind(chunk: ModelChunk, layers: int) -> "_Kind":
+    """Return what determines a chunk's time and parameters in a model of `layers` layers."""
+    return (
+        len(chunk.layers),
+        len(chunk.decoder_layers),
+        chunk.has_embedding,
+        chunk.has_decoder_embedding,
+        chunk.has_head,
+        len(chunk.layers) > 0 and chunk.layers.stop == layers,
+    )
+
+
+@dataclass
+class _Shape:
+    """Times of chunks by their content, of candidates whose layers take the same time."""
+
+    iteration: Iteration
+    known: dict[_Kind, tuple[float, float]] = field(default_factory=dict)
+
+    def times(self, chunk: ModelChunk) -> tuple[float, float]:
+        """Return the seconds of a micro batch's forward and backward pass through a chunk."""
+        kind = _kind(chunk, self.iteration.config.model.num_layers)
+        if kind not in self.known:
+            forward, backward = self.iteration.forward(chunk), self.iteration.backward(chunk)
+            self.known[kind] = forward.total, backward.total
+        return self.known[kind]
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def launch_values(config: RunConfig, machine: Machine, ranks: int) -> dict[str, Any]:
+    """Return the dotted values with which a run is started on `ranks` devices of a machine.
+
+    The hosts of a run on several ones are those of its hostfile.
+    """
+    hosts = -(-ranks // machine.devices_per_node)
+    if config.launch.kind in ("slurm", "kubernetes"):
+        return {"launch.nproc_per_node": ranks // hosts, "launch.nnodes": hosts}
+    if hosts > 1 or config.launch.hostfile is not None:
+        return {"launch.nproc_per_node": "auto"}
+    return {"launch.nproc_per_node": ranks}

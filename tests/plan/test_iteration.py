@@ -1,0 +1,167 @@
+"""Predicted times of an iteration: their parts, their limits, and formulas by hand."""
+
+from dataclasses import astuple, replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megacore.config import load_config
+from megacore.pipeline_parallel.partition import chunks_of
+from megacore.pipeline_parallel.schedules import build_schedule
+from megacore.pipeline_parallel.simulate import simulate
+from megacore.plan.iteration import MEGATRON_2021, Group, Iteration, Software
+from megacore.plan.layouts import layout_of
+from megacore.plan.machine import Link, Machine, load_machine
+
+VOCAB = 2000
+BASE = {
+    "model.num_layers": 8,
+    "model.hidden_size": 1024,
+    "model.num_attention_heads": 16,
+    "data.seq_length": 1024,
+    "train.micro_batch_size": 1,
+    "train.global_batch_size": 64,
+    "train.precision": "bf16",
+    "launch.nproc_per_node": "auto",
+}
+TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+VPP, ZERO_1 = "parallel.virtual_pipeline_model_parallel_size", "parallel.use_distributed_optimizer"
+
+
+@cache
+def h100() -> Machine:
+    return load_machine("h100")
+
+
+def iteration(
+    ranks: int = 1,
+    values: dict[str, Any] | None = None,
+    *,
+    machine: Machine | None = None,
+    software: Software | None = None,
+) -> Iteration:
+    config = load_config("gpt2-tiny", BASE | (values or {}))
+    machine = machine or h100()
+    layout = layout_of(config, ranks, VOCAB)
+    result = Iteration(config, VOCAB, machine, layout, "bf16")
+    return result if software is None else replace(result, software=software)
+
+
+LAYOUTS = [
+    (1, {}),
+    (8, {TP: 2, PP: 2}),
+    (8, {TP: 2, PP: 4, VPP: 2, "parallel.sequence_parallel": True}),
+    (32, {PP: 2, ZERO_1: True, "train.recompute": "full"}),
+    (4, {"engine": "deepspeed", "deepspeed.zero_stage": 3}),
+]
+
+
+@pytest.mark.parametrize("software", [None, MEGATRON_2021])
+@pytest.mark.parametrize(("ranks", "values"), LAYOUTS)
+def test_parts_add_up_and_none_is_negative(
+    ranks: int, values: dict[str, Any], software: Software | None
+) -> None:
+    prediction = iteration(ranks, values, software=software).predict()
+    parts = astuple(prediction)
+    assert prediction.seconds == pytest.approx(sum(parts))
+    assert min(parts) >= -1e-12
+    assert prediction.compute > 0
+    assert prediction.optimizer > 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"train.global_batch_size": 128},
+        {"data.seq_length": 2048},
+        {"model.num_layers": 12},
+        {"model.hidden_size": 2048},
+        {"train.recompute": "full"},
+    ],
+)
+@pytest.mark.parametrize(("ranks", "values"), LAYOUTS[:3])
+def test_more_work_takes_longer(ranks: int, values: dict[str, Any], more: dict[str, Any]) -> None:
+    less = iteration(ranks, values).predict().seconds
+    assert iteration(ranks, values | more).predict().seconds > less
+
+
+def test_parts_are_those_of_the_layout() -> None:
+    serial = iteration().predict()
+    assert (serial.tensor, serial.bubble, serial.messages) == (0, 0, 0)
+    assert (serial.data, serial.other) == (0, 0)
+    assert iteration(2, {TP: 2}).predict().tensor > 0
+    assert iteration(2).predict().data > 0
+    assert iteration(2).predict().tensor == 0
+    assert iteration(16).predict().other > 0  # two hosts
+    assert iteration(2, {PP: 2}).predict().bubble > 0
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (2, 4), (4, 2)])
+def test_the_bubble_of_equal_stages_is_that_of_the_formula(stages: int, virtual: int) -> None:
+    quick = h100().model_copy(
+        update={
+            "pipeline_gbs": 1e9,
+            "node": h100().node.model_copy(update={"latency_us": 0.0}),
+            "host": h100().host.model_copy(update={"head_us": 0.0, "embedding_us": 0.0}),
+        }
+    )
+    # a vocabulary of 128 entries costs almost nothing
+    values = {PP: stages, VPP: virtual, "parallel.pipeline_partition": "uniform"}
+    pipeline = replace(iteration(stages, values, machine=quick), vocab_size=128)
+    prediction = pipeline.predict()
+    expected = (stages - 1) / (pipeline.micro_batches * virtual)
+    assert prediction.bubble / prediction.compute == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(("ranks", "values"), [(4, {PP: 4}), (4, {PP: 4, VPP: 2})])
+@pytest.mark.parametrize("micro_batches", [4, 8, 32])
+def test_the_makespan_equals_a_full_simulation(
+    ranks: int, values: dict[str, Any], micro_batches: int
+) -> None:
+    values = values | {"train.global_batch_size": micro_batches}
+    pipeline = iteration(ranks, values)
+    chunks = chunks_of(pipeline.config, VOCAB)
+    schedule = build_schedule("1f1b", 4, micro_batches, values.get(VPP, 1))
+    full = simulate(
+        schedule,
+        [pipeline.forward(chunk).total for chunk in chunks],
+        [pipeline.backward(chunk).total for chunk in chunks],
+        latency=pipeline.message(),
+    ).makespan
+    prediction = pipeline.predict()
+    passes = prediction.compute + prediction.tensor + prediction.bubble + prediction.messages
+    # of more than 8 micro batches the rest is extrapolated
+    assert passes == pytest.approx(full, rel=1e-9 if micro_batches <= 8 else 0.01)
+
+
+def linked() -> Machine:
+    """Return hosts of 8 devices with known links."""
+    node, network = Link(gbs=300, latency_us=10), Link(gbs=25, latency_us=30)
+    return h100().model_copy(update={"node": node, "network": network})
+
+
+def test_an_all_reduce_inside_a_host_is_a_ring() -> None:
+    # 2 (n - 1) / n of 1 GB at 300 GB/s, and 7 steps of 10 us in each of two directions
+    seconds = 2 * (7 / 8 * 1e9 / 300e9 + 7 * 10e-6)
+    assert Group(linked(), 8).all_reduce(1e9) == pytest.approx(seconds)
+    assert Group(linked(), 8).gather(1e9) == pytest.approx(seconds / 2)
+    assert Group(linked(), 1).all_reduce(1e9) == 0
+
+
+def test_a_group_across_hosts_shares_their_network() -> None:
+    # 16 ranks on two hosts: 8 x 25 GB/s; the steps are 1 between the hosts and 7 inside
+    seconds = 2 * (15 / 16 * 1e9 / 200e9 + 30e-6 + 7 * 10e-6)
+    assert Group(linked(), 16).all_reduce(1e9) == pytest.approx(seconds)
+    # 16 ranks of which neighbours are 8 apart: one on each of 16 hosts, so 4 levels of a tree
+    seconds = 2 * (15 / 16 * 1e9 / 25e9 + 4 * 30e-6)
+    assert Group(linked(), 16, 8).all_reduce(1e9) == pytest.approx(seconds)
+
+
+def test_another_layout_has_the_times_of_a_new_iteration() -> None:
+    first = iteration(8, {TP: 2})
+    assert first.predict().seconds > 0
+    second = iteration(8, {TP: 2, PP: 2, ZERO_1: True})
+    changed = first.with_layout(second.config, second.layout)
+    assert changed.layer is first.layer
+    assert changed.predict() == second.predict()

@@ -1,0 +1,84 @@
+"""Hardware files: all of them load, and wrong ones are refused with one sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megacore.errors import ConfigError
+from megacore.hardware import Gpu, Hardware
+from megacore.plan.machine import HARDWARE_DIR, load_machine, machine_of
+
+FILES = sorted(HARDWARE_DIR.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_file_loads_and_names_its_sources(path: Path) -> None:
+    machine = load_machine(path.stem)
+    assert machine == load_machine(str(path))
+    assert all(len(source) > 10 for source in machine.sources)
+    assert machine.peak("bf16") == machine.tflops["bf16"] * 1e12
+    # a ring inside a host is at least as fast as the network of one of its devices
+    assert machine.node.gbs >= machine.network.gbs
+    assert machine.memory_gbs > machine.node.gbs
+
+
+def test_there_is_a_file_for_each_of_the_usual_gpus() -> None:
+    expected = {"a100-40gb", "a100-80gb", "h100", "h200", "b200", "l40s", "cpu"}
+    assert expected <= {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"processors": 0}, r"processors is 0: input should be greater than 0"),
+        ({"memory_gbs": "fast"}, r"memory_gbs is fast: .* valid number"),
+        ({"half_depth": None}, r"half_depth is .*: field required"),
+        ({"node": {"gbs": -1, "latency_us": 1}}, r"node\.gbs is -1"),
+        ({"stragglers": 0.1}, r"stragglers is 0\.1"),
+    ],
+)
+def test_a_wrong_value_is_named_in_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    values = yaml.safe_load((HARDWARE_DIR / "h100.yaml").read_text(encoding="utf-8")) | changes
+    path = tmp_path / "mine.yaml"
+    kept = {key: value for key, value in values.items() if value is not None}
+    path.write_text(yaml.safe_dump(kept), encoding="utf-8")
+    with pytest.raises(ConfigError, match=problem) as error:
+        load_machine(str(path))
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_proposes_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no hardware named 'h1000'.*did you mean h100\?"):
+        load_machine("h1000")
+
+
+def test_an_unknown_rate_is_refused() -> None:
+    machine = load_machine("h100").model_copy(update={"tflops": {"bf16": 989.4}})
+    with pytest.raises(ConfigError, match=r"has no tflops\.fp32"):
+        machine.peak("fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "stem"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79, "h100"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 79, "a100-80gb"),
+        ("NVIDIA L40S", 44, "l40s"),
+    ],
+)
+def test_a_gpu_gets_its_file_with_its_own_memory(name: str, gib: int, stem: str) -> None:
+    hardware = Hardware(16, 2**38, (Gpu(name, gib * 2**30),))
+    machine = machine_of(hardware, "bf16")
+    assert machine == load_machine(stem).model_copy(update={"memory_gib": gib})
+
+
+def test_a_host_without_gpus_has_its_own_cores() -> None:
+    machine = machine_of(Hardware(6, 12 * 2**30, cpu_flags=frozenset({"avx2"})), "fp32")
+    assert (machine.device, machine.devices_per_node, machine.memory_gib) == ("cpu", 6, 2)
+    assert machine.peak("fp32") == 60e9

@@ -1,0 +1,164 @@
+"""The search for a layout: the best of all, what is refused and why, and its chart."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megacore.config import RunConfig, load_config
+from megacore.config.train import Recompute
+from megacore.errors import ConfigError, ParallelLayoutError
+from megacore.plan.draw import draw_search, search_figure
+from megacore.plan.iteration import Iteration
+from megacore.plan.layouts import layout_of
+from megacore.plan.machine import Machine, load_machine
+from megacore.plan.memory import GIB
+from megacore.plan.search import Choice, Partition, SearchResult, launch_values, search
+from megacore.plan.table import USABLE, memory_of
+
+VOCAB = 2000
+TINY = {
+    "model.num_layers": 4,
+    "model.hidden_size": 512,
+    "data.seq_length": 4096,
+    "train.global_batch_size": 8,
+    "train.precision": "bf16",
+    "launch.nproc_per_node": "auto",
+}
+PARTITIONS: tuple[Partition, ...] = ("balanced", "uniform")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+GPT_13B = {"engine": "native", "launch.nproc_per_node": "auto"}
+
+
+def conf(**values: Any) -> RunConfig:
+    return load_config("gpt2-tiny", TINY | {key.replace("__", "."): values[key] for key in values})
+
+
+def small_machine(memory_gib: float, **values: Any) -> Machine:
+    return load_machine("h100").model_copy(update={"memory_gib": memory_gib, **values})
+
+
+@pytest.fixture(scope="module")
+def result_13b() -> SearchResult:
+    config = load_config("gpt2-13b-3d", GPT_13B)
+    return search(config, 50_257, load_machine("h100"), 64)
+
+
+def every_layout(config: RunConfig, machine: Machine, ranks: int) -> list[tuple[float, float]]:
+    """Return time and memory of all layouts that work, without bounds or shortcuts."""
+    results, divisors = [], [size for size in range(1, ranks + 1) if ranks % size == 0]
+    stages = (0, 1) if config.engine == "native" else (0, 1, 2, 3)
+    for tensor, pipeline in product(divisors, divisors):
+        if ranks % (tensor * pipeline):
+            continue
+        data = ranks // (tensor * pipeline)
+        for virtual, micro, zero, recompute, sequence, partition in product(
+            (1, 2, 4), (1, 2, 4, 8), stages, RECOMPUTES, (False, True), PARTITIONS
+        ):
+            sizes = tensor, pipeline, virtual, data, micro, zero
+            choice = Choice(*sizes, recompute, sequence, partition)
+            changed = choice.applied(config)
+            try:
+                layout = layout_of(changed, ranks, VOCAB)
+            except ParallelLayoutError:
+                continue
+            iteration = Iteration(changed, VOCAB, machine, layout, "bf16")
+            memory = memory_of(iteration)
+            if memory <= USABLE * machine.memory_gib * GIB:
+                results.append((iteration.predict().seconds, memory))
+    return sorted(results)
+
+
+@pytest.mark.parametrize(
+    ("engine", "memory_gib", "devices_per_node"), [("native", 0.93, 2), ("deepspeed", 0.95, 8)]
+)
+def test_the_result_is_that_of_predicting_every_layout(
+    engine: str, memory_gib: float, devices_per_node: int
+) -> None:
+    config = conf(engine=engine)
+    machine = small_machine(memory_gib, devices_per_node=devices_per_node)
+    expected = every_layout(config, machine, 4)
+    result = search(config, VOCAB, machine, 4, top=12, front=True)
+    assert any("more memory" in each.reason for each in result.refused)  # the limit matters
+    times = dict.fromkeys(seconds for seconds, _ in expected)
+    fastest = dict.fromkeys(each.seconds for each in result.best)
+    assert list(fastest) == list(times)[: len(fastest)]
+    limit = 1.4 * result.best[0].seconds
+    front, least = [], float("inf")
+    for seconds, memory in expected:
+        if memory < least and seconds < limit:
+            front.append((seconds, memory))
+            least = memory
+    found = [(each.seconds, each.memory) for each in result.front if each.seconds < limit]
+    assert found == front
+    assert len(found) > 1 or engine == "deepspeed"
+
+
+def test_every_candidate_is_counted_once(result_13b: SearchResult) -> None:
+    result = result_13b
+    assert len(result.best) == 10
+    refused = sum(each.candidates for each in result.refused)
+    assert refused + len(result.evaluated) == result.total
+    reasons = "\n".join(each.reason for each in result.refused)
+    assert "model.num_attention_heads 40 is not a multiple" in reasons
+    assert "train.global_batch_size 1024 is not a multiple" in reasons
+    assert "need more memory than 77.6 of 80 GiB" in reasons
+    assert len(result.evaluated) < 100 < result.total
+
+
+def test_figures_follow_from_the_time(result_13b: SearchResult) -> None:
+    best = result_13b.best[0]
+    assert best.tokens_per_second == pytest.approx(1024 * 2048 / best.seconds)
+    assert best.days == pytest.approx(143_051 * best.seconds / 86_400)
+    assert best.device_hours == pytest.approx(best.days * 24 * 64)
+    # 6 operations for each weight and token, and attention's
+    assert best.utilisation == pytest.approx(
+        best.tokens_per_second * (6 * 12.85e9 + 12 * 40 * 2048 * 5120) / (64 * 989.4e12), rel=0.02
+    )
+
+
+def test_chosen_values_give_the_same_layout_when_a_file_has_them(result_13b: SearchResult) -> None:
+    result = result_13b
+    config = load_config("gpt2-13b-3d", GPT_13B)
+    for each in result.best[:3]:
+        values = each.choice.values(config) | launch_values(config, result.machine, 64)
+        assert load_config("gpt2-13b-3d", GPT_13B | values) == each.iteration.config
+    slurm = config.model_copy(update={"launch": config.launch.model_copy(update={"kind": "slurm"})})
+    assert launch_values(slurm, result.machine, 64) == {
+        "launch.nproc_per_node": 8,
+        "launch.nnodes": 8,
+    }
+
+
+def test_the_error_is_that_of_the_hardware() -> None:
+    config = conf()
+    errors = [
+        search(config, VOCAB, load_machine(name), 1, top=1).error
+        for name in ("a100-80gb", "h100", "b200")
+    ]
+    assert errors == [0.07, 0.075, None]
+    summary = search(config, VOCAB, load_machine("b200"), 1).summary()
+    assert "are not validated against measured runs" in summary
+
+
+def test_no_layout_is_one_sentence_with_the_reasons() -> None:
+    with pytest.raises(ParallelLayoutError, match=r"no layout of gpt2-tiny on 4 .* more memory"):
+        search(conf(), VOCAB, small_machine(0.1), 4)
+    with pytest.raises(ConfigError, match=r"12 devices .* use a multiple of 8"):
+        search(conf(), VOCAB, load_machine("h100"), 12)
+
+
+def test_the_chart_names_the_pareto_front(tmp_path: Path) -> None:
+    result = search(conf(), VOCAB, load_machine("h100"), 4, front=True)
+    picture = draw_search(result, tmp_path / "layouts.svg", "gpt2-tiny")
+    assert ElementTree.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    (axes,) = search_figure(result, "gpt2-tiny").axes
+    assert len(result.front) > 2
+    assert [text.get_text() for text in axes.texts] == [
+        str(number) for number in range(1, len(result.front) + 1)
+    ]
+    assert all(each.choice.name in axes.get_xlabel() for each in result.front)
+    with pytest.raises(ConfigError, match=r"--chart .*layouts\.pdf: pictures are written as"):
+        draw_search(result, tmp_path / "layouts.pdf", "gpt2-tiny")
