@@ -5,7 +5,7 @@
 Without --hardware the machine is calibrated first. The ranks of 1, 2 and 4 processes train models
 from tiny to 124M in several layouts, each rank on one thread. A measured time is the shortest of a
 run's iterations, on its slowest rank, because other programs only ever make an iteration longer.
-Processor time beside it is that of the slowest rank, or of all ranks divided by the cores if that
+The processor time is that of the slowest rank, or of all ranks divided by the cores if that
 is more: on an idle machine an iteration without a bubble takes little more. The rate of a product
 of 512 x 512 x 512 shows how the machine's speed changed.
 """

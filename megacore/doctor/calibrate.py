@@ -39,6 +39,8 @@ _MOST_RANKS = 16
 """Largest number of ranks that measure at once."""
 _ROUNDS = 2
 """Rounds of measurements of all products."""
+_TRAINING_SHARE = 12
+"""Time of a training in relation to that of another measurement."""
 _MIB = 1 << 20
 _GIGA = 1e9
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -234,7 +236,7 @@ def _training(plan: Plan, case: Case, device: Any, precision: str) -> list[float
     while len(times) < 4 or time.perf_counter() < ends:
         if len(times) == 1:
             dist.barrier()
-            ends = time.perf_counter() + 6 * plan.seconds
+            ends = time.perf_counter() + _TRAINING_SHARE * plan.seconds
         start = clock()
         engine.forward_backward(iter([batch]), [len(times)])
         engine.update(1e-4, 0.01)
@@ -280,20 +282,19 @@ def _collectives(plan: Plan, device: Any) -> dict[str, list[list[float]]]:
             times.append((time.perf_counter() - start) / calls)
         return min(times[2:])
 
+    def reduced(among: ParallelGroup, group: Any) -> list[list[float]]:
+        return [
+            [size, seconds(lambda x: all_reduce_(x, among), size, group)] for size in plan.messages
+        ]
+
     results: dict[str, list[list[float]]] = {}
     if two is not None:
-        for name, group in (("sockets", two), ("shared", near)):
-            if group is not None:
-                results[name] = [
-                    [size, seconds(lambda x, group=group: all_reduce_(x, group), size, pair)]
-                    for size in plan.messages
-                ]
+        results["sockets"] = reduced(two, pair)
         results["message"] = [[size, seconds(ping, size, pair) / 2] for size in plan.messages]
+    if near is not None:
+        results["shared"] = reduced(near, pair)
     if world > 2:
-        results["all"] = [
-            [size, seconds(lambda x: all_reduce_(x, everybody), size, dist.group.WORLD)]
-            for size in plan.messages
-        ]
+        results["all"] = reduced(everybody, dist.group.WORLD)
     return results
 
 

@@ -90,7 +90,7 @@ CPU_PLAN = Plan(
     ),
     messages=(4, 16384, 262144, _MIB, 4 * _MIB, 16 * _MIB),
     copy_bytes=64 * _MIB,
-    seconds=0.06,
+    seconds=0.1,
 )
 GPU_PLAN = Plan(
     tokens=(1024, 4096, 8192),
