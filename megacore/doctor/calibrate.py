@@ -269,7 +269,7 @@ def _collectives(plan: Plan, device: Any) -> dict[str, list[list[float]]]:
 
     def seconds(work: Callable[[torch.Tensor], object], size: int, group: Any) -> float:
         values, times = torch.zeros(max(1, size // 4), device=device), []
-        calls, blocks = (20, 25) if size < _MIB else (2, 12)
+        calls, blocks = (4, 100) if size < _MIB else (1, 24)
         for _ in range(blocks):
             dist.barrier(group=group)
             if clock.cuda:
