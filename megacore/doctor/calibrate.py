@@ -435,7 +435,7 @@ def calibrate(
     sources = [
         f"measured on {platform.node()} on {time.strftime('%Y-%m-%d', time.gmtime(started))}: "
         f"{measured.ranks} of {total} devices at once, load {os.getloadavg()[0]:.1f}",
-        "not measured: network, straggler, offload.memory_gbs"
+        "not measured: network, straggler, offload.memory_gbs, core.hidden_passes"
         + ("" if measured.collectives else ", node, pipeline_gbs (one device)"),
     ]
     machine = fit(measured, plan, generic, sources)

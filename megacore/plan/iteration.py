@@ -461,7 +461,9 @@ class Iteration:
         model, tensor = self.config.model, self.layout.tensor
         parts = tensor if self.config.parallel.sequence_parallel else 1
         hidden = tokens * model.hidden_size
-        elements = self.software.hidden_passes * hidden / parts
+        core = self.machine.core
+        passes = self.software.hidden_passes if core is None else core.hidden_passes
+        elements = passes * hidden / parts
         elements += tokens * (2 * shares.inner + shares.query + 2 * shares.key_value)
         size = rates.element * elements
         streamed = rates.elementwise(size)

@@ -80,6 +80,9 @@ class CoreTimes(Section):
     elementwise_gbs: tuple[float, float]
     """Rate of elementwise operations in a layer, in GB/s of operands and results that the forward
     pass has."""
+    hidden_passes: float = Field(ge=0)
+    """Hidden states that norms and residual additions read or write in the time in which the
+    activation, which computes more, reads or writes one. Not measured by a calibration."""
     score_ns: tuple[float, float]
     """Time of an attention score besides the products, in nanoseconds."""
     logit_ns: tuple[float, float]
