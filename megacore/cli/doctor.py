@@ -44,6 +44,17 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="do not measure bandwidths between hosts")
     ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="measure this host's devices for `megacore plan`, and write a hardware file: "
+            "FILE, or conf/hardware/local.yaml",
+        ),
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="hardware file of --calibrate")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
     output: Annotated[Path | None, typer.Option(help="write the JSON to this file too")] = None,
     workspace: Annotated[
@@ -55,6 +66,23 @@ def doctor(
 
     Report each problem, its place and its remedy.
     """
+    if calibrate:
+        others = {
+            "--hostfile": hostfile,
+            "--conf": conf,
+            "--ssh-config": ssh_config,
+            "--tokens": tokens,
+            "--vocab-size": vocab_size,
+            "--override": override,
+            "--quick": quick or None,
+            "--json": as_json or None,
+            "--output": output,
+        }
+        _calibrate(file, workspace, [name for name, value in others.items() if value])
+        return
+    if file is not None:
+        raise ConfigError(f"{file} is given without --calibrate, which writes it: add the option")
+
     from rich.console import Console
 
     from megacore.artifact import Workspace
@@ -83,6 +111,34 @@ def doctor(
         show(examination, Console(width=None if sys.stdout.isatty() else 160))
     if examination.verdict == "error":
         raise typer.Exit(EXIT_CODE)
+
+
+def _calibrate(file: Path | None, workspace: Path | None, others: list[str]) -> None:
+    """Write the hardware file of this host, and print its name and main rates.
+
+    Raises ConfigError, LaunchError or FileAccessError.
+    """
+    from megacore.artifact import Workspace
+    from megacore.doctor.calibrate import calibrate
+    from megacore.plan.machine import HARDWARE_DIR
+
+    if others:
+        raise ConfigError(
+            f"{others[0]} has no effect with --calibrate, which measures only this host: leave one "
+            "of them out"
+        )
+    path = file or HARDWARE_DIR / "local.yaml"
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"the hardware file is {path}, and its directory does not exist: make it, or name "
+            "another file"
+        )
+    machine = calibrate(path, Workspace.of(workspace).root)
+    rates = ", ".join(f"{name} {rate:.4g} TFLOP/s" for name, rate in machine.tflops.items())
+    sys.stdout.write(
+        f"{path}: {machine.name}, {machine.devices_per_node} of them, {rates}, memory "
+        f"{machine.memory_gbs:.4g} GB/s, links {machine.node.gbs:.4g} GB/s\n"
+    )
 
 
 def _launch(

@@ -196,13 +196,35 @@ class Rates:
         return seconds + machine.traffic * self.stream(moved) + machine.operation_us * 1e-6
 
     def stream(self, size: float) -> float:
-        """Return the seconds of elementwise operations that read and write `size` bytes."""
+        """Return the seconds in which memory moves `size` bytes."""
         return size / (self.machine.memory_gbs * 1e9 * self.machine.memory_efficiency)
 
-    def attention(self, operations: float, *, backward: bool = False) -> float:
-        """Return the seconds of fused attention with this number of operations."""
-        share = self.machine.attention_efficiency[int(backward)]
-        return operations / (self.machine.peak(self.precision) * share * self.cores)
+    def elementwise(self, size: float, *, backward: bool = False) -> float:
+        """Return the seconds of a layer's elementwise operations.
+
+        Args:
+            size: bytes that those of the forward pass read and write.
+            backward: True for the backward pass.
+        """
+        core = self.machine.core
+        if core is not None:
+            return size / (core.elementwise_gbs[int(backward)] * 1e9 * self.cores)
+        return (_BACKWARD_BYTES if backward else 1.0) * self.stream(size)
+
+    def loss(self, logits: float, size: float, *, backward: bool = False) -> float:
+        """Return the seconds of the loss of `logits` logits, each with `size` bytes of traffic."""
+        core = self.machine.core
+        if core is not None:
+            return logits * core.logit_ns[int(backward)] * 1e-9 / self.cores
+        return self.stream(size * logits)
+
+    def attention(self, operations: float, scores: float, *, backward: bool = False) -> float:
+        """Return the seconds of fused attention with this number of operations and scores."""
+        share, core = self.machine.attention_efficiency[int(backward)], self.machine.core
+        seconds = operations / (self.machine.peak(self.precision) * share * self.cores)
+        if core is not None:
+            seconds += scores * core.score_ns[int(backward)] * 1e-9 / self.cores
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -214,6 +236,8 @@ class Group:
     """Number of ranks."""
     stride: int = 1
     """Distance between the numbers of two neighbours."""
+    shared: bool = False
+    """True if the ranks of a host communicate through its memory, as tensor parallelism on CPUs."""
 
     @property
     def on_a_node(self) -> int:
@@ -246,11 +270,27 @@ class Group:
         """Return the seconds of an all-gather or reduce-scatter of `size` bytes in total."""
         if self.size == 1:
             return 0.0
+        if self.machine.core is not None:
+            return self._gather_on_cores(size)
         link = self.link
         # inside a host a ring, between hosts a tree
         steps = self.on_a_node - 1 if self.nodes == 1 else math.log2(self.nodes)
         inner = (self.on_a_node - 1) * self.machine.node.latency_us if self.nodes > 1 else 0.0
         latency = (steps * link.latency_us + inner) * 1e-6
+        return latency + (self.size - 1) / self.size * size / (link.gbs * 1e9)
+
+    def _gather_on_cores(self, size: float) -> float:
+        """Return half the seconds in which cores sum `size` bytes.
+
+        In shared memory each rank writes its part and reads all others. Over sockets it is a ring.
+        """
+        if self.shared and self.nodes == 1:
+            node = self.machine.node
+            return node.latency_us * 1e-6 + self.size / 4 * size / (node.gbs * 1e9)
+        core = self.machine.core
+        assert core is not None
+        link = core.sockets if self.nodes == 1 else self.machine.network
+        latency = (self.size - 1) * link.latency_us * 1e-6
         return latency + (self.size - 1) / self.size * size / (link.gbs * 1e9)
 
 
@@ -309,6 +349,10 @@ class Iteration:
         )
         nodes = -(-self.layout.world_size // self.machine.devices_per_node)
         waiting = self.machine.straggler * math.log2(nodes) * parts.seconds
+        if self._ranks_of_a_core > 1:
+            busy = micro * sum(each.total + sent for each in pace) / stages
+            waiting += max(0.0, self._ranks_of_a_core * busy - makespan)
+            waiting += (self._ranks_of_a_core - 1) * (parts.data + parts.optimizer)
         return replace(parts, other=waiting)
 
     def with_layout(self, config: RunConfig, layout: RankLayout) -> "Iteration":
@@ -321,6 +365,11 @@ class Iteration:
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
+
+    @property
+    def _ranks_of_a_core(self) -> float:
+        """Ranks that share a core; a core that waits for a message works for another rank."""
+        return max(1.0, 1.0 / self.cores) if self.machine.core is not None else 1.0
 
     @property
     def micro_batches(self) -> int:
@@ -336,7 +385,8 @@ class Iteration:
     @cached_property
     def rates(self) -> Rates:
         """Times of operations of a rank."""
-        return Rates(self.machine, self.precision, self.cores)
+        cores = self.cores if self.machine.core is None else max(1.0, self.cores)
+        return Rates(self.machine, self.precision, cores)
 
     def forward(self, chunk: ModelChunk) -> Pass:
         """Return the time of a micro batch's forward pass through a chunk."""
@@ -428,17 +478,20 @@ class Iteration:
         model, tensor = self.config.model, self.layout.tensor
         parts = tensor if self.config.parallel.sequence_parallel else 1
         hidden = tokens * model.hidden_size
-        elements = self.software.hidden_passes * hidden / parts
+        core = self.machine.core
+        passes = self.software.hidden_passes if core is None else core.hidden_passes
+        elements = passes * hidden / parts
         elements += tokens * (2 * shares.inner + shares.query + 2 * shares.key_value)
-        streamed = rates.stream(rates.element * elements)
+        size = rates.element * elements
+        streamed = rates.elementwise(size)
         heads = train.micro_batch_size * max(1, model.num_attention_heads // tensor)
-        size = heads, model.head_dim
-        attention = sum(core.forward(rates, *size, self.software) for core in cores)
+        head = heads, model.head_dim
+        attention = sum(core.forward(rates, *head, self.software) for core in cores)
         device = sum(rates.product(*shape) for shape in linear) + attention + streamed
         back = sum(rates.product(m, k, n) + rates.product(n, k, m) for m, n, k in linear)
-        back += sum(core.backward(rates, *size, self.software) for core in cores)
-        back += _BACKWARD_BYTES * streamed
-        collective = Group(self.machine, tensor).all_reduce(rates.element * hidden)
+        back += sum(core.backward(rates, *head, self.software) for core in cores)
+        back += rates.elementwise(size, backward=True)
+        collective = Group(self.machine, tensor, shared=True).all_reduce(rates.element * hidden)
         count = collectives if tensor > 1 else 0
         waits = count * host.collective_us * (tensor / 2) ** _MORE_RANKS
         start, start_back = host.layer_forward_us + waits, host.layer_backward_us + waits
@@ -448,10 +501,16 @@ class Iteration:
         )
         restart = start if train.recompute == "full" else 0.0
         return LayerTimes(
-            forward=_bounded(device, exchanged, start),
-            backward=_bounded(back, exchanged, start_back),
-            recomputing=_bounded(back + again[0], exchanged + again[1], start_back + restart),
+            forward=self._started(device, exchanged, start),
+            backward=self._started(back, exchanged, start_back),
+            recomputing=self._started(back + again[0], exchanged + again[1], start_back + restart),
         )
+
+    def _started(self, device: float, exchanged: float, host_us: float) -> Pass:
+        """Return the time of operations that the host starts; a core starts its own."""
+        if self.machine.core is not None:
+            return Pass(device + host_us * 1e-6, exchanged)
+        return _bounded(device, exchanged, host_us)
 
     def _ends(self, chunk: ModelChunk, *, backward: bool) -> Pass:
         """Return the time of a chunk's embedding and head in one direction."""
@@ -469,10 +528,10 @@ class Iteration:
             device = sum(rates.product(m, k, n) + rates.product(n, k, m) for m, n, k in linear)
         else:
             device = sum(rates.product(*shape) for shape in linear)
-        device += rates.stream(self.software.loss_bytes * tokens * vocabulary)
-        collective = Group(self.machine, tensor).all_reduce(4.0 * tokens)
+        device += rates.loss(tokens * vocabulary, self.software.loss_bytes, backward=backward)
+        collective = Group(self.machine, tensor, shared=True).all_reduce(4.0 * tokens)
         exchanged = (1 if backward else 3) * collective if tensor > 1 else 0.0
-        return total + _bounded(device, exchanged, host.head_us)
+        return total + self._started(device, exchanged, host.head_us)
 
     def message(self) -> float:
         """Return the seconds of a message between two pipeline stages; 0 with one stage."""
@@ -537,7 +596,7 @@ class Iteration:
             total, hidden = scatter + gather, makespan / micro * 2 / 3
         else:
             total, hidden = 2 * scatter, makespan / micro * 2 / 3
-        if not once:
+        if not once or self.machine.core is not None:  # a core that communicates does not compute
             return total
         rounds = micro if zero >= 2 else 1
         return max(total - hidden, total / rounds / max(1, layers))
@@ -549,9 +608,12 @@ class Iteration:
         """
         zero, machine = zero_of(self.config), self.machine
         share = parameters / (self.layout.data if zero.stage else 1)
+        if machine.core is not None:
+            update = layers * machine.core.layer_update_us + machine.core.iteration_us
+            return update * 1e-6 + share * machine.core.parameter_ns * 1e-9
         fixed = layers * self.software.optimizer_us * 1e-6
         size = self.software.optimizer_bytes * share
-        if zero.offload_optimizer == "none" or machine.device == "cpu":
+        if zero.offload_optimizer == "none":
             return fixed + self.rates.stream(size)
         offload = machine.offload
         moved = (self.rates.element + 4) * share / (offload.transfer_gbs * 1e9)
@@ -617,7 +679,7 @@ class Core:
     def forward(self, rates: Rates, heads: int, size: int, software: Software) -> float:
         """Return the seconds of a forward pass with `heads` heads of all samples."""
         if software.fused_attention:
-            return rates.attention(self._operations(heads, size))
+            return rates.attention(self._operations(heads, size), self._scores_of(heads))
         products = rates.product(self.queries, self.keys, size, heads)
         products += rates.product(self.queries, size, self.keys, heads)
         return products + self._scores(rates, heads)
@@ -625,15 +687,18 @@ class Core:
     def backward(self, rates: Rates, heads: int, size: int, software: Software) -> float:
         """Return the seconds of a backward pass; a fused one repeats the scores."""
         if software.fused_attention:
-            return rates.attention(2.5 * self._operations(heads, size), backward=True)
+            operations, scores = 2.5 * self._operations(heads, size), self._scores_of(heads)
+            return rates.attention(operations, scores, backward=True)
         products = rates.product(self.queries, self.keys, size, heads)
         products += rates.product(self.queries, size, self.keys, heads)
         products += 2 * rates.product(self.keys, size, self.queries, heads)
         return products + _BACKWARD_BYTES * self._scores(rates, heads)
 
     def _operations(self, heads: int, size: int) -> float:
-        share = 0.5 if self.causal else 1.0
-        return share * 4.0 * heads * self.queries * self.keys * size
+        return 4.0 * self._scores_of(heads) * size
+
+    def _scores_of(self, heads: int) -> float:
+        return (0.5 if self.causal else 1.0) * heads * self.queries * self.keys
 
     def _scores(self, rates: Rates, heads: int) -> float:
         return rates.stream(_SCORES * rates.element * heads * self.queries * self.keys)

@@ -5,9 +5,9 @@ training reaches is fitted; `fitted_on` names the runs. docs/planning.md has the
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from megacore.config.base import Section
 from megacore.config.load import CONF_DIR
@@ -77,6 +77,32 @@ class OffloadRates(Section):
     """Disk for offloaded state and checkpoints."""
 
 
+class CoreTimes(Section):
+    """Work of a CPU core that the rates of products and memory do not determine.
+
+    A pair is for the forward and the backward pass. Nothing hides these times on a CPU.
+    """
+
+    elementwise_gbs: tuple[float, float]
+    """Rate of elementwise operations in a layer, in GB/s of operands and results that the forward
+    pass has."""
+    hidden_passes: float = Field(ge=0)
+    """Hidden states that norms and residual additions read or write in the time in which the
+    activation, which computes more, reads or writes one. Not measured by a calibration."""
+    score_ns: tuple[float, float]
+    """Time of an attention score besides the products, in nanoseconds."""
+    logit_ns: tuple[float, float]
+    """Time of a logit in the loss, in nanoseconds."""
+    parameter_ns: float = Field(ge=0)
+    """Time of a parameter in an update, with its norm and the zeroed gradient, in nanoseconds."""
+    layer_update_us: float = Field(ge=0)
+    """Time of a layer in an update besides its parameters, in microseconds."""
+    iteration_us: float = Field(ge=0)
+    """Time of an iteration besides all other work, in microseconds."""
+    sockets: Link
+    """Collectives of ranks that share no memory: data parallelism. `node` is shared memory."""
+
+
 class Machine(Section):
     """Equal hosts of equal devices."""
 
@@ -121,7 +147,16 @@ class Machine(Section):
     offload: OffloadRates
     """Rates of offloaded state and of checkpoints."""
     host: HostTimes
-    """Time that the host needs to start operations."""
+    """Time that the host needs to start operations; a core has no host, and its time is added."""
+    core: CoreTimes | None = None
+    """Times of a core; only of the device cpu, which must have them."""
+
+    @model_validator(mode="after")
+    def _has_core(self) -> Self:
+        if (self.core is None) == (self.device == "cpu"):
+            problem = "lacks core" if self.device == "cpu" else "has core, which only a CPU has"
+            raise ValueError(f"device {self.device} {problem}")
+        return self
 
     def peak(self, precision: str) -> float:
         """Return the peak FLOP/s of a device. Raises ConfigError for an unknown rate."""
