@@ -342,18 +342,24 @@ class Activations:
             logits: bytes of a micro batch's logits.
         """
         sizes = [self.chunk(chunk) + logits * chunk.has_head for chunk in chunks]
+        losses = [chunk.has_head * self.loss_blocks(logits) for chunk in chunks]
+        gradients = [self._backward(chunk, logits) for chunk in chunks]
+        messages = [self._messages(chunks, posted) for posted in range(_AHEAD + 1)]
         passes = self._passes(stage, micro_batches, len(chunks))
         pipeline = Pipeline(self.config.parallel.pipeline_model_parallel_size, len(chunks))
-        receives = [pipeline.receive(stage, each) is not None for each in passes]
+        first, last = (pipeline.model_chunk(stage, chunk) for chunk in (0, len(chunks) - 1))
+        starts = {Direction.FORWARD: 0 if first == 0 else None}
+        starts[Direction.BACKWARD] = len(chunks) - 1 if last == pipeline.model_chunks - 1 else None
+        receives = [each.chunk != starts[each.direction] for each in passes]
         stored, left, peak = 0, sum(receives), 0
         for each, receive in zip(passes, receives, strict=True):
-            chunk, left = chunks[each.chunk], left - receive
+            left -= receive
             if each.direction is Direction.FORWARD:
                 stored += sizes[each.chunk]
-                temporary, freed = chunk.has_head * self.loss_blocks(logits), 0
+                temporary, freed = losses[each.chunk], 0
             else:
-                temporary, freed = self._backward(chunk, logits), sizes[each.chunk]
-            peak = max(peak, stored + self._messages(chunks, min(_AHEAD, left)) + temporary)
+                temporary, freed = gradients[each.chunk], sizes[each.chunk]
+            peak = max(peak, stored + messages[min(_AHEAD, left)] + temporary)
             stored -= freed
         return peak
 

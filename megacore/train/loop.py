@@ -187,7 +187,12 @@ class Trainer:
             self._measure_perplexity()
 
     def _prediction(self) -> dict[str, Any]:
-        """Return the predicted milliseconds of an iteration by phase, and the hardware's name."""
+        """Return the predicted milliseconds of an iteration by phase, and the hardware's name.
+
+        Only rank 0 records events.
+        """
+        if self._mesh.rank != 0:
+            return {}
         layout, threads = self._mesh.layout, torch.get_num_threads()
         try:
             time = predict_run(self._config, self._vocab_size, Hardware.detect(), layout, threads)
