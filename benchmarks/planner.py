@@ -140,10 +140,11 @@ def _show_memory(kind: str, pairs: Sequence[tuple[Row, Row]]) -> None:
         for row, prediction in pairs
         if row["mem_gib"]
     ]
+    median_error = f"{statistics.median(errors):.1%}" if errors else "unknown"
     full = [prediction for row, prediction in pairs if row["outcome"] == "oom"]
     ran = [prediction for row, prediction in pairs if row["outcome"] == "ok"]
     Console(width=160).print(
-        f"memory, {kind}: median error {statistics.median(errors):.1%} of {len(errors)} runs; "
+        f"memory, {kind}: median error {median_error} of {len(errors)} runs; "
         f"{sum(each['predicted_fits'] == 'no' for each in full)} of {len(full)} runs out of memory "
         f"predicted, {sum(each['predicted_fits'] == 'no' for each in ran)} of {len(ran)} runs that "
         "fitted refused"
@@ -191,14 +192,14 @@ class _Fit:
         """Return the fitted constants."""
         from scipy.optimize import least_squares
 
-        found = least_squares(
+        fitted = least_squares(
             self._residuals,
             np.zeros(len(self.start)),
             loss="soft_l1",
             f_scale=_OUTLIER,
-            max_nfev=15,
+            max_nfev=_MOST_STEPS,
         )
-        return self._constants(found.x)
+        return self._constants(fitted.x)
 
     def _constants(self, logarithms: npt.NDArray[np.float64]) -> dict[str, float]:
         pairs = zip(self.start.items(), logarithms, strict=True)
@@ -238,10 +239,10 @@ class _Fit:
 
 
 def _value(values: Mapping[str, Any], name: str) -> float:
-    found: Any = values
+    value: Any = values
     for part in name.split("."):
-        found = found[int(part) if part.isdigit() else part]
-    return float(found)
+        value = value[int(part) if part.isdigit() else part]
+    return float(value)
 
 
 def _set(values: dict[str, Any], name: str, value: float) -> None:

@@ -247,7 +247,7 @@ class Tracking:
         return answer
 
     def _state(self) -> list[Any] | None:
-        """Return what changes with each transaction in the store, or None if nothing shows that."""
+        """Return values that change with each transaction, or None if the store has none."""
         file = sqlite_file(self.uri)
         if file is None or os.environ.get("MLFLOW_REGISTRY_URI", self.uri) != self.uri:
             return None
@@ -260,7 +260,7 @@ class Tracking:
         if header[:16] != _SQLITE or header[18:20] != _ROLLBACK or any(map(Path.exists, logs)):
             return None
         view = hashlib.sha256(canonical_json(_VIEW_STATE)).hexdigest()
-        programs = [metadata.version(package) for package in ("mlflow", "megacore")]
+        programs = [versions().get(f"version.{package}") for package in ("mlflow", "megacore")]
         counter = header[24:28].hex()  # of transactions
         return [
             self.uri,

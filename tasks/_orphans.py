@@ -150,8 +150,8 @@ class TemporaryServer:
     def start(self, timeout: int | None = None) -> None:
         """Start the server unless it runs, and wait until it answers.
 
-        Raises RuntimeError if it does not answer within `timeout` seconds, by default Prefect's
-        setting.
+        Raises RuntimeError if its process ends, or does not answer within about `timeout` seconds,
+        by default Prefect's setting.
         """
         if self.running:
             return
@@ -168,7 +168,7 @@ class TemporaryServer:
             atexit.register(self.stop)
             self._wait_until_healthy(timeout)
         except BaseException:
-            self.running = False
+            self.stop()
             raise
 
     def _wait_until_healthy(self, timeout: int | None) -> None:
@@ -177,15 +177,18 @@ class TemporaryServer:
         assert self.server_process is not None
         seconds = timeout or PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
         for _ in range(round(seconds / _HEALTH_POLL)):  # longer on a busy host, as in Prefect
-            if self.server_process.poll() == _PORT_IN_USE:
+            ended = self.server_process.poll()
+            if ended == _PORT_IN_USE:
                 self.port = _free_port()
                 self.server_process = self._run_uvicorn_command()
-            if self._is_healthy():
+            elif ended is not None:
+                break
+            elif self._is_healthy():
                 return
             time.sleep(_HEALTH_POLL)
         code = self.server_process.poll()
-        ended = "" if code is None else f"; its process ended with {code}"
-        raise RuntimeError(f"Prefect's temporary server at {self.address} does not answer{ended}")
+        reason = "" if code is None else f"; its process ended with {code}"
+        raise RuntimeError(f"Prefect's temporary server at {self.address} does not answer{reason}")
 
     def _is_healthy(self) -> bool:
         connection = http.client.HTTPConnection(_HOST, self.port, timeout=5)

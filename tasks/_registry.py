@@ -175,9 +175,10 @@ def published_exists(tracking: Tracking, receipt: Mapping[str, str]) -> bool:
     location = tracking.recall(["published", dict(receipt)], lambda: _location(tracking, receipt))
     if location is None:
         return False
-    parsed = urlparse(location)
-    if parsed.scheme in ("", "file"):
-        return os.path.isfile(Path(unquote(parsed.path), _DESCRIPTION))
+    scheme = urlparse(location).scheme
+    if scheme in ("", "file"):
+        path = unquote(urlparse(location).path) if scheme else location
+        return os.path.isfile(Path(path, _DESCRIPTION))
     with tracking.errors(f"look up {receipt['uri']}"):
         return _has_files(tracking, receipt["model_id"])
 

@@ -32,8 +32,10 @@ CURVES = {
 
 
 _TOTAL = "total"
-_COMPUTATION = ("forward-compute", "backward-compute", "forward-backward")
+_COMPUTATION = ("forward-compute", "backward-compute", "forward-backward", "optimizer")
 """Phases in which a rank computes. The phases of waiting are nested in them."""
+_TIED, _DATA = "embedding-parallel wait", "data-parallel wait"
+"""Waits for gradients: those of a tied embedding on two stages, and those of all parameters."""
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Attempt:
     """Reason in its `exit` event; None if it was killed or is still running."""
     phases: list[dict[str, float]] = field(default_factory=list)
     """Milliseconds per iteration of its step events by phase, and in all (`total`)."""
+    largest_batch: int = 0
+    """Samples per iteration of these events."""
     times: list[float] = field(default_factory=list)
     """Times of its step events, in Unix seconds."""
     iterations: list[int] = field(default_factory=list)
@@ -62,6 +66,16 @@ class Attempt:
     def seconds(self) -> float:
         """Time from its first event to its last."""
         return max(0.0, self.end - self.start)
+
+    def add_phases(self, event: Mapping[str, Any]) -> None:
+        """Add the times of a step event; those of a ramp-up's smaller batches do not count."""
+        batch = event.get("global_batch_size", 0)
+        if not event.get("phase_ms") or batch < self.largest_batch:
+            return
+        if batch > self.largest_batch:
+            self.largest_batch = batch
+            self.phases.clear()
+        self.phases.append(event["phase_ms"] | {_TOTAL: event["ms_per_iteration"]})
 
     @property
     def phase_ms(self) -> dict[str, float]:
@@ -73,6 +87,8 @@ class Attempt:
         known = {
             name: value for name, value in medians.items() if name not in (_TOTAL, *_COMPUTATION)
         }
+        if _TIED in known:
+            known[_DATA] = known.get(_DATA, 0.0) + known.pop(_TIED)
         return {"compute": max(0.0, medians[_TOTAL] - sum(known.values())), **known}
 
     @property
@@ -179,8 +195,7 @@ class RunHistory:
             if kind == "step":
                 attempt.times.append(event["time"])
                 attempt.iterations.append(iteration)
-                if event.get("phase_ms"):
-                    attempt.phases.append(event["phase_ms"] | {_TOTAL: event["ms_per_iteration"]})
+                attempt.add_phases(event)
                 if iteration not in self._seconds:
                     trained = max(0.0, event["time"] - attempt.start)
                     self._seconds[iteration] = attempt.trained_before + trained

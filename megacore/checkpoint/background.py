@@ -122,7 +122,7 @@ class CheckpointSaver:
         self._flight: _RunningSave | None = None
         self._finished: deque[SaveFinished] = deque()
         self._writer: threading.Thread | None = None
-        """Thread that imports _WRITER, so that neither the first step nor the first save waits."""
+        """Thread that imports _WRITER after the first step, which does not wait for it."""
 
     @property
     def failed(self) -> bool:

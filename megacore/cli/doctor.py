@@ -120,14 +120,14 @@ def _calibrate(file: Path | None, workspace: Path | None, others: list[str]) -> 
     """
     from megacore.artifact import Workspace
     from megacore.doctor.calibrate import calibrate
-    from megacore.plan.machine import HARDWARE_DIR
+    from megacore.plan.machine import HARDWARE_DIR, LOCAL_FILE
 
     if others:
         raise ConfigError(
             f"{others[0]} has no effect with --calibrate, which measures only this host: leave one "
             "of them out"
         )
-    path = file or HARDWARE_DIR / "local.yaml"
+    path = file or HARDWARE_DIR / LOCAL_FILE
     if not path.absolute().parent.is_dir():
         raise ConfigError(
             f"the hardware file is {path}, and its directory does not exist: make it, or name "

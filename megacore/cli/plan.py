@@ -93,9 +93,9 @@ def plan(
         if write is not None:
             _print(_write_layout(conf, overrides, config, result, write))
         return
-    given = [name for name, value in searching.items() if value is not None]
-    if given:
-        raise _usage(f"{', '.join(given)} given without --search: add it, or remove them")
+    extra = [name for name, value in searching.items() if value is not None]
+    if extra:
+        raise _usage(f"{', '.join(extra)} given without --search: add it, or remove them")
     _show(load_config(conf, overrides), hardware, draw)
 
 
@@ -106,9 +106,9 @@ def _check_options(conf: str | None, table: Path | None, others: Mapping[str, An
             "give either the name of a configuration, as in `megacore plan gpt2-tiny`, or "
             f"--table FILE.csv{'' if conf is None else ', not both'}"
         )
-    given = [name for name, value in others.items() if value is not None]
-    if table is not None and given:
-        raise _usage(f"{', '.join(given)} given with --table, whose rows say it: remove them")
+    extra = [name for name, value in others.items() if value is not None]
+    if table is not None and extra:
+        raise _usage(f"{', '.join(extra)} given with --table, whose rows say it: remove them")
 
 
 def _check_search(
@@ -152,6 +152,7 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     """Print the plan of one layout with its predicted time, or draw its schedule."""
     from megacore.hardware import Hardware
     from megacore.plan import draw as pictures
+    from megacore.plan.layouts import ranks_per_host
     from megacore.plan.machine import load_machine, machine_of
     from megacore.plan.pipeline import plan_pipeline
     from megacore.plan.throughput import predict_run
@@ -176,9 +177,10 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     if planned.lighter is not None:
         _print(planned.lighter)
     ranks = planned.layout.world_size
-    cores = max(1, hardware.cores // ranks)  # the ranks of a host without GPUs share its cores
+    together = None if name else ranks_per_host(config.launch, ranks)
+    cores = max(1, hardware.cores // (together or ranks))
     threads = config.launch.threads_per_rank or cores
-    run = predict_run(config, vocab_size, hardware, planned.layout, threads, machine)
+    run = predict_run(config, vocab_size, hardware, planned.layout, threads, machine, together)
     precision = hardware.resolve_precision(config.train.precision)
     _print(
         f"predicted time of an iteration on {ranks} x {machine.name} in {precision}: "
@@ -217,7 +219,8 @@ def _hardware_of(machine: "Machine", config: "RunConfig") -> "Hardware":
     gpus = (Gpu(machine.name, memory, machine.processors),) * ranks
     if machine.device == "cpu":
         return Hardware(machine.devices_per_node, memory * machine.devices_per_node)
-    return Hardware(machine.devices_per_node, memory, gpus, native_bf16="bf16" in machine.tflops)
+    host = memory * machine.devices_per_node
+    return Hardware(machine.devices_per_node, host, gpus, native_bf16="bf16" in machine.tflops)
 
 
 def _searched(

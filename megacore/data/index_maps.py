@@ -18,10 +18,10 @@ over; here that entry counts as a sample.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ from megacore.data.index_plans import (
 )
 from megacore.token_files.indexed_dataset import IndexedDataset
 
+_T = TypeVar("_T")
 __all__ = [
     "BLEND_MAP_NAMES",
     "EXTRA_TOKENS",
@@ -172,23 +173,23 @@ def build_split(
     sequences, middle = last - first, (first + last) // 2
     epochs = np.empty((plan.epochs, sequences), np.int32)
     with ThreadPoolExecutor(1, "index-memory") as second:
-        filled = second.submit(_number, epochs[:, middle - first :], middle)
+        filled = _begun(second, _number, epochs[:, middle - first :], middle)
         if packing == "packed":
             dtype = _sample_type(epochs.size, plan, style)
             rows = np.empty((plan.samples + 1, 2), dtype)
-            touched = second.submit(_touch, rows)
-            numbered = second.submit(_in_order, plan.samples)
+            touched = _begun(second, _touch, rows)
+            numbered = _begun(second, _in_order, plan.samples)
         _number(epochs[:, : middle - first], first)
-        filled.result()
+        filled()
         document_index = epochs.reshape(-1)
         final = sequences if plan.separate_final_epoch else 0
         _shuffle_apart(document_index, len(document_index) - final, random_state)
         if packing == "packed":
-            touched.result()
+            touched()
             build = _BUILDERS[rows.dtype.type]
             partial = plan.partial_sample
             build(lengths, document_index, seq_length, plan.samples, extra, partial, out=rows)
-            order, before_final = numbered.result(), plan.samples_before_final_epoch
+            order, before_final = numbered(), plan.samples_before_final_epoch
         else:
             from megacore.data.index_plans import pack_sample_index
 
@@ -196,6 +197,20 @@ def build_split(
             order, before_final = _in_order(len(rows) - 1), len(rows) - 1
     _shuffle_apart(order, before_final, random_state)
     return IndexMaps(document_index, rows, order)
+
+
+def _begun(
+    executor: ThreadPoolExecutor, function: Callable[..., _T], *arguments: Any
+) -> Callable[[], _T]:
+    """Start a call in the executor's thread and return a function that waits for its result.
+
+    Where no thread can be created, the call is made at once.
+    """
+    try:
+        return executor.submit(function, *arguments).result
+    except RuntimeError:
+        result = function(*arguments)
+        return lambda: result
 
 
 def _sample_type(entries: int, plan: EpochPlan, style: IndexStyle) -> type[np.integer[Any]]:

@@ -195,9 +195,9 @@ def _attention(plan: Plan, device: Any, precision: str) -> list[list[float]]:
             packed(mixed, causal=True, scale=None).backward(grad)
 
         dist.barrier()
-        alone = clock.least(forward, plan.seconds)
+        single = clock.least(forward, plan.seconds)
         together = clock.least(both, plan.seconds)
-        rows.append([samples, heads, length, size, alone, max(together - alone, 0.1 * alone)])
+        rows.append([samples, heads, length, size, single, max(together - single, 0.1 * single)])
     return rows
 
 

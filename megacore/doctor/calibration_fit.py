@@ -109,7 +109,7 @@ GPU_PLAN = Plan(
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of the slowest rank, in seconds."""
+    """Times in seconds: of computation the mean of all ranks, of others the slowest rank's."""
 
     device: str
     """Name of the device."""
@@ -172,6 +172,7 @@ def fit(measured: Measured, plan: Plan, generic: Machine, sources: Sequence[str]
     """
     machine = generic.model_copy(
         update={
+            "name": f"{measured.device}, measured",
             "sources": tuple(sources),
             "fitted_on": "measured",
             "memory_gbs": measured.copy_gbs,

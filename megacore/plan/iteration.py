@@ -112,13 +112,12 @@ class Prediction:
 
     @property
     def phase_ms(self) -> dict[str, float]:
-        """Milliseconds by the names of the phases that a run measures."""
+        """Milliseconds by the phases that a run measures; `compute` includes the update."""
         seconds = {
-            "compute": self.compute,
+            "compute": self.compute + self.optimizer,
             "tensor-parallel wait": self.tensor,
             "pipeline-parallel wait": self.bubble + self.messages,
             "data-parallel wait": self.data,
-            "optimizer": self.optimizer,
             "world wait": self.other,
         }
         return {phase: 1000.0 * value for phase, value in seconds.items()}
@@ -318,8 +317,8 @@ class Iteration:
         message = self.message()
         blocking = 0.0 if self.software.hides_messages else message
         pace = [
-            sum((forward[index] + backward[index] for index in own), Pass())
-            for own in (range(stage, len(chunks), stages) for stage in range(stages))
+            sum((forward[index] + backward[index] for index in indices), Pass())
+            for indices in (range(stage, len(chunks), stages) for stage in range(stages))
         ]
         slowest = max(pace, key=lambda each: each.total)
         sent = 2 * blocking * (len(chunks) // stages)
@@ -330,8 +329,8 @@ class Iteration:
             message - blocking,
         )
         sizes = [
-            sum(sum(chunk_sizes(self.spec, chunk, self.layout.tensor)) for chunk in own)
-            for own in (chunks[stage::stages] for stage in range(stages))
+            sum(sum(chunk_sizes(self.spec, chunk, self.layout.tensor)) for chunk in part)
+            for part in (chunks[stage::stages] for stage in range(stages))
         ]
         layers = [
             sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
@@ -347,8 +346,8 @@ class Iteration:
             optimizer=self.optimizer(max(sizes), max(layers)),
             other=0.0,
         )
-        nodes = -(-self.layout.world_size // self.machine.devices_per_node)
-        waiting = self.machine.straggler * math.log2(nodes) * parts.seconds
+        hosts = -(-self.layout.world_size // self.machine.devices_per_node)
+        waiting = self.machine.straggler * math.log2(hosts) * parts.seconds
         if self._ranks_of_a_core > 1:
             busy = micro * sum(each.total + sent for each in pace) / stages
             waiting += max(0.0, self._ranks_of_a_core * busy - makespan)
@@ -539,9 +538,11 @@ class Iteration:
         if layout.pipeline == 1:
             return 0.0
         divided = layout.tensor if self.config.parallel.sequence_parallel else 1
-        size = self.rates.element * self.tokens * self.config.model.hidden_size / divided
-        stride, nodes = layout.tensor * layout.data, machine.devices_per_node
-        crossing = min(1.0, stride / nodes) if layout.world_size > nodes else 0.0
+        # the decoder's stages pass the encoder's output on
+        tokens = self.tokens + self.decoder_tokens * (self.config.family == "t5")
+        size = self.rates.element * tokens * self.config.model.hidden_size / divided
+        stride, devices = layout.tensor * layout.data, machine.devices_per_node
+        crossing = min(1.0, stride / devices) if layout.world_size > devices else 0.0
         near = machine.node.latency_us * 1e-6 + size / (machine.pipeline_gbs * 1e9)
         far = machine.network.latency_us * 1e-6 + size / (machine.network.gbs * 1e9)
         return (1 - crossing) * near + crossing * far
@@ -579,8 +580,9 @@ class Iteration:
         """
         layout, parallel = self.layout, self.config.parallel
         group = Group(self.machine, layout.data, layout.tensor)
+        fetched = self._fetched(parameters)
         if layout.data == 1:
-            return 0.0
+            return max(fetched - makespan, fetched / max(1, layers))
         zero = zero_of(self.config).stage
         width = min(self.software.gradient_bytes, 2 if parallel.grad_reduce_dtype == "bf16" else 4)
         scatter, gather = (
@@ -588,18 +590,28 @@ class Iteration:
             group.gather(self.rates.element * parameters),
         )
         once, micro = self.software.overlaps, self.micro_batches
+        after = gather if zero in (1, 2) else 0.0  # of the updated weights
         if zero == 3:
-            total, hidden = micro * (scatter + 2 * gather), makespan
+            total, hidden = micro * (scatter + 2 * gather) + fetched, makespan
         elif zero == 2:
-            total, hidden = micro * scatter + gather, makespan * 2 / 3
-        elif zero == 1:
-            total, hidden = scatter + gather, makespan / micro * 2 / 3
+            total, hidden = micro * scatter, makespan * 2 / 3
         else:
-            total, hidden = 2 * scatter, makespan / micro * 2 / 3
+            total, hidden = (1 if zero else 2) * scatter, makespan / micro * 2 / 3
         if not once or self.machine.core is not None:  # a core that communicates does not compute
-            return total
+            return total + after
         rounds = micro if zero >= 2 else 1
-        return max(total - hidden, total / rounds / max(1, layers))
+        return max(total - hidden, total / rounds / max(1, layers)) + after
+
+    def _fetched(self, parameters: int) -> float:
+        """Return the seconds in which offloaded weights are fetched, twice for each micro batch."""
+        zero, offload = zero_of(self.config), self.machine.offload
+        if zero.offload_param == "none" or self.machine.device == "cpu":
+            return 0.0
+        slowest = offload.transfer_gbs
+        if zero.offload_param == "nvme":
+            slowest = min(slowest, offload.nvme_gbs)
+        size = self.rates.element * parameters / self.layout.data
+        return 2 * self.micro_batches * size / (slowest * 1e9)
 
     def optimizer(self, parameters: int, layers: int) -> float:
         """Return the seconds of the update, of which ZeRO divides the parameters.

@@ -37,6 +37,13 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
     return RankLayout(data=layout.data, pipeline=layout.pipeline, tensor=layout.tensor)
 
 
+def ranks_per_host(launch: LaunchConfig, ranks: int) -> int:
+    """Return the number of ranks that share a host."""
+    if launch.kind in ("slurm", "kubernetes") and launch.nproc_per_node != "auto":
+        return launch.nproc_per_node
+    return max(hosts_of(launch).values(), default=ranks)
+
+
 def launched_ranks(
     launch: LaunchConfig,
     hardware: Hardware,

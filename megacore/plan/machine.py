@@ -17,6 +17,9 @@ from megacore.hardware import Hardware
 from megacore.observe.flops import PEAK_TFLOPS, peak_by_name
 
 HARDWARE_DIR = CONF_DIR / "hardware"
+LOCAL_FILE = "local.yaml"
+"""Name of the file of this host's own devices."""
+_PROJECT_FILES = Path(__file__).parents[2] / HARDWARE_DIR
 Precision = Literal["fp32", "bf16", "fp16"]
 _FILES = {
     "B200": "b200",
@@ -174,19 +177,21 @@ def load_machine(name: str, directory: Path | None = None) -> Machine:
 
     Args:
         name: path of a YAML file, or a name such as `h100`.
-        directory: directory of the files; None means `conf/hardware`.
+        directory: directory of the files; None means `conf/hardware` of the current directory, or
+            else of this project.
 
     Raises:
         ConfigError: there is no such file, or a value in it is wrong.
     """
-    directory = _hardware_dir() if directory is None else directory
-    for candidate in (Path(name), directory / f"{name.lower()}.yaml"):
+    directories = [HARDWARE_DIR, _PROJECT_FILES] if directory is None else [directory]
+    file = f"{name.lower()}.yaml"
+    for candidate in (Path(name), *(each / file for each in directories)):
         if candidate.is_file():
             break
     else:
-        known = sorted(path.stem for path in directory.glob("*.yaml"))
+        known = sorted({path.stem for each in directories for path in each.glob("*.yaml")})
         raise ConfigError(
-            f"no hardware named {name!r}: neither that file nor {directory / name.lower()}.yaml "
+            f"no hardware named {name!r}: neither that file nor {directories[0] / file} "
             f"exists{nearest(name, known)}"
         )
     content = read_yaml(candidate)
@@ -203,9 +208,13 @@ def load_machine(name: str, directory: Path | None = None) -> Machine:
 def machine_of(hardware: Hardware, precision: str) -> Machine:
     """Return the hardware file of this host's GPUs, or that of its cores without a GPU.
 
-    A GPU without a file gets A100's shares of its own peak rate. Raises ConfigError if the files
-    are missing or damaged.
+    A measured file of this host comes first. A GPU without a file, or a slice of one, gets A100's
+    shares of its own peak rate, memory that is slower in proportion, and A100's links. Raises
+    ConfigError if the files are missing or damaged.
     """
+    measured = _measured(hardware, precision)
+    if measured is not None:
+        return measured
     if not hardware.gpus:
         cores = hardware.cores
         return load_machine("cpu").model_copy(
@@ -221,13 +230,17 @@ def machine_of(hardware: Hardware, precision: str) -> Machine:
     if stem == "a100-80gb" and gpu.memory < _LARGE_A100:
         stem = "a100-40gb"
     machine = load_machine(stem or "a100-80gb")
-    changes: dict[str, Any] = {"memory_gib": gpu.memory / 2**30}
+    changes: dict[str, Any] = {
+        "memory_gib": gpu.memory / 2**30,
+        "devices_per_node": len(hardware.gpus),
+    }
     if stem is None or (gpu.multiprocessors or machine.processors) < machine.processors:
         peak = peak_by_name(gpu.name, precision, gpu.multiprocessors) or _slowest(precision)
         changes |= {
             "name": gpu.name,
             "tflops": {precision: peak},
             "processors": gpu.multiprocessors or machine.processors,
+            "memory_gbs": machine.memory_gbs * peak / machine.peak(precision) * 1e12,
         }
     return machine.model_copy(update=changes)
 
@@ -250,11 +263,13 @@ def cpu_gflops_per_core(hardware: Hardware, precision: str) -> float:
     )
 
 
-def _hardware_dir() -> Path:
-    """Return `conf/hardware` of the current directory, or else of this project."""
-    if HARDWARE_DIR.is_dir():
-        return HARDWARE_DIR
-    return Path(__file__).parents[2] / HARDWARE_DIR
+def _measured(hardware: Hardware, precision: str) -> Machine | None:
+    """Return the file of `megacore doctor --calibrate` for such devices, or None."""
+    if not (HARDWARE_DIR / LOCAL_FILE).is_file():
+        return None
+    machine = load_machine(str(HARDWARE_DIR / LOCAL_FILE))
+    fits = machine.device == hardware.device_type and precision in machine.tflops
+    return machine if fits else None
 
 
 def _slowest(precision: str) -> float:

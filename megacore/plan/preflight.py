@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megacore.config.checks import check_device
 from megacore.config.deepspeed import zero_of
-from megacore.config.hostfile import hosts_of
 from megacore.config.launch import LaunchConfig
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
@@ -22,7 +21,7 @@ from megacore.models.parameters import parameter_count
 from megacore.observe.recorder import check_tensorboard
 from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.advice import COUNT, Deployment, Saving, lighter_recompute, savings
-from megacore.plan.layouts import launched_ranks, layout_of
+from megacore.plan.layouts import launched_ranks, layout_of, ranks_per_host
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_memory
 from megacore.plan.throughput import RunTime, predict_run
 from megacore.plan.vocabulary import is_on_the_hub
@@ -118,11 +117,11 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
     require_deepspeed(config)
     known = not is_on_the_hub(config.data.tokenizer)
     ranks, threads = resolve_launch(config, hardware, vocab_size if known else None)
-    ranks_per_host = _ranks_per_host(config.launch, ranks)
+    together = ranks_per_host(config.launch, ranks)
     layout = layout_of(config, ranks)
     precision = hardware.resolve_precision(config.train.precision)
     deployment = Deployment(
-        ranks, vocab_size, precision, hardware.device_type, hardware.memory // ranks_per_host
+        ranks, vocab_size, precision, hardware.device_type, hardware.memory // together
     )
     estimate = RunEstimate(
         parameters=parameter_count(ModelSpec.of(config, vocab_size)),
@@ -134,9 +133,9 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         memory=estimate_memory(config, vocab_size, precision, hardware.device_type, layout.data),
         memory_available=min(gpu.memory for gpu in hardware.gpus)
         if hardware.gpus
-        else hardware.memory // ranks_per_host,
-        host_available=hardware.memory // ranks_per_host,
-        time=predict_run(config, vocab_size, hardware, layout, threads),
+        else hardware.memory // together,
+        host_available=hardware.memory // together,
+        time=predict_run(config, vocab_size, hardware, layout, threads, ranks_per_host=together),
         unseen=_unseen(config.launch, hardware),
     )
     if config.tracking.tensorboard:
@@ -146,9 +145,7 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
     check_device(config.train, hardware.device_type)
     if not hardware.gpus:
         _check_meant_for_cpu(config, estimate)
-    room = Room(
-        estimate.memory_available, estimate.host_available, estimate.device_type, ranks_per_host
-    )
+    room = Room(estimate.memory_available, estimate.host_available, estimate.device_type, together)
     check_memory(config, estimate.memory, room, deployment)
     return replace(estimate, lighter=lighter_recompute(config, deployment, room.device))
 
@@ -190,13 +187,6 @@ def _unseen(launch: LaunchConfig, hardware: Hardware) -> str | None:
         if launch.kind in ("slurm", "kubernetes") and asked and not hardware.gpus
         else None
     )
-
-
-def _ranks_per_host(launch: LaunchConfig, ranks: int) -> int:
-    """Return the number of ranks that share a host."""
-    if launch.kind in ("slurm", "kubernetes") and launch.nproc_per_node != "auto":
-        return launch.nproc_per_node
-    return max(hosts_of(launch).values(), default=ranks)
 
 
 def _check_meant_for_cpu(config: RunConfig, estimate: RunEstimate) -> None:

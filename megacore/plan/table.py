@@ -24,19 +24,14 @@ NEW_COLUMNS = ("predicted_iter_s", "predicted_mem_gib", "predicted_fits", "refus
 _REQUIRED = ("layers", "hidden", "heads", "seq", "gpu", "gpus", "micro_batch", "global_batch")
 _MOST_BYTES = 1 << 28
 """Largest table that is read, in bytes."""
+_POSITIVE = frozenset(
+    {*_REQUIRED, "tp", "pp", "vpp", "cp", "ep", "kv_heads", "ffn", "vocab"} - {"gpu"}
+)
+"""Columns of sizes, which are at least 1."""
 _VOCABULARY = 50_257
 """Entries of the vocabulary of a row that does not name them: GPT-2's."""
-_HARDWARE = {
-    "a100-40gb": "a100-40gb",
-    "a100-80gb": "a100-80gb",
-    "a100": "a100-80gb",
-    "h100": "h100",
-    "h100-80gb": "h100",
-    "h200": "h200",
-    "b200": "b200",
-    "l40s": "l40s",
-}
-"""Hardware files by words of the column gpu, in lower case."""
+_HARDWARE = ("b200", "h200", "h100", "l40s", "a100")
+"""Hardware files by a part of the column gpu, in lower case; A100's also need its memory."""
 _OLD = ("a100",)
 """GPUs whose published runs are mostly of programs without fused attention."""
 USABLE = 0.97
@@ -155,14 +150,15 @@ def iteration_of(row: Mapping[str, str]) -> Iteration:
         ConfigError: a value is missing or wrong, or no configuration has such a run.
         ParallelLayoutError: the layout cannot be divided.
     """
-    machine = _machine(row["gpu"])
-    values, vocab_size = _values(row)
+    machine, gpus = _machine(row["gpu"]), _number(row, "gpus")
+    old = _is_old(row)
+    values, vocab_size = _values(row, old)
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(str(error.errors()[0]["msg"])) from error
-    gpus = _number(row, "gpus")
-    old = row["gpu"].lower().startswith(_OLD) and _number(row, "zero", 0) < 2
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ConfigError(f"{where}: {problem['msg']}" if where else problem["msg"]) from error
     return Iteration(
         config,
         vocab_size,
@@ -180,21 +176,51 @@ def software_of(old: bool) -> Software:
 
 @lru_cache
 def _machine(gpu: str) -> Machine:
-    name = _HARDWARE.get(gpu.strip().lower())
+    text = gpu.lower()
+    name = next((name for name in _HARDWARE if name in text), None)
     if name is None:
         raise ConfigError(f"gpu is {gpu!r}: no hardware file describes it")
+    if name == "a100":
+        name = "a100-40gb" if "40" in text else "a100-80gb"
     return load_machine(name)
 
 
-def _values(row: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+def _is_old(row: Mapping[str, str]) -> bool:
+    """Return True for a run of a program without fused attention, as far as a row tells."""
+    on_old = any(name in row["gpu"].lower() for name in _OLD)
+    return on_old and _number(row, "zero", 0) < 2 and not _is_llama(row)
+
+
+def _recompute(row: Mapping[str, str], old: bool) -> str:
+    """Return the recomputation; without one, old programs recompute all layers."""
+    text = (row.get("recompute") or "").strip().lower()
+    if not text:
+        return "full" if old else "none"
+    if text not in ("none", "selective", "full"):
+        raise ConfigError(f"recompute is {text!r}: give none, selective or full")
+    return text
+
+
+def _precision(row: Mapping[str, str]) -> str:
+    """Return the data type; a text that names none means bf16."""
+    text = (row.get("precision") or "").lower()
+    if "8" in text:
+        raise ConfigError(f"precision is {text!r}: FP8 is not modelled")
+    if "bf16" in text:
+        return "bf16"
+    return next((name for name in ("fp16", "fp32") if name in text), "bf16")
+
+
+def _values(row: Mapping[str, str], old: bool) -> tuple[dict[str, Any], int]:
     """Return the values of the configuration of a row, and the size of its vocabulary."""
     for column in ("cp", "ep"):
         if _number(row, column, 1) > 1:
-            raise ConfigError(f"{column} is {row[column]}: context and expert parallelism are not")
+            raise ConfigError(
+                f"{column} is {row[column]}: context and expert parallelism are not modelled"
+            )
     tensor, pipeline = _number(row, "tp", 1), _number(row, "pp", 1)
     heads, zero = _number(row, "heads"), _number(row, "zero", 0)
     llama = _is_llama(row)
-    recompute = (row.get("recompute") or "none").strip().lower()
     values: dict[str, Any] = {
         "name": "row",
         "data": {"seq_length": _number(row, "seq"), "source": {"kind": "jsonl", "files": ["-"]}},
@@ -218,10 +244,8 @@ def _values(row: Mapping[str, str]) -> tuple[dict[str, Any], int]:
         "train": {
             "micro_batch_size": _number(row, "micro_batch"),
             "global_batch_size": _number(row, "global_batch"),
-            "recompute": recompute if recompute in ("full", "selective") else "none",
-            "precision": "fp16"
-            if "16" in row.get("precision", "") and "bf" not in row["precision"]
-            else "bf16",
+            "recompute": _recompute(row, old),
+            "precision": _precision(row),
         },
     }
     if llama:
@@ -253,8 +277,9 @@ def _number(row: Mapping[str, str], column: str, default: int | None = None) -> 
         return default
     try:
         value = float(text)
-        if value != int(value) or value < 0:
+        if value != int(value) or value < (column in _POSITIVE):
             raise ValueError
-    except ValueError:
-        raise ConfigError(f"{column} is {text!r}: give a positive integer") from None
+    except (ValueError, OverflowError):
+        least = "a positive integer" if column in _POSITIVE else "an integer of 0 or more"
+        raise ConfigError(f"{column} is {text!r}: give {least}") from None
     return int(value)

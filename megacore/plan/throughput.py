@@ -107,6 +107,7 @@ def predict_run(
     layout: RankLayout,
     threads: int,
     machine: Machine | None = None,
+    ranks_per_host: int | None = None,
 ) -> RunTime:
     """Predict the duration of a run.
 
@@ -119,6 +120,8 @@ def predict_run(
         layout: ranks of the run.
         threads: CPU threads of a rank.
         machine: hardware file; None means that of this host's devices.
+        ranks_per_host: ranks that share a host; None means all devices of a host with GPUs, and all
+            ranks on one host without.
 
     Raises:
         ConfigError: the hardware file is missing or wrong, or has no rate for the precision.
@@ -127,9 +130,12 @@ def predict_run(
     precision = hardware.resolve_precision(config.train.precision)
     machine = machine_of(hardware, precision) if machine is None else machine
     cores = 1.0
+    together = ranks_per_host or (
+        machine.devices_per_node if machine.device == "cuda" else layout.world_size
+    )
     if machine.device == "cpu":
-        ranks = min(layout.world_size, machine.devices_per_node)
-        cores = min(threads, machine.devices_per_node / ranks)
+        cores = min(threads, machine.devices_per_node / together)
+    machine = machine.model_copy(update={"devices_per_node": together})
     iteration = Iteration(config, vocab_size, machine, layout, precision, cores).predict()
     batch = config.train.global_batch_size
     shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))

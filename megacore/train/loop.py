@@ -17,7 +17,7 @@ from megacore.config.spec import ModelSpec
 from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Batch, Dataset
 from megacore.engine.base import Engine, Update
-from megacore.errors import DataFormatError, LossError, MegacoreError
+from megacore.errors import DataFormatError, LossError
 from megacore.hardware import Hardware
 from megacore.observe.flops import Peaks, TransformerShape
 from megacore.observe.recorder import Recorder
@@ -194,10 +194,18 @@ class Trainer:
         if self._mesh.rank != 0:
             return {}
         layout, threads = self._mesh.layout, torch.get_num_threads()
+        together = max(map(self._hosts.count, self._hosts))
         try:
-            time = predict_run(self._config, self._vocab_size, Hardware.detect(), layout, threads)
-        except MegacoreError as error:  # for example without the files of conf/hardware
-            self._recorder.warning(f"no prediction of the time per iteration: {error}")
+            time = predict_run(
+                self._config,
+                self._vocab_size,
+                Hardware.detect(),
+                layout,
+                threads,
+                ranks_per_host=together,
+            )
+        except Exception as error:  # a prediction must not end a training
+            self._recorder.warning(f"no prediction of the time per iteration: {error!r}")
             return {}
         return {"predicted_ms": time.iteration.phase_ms, "hardware": time.hardware}
 

@@ -1,5 +1,6 @@
 """Hardware files: all of them load, and wrong ones are refused with one sentence."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import yaml
 
 from megacore.errors import ConfigError
 from megacore.hardware import Gpu, Hardware
-from megacore.plan.machine import HARDWARE_DIR, load_machine, machine_of
+from megacore.plan.machine import HARDWARE_DIR, LOCAL_FILE, load_machine, machine_of
 
 FILES = sorted(HARDWARE_DIR.glob("*.yaml"))
 
@@ -73,9 +74,23 @@ def test_an_unknown_rate_is_refused() -> None:
     ],
 )
 def test_a_gpu_gets_its_file_with_its_own_memory(name: str, gib: int, stem: str) -> None:
-    hardware = Hardware(16, 2**38, (Gpu(name, gib * 2**30),))
+    hardware = Hardware(16, 2**38, (Gpu(name, gib * 2**30),) * 4)
     machine = machine_of(hardware, "bf16")
-    assert machine == load_machine(stem).model_copy(update={"memory_gib": gib})
+    changes = {"memory_gib": gib, "devices_per_node": 4}
+    assert machine == load_machine(stem).model_copy(update=changes)
+
+
+def test_a_measured_file_of_such_devices_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / HARDWARE_DIR).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    measured = load_machine("cpu").model_copy(update={"name": "this core", "fitted_on": "measured"})
+    text = json.dumps(measured.model_dump(mode="json"))  # JSON is YAML
+    (HARDWARE_DIR / LOCAL_FILE).write_text(text, encoding="utf-8")
+    assert machine_of(Hardware(2, 2**34), "fp32").name == "this core"
+    gpu = Hardware(16, 2**38, (Gpu("NVIDIA H100 80GB HBM3", 79 * 2**30),))
+    assert machine_of(gpu, "bf16").name == load_machine("h100").name
 
 
 def test_a_host_without_gpus_has_its_own_cores() -> None:

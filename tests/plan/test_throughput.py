@@ -135,3 +135,21 @@ def test_an_unknown_gpu_counts_as_the_slowest_known() -> None:
     slow, fast = (predicted(tiny(), hardware, 1) for hardware in (unknown, known))
     assert slow.hardware == "Frobnicator 9000"
     assert slow.seconds > fast.seconds > 0
+
+
+def test_more_ranks_than_cores_share_them() -> None:
+    config = tiny(train__micro_batch_size=1, train__precision="fp32")
+    two, four = (predicted(config, Hardware(2, GIB), ranks) for ranks in (2, 4))
+    assert four.iteration.seconds > 0.9 * two.iteration.seconds
+
+
+def test_ranks_of_two_hosts_communicate_over_the_network() -> None:
+    hardware = Hardware(8, GIB, (A100,) * 4)
+    config = tiny(train__micro_batch_size=1)
+    layout = RankLayout(data=4)
+
+    def data(ranks_per_host: int) -> float:
+        run = predict_run(config, 8192, hardware, layout, 1, ranks_per_host=ranks_per_host)
+        return run.iteration.data + run.iteration.other
+
+    assert data(2) > data(4)
