@@ -115,7 +115,7 @@ def test_plan_finds_a_layout_and_writes_it(tmp_path: Path) -> None:
     files = ["--write", str(target), "--chart", str(chart)]
     result = CliRunner().invoke(app, [*command, *options, *files])
     assert result.exit_code == 0, result.output
-    assert "within 7.5% of measured ones" in result.output
+    assert "within 7.4% of measured ones" in result.output
     assert "cost" in result.output
     assert "is not a multiple of" in result.output  # a reason
     assert f"wrote {target}, which extends " in result.output
