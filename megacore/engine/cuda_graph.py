@@ -75,10 +75,10 @@ class MicroBatchGraph:
         """Run the passes on the stream of the capture, whose workspaces they allocate."""
         self._seed.record(seed)
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             losses = self._passes(batch, self._seed, self._scale)
-        current.wait_stream(self._stream)  # type: ignore[no-untyped-call]
+        current.wait_stream(self._stream)
         self._warmed_up += 1
         return losses
 

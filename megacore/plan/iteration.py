@@ -108,7 +108,8 @@ class Prediction:
     @property
     def seconds(self) -> float:
         """Seconds of an iteration."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        seconds: float = sum(getattr(self, part.name) for part in fields(self))
+        return seconds
 
     @property
     def phase_ms(self) -> dict[str, float]:
