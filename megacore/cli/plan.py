@@ -152,22 +152,18 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     """Print the plan of one layout with its predicted time, or draw its schedule."""
     from megacore.hardware import Hardware
     from megacore.plan import draw as pictures
-    from megacore.plan.layouts import ranks_per_host
-    from megacore.plan.machine import load_machine, machine_of
+    from megacore.plan.machine import load_machine
     from megacore.plan.pipeline import plan_pipeline
-    from megacore.plan.throughput import predict_run
     from megacore.plan.vocabulary import expected_vocab_size
 
     if picture is not None:
         pictures.check_drawable(picture)
     hardware = Hardware.detect()
-    if name is None:
-        machine = machine_of(hardware, hardware.resolve_precision(config.train.precision))
-    else:
-        machine = load_machine(name)
+    machine = None if name is None else load_machine(name)
+    if machine is not None:
         hardware = _hardware_of(machine, config)
     vocab_size = expected_vocab_size(config.data.tokenizer)
-    planned = plan_pipeline(config, vocab_size, hardware)
+    planned = plan_pipeline(config, vocab_size, hardware, machine)
     if picture is not None:
         pictures.draw(planned.timeline, picture, planned.name)
         _print(f"wrote {picture}")
@@ -176,14 +172,10 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
     _print_table(planned.table())
     if planned.lighter is not None:
         _print(planned.lighter)
-    ranks = planned.layout.world_size
-    together = None if name else ranks_per_host(config.launch, ranks)
-    cores = max(1, hardware.cores // (together or ranks))
-    threads = config.launch.threads_per_rank or cores
-    run = predict_run(config, vocab_size, hardware, planned.layout, threads, machine, together)
+    run, ranks = planned.time, planned.layout.world_size
     precision = hardware.resolve_precision(config.train.precision)
     _print(
-        f"predicted time of an iteration on {ranks} x {machine.name} in {precision}: "
+        f"predicted time of an iteration on {ranks} x {run.hardware} in {precision}: "
         f"{run.iteration.seconds:.4g} s, of {config.train.train_iters:,} iterations with "
         f"validations {run.days:.3g} days"
     )

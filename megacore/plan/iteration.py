@@ -18,7 +18,7 @@ from megacore.models.parameters import chunk_sizes
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule
-from megacore.pipeline_parallel.simulate import simulate
+from megacore.pipeline_parallel.simulate import Timeline, simulate
 from megacore.plan.machine import Link, Machine
 from megacore.plan.zero import ELEMENT_BYTES
 
@@ -88,14 +88,15 @@ used."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of one iteration by part, on the stage that determines the pace."""
+    """Predicted seconds of one iteration by part."""
 
     compute: float
-    """Forward and backward passes without communication."""
+    """Forward and backward passes without communication, the mean of the pipeline stages."""
     tensor: float
-    """Exposed communication of tensor and sequence parallelism."""
+    """Exposed communication of tensor and sequence parallelism, likewise."""
     bubble: float
-    """Waiting for other pipeline stages."""
+    """Waiting for other pipeline stages, likewise: for the first and last micro batches, and for
+    slower stages."""
     messages: float
     """Exposed messages between pipeline stages."""
     data: float
@@ -315,8 +316,7 @@ class Iteration:
         stages = self.layout.pipeline
         forward = [self.forward(chunk) for chunk in chunks]
         backward = [self.backward(chunk) for chunk in chunks]
-        message = self.message()
-        blocking = 0.0 if self.software.hides_messages else message
+        blocking, latency = self._message_times()
         pace = [
             sum((forward[index] + backward[index] for index in indices), Pass())
             for indices in (range(stage, len(chunks), stages) for stage in range(stages))
@@ -327,7 +327,7 @@ class Iteration:
             [each.total + blocking for each in forward],
             [each.total + blocking for each in backward],
             slowest.total + sent,
-            message - blocking,
+            latency,
         )
         sizes = [
             sum(sum(chunk_sizes(self.spec, chunk, self.layout.tensor)) for chunk in part)
@@ -337,11 +337,11 @@ class Iteration:
             sum(len(chunk.layers) + len(chunk.decoder_layers) for chunk in chunks[stage::stages])
             for stage in range(stages)
         ]
-        micro = self.micro_batches
+        micro, mean = self.micro_batches, sum(pace, Pass()) * (1 / stages)
         parts = Prediction(
-            compute=micro * slowest.compute,
-            tensor=micro * slowest.tensor,
-            bubble=makespan - micro * (slowest.total + sent),
+            compute=micro * mean.compute,
+            tensor=micro * mean.tensor,
+            bubble=makespan - micro * (mean.total + sent),
             messages=micro * sent,
             data=self.data(max(sizes), max(layers), makespan) + self._shared_embedding(),
             optimizer=self.optimizer(max(sizes), max(layers)),
@@ -354,6 +354,26 @@ class Iteration:
             waiting += max(0.0, self._ranks_of_a_core * busy - makespan)
             waiting += (self._ranks_of_a_core - 1) * (parts.data + parts.optimizer)
         return replace(parts, other=waiting)
+
+    def timeline(self) -> Timeline:
+        """Return all passes of the iteration, in seconds."""
+        chunks = chunks_of(self.config, self.vocab_size)
+        blocking, latency = self._message_times()
+        parallel = self.config.parallel
+        schedule = build_schedule(
+            parallel.pipeline_schedule,
+            self.layout.pipeline,
+            self.micro_batches,
+            parallel.virtual_pipeline_model_parallel_size,
+        )
+        forward = [self.forward(chunk).total + blocking for chunk in chunks]
+        backward = [self.backward(chunk).total + blocking for chunk in chunks]
+        return simulate(schedule, forward, backward, latency=latency)
+
+    def _message_times(self) -> tuple[float, float]:
+        """Return the seconds of a message in which its stage waits, and those that it hides."""
+        message = self.message()
+        return (0.0, message) if self.software.hides_messages else (message, 0.0)
 
     def with_layout(self, config: RunConfig, layout: RankLayout) -> "Iteration":
         """Return the iteration of another layout, without computing the times of a layer again.

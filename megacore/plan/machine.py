@@ -10,13 +10,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from megacore.config.base import Section
-from megacore.config.load import CONF_DIR
 from megacore.errors import ConfigError
 from megacore.foreign.files import nearest, read_yaml, shortened
 from megacore.hardware import Hardware
 from megacore.observe.flops import PEAK_TFLOPS, peak_by_name
 
-HARDWARE_DIR = CONF_DIR / "hardware"
+HARDWARE_DIR = Path("conf/hardware")
 LOCAL_FILE = "local.yaml"
 """Name of the file of this host's own devices."""
 _PROJECT_FILES = Path(__file__).parents[2] / HARDWARE_DIR

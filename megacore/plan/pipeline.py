@@ -9,15 +9,15 @@ from megacore.config.hostfile import hosts_of
 from megacore.config.run import RunConfig
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
-from megacore.observe.flops import TransformerShape
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
-from megacore.pipeline_parallel.schedules import build_schedule, max_in_flight
-from megacore.pipeline_parallel.simulate import Timeline, simulate
+from megacore.pipeline_parallel.schedules import max_in_flight
+from megacore.pipeline_parallel.simulate import Timeline
 from megacore.plan.advice import Deployment, lighter_recompute
-from megacore.plan.layouts import layout_of
+from megacore.plan.layouts import layout_of, ranks_per_host
+from megacore.plan.machine import Machine
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_stages
-from megacore.plan.throughput import chunk_flops
+from megacore.plan.throughput import RunTime, planned_iteration, predict_run
 
 _MOST_PASSES = 50_000
 """Most forward passes of a simulated step: more take longer than a user waits."""
@@ -36,7 +36,9 @@ class PipelinePlan:
     memory: tuple[MemoryEstimate, ...]
     """Estimated memory of a rank of each stage."""
     timeline: Timeline
-    """Simulated step without latency; the duration of a pass is its number of operations."""
+    """Simulated passes of a step, in seconds."""
+    time: RunTime
+    """Predicted duration of an iteration and of the run."""
     lighter: str | None = None
     """Sentence about a lighter recomputation that fits into this host's GPUs; None if there is
     none."""
@@ -106,7 +108,9 @@ class PipelinePlan:
         return table
 
 
-def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> PipelinePlan:
+def plan_pipeline(
+    config: RunConfig, vocab_size: int, hardware: Hardware, machine: Machine | None = None
+) -> PipelinePlan:
     """Divide a configuration's model and batch, and simulate a step.
 
     The number of ranks is that of the hostfile or `launch.nproc_per_node`, even if this host cannot
@@ -116,8 +120,10 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
         config: configuration of the run.
         vocab_size: entries of the vocabulary before padding.
         hardware: hardware that determines device and precision for the memory estimate.
+        machine: hardware file, of hosts that are used completely; None means that of `hardware`.
 
     Raises:
+        ConfigError: the hardware file is missing or wrong, or has no rate for the precision.
         ParallelLayoutError: model, batch and ranks cannot be divided, or a step is too long.
     """
     parallel, train = config.parallel, config.train
@@ -138,31 +144,23 @@ def plan_pipeline(config: RunConfig, vocab_size: int, hardware: Hardware) -> Pip
             f"of {train.micro_batch_size} on each replica, in {passes:,} passes: a plan takes at "
             f"most {_MOST_PASSES:,}; raise train.micro_batch_size or add replicas"
         )
-    schedule = build_schedule(
-        parallel.pipeline_schedule,
-        stages,
-        micro_batches,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
+    together = None if machine else ranks_per_host(config.launch, ranks)
+    threads = config.launch.threads_per_rank or max(1, hardware.cores // (together or ranks))
+    iteration = planned_iteration(config, vocab_size, hardware, layout, threads, machine, together)
     precision = hardware.resolve_precision(train.precision)
     lighter = None
     if gpus := hardware.gpus:
         host = hardware.memory // len(gpus)
         deployment = Deployment(ranks, vocab_size, precision, hardware.device_type, host)
         lighter = lighter_recompute(config, deployment, min(gpu.memory for gpu in gpus))
-    chunks = chunks_of(config, vocab_size)
-    shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
-    forward = [chunk_flops(shape, train, chunk, forward=True) for chunk in chunks]
-    backward = [
-        chunk_flops(shape, train, chunk) - cost for chunk, cost in zip(chunks, forward, strict=True)
-    ]
     return PipelinePlan(
         config,
         layout,
         micro_batches,
-        tuple(chunks),
+        tuple(chunks_of(config, vocab_size)),
         estimate_stages(config, vocab_size, precision, hardware.device_type, layout.data),
-        simulate(schedule, forward, backward),
+        iteration.timeline(),
+        predict_run(iteration),
         lighter,
     )
 

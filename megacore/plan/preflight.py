@@ -23,7 +23,7 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.advice import COUNT, Deployment, Saving, lighter_recompute, savings
 from megacore.plan.layouts import launched_ranks, layout_of, ranks_per_host
 from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_memory
-from megacore.plan.throughput import RunTime, predict_run
+from megacore.plan.throughput import RunTime, planned_iteration, predict_run
 from megacore.plan.vocabulary import is_on_the_hub
 
 __all__ = ["Gpu", "Hardware", "RunEstimate", "preflight", "resolve_launch"]
@@ -135,7 +135,11 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
         if hardware.gpus
         else hardware.memory // together,
         host_available=hardware.memory // together,
-        time=predict_run(config, vocab_size, hardware, layout, threads, ranks_per_host=together),
+        time=predict_run(
+            planned_iteration(
+                config, vocab_size, hardware, layout, threads, ranks_per_host=together
+            )
+        ),
         unseen=_unseen(config.launch, hardware),
     )
     if config.tracking.tensorboard:

@@ -22,7 +22,7 @@ from megacore.errors import ConfigError, DataFormatError
 from megacore.hardware import Hardware
 from megacore.models.parameters import parameter_count
 from megacore.plan.layouts import launched_ranks, layout_of
-from megacore.plan.throughput import predict_run
+from megacore.plan.throughput import planned_iteration, predict_run
 from megacore.tokenizer.build import END_OF_TEXT, train_bpe
 from megacore.tokenizer.load import JsonTokenizer
 
@@ -234,7 +234,7 @@ def _seconds(values: dict[str, Any], steps: int, vocab_size: int, hardware: Hard
     config = RunConfig.model_validate(_with_steps(values, steps))
     ranks, threads = launched_ranks(config.launch, hardware)
     layout = layout_of(config, ranks, vocab_size)
-    return predict_run(config, vocab_size, hardware, layout, threads).seconds
+    return predict_run(planned_iteration(config, vocab_size, hardware, layout, threads)).seconds
 
 
 def _prompt(sample: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
-from megacore.config.train import TrainConfig
 from megacore.hardware import Hardware
 from megacore.observe.flops import TransformerShape, step_flops
 from megacore.parallel.rank_layout import RankLayout
@@ -42,23 +41,6 @@ def recomputed_layers(chunks: Sequence[ModelChunk], limit: int | None) -> tuple[
     return sum(encoder), sum(decoder)
 
 
-def chunk_flops(
-    model: TransformerShape, train: TrainConfig, chunk: ModelChunk, *, forward: bool = False
-) -> int:
-    """Return the operations of a chunk for one training sample, over its tensor-parallel ranks.
-
-    Args:
-        model: shape of the whole model.
-        train: training options, which select the recomputation.
-        chunk: chunk to count.
-        forward: True to count only the forward pass.
-    """
-    shape = model.part(len(chunk.layers), len(chunk.decoder_layers), head=chunk.has_head)
-    if forward:
-        return step_flops(shape, 1, "none") // 3
-    return step_flops(shape, 1, train.recompute, *_recomputed(chunk, train.recompute_num_layers))
-
-
 def _recomputed(chunk: ModelChunk, limit: int | None) -> tuple[int, int]:
     """Return the number of a chunk's recomputed layers, in the encoder and in T5's decoder.
 
@@ -68,19 +50,6 @@ def _recomputed(chunk: ModelChunk, limit: int | None) -> tuple[int, int]:
     if limit is None:
         return encoder, decoder
     return min(limit, encoder), min(max(0, limit - encoder), decoder)
-
-
-def stage_flops(config: RunConfig, vocab_size: int) -> tuple[int, ...]:
-    """Return the operations of each pipeline stage for one training sample, over all its ranks.
-
-    Raises ParallelLayoutError if the layers cannot be divided over the stages.
-    """
-    stages, chunks = config.parallel.pipeline_model_parallel_size, chunks_of(config, vocab_size)
-    model = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
-    totals = [0] * stages
-    for index, chunk in enumerate(chunks):
-        totals[index % stages] += chunk_flops(model, config.train, chunk)
-    return tuple(totals)
 
 
 @dataclass(frozen=True)
@@ -100,7 +69,7 @@ class RunTime:
         return self.seconds / SECONDS_PER_DAY
 
 
-def predict_run(
+def planned_iteration(
     config: RunConfig,
     vocab_size: int,
     hardware: Hardware,
@@ -108,10 +77,8 @@ def predict_run(
     threads: int,
     machine: Machine | None = None,
     ranks_per_host: int | None = None,
-) -> RunTime:
-    """Predict the duration of a run.
-
-    Smaller batches of a ramp-up and validations take time in proportion to their operations.
+) -> Iteration:
+    """Return the iteration of a run on its hosts.
 
     Args:
         config: configuration of the run.
@@ -124,8 +91,7 @@ def predict_run(
             ranks on one host without.
 
     Raises:
-        ConfigError: the hardware file is missing or wrong, or has no rate for the precision.
-        ParallelLayoutError: the layers cannot be divided over the pipeline stages.
+        ConfigError: the hardware file is missing or wrong.
     """
     precision = hardware.resolve_precision(config.train.precision)
     machine = machine_of(hardware, precision) if machine is None else machine
@@ -136,11 +102,22 @@ def predict_run(
     if machine.device == "cpu":
         cores = min(threads, machine.devices_per_node / together)
     machine = machine.model_copy(update={"devices_per_node": together})
-    iteration = Iteration(config, vocab_size, machine, layout, precision, cores).predict()
-    batch = config.train.global_batch_size
+    return Iteration(config, vocab_size, machine, layout, precision, cores)
+
+
+def predict_run(iteration: Iteration) -> RunTime:
+    """Predict the duration of a run from its iteration with the whole batch.
+
+    Smaller batches of a ramp-up and validations take time in proportion to their operations.
+
+    Raises:
+        ConfigError: the hardware has no rate for the precision.
+        ParallelLayoutError: the layers cannot be divided over the pipeline stages.
+    """
+    config, vocab_size, train = iteration.config, iteration.vocab_size, iteration.config.train
+    prediction = iteration.predict()
     shape = TransformerShape.of(config, config.model.padded_vocab_size(vocab_size))
-    train = config.train
     layers = recomputed_layers(chunks_of(config, vocab_size), train.recompute_num_layers)
-    operations = step_flops(shape, batch, train.recompute, *layers)
-    seconds = iteration.seconds * training_flops(config, vocab_size) / operations
-    return RunTime(iteration, machine.name, seconds)
+    operations = step_flops(shape, train.global_batch_size, train.recompute, *layers)
+    seconds = prediction.seconds * training_flops(config, vocab_size) / operations
+    return RunTime(prediction, iteration.machine.name, seconds)

@@ -23,7 +23,7 @@ from megacore.observe.flops import Peaks, TransformerShape
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
-from megacore.plan.throughput import predict_run
+from megacore.plan.throughput import planned_iteration, predict_run
 from megacore.train.checkpoints import RunCheckpoints
 from megacore.train.evaluate import Evaluation, evaluate, evaluate_split
 from megacore.train.loss_check import BadBatch, LossCheck
@@ -196,7 +196,7 @@ class Trainer:
         layout, threads = self._mesh.layout, torch.get_num_threads()
         together = max(map(self._hosts.count, self._hosts))
         try:
-            time = predict_run(
+            iteration = planned_iteration(
                 self._config,
                 self._vocab_size,
                 Hardware.detect(),
@@ -204,6 +204,7 @@ class Trainer:
                 threads,
                 ranks_per_host=together,
             )
+            time = predict_run(iteration)
         except Exception as error:  # a prediction must not end a training
             self._recorder.warning(f"no prediction of the time per iteration: {error!r}")
             return {}

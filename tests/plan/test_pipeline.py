@@ -11,6 +11,7 @@ from megacore.config.spec import ModelSpec
 from megacore.errors import ParallelLayoutError
 from megacore.hardware import Gpu, Hardware
 from megacore.models.parameters import parameter_count
+from megacore.plan.machine import load_machine
 from megacore.plan.pipeline import PipelinePlan, plan_pipeline
 
 GIB = 2**30
@@ -74,23 +75,28 @@ def test_an_interleaved_plan_has_a_column_for_each_chunk() -> None:
     assert [cell.strip() for cell in second.split("│")][1:4] == ["1", "3-4", "head"]
 
 
-def test_recomputation_makes_backward_passes_longer() -> None:
-    for recompute, layers, ratio in (
-        ("none", None, 2.0),
-        ("full", None, 3.0),
-        ("full", 1, 2 + 1 / 4),
-    ):
+@pytest.mark.parametrize(("layers", "repeated"), [(None, 1.0), (1, 1 / 4)])
+def test_recomputation_repeats_forward_passes(layers: int | None, repeated: float) -> None:
+    def passes(recompute: str) -> tuple[float, float]:
         config = conf(
             parallel__pipeline_model_parallel_size=2,
             parallel__pipeline_partition=[4, 4],
             train__recompute=recompute,
-            train__recompute_num_layers=layers,
+            train__recompute_num_layers=None if recompute == "none" else layers,
         )
-        forward, backward = (
-            span.end - span.start
-            for span in plan_pipeline(config, 8192, CPU).timeline.spans[0][::2][:2]
-        )
-        assert backward / forward == pytest.approx(ratio)
+        forward, backward = plan_pipeline(config, 8192, CPU).timeline.spans[0][::2][:2]
+        return forward.end - forward.start, backward.end - backward.start
+
+    (forward, plain), (_, longer) = passes("none"), passes("full")
+    assert (longer - plain) / forward == pytest.approx(repeated, rel=0.05)
+
+
+def test_the_bubble_of_the_schedule_is_that_of_the_prediction() -> None:
+    for machine in (None, load_machine("h100")):
+        plan = plan_pipeline(conf(parallel__pipeline_model_parallel_size=2), 8192, GPUS, machine)
+        parts = plan.time.iteration
+        fraction = parts.bubble / (parts.compute + parts.tensor)
+        assert fraction == pytest.approx(plan.timeline.bubble_fraction)
 
 
 def test_auto_ranks_are_the_gpus_or_one_replica() -> None:

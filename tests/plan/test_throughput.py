@@ -2,14 +2,13 @@ import pytest
 
 from megacore.config import RunConfig, load_config
 from megacore.hardware import Gpu, Hardware
-from megacore.observe.flops import TransformerShape, step_flops
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.throughput import (
     RunTime,
+    planned_iteration,
     predict_run,
     recomputed_layers,
-    stage_flops,
     training_flops,
 )
 
@@ -70,24 +69,6 @@ def pipelined(pp: int, v: int = 1, **overrides: object) -> RunConfig:
     return tiny(**model, **parallel, launch__nproc_per_node="auto", **overrides)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(
-    ("pp", "v", "partition"), [(1, 1, "balanced"), (4, 1, "uniform"), (2, 2, [3, 2, 2, 1])]
-)
-def test_flops_of_the_stages_add_up_to_the_step(
-    recompute: str, pp: int, v: int, partition: object
-) -> None:
-    config = pipelined(pp, v, train__recompute=recompute, parallel__pipeline_partition=partition)
-    flops = stage_flops(config, 8192)
-    shape = TransformerShape.of(config, 8192)
-    assert len(flops) == pp
-    assert sum(flops) == step_flops(shape, 1, recompute)  # type: ignore[arg-type]
-    if pp == 4:
-        assert flops[0] == flops[1] == flops[2] == flops[3] - 3 * shape.logits_forward
-    if v == 2:
-        assert flops[0] == 5 * (sum(flops) - 3 * shape.logits_forward) // 8
-
-
 def recomputed(config: RunConfig) -> tuple[int, int]:
     return recomputed_layers(chunks_of(config, 8192), config.train.recompute_num_layers)
 
@@ -101,7 +82,7 @@ def test_the_recomputation_limit_applies_to_each_chunk() -> None:
 
 
 def predicted(config: RunConfig, hardware: Hardware, ranks: int, threads: int = 1) -> RunTime:
-    return predict_run(config, 8192, hardware, RankLayout(data=ranks), threads)
+    return predict_run(planned_iteration(config, 8192, hardware, RankLayout(data=ranks), threads))
 
 
 def test_a_run_lasts_as_its_iterations_and_validations() -> None:
@@ -149,7 +130,9 @@ def test_ranks_of_two_hosts_communicate_over_the_network() -> None:
     layout = RankLayout(data=4)
 
     def data(ranks_per_host: int) -> float:
-        run = predict_run(config, 8192, hardware, layout, 1, ranks_per_host=ranks_per_host)
+        run = predict_run(
+            planned_iteration(config, 8192, hardware, layout, 1, ranks_per_host=ranks_per_host)
+        )
         return run.iteration.data + run.iteration.other
 
     assert data(2) > data(4)
