@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megacore.errors import MegacoreError
-from megacore.plan import iteration as simulator
-from megacore.plan.iteration import MEGACORE, MEGATRON_2021, Iteration, Software
+from megacore.plan import iteration, operations
+from megacore.plan.iteration import Iteration
 from megacore.plan.machine import Machine
+from megacore.plan.operations import MEGACORE, MEGATRON_2021, Software
 from megacore.plan.table import iteration_of, predict_row
 
 Row = dict[str, str]
@@ -170,7 +171,12 @@ class _Fit:
         "attention_efficiency.1",
     )
     software = ("hidden_passes", "loss_bytes", "optimizer_bytes", "optimizer_us")
-    simulator = ("_UNALIGNED", "_SCORES", "_MORE_RANKS", "_SMOOTH")
+    modules = (
+        (operations, "_UNALIGNED"),
+        (operations, "_SCORES"),
+        (iteration, "_MORE_RANKS"),
+        (iteration, "_SMOOTH"),
+    )
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows: list[tuple[Iteration, float]] = []
@@ -186,7 +192,7 @@ class _Fit:
         self.start = {name: _value(values, name) for name in self.machine}
         for program, options in (("old", MEGATRON_2021), ("new", MEGACORE)):
             self.start |= {f"{program}.{name}": getattr(options, name) for name in self.software}
-        self.start |= {name: getattr(simulator, name) for name in self.simulator}
+        self.start |= {name: getattr(module, name) for module, name in self.modules}
 
     def run(self) -> dict[str, float]:
         """Return the fitted constants."""
@@ -208,8 +214,8 @@ class _Fit:
 
     def _residuals(self, logarithms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         constants = self._constants(logarithms)
-        for name in self.simulator:
-            setattr(simulator, name, constants[name])
+        for module, name in self.modules:
+            setattr(module, name, constants[name])
         programs: dict[Software, Software] = {}
         for program, options in (("old", MEGATRON_2021), ("new", MEGACORE)):
             changes: dict[str, Any] = {

@@ -10,8 +10,9 @@ from megacore.config.spec import ModelSpec
 from megacore.models.parameters import chunk_sizes
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
-from megacore.plan.iteration import Iteration, Rates
+from megacore.plan.iteration import Iteration
 from megacore.plan.machine import HostTimes, Link, Machine
+from megacore.plan.operations import Rates
 
 _MIB = 1 << 20
 _GIGA = 1e9

@@ -15,10 +15,11 @@ from pydantic import ValidationError
 from megacore.artifact.files import read_bytes, replace_file, unreadable, workspace_errors
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError, DataFormatError, MegacoreError, WorkspaceError
-from megacore.plan.iteration import MEGACORE, MEGATRON_2021, Iteration, Software
+from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
 from megacore.plan.memory import GIB, estimate_stages
+from megacore.plan.operations import MEGACORE, MEGATRON_2021, Software
 
 NEW_COLUMNS = ("predicted_iter_s", "predicted_mem_gib", "predicted_fits", "refused")
 _REQUIRED = ("layers", "hidden", "heads", "seq", "gpu", "gpus", "micro_batch", "global_batch")

@@ -84,6 +84,15 @@ def test_optional_packages_have_one_place_and_are_imported_lazily(package: str) 
             assert not item.at_import, f"{path}:{item.line} imports {item.module} at module level"
 
 
+def printed(script: str) -> list[str]:
+    """Return the words that a script prints in a separate process."""
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_do_not_import_torch(module: str) -> None:
     assert (ROOT / Path(*module.split("."))).is_dir() or (
@@ -94,11 +103,7 @@ def test_light_modules_do_not_import_torch(module: str) -> None:
         "set(sys.modules)"
     )
     script = f"import sys, {module}; print(*sorted({heavy}))"
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [], f"what import {module} also imports"
+    assert printed(script) == [], f"what import {module} also imports"
 
 
 def test_a_cached_flow_imports_neither_prefects_server_nor_mlflow() -> None:
@@ -110,11 +115,7 @@ def test_a_cached_flow_imports_neither_prefects_server_nor_mlflow() -> None:
         "assert used is _orphans.TemporaryServer; "
         "print(*sorted({'mlflow', 'sqlalchemy', 'docket', 'torch', 'pandas'} & set(sys.modules)))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [], "what a flow also imports"
+    assert printed(script) == [], "what a flow also imports"
 
 
 def test_a_rank_starts_without_torchs_checkpoints() -> None:
@@ -124,8 +125,4 @@ def test_a_rank_starts_without_torchs_checkpoints() -> None:
         "print(*sorted({'torch.distributed.checkpoint', 'sympy', 'torch._dynamo'} & "
         "set(sys.modules)))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [], "what the start of a training also imports"
+    assert printed(script) == [], "what the start of a training also imports"

@@ -10,8 +10,9 @@ from megacore.errors import LaunchError
 from megacore.hardware import Hardware
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
-from megacore.plan.iteration import Core, Iteration, Rates
+from megacore.plan.iteration import Iteration
 from megacore.plan.machine import Machine, load_machine
+from megacore.plan.operations import Core, Rates
 
 QUICK = Plan(
     tokens=(32, 64),

@@ -10,9 +10,10 @@ from megacore.config import load_config
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule
 from megacore.pipeline_parallel.simulate import simulate
-from megacore.plan.iteration import MEGATRON_2021, Group, Iteration, Software
+from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Link, Machine, load_machine
+from megacore.plan.operations import MEGATRON_2021, Group, Software
 
 VOCAB = 2000
 BASE = {

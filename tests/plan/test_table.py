@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megacore.errors import DataFormatError, MegacoreError, WorkspaceError
-from megacore.plan.iteration import MEGACORE, MEGATRON_2021
+from megacore.plan.operations import MEGACORE, MEGATRON_2021
 from megacore.plan.table import NEW_COLUMNS, iteration_of, predict_row, predict_table
 
 RUN = {
