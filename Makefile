@@ -17,6 +17,10 @@ SEED ?= 1
 OUT ?= workspace/soak.json
 BENCH ?=
 
+# `make venv` leaves it to Python to compile modules when they are imported first. Where that is turned off, every
+# process would compile them again, which doubles its start.
+export PYTHONDONTWRITEBYTECODE :=
+
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = $(PY) -m pytest --dist loadfile --no-loadscope-reorder
 # ARGS may select only slow tests, or only fast ones: then pytest ends with 5 for the others.

@@ -222,18 +222,6 @@ def _sample_type(entries: int, plan: EpochPlan, style: IndexStyle) -> type[np.in
     return np.int64 if wide else np.int32
 
 
-def build_shuffle_index(
-    samples: int, samples_before_final_epoch: int, random_state: helpers.RandomState
-) -> npt.NDArray[Any]:
-    """Return the order of the samples: first those before the final epoch, then the rest.
-
-    Both groups are shuffled separately.
-    """
-    index = _in_order(samples)
-    _shuffle_apart(index, samples_before_final_epoch, random_state)
-    return index
-
-
 def _shuffle_apart(
     index: npt.NDArray[Any], before_final: int, random_state: helpers.RandomState
 ) -> None:

@@ -160,7 +160,7 @@ _RECOMPUTATIONS = ("none", "selective", "full")
 """Kinds of recomputation from light to heavy."""
 _ALL_LAYERS = {"train.recompute_num_layers": None}
 _FILLED = 0.9
-"""Largest share of the memory in a recommendation; estimates of a divided model may be low."""
+"""Largest share of the memory in a recommendation; allocators lose some to fragments."""
 _MOVES = ("tensor", "pipeline", "ranks")
 """Kinds of changes that move ranks to other places in the layout."""
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacore.data import _compiled as helpers
 from megacore.data.gpt_dataset import GPTDataset
 from megacore.data.index_maps import (
     BLEND_MAP_NAMES,
@@ -20,7 +19,6 @@ from megacore.data.index_maps import (
     Member,
     Mixture,
     build_index_maps,
-    build_shuffle_index,
     build_split,
     index_plan,
     map_path,
@@ -115,9 +113,13 @@ def test_maps_of_a_split_equal_the_reference(
 
 
 def test_shuffle_index_shuffles_the_final_epoch_separately() -> None:
-    index = build_shuffle_index(50, 30, helpers.RandomState(3))
-    assert sorted(index[:30]) == list(range(30))
-    assert sorted(index[30:]) == list(range(30, 50))
+    sizes = np.full(50, 10, dtype=np.int32)
+    plan = plan_epochs(500, 10, 60)  # 49 samples in the first epoch, 11 wanted of the second
+    assert plan.separate_final_epoch
+    index = build_split(sizes, 0, 50, plan, 10, 3).shuffle_index
+    before = plan.samples_before_final_epoch
+    assert sorted(index[:before]) == list(range(before))
+    assert sorted(index[before:]) == list(range(before, len(index)))
 
 
 def test_plan_changes_only_if_the_maps_change(tmp_path: Path) -> None:
