@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from megacore.config.data import DataConfig
 from megacore.config.base import Section
+from megacore.config.data import DataConfig
 from megacore.config.model import Activation, Family, ModelConfig
 from megacore.config.rope import LongRope
 from megacore.data.index_options import parse_split
@@ -202,13 +202,15 @@ def _bert(
     return Counterpart(architecture, model_type, "bert", options, tags=("bert",))
 
 
+_AS_PHI3: tuple[str, str, Family] = ("Phi3ForCausalLM", "phi3", "gpt")
 COUNTERPARTS = (
     Counterpart("GPT2LMHeadModel", "gpt2", "gpt", _GPT2, tags=("gpt2",)),
+    Counterpart(*_AS_PHI3, _PHI3 | {"rope_scaling": (LongRope,)}, True, tags=("phi3",)),
     Counterpart("LlamaForCausalLM", "llama", "gpt", _LLAMA, True, True, ("llama",)),
     Counterpart("MistralForCausalLM", "mistral", "gpt", _MISTRAL, True, True, ("mistral",)),
     Counterpart("Qwen2ForCausalLM", "qwen2", "gpt", _QWEN2, True, True, ("qwen2",)),
     Counterpart("Qwen3ForCausalLM", "qwen3", "gpt", _QWEN3, True, True, ("qwen3",)),
-    Counterpart("Phi3ForCausalLM", "phi3", "gpt", _PHI3, True, tags=("phi3",)),
+    Counterpart(*_AS_PHI3, _PHI3, True, tags=("phi3",)),
     Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX, tags=("gpt_neox",)),
     _bert("BertForPreTraining", "bert", "post", binary_head=True),
     _bert("MegatronBertForPreTraining", "megatron-bert", "pre", binary_head=True),
@@ -216,7 +218,8 @@ COUNTERPARTS = (
     _bert("MegatronBertForMaskedLM", "megatron-bert", "pre", binary_head=False),
     Counterpart("T5ForConditionalGeneration", "t5", "t5", _T5, any_head_size=True, tags=("t5",)),
 )
-"""Supported classes. The first one that can express a model is used."""
+"""Supported classes. The first one that can express a model is used: Phi-3 is one of the Llama-like
+classes, except that LongRoPE is its own."""
 
 
 def counterpart(family: str, model: ModelConfig) -> Counterpart:
@@ -231,9 +234,10 @@ def counterpart(family: str, model: ModelConfig) -> Counterpart:
         raise ConversionError(
             f"family {family!r} has no counterpart in transformers: choose one of {families}"
         )
-    obstacles = {candidate.architecture: candidate.obstacles(model) for candidate in candidates}
-    nearest = min(candidates, key=lambda candidate: len(obstacles[candidate.architecture]))
-    conflicts = obstacles[nearest.architecture]
+    nearest, conflicts = min(
+        ((candidate, candidate.obstacles(model)) for candidate in candidates),
+        key=lambda pair: len(pair[1]),
+    )
     if not conflicts:
         return nearest
     lacking = ", ".join(f"model.{obstacle.option} {obstacle.value}" for obstacle in conflicts)

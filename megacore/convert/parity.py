@@ -279,8 +279,8 @@ def compare_continuations(report: ParityReport, pair: ModelPair, validation: Mod
     """Compare the greedy continuations of transformers' `generate` with our model's choices.
 
     `generate` uses its cache. Our model needs one forward pass over prompt and continuation,
-    because the prefixes agree up to the first difference; see `_of_causal` for the exception. The comparison of a sample stops where
-    the two best logits are closer than twice the tolerance.
+    because the prefixes agree up to the first difference (`_of_causal` has an exception). The
+    comparison of a sample stops where the two best logits are closer than twice the tolerance.
     """
     run = _of_decoder if pair.spec.family == "t5" else _of_causal
     special = pair.spec.special_tokens

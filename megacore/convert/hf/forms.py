@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -103,7 +103,7 @@ FORMS: Mapping[str, HfForm] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "phi3": _LLAMA,
+    "phi3": replace(_LLAMA, key_map=hf_llama.fused_key_map),
     "gpt_neox": HfForm(
         neox.key_map,
         neox.write_config,
@@ -186,7 +186,9 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
         raise ConversionError(
             f"{config.path} describes no model ({_reason(error)}): copy it again"
         ) from error
-    return counterpart(spec.family, spec.model), spec
+    exported = counterpart(spec.family, spec.model)
+    same_form = FORMS[exported.model_type] is FORMS[hf_class.model_type]
+    return exported if same_form else hf_class, spec
 
 
 _PARTS: dict[str, object] = {
@@ -217,7 +219,7 @@ def _counterpart_of(config: HfConfig) -> Counterpart:
     if not by_type or (
         architectures and not str(architectures[0]).endswith(("Model", "ForCausalLM"))
     ):
-        known = ", ".join(entry.architecture for entry in COUNTERPARTS)
+        known = ", ".join(dict.fromkeys(entry.architecture for entry in COUNTERPARTS))
         raise ConversionError(
             f"{config.path} has architectures {architectures!r} of model_type {model_type!r}, "
             f"which models here lack: only {known} can be read"

@@ -29,20 +29,30 @@ from megacore.convert.key_map import (
 
 def key_map(spec: ModelSpec) -> KeyMap:
     """Build the table of a model with rotary positions, RMSNorm and a gated MLP."""
+    return _table(spec, fused=False)
+
+
+def fused_key_map(spec: ModelSpec) -> KeyMap:
+    """Build the table of Phi-3, which fuses the projections that read the same input."""
+    return _table(spec, fused=True)
+
+
+def _table(spec: ModelSpec, *, fused: bool) -> KeyMap:
     entries: list[Entry | Fused] = [embedding(spec, "model.embed_tokens.weight")]
     for layer in range(spec.model.num_layers):
-        entries += _layer_entries(spec, f"encoder.layers.{layer}", f"model.layers.{layer}")
+        ours, theirs = f"encoder.layers.{layer}", f"model.layers.{layer}"
+        entries += _layer_entries(spec, ours, theirs, fused=fused)
     entries += norm(spec, "encoder.final_layernorm", "model.norm")
     entries += output_layer(spec, "lm_head.weight")
     return KeyMap(tuple(entries))
 
 
-def _layer_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry | Fused]:
+def _layer_entries(spec: ModelSpec, ours: str, theirs: str, *, fused: bool) -> list[Entry | Fused]:
     model = spec.model
     hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
     attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
     mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
-    if counterpart(spec.family, model).model_type == "phi3":
+    if fused:
         projections = fused_queries_keys_values(spec, attention, f"{their_attention}.qkv_proj")
         gates: tuple[Entry | Fused, ...] = fused_rows(
             (f"{mlp}.dense_h_to_4h_gate", f"{mlp}.dense_h_to_4h"),
@@ -164,13 +174,15 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         config.refuse_unless("attention_bias", False)
     if model_type == "phi3":
         config.refuse_unless("resid_pdrop", 0.0)  # ours would drop the embedding too
+    head_dim = config.optional("head_dim", int)
+    if head_dim is None:
+        head_dim = 128 if model_type == "qwen3" else hidden // max(heads, 1)
     return {
         "num_layers": config.get("num_hidden_layers", int),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": _groups(config, model_type, heads),
-        "kv_channels": config.optional("head_dim", int)
-        or (128 if model_type == "qwen3" else hidden // max(heads, 1)),
+        "kv_channels": head_dim,
         "ffn_hidden_size": config.get("intermediate_size", int),
         "activation": config.activation("hidden_act", "silu", gated=True),
         "normalization": "rmsnorm",
@@ -198,8 +210,10 @@ _GROUPS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 def _groups(config: HfConfig, model_type: str, heads: int) -> int:
     """Return the number of key-value heads; null means one for each query head."""
     key = "num_key_value_heads"
-    missing = heads if key in config.values else _GROUPS.get(model_type, heads)
-    return config.optional(key, int) or missing
+    groups = config.optional(key, int)
+    if groups is None:
+        return heads if key in config.values else _GROUPS.get(model_type, heads)
+    return groups
 
 
 def _window(config: HfConfig, model_type: str) -> int | None:

@@ -16,24 +16,23 @@ ORIGINAL = "original_max_position_embeddings"
 _BASE = 10000.0
 _PHI3_ORIGINAL = 4096
 """Default of `original_max_position_embeddings` in the class Phi3Config."""
-_KNOWN = {
-    key: "read for other kinds of scaling only"
-    for key in (
-        "type",
-        "factor",
-        ORIGINAL,
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-        "short_factor",
-        "long_factor",
-        "low_freq_factor",
-        "high_freq_factor",
-    )
-} | {"finetuned": "tells how the scaling was found"}
+_OF_OTHER_KINDS = (
+    "type",
+    "factor",
+    ORIGINAL,
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+"""Keys of the mapping that transformers reads for some kinds and ignores for the others."""
+_WITHOUT_EFFECT = ("finetuned",)
 
 
 def read_rope(config: HfConfig, positions: int) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def read_rope(config: HfConfig, positions: int) -> dict[str, Any]:
         config.refuse_unless("rope_theta", base)
     scaling = _scaling(config, chosen, model_type, longest)
     percent = _percent(config, chosen, model_type)
-    chosen.refuse_unread(_KNOWN)
+    chosen.refuse_unread(_OF_OTHER_KINDS, _WITHOUT_EFFECT)
     if scaling is not None and scaling["kind"] == "dynamic":
         longest = int(longest * scaling["factor"])
     return {
@@ -99,38 +98,59 @@ def _scaling(
     kind = chosen.get("rope_type", str, chosen.get("type", str, "default"))
     if model_type == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"
+    if model_type == "phi3" and kind not in ("default", "longrope"):
+        raise ConversionError(
+            f"{chosen.path} is of type {kind!r}, which Phi3ForCausalLM lacks: only 'default' and "
+            "'longrope' can be read"
+        )
     original = _original(config, chosen, model_type, longest)
     ratio = max(1.0, longest / original)
+    values: dict[str, Any] = {"kind": kind}
     match kind:
         case "default":
             return None
         case "linear":
-            return {"kind": kind, "factor": chosen.get("factor", float)}
+            return values | {"factor": chosen.get("factor", float)}
         case "dynamic":
-            return {"kind": kind, "factor": chosen.get("factor", float), ORIGINAL: longest}
+            return values | {"factor": chosen.get("factor", float), ORIGINAL: longest}
         case "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor")
-            values = {name: chosen.get(name, float) for name in names}
+            values |= {name: chosen.get(name, float) for name in names}
         case "yarn":
-            names = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-            options = {name: chosen.optional(name, float) or None for name in names}
-            values = {name: value for name, value in options.items() if value is not None}
-            values["factor"] = _factor(chosen, ratio)
-            values["truncate"] = chosen.get("truncate", bool, True)
+            values |= _yarn(chosen, ratio)
         case "longrope":
-            values = {
-                name: tuple(chosen.get(name, list)) for name in ("short_factor", "long_factor")
-            }
-            values["factor"] = _factor(chosen, ratio) if "factor" in chosen.values else ratio
-            values["attention_factor"] = chosen.optional("attention_factor", float)
-            if values["attention_factor"] == _default_of_longrope(values["factor"], original):
-                values["attention_factor"] = None
+            values |= _longrope(chosen, ratio, original)
         case _:
             raise ConversionError(
                 f"{chosen.path} is of type {kind!r}, which models here lack: only 'default', "
                 "'linear', 'dynamic', 'yarn', 'llama3' and 'longrope' can be read"
             )
-    return {"kind": kind, ORIGINAL: original, **values}
+    return values | {ORIGINAL: original}
+
+
+def _yarn(chosen: HfConfig, ratio: float) -> dict[str, Any]:
+    names = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    # 0 means the default, too
+    options = {name: chosen.optional(name, float) or None for name in names}
+    options["attention_factor"] = chosen.optional("attention_factor", float)
+    return {
+        **{name: value for name, value in options.items() if value is not None},
+        "factor": _factor(chosen, ratio),
+        "truncate": chosen.get("truncate", bool, True),
+    }
+
+
+def _longrope(chosen: HfConfig, ratio: float, original: int) -> dict[str, Any]:
+    factor = _factor(chosen, ratio) if "factor" in chosen.values else ratio
+    attention_factor = chosen.optional("attention_factor", float)
+    if attention_factor == _default_of_longrope(factor, original):
+        attention_factor = None
+    return {
+        "short_factor": tuple(chosen.get("short_factor", list)),
+        "long_factor": tuple(chosen.get("long_factor", list)),
+        "factor": factor,
+        "attention_factor": attention_factor,
+    }
 
 
 def _original(config: HfConfig, chosen: HfConfig, model_type: str, longest: int) -> int:
