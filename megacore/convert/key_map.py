@@ -221,7 +221,7 @@ class _Ours(Mapping[str, Tensor]):
 
 
 def translated(entry: Entry | Fused, ours: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return an entry's tensors of the other format, views of ours if the layout permits.
+    """Return an entry's tensors of the other format, views of our tensors if the layout permits.
 
     Raises:
         ConversionError: if a tensor has a wrong shape.
