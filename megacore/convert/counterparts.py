@@ -42,6 +42,28 @@ _QWEN3 = _LLAMA | {
     "qk_layernorm": (True,),
     "add_bias_linear": (False,),
 }
+_GEMMA2 = _LLAMA | {
+    "norm_position": ("sandwich",),
+    "apply_layernorm_1p": (True,),
+    "scale_embeddings": (True,),
+    "sliding_window": (None, GIVEN),
+    "window_attn_skip_freq": (None, GIVEN),
+    "query_pre_attn_scalar": (None, GIVEN),
+    "attn_logit_softcapping": (None, GIVEN),
+    "final_logit_softcapping": (None, GIVEN),
+    "add_bias_linear": (False,),
+}
+_OLMO2 = _LLAMA | {
+    "norm_position": ("reordered",),
+    "qk_layernorm": (True,),
+    "qk_layernorm_scope": ("projection",),
+    "add_bias_linear": (False,),
+}
+_STARCODER2 = _LLAMA | {
+    "normalization": ("layernorm",),
+    "activation": _PLAIN,
+    "sliding_window": (None, GIVEN),
+}
 _NEOX = _GPT2 | {"position_embedding_type": ("rope",), "parallel_residual": (False, True)}
 _BERT: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("learned_absolute",),
@@ -188,6 +210,9 @@ COUNTERPARTS = (
     Counterpart("MistralForCausalLM", "mistral", "gpt", _MISTRAL, True, True, ("mistral",)),
     Counterpart("Qwen3ForCausalLM", "qwen3", "gpt", _QWEN3, True, True, ("qwen3",)),
     Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX, tags=("gpt_neox",)),
+    Counterpart("Gemma2ForCausalLM", "gemma2", "gpt", _GEMMA2, True, True, ("gemma2",)),
+    Counterpart("Olmo2ForCausalLM", "olmo2", "gpt", _OLMO2, True, tags=("olmo2",)),
+    Counterpart("Starcoder2ForCausalLM", "starcoder2", "gpt", _STARCODER2, True, tags=("starcoder2",)),
     _bert("BertForPreTraining", "bert", "post", binary_head=True),
     _bert("MegatronBertForPreTraining", "megatron-bert", "pre", binary_head=True),
     _bert("BertForMaskedLM", "bert", "post", binary_head=False),

@@ -303,3 +303,25 @@ def queries_keys_values(
         *linear(f"{ours}.query", query, (size, hidden), bias=bias),
         *interleaved(f"{ours}.key_value", (key, value), rows, groups, model.head_dim, bias=bias),
     )
+
+
+def self_attention(spec: ModelSpec, ours: str, theirs: str) -> tuple[Entry, ...]:
+    """Return the entries of self-attention's projections q_proj, k_proj, v_proj and o_proj."""
+    model = spec.model
+    names = (f"{theirs}.{part}_proj" for part in "qkv")
+    shape = (model.hidden_size, model.attention_size)
+    return (
+        *queries_keys_values(spec, ours, *names),
+        *linear(f"{ours}.dense", f"{theirs}.o_proj", shape, bias=model.add_bias_linear),
+    )
+
+
+def gated_mlp(spec: ModelSpec, ours: str, theirs: str) -> tuple[Entry, ...]:
+    """Return the entries of a gated MLP's gate_proj, up_proj and down_proj."""
+    model = spec.model
+    hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
+    return (
+        *linear(f"{ours}.dense_h_to_4h_gate", f"{theirs}.gate_proj", (inner, hidden), bias=bias),
+        *linear(f"{ours}.dense_h_to_4h", f"{theirs}.up_proj", (inner, hidden), bias=bias),
+        *linear(f"{ours}.dense_4h_to_h", f"{theirs}.down_proj", (hidden, inner), bias=bias),
+    )
