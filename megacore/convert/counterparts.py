@@ -35,6 +35,7 @@ _LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
     "parallel_residual": (False,),
     "sliding_window": (None,),
     "qk_layernorm": (False,),
+    "add_bias_linear": (False, True),
 }
 _MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
 _QWEN3 = _LLAMA | {
@@ -157,7 +158,7 @@ class Counterpart:
         ]
         result += [
             Obstacle(name, _written(getattr(model, name)), _written(default))
-            for name, default in unsupported_fields(model, {*SUPPORTED_FIELDS, *_NAMED}).items()
+            for name, default in unsupported_fields(model, SUPPORTED_FIELDS).items()
             if name not in self.options
         ]
         if not self.grouped_queries and model.query_groups != model.num_attention_heads:
@@ -193,10 +194,6 @@ def unsupported_fields(model: ModelConfig, known: Collection[str]) -> dict[str, 
     }
 
 
-_NAMED = frozenset().union(_GPT2, _LLAMA, _NEOX, _BERT, _T5)
-"""Fields that occur in a table of options."""
-
-
 def _bert(
     architecture: str, model_type: str, norm_position: str, *, binary_head: bool
 ) -> Counterpart:
@@ -212,7 +209,9 @@ COUNTERPARTS = (
     Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX, tags=("gpt_neox",)),
     Counterpart("Gemma2ForCausalLM", "gemma2", "gpt", _GEMMA2, True, True, ("gemma2",)),
     Counterpart("Olmo2ForCausalLM", "olmo2", "gpt", _OLMO2, True, tags=("olmo2",)),
-    Counterpart("Starcoder2ForCausalLM", "starcoder2", "gpt", _STARCODER2, True, tags=("starcoder2",)),
+    Counterpart(
+        "Starcoder2ForCausalLM", "starcoder2", "gpt", _STARCODER2, True, tags=("starcoder2",)
+    ),
     _bert("BertForPreTraining", "bert", "post", binary_head=True),
     _bert("MegatronBertForPreTraining", "megatron-bert", "pre", binary_head=True),
     _bert("BertForMaskedLM", "bert", "post", binary_head=False),

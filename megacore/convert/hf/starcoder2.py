@@ -26,12 +26,8 @@ def key_map(spec: ModelSpec) -> KeyMap:
         for name in ("input_layernorm", "post_attention_layernorm"):
             entries += norm(spec, f"{ours}.{name}", f"{theirs}.{name}")
         entries += self_attention(spec, f"{ours}.self_attention", f"{theirs}.self_attn")
-        entries += linear(
-            f"{mlp}.dense_h_to_4h", f"{their_mlp}.c_fc", (inner, hidden), bias=bias
-        )
-        entries += linear(
-            f"{mlp}.dense_4h_to_h", f"{their_mlp}.c_proj", (hidden, inner), bias=bias
-        )
+        entries += linear(f"{mlp}.dense_h_to_4h", f"{their_mlp}.c_fc", (inner, hidden), bias=bias)
+        entries += linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.c_proj", (hidden, inner), bias=bias)
     entries += norm(spec, "encoder.final_layernorm", "model.norm")
     entries += output_layer(spec, "lm_head.weight")
     return KeyMap(tuple(entries))
