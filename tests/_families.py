@@ -38,6 +38,24 @@ NEOX: dict[str, Any] = {
     "parallel_residual": True,
     "untie_embeddings_and_output_weights": True,
 }
+GEMMA2: dict[str, Any] = LLAMA | {
+    "activation": "geglu_tanh",
+    "kv_channels": 12,
+    "norm_position": "sandwich",
+    "apply_layernorm_1p": True,
+    "scale_embeddings": True,
+    "sliding_window": 5,
+    "window_attn_skip_freq": 2,
+    "query_pre_attn_scalar": 9,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.0,
+    "untie_embeddings_and_output_weights": False,
+}
+OLMO2: dict[str, Any] = LLAMA | {
+    "norm_position": "reordered",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+}
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA,
@@ -50,6 +68,31 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen3": LLAMA | {"qk_layernorm": True, "kv_channels": 12},
     "neox": NEOX,
     "neox serial": NEOX | {"parallel_residual": False, "rotary_percent": 1.0},
+    "gemma2": GEMMA2,
+    "gemma2 full, untied": GEMMA2
+    | {
+        "sliding_window": None,
+        "window_attn_skip_freq": None,
+        "query_pre_attn_scalar": None,
+        "untie_embeddings_and_output_weights": True,
+        "num_query_groups": None,
+    },
+    "olmo2": OLMO2,
+    "olmo2 one group, tied": OLMO2
+    | {"num_query_groups": 1, "untie_embeddings_and_output_weights": False},
+    "olmo2 all heads": OLMO2 | {"num_query_groups": None},
+    "starcoder2": {
+        "position_embedding_type": "rope",
+        "num_query_groups": 2,
+        "sliding_window": 5,
+    },
+    "starcoder2 without biases": {
+        "position_embedding_type": "rope",
+        "num_query_groups": 1,
+        "activation": "gelu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    },
 }
 """GPT options that correspond to a model in transformers, by name."""
 MPT: dict[str, Any] = {

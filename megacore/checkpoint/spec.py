@@ -17,6 +17,7 @@ _RESOLVED = {
     "kv_channels": "head_dim",
     "ffn_hidden_size": "ffn_size",
     "num_decoder_layers": "decoder_layers",
+    "query_pre_attn_scalar": "attention_scalar",
 }
 """Fields that may be unset, with the property that gives the effective value."""
 _FREE = frozenset(

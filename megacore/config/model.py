@@ -9,6 +9,8 @@ Family = Literal["gpt", "bert", "t5"]
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative", "none"]
 Normalization = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "swiglu", "geglu", "geglu_tanh"]
+NormPosition = Literal["pre", "post", "sandwich", "reordered"]
+QKLayernormScope = Literal["head", "projection"]
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh"})
 """Activations of gated units (Shazeer 2020, arXiv:2002.05202), whose MLP has a third matrix."""
 _FOR_ONE: dict[str, Family] = {
@@ -17,14 +19,20 @@ _FOR_ONE: dict[str, Family] = {
     "relative_attention_max_distance": "t5",
     "scale_decoder_outputs": "t5",
     "bert_binary_head": "bert",
-    "norm_position": "bert",
     "parallel_residual": "gpt",
     "rotary_base": "gpt",
     "rotary_percent": "gpt",
     "rope_scaling": "gpt",
     "add_qkv_bias": "gpt",
     "sliding_window": "gpt",
+    "window_attn_skip_freq": "gpt",
     "qk_layernorm": "gpt",
+    "qk_layernorm_scope": "gpt",
+    "query_pre_attn_scalar": "gpt",
+    "attn_logit_softcapping": "gpt",
+    "final_logit_softcapping": "gpt",
+    "scale_embeddings": "gpt",
+    "apply_layernorm_1p": "gpt",
     "num_query_groups": "gpt",
 }
 """Fields that only one family supports; for other families they must have their defaults."""
@@ -32,6 +40,11 @@ _POSITIONS: dict[Family, tuple[str, ...]] = {
     "gpt": ("learned_absolute", "rope", "alibi", "none"),
     "bert": ("learned_absolute",),
     "t5": ("relative",),
+}
+_NORM_POSITIONS: dict[Family, tuple[NormPosition, ...]] = {
+    "gpt": ("pre", "sandwich", "reordered"),
+    "bert": ("pre", "post"),
+    "t5": ("pre",),
 }
 MOST_LAYERS = 1024
 """Most layers. The deepest published transformer has 1,000 (Wang et al. 2022, arXiv:2203.00555);
@@ -73,9 +86,13 @@ class ModelConfig(Section):
     (geglu_tanh)."""
     normalization: Normalization = keyed("layernorm")
     """Type of the norms: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019)."""
-    norm_position: Literal["pre", "post"] = keyed("pre")
-    """Position of the norms: pre, before each branch; or post, after each residual sum (Devlin et
-    al. 2018). Post is supported by BERT only."""
+    apply_layernorm_1p: bool = keyed(False, omit_default=True)
+    """If true, norms multiply by 1 + weight (zero-centered gamma) and their weights begin at 0, as
+    in Gemma. GPT only."""
+    norm_position: NormPosition = keyed("pre")
+    """Position of the norms: pre, before each branch; post, after each residual sum (Devlin et al.
+    2018; BERT only); sandwich, before and after each branch (Ding et al. 2021; GPT only); or
+    reordered, only after each branch (OLMo 2, Walsh et al. 2024; GPT only)."""
     parallel_residual: bool = keyed(False)
     """If true, attention and MLP read the same input and their outputs are summed (GPT-J,
     GPT-NeoX). GPT only."""
@@ -98,9 +115,25 @@ class ModelConfig(Section):
     sliding_window: int | None = keyed(None, gt=0)
     """Number of tokens that each token attends to, including itself (Jiang et al. 2023); null means
     all previous tokens. GPT only."""
+    window_attn_skip_freq: int | None = keyed(None, gt=1, omit_default=True)
+    """Distance between layers without sliding_window: with n, every n-th layer attends to all
+    previous tokens; null means that every layer has the window. GPT only."""
     qk_layernorm: bool = keyed(False)
-    """If true, the queries and keys of each head are normalized (Dehghani et al. 2023). GPT
-    only."""
+    """If true, queries and keys are normalized (Dehghani et al. 2023). GPT only."""
+    qk_layernorm_scope: QKLayernormScope = keyed("head", omit_default=True)
+    """Vectors that qk_layernorm normalizes: those of each head, or the whole projection of all
+    heads (OLMo 2; RMSNorm only). GPT only."""
+    query_pre_attn_scalar: int | None = keyed(None, gt=0, omit_default=True)
+    """Number whose inverse square root multiplies the attention scores; null means the size of a
+    head. GPT only."""
+    attn_logit_softcapping: float | None = keyed(None, gt=0.0, omit_default=True)
+    """Soft cap c of the attention scores, which become c tanh(score / c) (Gemma 2, Riviere et al.
+    2024); null means none. The scores are stored, which needs memory. GPT only."""
+    final_logit_softcapping: float | None = keyed(None, gt=0.0, omit_default=True)
+    """Soft cap of the logits in the same form; null means none. GPT only."""
+    scale_embeddings: bool = keyed(False, omit_default=True)
+    """If true, the embeddings of tokens are multiplied by sqrt(hidden_size) (Vaswani et al. 2017),
+    rounded to the type of the computation. GPT only."""
     add_bias_linear: bool = keyed(True)
     """If true, linear layers have biases."""
     add_qkv_bias: bool = keyed(False, omit_default=True)
@@ -165,6 +198,22 @@ class ModelConfig(Section):
         return self.activation in GATED
 
     @property
+    def attention_scalar(self) -> int:
+        """Number whose inverse square root multiplies the scores, with the default filled in."""
+        return self.query_pre_attn_scalar or self.head_dim
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor on the attention scores; None means 1 / sqrt(d)."""
+        scalar = self.query_pre_attn_scalar
+        return None if scalar is None else float(scalar**-0.5)
+
+    def has_window(self, layer: int) -> bool:
+        """Return True if layer number `layer`, from 0, has the sliding window."""
+        skip = self.window_attn_skip_freq
+        return self.sliding_window is not None and (skip is None or (layer + 1) % skip != 0)
+
+    @property
     def decoder_layers(self) -> int:
         """Number of layers of T5's decoder, with the default filled in."""
         return self.num_decoder_layers or self.num_layers
@@ -216,10 +265,42 @@ def _check_family(family: Family, model: ModelConfig) -> None:
             f"model.position_embedding_type is {model.position_embedding_type} but family is "
             f"{family}: {_NAMES[family]} takes {' or '.join(positions)}"
         )
+    places = _NORM_POSITIONS[family]
+    if model.norm_position not in places:
+        raise ValueError(
+            f"model.norm_position is {model.norm_position} but family is {family}: "
+            f"{_NAMES[family]} takes {' or '.join(places)}"
+        )
+    if family == "gpt":
+        _check_norms(model)
     if family == "bert":
         _check_bert(model)
     if family == "t5":
         _check_t5(model)
+
+
+def _check_norms(model: ModelConfig) -> None:
+    if model.parallel_residual and model.norm_position != "pre":
+        raise ValueError(
+            f"model.norm_position is {model.norm_position} but model.parallel_residual is true, "
+            "which has norms before its branches only: set one of them to its default"
+        )
+    if model.qk_layernorm_scope == "projection":
+        if not model.qk_layernorm:
+            raise ValueError(
+                "model.qk_layernorm_scope is projection but model.qk_layernorm is false: set the "
+                "latter to true, or remove the former"
+            )
+        if model.normalization != "rmsnorm":
+            raise ValueError(
+                f"model.qk_layernorm_scope is projection but model.normalization is "
+                f"{model.normalization}: set the latter to rmsnorm, or the former to head"
+            )
+    if model.window_attn_skip_freq is not None and model.sliding_window is None:
+        raise ValueError(
+            f"model.window_attn_skip_freq is {model.window_attn_skip_freq} but "
+            "model.sliding_window is null: give the window, or remove the former"
+        )
 
 
 def _check_bert(model: ModelConfig) -> None:

@@ -39,6 +39,7 @@ _LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
     "sliding_window": (None,),
     "qk_layernorm": (False,),
     "add_qkv_bias": (False,),
+    "add_bias_linear": (False, True),
 }
 _MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
 _QWEN3 = _LLAMA | {
@@ -61,6 +62,28 @@ _NEOX = _GPT2 | {
     "position_embedding_type": ("rope",),
     "rope_scaling": (None, GIVEN),
     "parallel_residual": (False, True),
+}
+_GEMMA2 = _LLAMA | {
+    "norm_position": ("sandwich",),
+    "apply_layernorm_1p": (True,),
+    "scale_embeddings": (True,),
+    "sliding_window": (None, GIVEN),
+    "window_attn_skip_freq": (None, GIVEN),
+    "query_pre_attn_scalar": (None, GIVEN),
+    "attn_logit_softcapping": (None, GIVEN),
+    "final_logit_softcapping": (None, GIVEN),
+    "add_bias_linear": (False,),
+}
+_OLMO2 = _LLAMA | {
+    "norm_position": ("reordered",),
+    "qk_layernorm": (True,),
+    "qk_layernorm_scope": ("projection",),
+    "add_bias_linear": (False,),
+}
+_STARCODER2 = _LLAMA | {
+    "normalization": ("layernorm",),
+    "activation": _PLAIN,
+    "sliding_window": (None, GIVEN),
 }
 _BERT: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("learned_absolute",),
@@ -155,7 +178,7 @@ class Counterpart:
         ]
         result += [
             Obstacle(name, _written(getattr(model, name)), _written(default))
-            for name, default in unsupported_fields(model, {*SUPPORTED_FIELDS, *_NAMED}).items()
+            for name, default in unsupported_fields(model, SUPPORTED_FIELDS).items()
             if name not in self.options
         ]
         if not self.grouped_queries and model.query_groups != model.num_attention_heads:
@@ -191,10 +214,6 @@ def unsupported_fields(model: ModelConfig, known: Collection[str]) -> dict[str, 
     }
 
 
-_NAMED = frozenset().union(_GPT2, _LLAMA, _NEOX, _BERT, _T5)
-"""Fields that occur in a table of options."""
-
-
 def _bert(
     architecture: str, model_type: str, norm_position: str, *, binary_head: bool
 ) -> Counterpart:
@@ -212,6 +231,11 @@ COUNTERPARTS = (
     Counterpart("Qwen3ForCausalLM", "qwen3", "gpt", _QWEN3, True, True, ("qwen3",)),
     Counterpart(*_AS_PHI3, _PHI3, True, tags=("phi3",)),
     Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX, tags=("gpt_neox",)),
+    Counterpart("Gemma2ForCausalLM", "gemma2", "gpt", _GEMMA2, True, True, ("gemma2",)),
+    Counterpart("Olmo2ForCausalLM", "olmo2", "gpt", _OLMO2, True, tags=("olmo2",)),
+    Counterpart(
+        "Starcoder2ForCausalLM", "starcoder2", "gpt", _STARCODER2, True, tags=("starcoder2",)
+    ),
     _bert("BertForPreTraining", "bert", "post", binary_head=True),
     _bert("MegatronBertForPreTraining", "megatron-bert", "pre", binary_head=True),
     _bert("BertForMaskedLM", "bert", "post", binary_head=False),

@@ -205,7 +205,8 @@ class _Ours(Mapping[str, Tensor]):
             parts = tuple(map(self._whole, entry.theirs))
         else:
             rows = self._whole(fused.name)[fused.rows()[name]]
-            parts = rows.split([shape[0] for shape in entry.their_shapes().values()])
+            sizes = [shape[0] for shape in entry.their_shapes().values()]
+            parts = rows.split(sizes)  # type: ignore[no-untyped-call]
         tensor = entry.layout.merge(parts)
         assert tuple(tensor.shape) == entry.shape, f"layout of {name} gives {tuple(tensor.shape)}"
         return tensor.contiguous()
@@ -368,3 +369,25 @@ def fused_rows(ours: tuple[str, ...], theirs: str, shape: Shape) -> tuple[Fused,
     """
     parts = tuple(Entry(f"{name}.weight", shape, (name,)) for name in ours)
     return (Fused(parts, f"{theirs}.weight"),)
+
+
+def self_attention(spec: ModelSpec, ours: str, theirs: str) -> tuple[Entry, ...]:
+    """Return the entries of self-attention's projections q_proj, k_proj, v_proj and o_proj."""
+    model = spec.model
+    names = (f"{theirs}.{part}_proj" for part in "qkv")
+    shape = (model.hidden_size, model.attention_size)
+    return (
+        *queries_keys_values(spec, ours, *names),
+        *linear(f"{ours}.dense", f"{theirs}.o_proj", shape, bias=model.add_bias_linear),
+    )
+
+
+def gated_mlp(spec: ModelSpec, ours: str, theirs: str) -> tuple[Entry, ...]:
+    """Return the entries of a gated MLP's gate_proj, up_proj and down_proj."""
+    model = spec.model
+    hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
+    return (
+        *linear(f"{ours}.dense_h_to_4h_gate", f"{theirs}.gate_proj", (inner, hidden), bias=bias),
+        *linear(f"{ours}.dense_h_to_4h", f"{theirs}.up_proj", (inner, hidden), bias=bias),
+        *linear(f"{ours}.dense_4h_to_h", f"{theirs}.down_proj", (hidden, inner), bias=bias),
+    )

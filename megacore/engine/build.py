@@ -68,6 +68,7 @@ def build_engine(
         device,
         DTYPES[precision],
         compiled=compiler is not None and compiler.works,
+        softcapped=config.model.attn_logit_softcapping is not None,
         config=config.train.kernels,
     )
     if config.engine == "native":

@@ -4,6 +4,7 @@ With dropout or a bias, the weights may be stored between two matmuls. Their sof
 with scale, bias and dropout, as in Megatron-LM's scaled_masked_softmax.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megacore.kernels.implementation import (
     Implementation,
+    Setting,
     cpp_obstacle,
     cpp_obstacle_uncompiled,
     everywhere,
@@ -31,6 +33,7 @@ class Attention(Protocol):
         dropout: float,
         causal: bool,
         scale: float | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Compute softmax(q kᵀ scale + bias) v.
 
@@ -42,6 +45,9 @@ class Attention(Protocol):
             dropout: probability of dropping a weight.
             causal: a query sees only the keys up to its own position; requires s = s_k.
             scale: factor on the scores; None means 1 / sqrt(d).
+            softcap: c, if the scaled scores become c tanh(score / c) before the bias is added
+                (Riviere et al. 2024, arXiv:2408.00118). Only kernels that are chosen for it take
+                it.
 
         Returns:
             [b, n, s, d], with any strides.
@@ -92,8 +98,23 @@ def reference(
     dropout: float,
     causal: bool,
     scale: float | None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own."""
+    """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own.
+
+    None of these has a soft cap, so that scores with one are stored.
+    """
+    if softcap is not None:
+        return softcapped(
+            query,
+            key,
+            value,
+            bias=bias,
+            dropout=dropout,
+            causal=causal,
+            scale=scale,
+            softcap=softcap,
+        )
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1 and query.shape[2] == 1:
         # The heads of a single query that share keys are like several queries of one head.
@@ -117,6 +138,38 @@ def reference(
         scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
+
+
+def softcapped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute attention with a soft cap of the scores, which are stored; see `Attention`.
+
+    Cap and softmax are computed in fp32: c tanh in bf16 would be wrong by up to c / 512. The query
+    heads that share keys are multiplied together, so that keys and values are not repeated.
+    """
+    assert softcap is not None, "this kernel is chosen for models with a soft cap"
+    (b, n, s, d), groups, keys = query.shape, key.shape[1], key.shape[2]
+    scale = d**-0.5 if scale is None else scale
+    grouped = query.reshape(b, groups, n // groups * s, d)
+    scores = (grouped @ key.transpose(-1, -2)).view(b, n, s, keys)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = (scores * (scale / softcap)).tanh() * softcap
+    if bias is not None:
+        scores = scores + bias
+    elif causal:
+        hidden = torch.ones(s, keys, dtype=torch.bool, device=query.device).triu(keys - s + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout)
+    return (weights.view(b, groups, n // groups * s, keys) @ value).view(b, n, s, d)
 
 
 def packed_reference(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
@@ -177,7 +230,9 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
         dropout: float,
         causal: bool,
         scale: float | None,
+        softcap: float | None = None,
     ) -> Tensor:
+        assert softcap is None, "this kernel is not chosen for models with a soft cap"
         if bias is None and not dropout and supports(query, key, value):
             return attention(query, key, value, causal=causal, scale=scale)
         if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
@@ -200,15 +255,31 @@ def _load_packed_cpp() -> PackedAttention:
     return attend
 
 
+def _uncapped(obstacle: Callable[[Setting], str | None]) -> Callable[[Setting], str | None]:
+    """Return an obstacle that also refuses a soft cap of the scores."""
+    return lambda setting: (
+        "it has no soft cap of the scores (model.attn_logit_softcapping)"
+        if setting.softcapped
+        else obstacle(setting)
+    )
+
+
+def _softcap_obstacle(setting: Setting) -> str | None:
+    return None if setting.softcapped else "it is only for scores with a soft cap"
+
+
 IMPLEMENTATIONS = (
     Implementation[Attention](
         "cpp",
         "C++ with AVX-512, torch for masks",
         _load_cpp_with_softmax,
-        cpp_obstacle_uncompiled,
+        _uncapped(cpp_obstacle_uncompiled),
     ),
     Implementation[Attention](
-        "cpp", "C++ with AVX-512, torch for dropout and biases", _load_cpp, cpp_obstacle
+        "cpp", "C++ with AVX-512, torch for dropout and biases", _load_cpp, _uncapped(cpp_obstacle)
+    ),
+    Implementation[Attention](
+        "plain", "torch with stored scores", lambda: softcapped, _softcap_obstacle
     ),
     Implementation[Attention](
         "plain", "torch scaled_dot_product_attention", lambda: reference, everywhere

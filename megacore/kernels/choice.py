@@ -88,6 +88,7 @@ def choose_kernels(
     dtype: torch.dtype,
     *,
     compiled: bool = False,
+    softcapped: bool = False,
     config: KernelsConfig | None = None,
 ) -> Kernels:
     """Choose the configured implementation of each operation, for auto the first usable one.
@@ -96,12 +97,13 @@ def choose_kernels(
         device: device of the model.
         dtype: type in which the model computes.
         compiled: True if layers go through `torch.compile`.
+        softcapped: True if the model has a soft cap of the attention scores.
         config: value of `train.kernels`; None means auto for every operation.
 
     Raises:
         ConfigError: a configured implementation cannot run, or the C++ module is missing.
     """
-    setting = Setting(device, dtype, compiled)
+    setting = Setting(device, dtype, compiled, softcapped)
     config = config or KernelsConfig()
     try:
         chosen = {

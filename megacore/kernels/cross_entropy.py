@@ -182,6 +182,56 @@ def _load_cpp() -> CrossEntropy:
     )
 
 
+def softcapped(kernel: CrossEntropy, cap: float) -> CrossEntropy:
+    """Return a kernel that takes logits x and computes with c tanh(x / c), with c = `cap`.
+
+    The capped logits exist in fp32 for a block of rows at a time, on which `kernel` computes; its
+    gradient is multiplied by 1 - tanh², and rounded once.
+    """
+
+    def capped(logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return c tanh(x / c) and its derivative, of a block."""
+        tanh = (logits.to(_exact(logits)) / cap).tanh_()
+        return tanh * cap, tanh.square_().neg_().add_(1.0)
+
+    def capped_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
+        return torch.cat(
+            [
+                kernel.statistics(capped(logits[block])[0], columns[block], with_sum)
+                for block in _blocks(logits)
+            ],
+            1,
+        )
+
+    def capped_gradient_(
+        logits: Tensor,
+        columns: Tensor,
+        log_normaliser: Tensor,
+        factor: Tensor | None,
+        label_weight: float,
+        evenly: float,
+    ) -> None:
+        for block in _blocks(logits):
+            values, derivative = capped(logits[block])
+            part = None if factor is None else factor[block]
+            kernel.gradient_(
+                values, columns[block], log_normaliser[block], part, label_weight, evenly
+            )
+            logits[block] = values.mul_(derivative)
+
+    def capped_loss_(
+        logits: Tensor, columns: Tensor, label_smoothing: float, z_loss: float, scale: float
+    ) -> Tensor:
+        losses = []
+        for block in _blocks(logits):
+            values, derivative = capped(logits[block])
+            losses.append(kernel.loss_(values, columns[block], label_smoothing, z_loss, scale))
+            logits[block] = values.mul_(derivative)
+        return torch.cat(losses)
+
+    return CrossEntropy(capped_statistics, capped_gradient_, capped_loss_)
+
+
 def whole_statistics(logits: Tensor, columns: Tensor, with_sum: bool) -> Tensor:
     """Compute the statistics without blocks, for a compiler that avoids large temporaries."""
     exact = logits.to(_exact(logits))

@@ -22,6 +22,8 @@ class Setting:
     """Type in which the model computes."""
     compiled: bool = False
     """True if layers go through `torch.compile`, which fuses plain torch without further help."""
+    softcapped: bool = False
+    """True if the attention scores have a soft cap."""
 
 
 @dataclass(frozen=True)

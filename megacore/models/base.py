@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
 from megacore.kernels.choice import Kernels, plain_kernels
+from megacore.kernels.cross_entropy import softcapped
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.embedding import Embedding, OutputLayer
 from megacore.models.layers.transformer import Transformer
@@ -116,6 +117,12 @@ class Model(nn.Module, ABC):
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.kernels = kernels or plain_kernels()
+        cap = model.final_logit_softcapping
+        self._cross_entropy = (
+            self.kernels.cross_entropy
+            if cap is None
+            else softcapped(self.kernels.cross_entropy, cap)
+        )
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         untied = model.untie_embeddings_and_output_weights
@@ -229,7 +236,7 @@ class Model(nn.Module, ABC):
             bias=bias,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
-            kernel=self.kernels.cross_entropy,
+            kernel=self._cross_entropy,
             label_smoothing=self.label_smoothing if self.training else 0.0,
             z_loss=self.z_loss if self.training else 0.0,
         )

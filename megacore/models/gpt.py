@@ -4,6 +4,9 @@ These are GPT-2 (Radford et al. 2019) and its descendants. Llama and GPT-NeoX di
 of the configuration: norms, positions, activation, heads, biases.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -25,6 +28,7 @@ class GPTModel(Model):
             device,
             final_layernorm=self.has_head,
             recomputed=self.recompute_num_layers,
+            scale=self.model.score_scale,
         )
         # Made once: copies of new slopes to a GPU would wait for it in every micro batch.
         self._slopes = (
@@ -122,7 +126,8 @@ class GPTModel(Model):
             if position_ids is None:
                 position_ids = positions_of(0, queries, device)
             rotary = self._rotary.tables(position_ids, hidden.dtype)
-        bias = attention_bias(
+        bias = partial(
+            attention_bias,
             queries=queries,
             keys=keys,
             causal=True,
@@ -130,15 +135,21 @@ class GPTModel(Model):
             device=device,
             documents=documents,
             present=present,
-            window=model.sliding_window
-            if model.sliding_window is not None and model.sliding_window < keys
-            else None,
             slopes=None if self._slopes is None else self._slopes.to(device),
         )
-        return Shared(bias, rotary, cache=cache)
+        window = model.sliding_window
+        if window is not None and window >= keys:
+            window = None
+        if model.window_attn_skip_freq is None:
+            return Shared(bias(window=window), rotary, cache=cache)
+        full = Shared(bias(), rotary, cache=cache)
+        windowed = full if window is None else replace(full, bias=bias(window=window))
+        return replace(full, windowed=windowed)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """Map [b, s, h] to [b, s, v/t]."""
-        return column_parallel(
+        logits = column_parallel(
             hidden, [(self._output_weight(), None)], self.tp, self.sequence_parallel
         )[0]
+        cap = self.model.final_logit_softcapping
+        return logits if cap is None else (logits / cap).tanh() * cap

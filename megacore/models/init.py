@@ -25,7 +25,8 @@ elements, or one per row [rows, 1]."""
 def initialize(model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
     """Fill every parameter with its initial values.
 
-    The weights of norms are ones, biases are zeros, and other weights have normal distributions.
+    The weights of norms are ones, or zeros with apply_layernorm_1p, biases are zeros, and other
+    weights have normal distributions.
 
     In GPT (Radford et al. 2019) the standard deviation is init_method_std, divided by
     sqrt(2 x num_layers) for projections into the residual stream. In BERT (Devlin et al. 2018) it
@@ -63,7 +64,7 @@ def initial_weight(
     if name.endswith("bias"):
         return torch.zeros(shape)
     if "layernorm" in name:
-        return torch.ones(shape)
+        return torch.zeros(shape) if spec.model.apply_layernorm_1p else torch.ones(shape)
     part = partition or Partition(0, 0, 1)
     global_shape = part.global_shape(shape)
     deviation = t5_deviation(spec.model) if spec.family == "t5" else gpt_deviation(spec.model)

@@ -39,7 +39,7 @@ def chunk_sizes(spec: ModelSpec, chunk: ModelChunk, tensor: int) -> Iterator[int
     if chunk.has_head:
         if untied:
             yield table
-        if model.norm_position == "pre":
+        if model.norm_position != "post":
             yield from _norm(model)
         if family == "bert":
             yield from _bert_head(spec, tensor)
@@ -68,13 +68,15 @@ def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -
     qkv_biases = [width // tensor for width in column] if model.add_qkv_bias else []
     column += [model.ffn_size] * (2 if model.gated else 1)
     row = [inner, model.ffn_size]
-    norms = 2 * _norm(model)
+    norms = (4 if model.norm_position == "sandwich" else 2) * _norm(model)
     if decoder:
         column += [inner, 2 * inner]
         row.append(inner)
         norms += _norm(model)
     if model.qk_layernorm:
-        norms += 2 * _norm(model, model.head_dim)
+        whole = model.qk_layernorm_scope == "projection"
+        widths = (model.attention_size, keys // 2) if whole else (model.head_dim, model.head_dim)
+        norms += [size for width in widths for size in _norm(model, width)]
     biases = (
         [width // tensor for width in column] + [hidden] * len(row)
         if model.add_bias_linear

@@ -441,6 +441,8 @@ class Activations:
             logits: bytes of the micro batch's logits.
         """
         copies = (1 if self._tensor == 1 else 2) - (self.element == 4)
+        if self.config.model.final_logit_softcapping is not None:
+            copies += 2  # the capped logits and the cap's derivative
         return copies * 4 * min(_LOSS_BLOCK, logits // self.element)
 
     def evaluation(self, logits: int) -> int:
@@ -528,7 +530,10 @@ class Activations:
     def _layer(self, tokens: int) -> int:
         """Return the bytes that a layer with self-attention stores, without its scores."""
         model, tensor = self.config.model, self._tensor
-        norms_and_inputs = (4 + 2 * self._norm_copies) * self._hidden(self.element, tokens)
+        norms = 4 if model.norm_position == "sandwich" else 2
+        norms_and_inputs = (2 + norms + norms * self._norm_copies) * self._hidden(
+            self.element, tokens
+        )
         masks = 2 * self._hidden(self._mask, tokens)
         # with fewer groups than ranks, they are gathered from all ranks
         groups = model.query_groups // tensor or model.query_groups
@@ -539,6 +544,10 @@ class Activations:
         divided = (2 * model.attention_size + inner * model.ffn_size) // tensor + key_value
         if model.qk_layernorm:
             divided += (1 + self._norm_copies) * (model.attention_size // tensor + key_value // 2)
+            if model.qk_layernorm_scope == "projection":  # the norms' inputs are made contiguous
+                divided += key_value // 2
+                if model.query_groups == model.num_attention_heads:
+                    divided += model.attention_size // tensor
         if self.config.family == "t5" and model.hidden_dropout:  # dropout inside the MLP
             copy = self.element if model.activation == "relu" else 0
             masks += tokens * (self._mask + copy) * model.ffn_size // tensor
@@ -548,14 +557,29 @@ class Activations:
         """Return the bytes of attention scores that unfused attention stores.
 
         On CPUs, torch has no fused attention with dropout or with a trained bias. It then stores
-        the softmax and, with dropout, the mask and the product: fp32 [b, n/t, s, keys] each.
+        the softmax and, with dropout, the mask and the product: fp32 [b, n/t, s, keys] each. With a
+        soft cap, no device has fused attention.
         """
         model = self.config.model
         trained = model.position_embedding_type == "relative"
+        scores = tokens * model.num_attention_heads // self._tensor * keys
+        if model.attn_logit_softcapping is not None:
+            return self._softcapped_bytes * scores
         if self.device_type == "cuda" or not (model.attention_dropout or trained):
             return 0
         copies = 3 if model.attention_dropout else 1
-        return copies * 4 * tokens * model.num_attention_heads // self._tensor * keys
+        return copies * 4 * scores
+
+    @property
+    def _softcapped_bytes(self) -> int:
+        """Bytes per score that attention with a soft cap stores.
+
+        They are tanh and softmax in fp32, the weights in the type of the activations, and with
+        dropout its mask and the dropped weights.
+        """
+        mask = 1 if self.device_type == "cuda" else self.element
+        dropped = mask + self.element if self.config.model.attention_dropout else 0
+        return 8 + (self.element if self.element < 4 else 0) + dropped
 
     def _recomputed(self, full: int, attention: int, tokens: int) -> int:
         match self.config.train.recompute:
@@ -600,9 +624,10 @@ class Activations:
             case "alibi":
                 samples = config.train.micro_batch_size if config.data.reset_attention_mask else 1
                 return samples * heads * length**2 * self.element
-        if config.data.reset_attention_mask:
-            return self.tokens * length * self.element  # one bias of shape [b, s, s]
         window = config.model.sliding_window
+        if config.data.reset_attention_mask:
+            alternates = config.model.window_attn_skip_freq and window and window < length
+            return (2 if alternates else 1) * self.tokens * length * self.element  # [b, s, s] each
         return length**2 * self.element if window is not None and window < length else 0
 
     def _hidden(self, element: int, tokens: int) -> int:

@@ -59,7 +59,10 @@ class CheckpointScorer:
             special_tokens=job.special_tokens,
             device=device,
             kernels=choose_kernels(
-                device, DTYPES[precision], config=job.config.train.kernels.for_evaluation
+                device,
+                DTYPES[precision],
+                softcapped=job.config.model.attn_logit_softcapping is not None,
+                config=job.config.train.kernels.for_evaluation,
             ),
         )
         parameters = self._stage.named_parameters

@@ -29,7 +29,37 @@ def test_the_defaults_of_each_family_are_accepted() -> None:
         (
             "gpt",
             {"norm_position": "post"},
-            "norm_position is post but family is gpt: it is only for BERT; remove it",
+            "norm_position is post but family is gpt: GPT takes pre or sandwich or reordered",
+        ),
+        (
+            "bert",
+            {"norm_position": "sandwich"},
+            "norm_position is sandwich but family is bert: BERT takes pre or post",
+        ),
+        (
+            "gpt",
+            {"norm_position": "reordered", "parallel_residual": True},
+            "norm_position is reordered but model.parallel_residual is true",
+        ),
+        (
+            "gpt",
+            {"qk_layernorm_scope": "projection", "normalization": "rmsnorm"},
+            "qk_layernorm_scope is projection but model.qk_layernorm is false",
+        ),
+        (
+            "gpt",
+            {"qk_layernorm_scope": "projection", "qk_layernorm": True},
+            "qk_layernorm_scope is projection but model.normalization is layernorm",
+        ),
+        (
+            "gpt",
+            {"window_attn_skip_freq": 2},
+            "window_attn_skip_freq is 2 but model.sliding_window is null",
+        ),
+        (
+            "t5",
+            T5 | {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping is 50.0 but family is t5: it is only for GPT",
         ),
         (
             "gpt",

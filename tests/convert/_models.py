@@ -42,6 +42,26 @@ _NEOX: dict[str, Any] = {
     "activation": "gelu",
     "untie_embeddings_and_output_weights": True,
 }
+_GEMMA2 = _LLAMA | {
+    "activation": "geglu_tanh",
+    "num_query_groups": 2,
+    "kv_channels": 12,
+    "norm_position": "sandwich",
+    "apply_layernorm_1p": True,
+    "scale_embeddings": True,
+    "sliding_window": 7,
+    "window_attn_skip_freq": 2,
+    "query_pre_attn_scalar": 9,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "untie_embeddings_and_output_weights": False,
+}
+_OLMO2 = _LLAMA | {
+    "norm_position": "reordered",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+    "layernorm_epsilon": 1e-5,
+}
 _T5: dict[str, Any] = {
     "position_embedding_type": "relative",
     "normalization": "rmsnorm",
@@ -176,6 +196,46 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rotary_base": 500.0,
         }
         | {"untie_embeddings_and_output_weights": False},
+    ),
+    "gemma2": ("gpt", "Gemma2ForCausalLM", _GEMMA2),
+    "gemma2-plain": (
+        "gpt",
+        "Gemma2ForCausalLM",
+        _GEMMA2
+        | {
+            "sliding_window": None,
+            "window_attn_skip_freq": None,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "activation": "swiglu",
+            "untie_embeddings_and_output_weights": True,
+        },
+    ),
+    "gemma2-windows": (
+        "gpt",
+        "Gemma2ForCausalLM",
+        _GEMMA2 | {"window_attn_skip_freq": None, "num_query_groups": None},
+    ),
+    "olmo2": ("gpt", "Olmo2ForCausalLM", _OLMO2),
+    "olmo2-grouped": (
+        "gpt",
+        "Olmo2ForCausalLM",
+        _OLMO2 | {"num_query_groups": 2, "untie_embeddings_and_output_weights": False},
+    ),
+    "starcoder2": (
+        "gpt",
+        "Starcoder2ForCausalLM",
+        {"position_embedding_type": "rope", "num_query_groups": 2, "sliding_window": 7},
+    ),
+    "starcoder2-without-biases": (
+        "gpt",
+        "Starcoder2ForCausalLM",
+        {
+            "position_embedding_type": "rope",
+            "activation": "gelu",
+            "add_bias_linear": False,
+            "untie_embeddings_and_output_weights": True,
+        },
     ),
     "bert": ("bert", "BertForPreTraining", _BERT | {"norm_position": "post"}),
     "megatron-bert": ("bert", "MegatronBertForPreTraining", _BERT | {"activation": "gelu_tanh"}),

@@ -87,13 +87,19 @@ LLAMA = {
             r"has no model\.sliding_window 8: set model\.sliding_window to null",
         ),
         (
-            {"position_embedding_type": "none", "add_bias_linear": False},
+            {"position_embedding_type": "none", "qk_layernorm": True},
             (
                 r"GPT2LMHeadModel, has no model\.position_embedding_type none, "
-                r"model\.add_bias_linear false: set model\.position_embedding_type to "
-                r"learned_absolute, model\.add_bias_linear to true"
+                r"model\.qk_layernorm true: set model\.position_embedding_type to "
+                r"learned_absolute, model\.qk_layernorm to false"
             ),
         ),
+        (
+            LLAMA | {"norm_position": "sandwich"},
+            r"nearest, LlamaForCausalLM, has no model\.norm_position sandwich: set .* to pre",
+        ),
+        (LLAMA | {"final_logit_softcapping": 30.0}, r"_softcapping 30\.0: set .* to null"),
+        (LLAMA | {"scale_embeddings": True}, r"scale_embeddings true: set .* to false"),
         ({"kv_channels": 4}, r"has no model\.kv_channels 4: set model\.kv_channels to 8"),
     ],
 )
@@ -119,4 +125,5 @@ def test_an_unlisted_field_is_exportable_only_at_its_default(
 
 def test_every_field_of_the_architecture_is_listed() -> None:
     model = tiny_config(**LLAMA).model
-    assert set(type(model).model_fields) == {*counterparts.SUPPORTED_FIELDS, *counterparts._NAMED}
+    named = {name for entry in counterparts.COUNTERPARTS for name in entry.options}
+    assert set(type(model).model_fields) == counterparts.SUPPORTED_FIELDS | named

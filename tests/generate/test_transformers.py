@@ -52,6 +52,35 @@ def _neox() -> Any:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**_sizes(), hidden_act="gelu"))
 
 
+def _gemma2() -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            **_sizes(),
+            num_key_value_heads=2,
+            head_dim=12,
+            query_pre_attn_scalar=10,
+            sliding_window=6,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _olmo2() -> Any:
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    return Olmo2ForCausalLM(Olmo2Config(**_sizes(), num_key_value_heads=2))
+
+
+def _starcoder2() -> Any:
+    from transformers import Starcoder2Config, Starcoder2ForCausalLM
+
+    return Starcoder2ForCausalLM(
+        Starcoder2Config(**_sizes(), num_key_value_heads=2, sliding_window=6)
+    )
+
+
 def _sizes() -> dict[str, Any]:
     return {
         "vocab_size": _tiny.VOCAB,
@@ -70,6 +99,9 @@ CLASSES: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "mistral": _mistral,
     "neox": _neox,
+    "gemma2": _gemma2,
+    "olmo2": _olmo2,
+    "starcoder2": _starcoder2,
 }
 
 

@@ -300,6 +300,17 @@ def test_an_implementation_that_cannot_run_is_refused(
         choose_kernels(device, dtype, compiled=compiled, config=config)
 
 
+def test_a_soft_cap_of_the_scores_chooses_a_kernel_that_has_it() -> None:
+    names = choose_kernels(CPU, torch.float32, softcapped=True).names
+    assert names["attention"] == "torch with stored scores"
+    with pytest.raises(
+        ConfigError, match=r"attention is cpp, .*: it has no soft cap .*attn_logit_softcapping"
+    ):
+        choose_kernels(CPU, torch.float32, softcapped=True, config=KernelsConfig(attention="cpp"))
+    uncapped = choose_kernels(CPU, torch.float32, config=KernelsConfig(attention="plain"))
+    assert uncapped.names["attention"] == "torch scaled_dot_product_attention"
+
+
 @pytest.mark.parametrize(
     ("dtype", "instructions"), [(torch.float32, "AVX-512"), (torch.bfloat16, "AVX512-BF16")]
 )

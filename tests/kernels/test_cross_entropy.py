@@ -15,6 +15,7 @@ from megacore.kernels.cross_entropy import (
     IMPLEMENTATIONS,
     CrossEntropy,
     compiled,
+    softcapped,
     whole_gradient_,
     whole_loss_,
     whole_statistics,
@@ -50,6 +51,13 @@ def kernel(request: pytest.FixtureRequest) -> tuple[CrossEntropy, torch.dtype]:
     return implementation.load(), dtype
 
 
+@pytest.fixture(autouse=True)
+def graphs_of_this_test() -> Iterator[None]:
+    """Forget the graphs of other tests, whose number torch limits."""
+    yield
+    torch._dynamo.reset()
+
+
 def logits_and_labels(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     logits = (20 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)).to(dtype)
@@ -75,6 +83,56 @@ def test_fused_losses_and_gradients_equal_float64(
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     tolerance = TOLERANCES[kernel[1]]
     torch.testing.assert_close(logits.double(), gradient, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+@pytest.mark.parametrize("two_parts", [False, True])
+@pytest.mark.parametrize(("smoothing", "z_loss"), TERMS)
+def test_capped_losses_and_gradients_equal_float64(
+    kernel: tuple[CrossEntropy, torch.dtype],
+    smoothing: float,
+    z_loss: float,
+    two_parts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A soft cap of 5, by blocks of several rows, with the vocabulary on one rank or on two."""
+    monkeypatch.setattr(cross_entropy, "_blocks", lambda rows: (slice(0, 3), slice(3, ROWS)))
+    functions, dtype = softcapped(kernel[0], 5.0), kernel[1]
+    logits, labels = logits_and_labels(dtype)
+    leaf = logits.double().requires_grad_()
+    capped = 5 * (leaf / 5).tanh()
+    normaliser = capped.logsumexp(1)
+    expected = (
+        F.cross_entropy(capped, labels, reduction="none", label_smoothing=smoothing)
+        + z_loss * normaliser.square()
+    )
+    expected.sum().backward()
+    assert leaf.grad is not None
+    uncapped = F.cross_entropy(logits.double(), labels, reduction="none")
+    assert float((uncapped - expected).abs().max()) > 1
+    if not two_parts:
+        losses = functions.loss_(logits, labels, smoothing, z_loss, 1.0)
+        torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    else:
+        factor = 1 + 2 * z_loss * normaliser.detach().float()
+        for first, end in ((0, 30), (30, WIDTH)):
+            part, columns = logits[:, first:end].contiguous(), labels - first
+            columns = columns.masked_fill((columns < 0) | (columns >= end - first), -1)
+            statistics = functions.statistics(part, columns, True).double()
+            own = capped[:, first:end].detach()
+            torch.testing.assert_close(statistics[0], own.amax(1), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(statistics[3], own.sum(1), rtol=1e-5, atol=1e-4)
+            functions.gradient_(
+                part,
+                columns,
+                normaliser.detach().float(),
+                factor,
+                1 - smoothing,
+                smoothing / WIDTH,
+            )
+            logits[:, first:end] = part
+    torch.testing.assert_close(
+        logits.double(), leaf.grad, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype]
+    )
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), TERMS)

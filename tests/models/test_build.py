@@ -40,12 +40,20 @@ def test_parameters_are_fp32_and_have_megatrons_names() -> None:
 def test_parameter_count_equals_the_models(
     vocab_size: int, ffn: int | None, positions: int | None
 ) -> None:
-    for groups in (None, 2):
+    rms = {"normalization": "rmsnorm", "qk_layernorm": True}
+    for groups, values in (
+        (None, {}),
+        (2, {}),
+        (None, {"norm_position": "sandwich"}),
+        (2, rms | {"norm_position": "reordered"}),
+        (2, rms | {"qk_layernorm_scope": "projection", "kv_channels": 10}),
+    ):
         config = tiny_config(
             num_layers=3,
             ffn_hidden_size=ffn,
             max_position_embeddings=positions,
             num_query_groups=groups,
+            **values,
         )
         model = build_model(config, vocab_size, ProcessMesh.serial())
         assert parameter_count(ModelSpec.of(config, vocab_size)) == sum(

@@ -42,9 +42,10 @@ def build(
     return _families.model(spec, kernels=kernels, **options).to(dtype)
 
 
-def chosen(dtype: torch.dtype = torch.float32) -> Kernels:
-    kernels = choose_kernels(torch.device("cpu"), dtype)
-    assert kernels.names["attention"].startswith("C++")
+def chosen(model_spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Kernels:
+    softcapped = model_spec.model.attn_logit_softcapping is not None
+    kernels = choose_kernels(torch.device("cpu"), dtype, softcapped=softcapped)
+    assert kernels.names["attention"].startswith("torch" if softcapped else "C++")
     return kernels
 
 
@@ -67,7 +68,9 @@ def test_losses_and_gradients_equal_plain_torch(name: str, dropout: bool) -> Non
     for recompute in ("none", "selective", "full"):
         check_gradients(
             _families.backward(
-                [build(model_spec, chosen(), recompute=recompute)], model_input, dropout_seed=5
+                [build(model_spec, chosen(model_spec), recompute=recompute)],
+                model_input,
+                dropout_seed=5,
             ),
             expected,
         )
@@ -91,7 +94,9 @@ def test_losses_and_gradients_of_mixed_kernels_equal_plain_torch(name: str) -> N
 def test_inference_equals_plain_torch(name: str) -> None:
     model_spec = spec(name)
     model_input = _families.given(model_spec)
-    models = [build(model_spec, kernels).eval() for kernels in (plain_kernels(), chosen())]
+    models = [
+        build(model_spec, kernels).eval() for kernels in (plain_kernels(), chosen(model_spec))
+    ]
     with torch.inference_mode():
         for actual, expected in zip(
             *(_families.logits(model, model_input) for model in reversed(models)), strict=True
@@ -104,7 +109,8 @@ def test_inference_equals_plain_torch(name: str) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", [*DECODERS, "alibi"])
 def test_cached_logits_equal_those_of_the_complete_sequence(name: str, dtype: torch.dtype) -> None:
-    model = build(spec(name), chosen(dtype), dtype).eval()
+    model_spec = spec(name)
+    model = build(model_spec, chosen(model_spec, dtype), dtype).eval()
     assert isinstance(model, GPTModel)
     tokens = _families.given(spec(name)).tokens
     with torch.inference_mode():
@@ -122,7 +128,7 @@ def test_frozen_weights_do_not_change_the_other_gradients(name: str) -> None:
     model_spec = spec(name)
     model_input = _families.given(model_spec)
     expected = _families.backward([build(model_spec, plain_kernels())], model_input)
-    model = build(model_spec, chosen())
+    model = build(model_spec, chosen(model_spec))
     frozen = {parameter for parameter, _ in list(model.named_parameters())[::2]}
     for parameter, values in model.named_parameters():
         values.requires_grad_(parameter not in frozen)
@@ -146,7 +152,10 @@ def test_frozen_weights_do_not_change_the_other_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_nan_in_any_used_parameter_reaches_the_loss(name: str, dtype: torch.dtype) -> None:
     model_spec = spec(name)
-    model_input, model = _families.given(model_spec), build(model_spec, chosen(dtype), dtype)
+    model_input, model = (
+        _families.given(model_spec),
+        build(model_spec, chosen(model_spec, dtype), dtype),
+    )
     for parameter, values in model.named_parameters():
         if (
             "relative" in parameter

@@ -46,6 +46,23 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
+GEMMA2 = LLAMA | {
+    "activation": "geglu_tanh",
+    "norm_position": "sandwich",
+    "apply_layernorm_1p": True,
+    "scale_embeddings": True,
+    "sliding_window": 5,
+    "window_attn_skip_freq": 2,
+    "query_pre_attn_scalar": 12,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "untie_embeddings_and_output_weights": False,
+}
+OLMO2 = LLAMA | {
+    "norm_position": "reordered",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+}
 T5 = {
     "num_layers": 2,
     "position_embedding_type": "relative",
@@ -60,8 +77,8 @@ T5_V11 = T5 | {
 }
 
 
-def llama(parallel: dict[str, Any], **values: Any) -> Case:
-    return Case(parallel, model=LLAMA, steps=FEW, **values)
+def llama(parallel: dict[str, Any], model: dict[str, Any] = LLAMA, **values: Any) -> Case:
+    return Case(parallel, model=model, steps=FEW, **values)
 
 
 def bert(parallel: dict[str, Any], **model: Any) -> Case:
@@ -100,6 +117,15 @@ TWO_RANKS = {
     "llama pp2": llama(PP2, train=M4),
     "llama pp2, plain kernels": llama(PP2, train=M4 | PLAIN),
     "llama dp2 distributed optimizer": llama(ZERO1),
+    "gemma2 tp2 sp": llama(TP2 | SP, GEMMA2),
+    "gemma2 pp2": llama(PP2, GEMMA2, train=M4),
+    "gemma2 tp2 bf16": llama(TP2, GEMMA2, train=BF16),
+    "olmo2 tp2": llama(TP2, OLMO2),
+    "olmo2 tp2 sp, selective recomputation": llama(
+        TP2 | SP, OLMO2, train={"recompute": "selective"}
+    ),
+    "olmo2 pp2": llama(PP2, OLMO2, train=M4),
+    "olmo2 tp2 bf16": llama(TP2, OLMO2, train=BF16),
     "bert tp2 sp": bert(TP2 | SP),
     "bert pp2": bert(PP2, norm_position="post", activation="gelu"),
     "bert pp2, dropout": bert(PP2, **DROPOUT),
@@ -117,6 +143,7 @@ TWO_RANKS = {
 FOUR_RANKS = {
     "tp4": Case(TP4),
     "tp4 sp": Case(TP4 | SP),
+    "olmo2 tp4 sp, fewer key-value heads than ranks": llama(TP4 | SP, OLMO2),
     "tp4, fewer key-value heads than ranks": Case(TP4, model=GQA),
     "tp4 sp, fewer key-value heads than ranks": Case(TP4 | SP, model=GQA),
     "pp4": Case(PP4, M8),

@@ -22,6 +22,18 @@ LLAMA = {
     "model.num_query_groups": 2,
     "model.kv_channels": 64,
 }
+GEMMA2 = LLAMA | {
+    "model.activation": "geglu_tanh",
+    "model.qk_layernorm": False,
+    "model.norm_position": "sandwich",
+    "model.apply_layernorm_1p": True,
+    "model.scale_embeddings": True,
+    "model.sliding_window": 64,
+    "model.window_attn_skip_freq": 2,
+    "model.attn_logit_softcapping": 50.0,
+    "model.final_logit_softcapping": 30.0,
+}
+OLMO2 = LLAMA | {"model.norm_position": "reordered", "model.qk_layernorm_scope": "projection"}
 SENTENCES = {
     "data.append_eod": False,
     "data.split_sentences": True,

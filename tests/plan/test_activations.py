@@ -8,15 +8,33 @@ import pytest
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.memory import Activations
 from megacore.plan.throughput import recomputed_layers
-from tests.plan._models import BERT, LLAMA, T5, VOCAB_SIZE, family, saved_bytes
+from tests.plan._models import BERT, GEMMA2, LLAMA, OLMO2, T5, VOCAB_SIZE, family, saved_bytes
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(
     "overrides",
-    [LLAMA, BERT, BERT | {"model.norm_position": "post"}, T5, T5 | {"model.activation": "relu"}],
-    ids=["llama", "bert", "bert post", "t5 gated", "t5 relu"],
+    [
+        LLAMA,
+        GEMMA2,
+        OLMO2,
+        OLMO2 | {"model.num_query_groups": None},
+        BERT,
+        BERT | {"model.norm_position": "post"},
+        T5,
+        T5 | {"model.activation": "relu"},
+    ],
+    ids=[
+        "llama",
+        "gemma2",
+        "olmo2",
+        "olmo2 all heads",
+        "bert",
+        "bert post",
+        "t5 gated",
+        "t5 relu",
+    ],
 )
 def test_activations_of_every_family_are_close_to_what_autograd_saves(
     overrides: dict[str, object], dropout: float, recompute: str

@@ -124,6 +124,22 @@ WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
         {_LENGTHS: ("max_sequence_length",), "name of the class": ("is_llama_config",)}
     ),
     "phi3": _table({"dropout that the class does not apply": ("embd_pdrop",)}),
+    "gemma2": _table(
+        {
+            "names that the class does not read": ("hidden_act", "sliding_window_size"),
+            "memory of the same function": ("cache_implementation",),
+        }
+    ),
+    "starcoder2": _table(
+        {
+            "names that the class does not read": (
+                "activation_function",
+                "attention_softmax_in_fp32",
+                "scale_attention_softmax_in_fp32",
+                "scale_attn_weights",
+            ),
+        }
+    ),
     "gpt_neox": _table(
         {
             "names of BERT's dropouts, which the class does not read": (

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megacore.config.model import ModelConfig
 from megacore.errors import ParallelLayoutError
 from megacore.kernels.choice import Kernels
-from megacore.models.layers.norm import make_norm, parameters_of
+from megacore.models.layers.norm import make_head_norm, parameters_of
 from megacore.models.layers.shared import Shared
 from megacore.parallel.mesh import ParallelGroup
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
@@ -44,6 +44,10 @@ class _Attention(nn.Module):
         self.scale = scale
         self.recompute = recompute
         self.kernels = kernels
+        softcap = model.attn_logit_softcapping
+        self.attention = (
+            kernels.attention if softcap is None else partial(kernels.attention, softcap=softcap)
+        )
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.head_dim = model.head_dim
@@ -116,7 +120,7 @@ class _Attention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Tensor | None
     ) -> Tensor:
         causal = self.causal and bias is None and query.shape[2] == key.shape[2]
-        return self.kernels.attention(
+        return self.attention(
             query, key, value, bias=bias, dropout=dropout, causal=causal, scale=self.scale
         )
 
@@ -178,12 +182,11 @@ class SelfAttention(_Attention):
             self.key_value = self._column(model, 2 * self.groups * self.head_dim, device)
         else:
             self.query_key_value = self._column(model, 3 * model.attention_size, device)
-        self.q_layernorm = (
-            make_norm(model, self.head_dim, kernels, device) if model.qk_layernorm else None
-        )
-        self.k_layernorm = (
-            make_norm(model, self.head_dim, kernels, device) if model.qk_layernorm else None
-        )
+        self.q_layernorm = make_head_norm(model, model.num_attention_heads, kernels, tp, device)
+        self.k_layernorm = make_head_norm(model, self.groups, kernels, tp, device)
+        softcapped = model.attn_logit_softcapping is not None
+        self.packs = not (self.grouped or model.qk_layernorm or softcapped)
+        """True if nothing changes q, k and v, and the packed kernel computes the scores."""
 
     def forward(
         self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None
@@ -218,11 +221,11 @@ class SelfAttention(_Attention):
     def _takes_packed(self, shared: Shared) -> bool:
         """Return True if attention can use q, k and v directly in their packed projection.
 
-        This requires that nothing changes them, and that there is no bias, cache or dropout.
+        This requires that nothing changes them, and that there is no bias, cap, cache or dropout.
         """
         unmodified = shared.bias is None and shared.rotary is None and shared.cache is None
         dropout = self.training and self.attention_dropout
-        return unmodified and not (self.grouped or self.q_layernorm is not None or dropout)
+        return unmodified and self.packs and not dropout
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's queries [b, s, n/t, d], and the keys and values of their groups.
@@ -241,6 +244,18 @@ class SelfAttention(_Attention):
         shape = mixed.shape[:2]
         key, value = mixed.view(*shape, -1, 2, self.head_dim).unbind(3)
         return query.view(*shape, self.heads, self.head_dim), key, value
+
+
+class WindowedSelfAttention(SelfAttention):
+    """Self-attention with the bias of the layers that have a sliding window, where not all do."""
+
+    def forward(
+        self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None
+    ) -> Tensor:
+        """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
+        assert shared is not None
+        assert shared.windowed is not None, "a stack without the bias"
+        return super().forward(x, dropout_seed, shared.windowed)
 
 
 class CrossAttention(_Attention):

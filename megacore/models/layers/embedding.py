@@ -53,6 +53,7 @@ class Embedding(nn.Module):
         self.hidden_dropout = model.hidden_dropout
         self.kernels = kernels
         hidden = model.hidden_size
+        self.scale = hidden**0.5 if model.scale_embeddings else None
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size, hidden, tp=tp, sequence_parallel=sequence_parallel, device=device
         )
@@ -93,6 +94,8 @@ class Embedding(nn.Module):
             part: name of the dropout stream, for a model that embeds twice.
         """
         x: Tensor = self.word_embeddings(tokens)
+        if self.scale is not None:
+            x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         first = self.tp.rank * x.shape[1] if self.sequence_parallel else 0
         local = slice(first, first + x.shape[1])
         if self.position_embeddings is not None:

@@ -95,3 +95,5 @@ class Shared:
     """Bias [b, 1, 1, s_e] of cross attention scores."""
     cache: KeyValueCache | None = None
     """Cache of keys and values, for generation."""
+    windowed: "Shared | None" = None
+    """Values for the layers with a sliding window, in a model in which not all layers have it."""

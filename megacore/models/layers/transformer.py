@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megacore.config.model import ModelConfig
 from megacore.config.train import Recompute
 from megacore.kernels.choice import Kernels
-from megacore.models.layers.attention import CrossAttention, SelfAttention
+from megacore.models.layers.attention import CrossAttention, SelfAttention, WindowedSelfAttention
 from megacore.models.layers.attention_bias import RelativeBias
 from megacore.models.layers.mlp import MLP
 from megacore.models.layers.norm import make_norm, parameters_of
@@ -28,7 +28,13 @@ _NORMS = (
     "post_attention_layernorm",
     "post_inter_attention_layernorm",
     "output_layernorm",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
 )
+
+
+_BRANCH_NORMS = ("sandwich", "reordered")
+"""Values of norm_position with a norm after each branch."""
 
 
 def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -95,9 +101,12 @@ class TransformerLayer(nn.Module):
             "sequence_parallel": sequence_parallel,
             "device": device,
         }
-        self.input_layernorm = None if self.post_norm else norm()
-        self.self_attention = SelfAttention(model, number, causal=causal, **attention)
-        self.post_attention_layernorm = norm()
+        reordered = model.norm_position == "reordered"
+        windowed = model.window_attn_skip_freq is not None and model.has_window(number)
+        kind = WindowedSelfAttention if windowed else SelfAttention
+        self.input_layernorm = None if self.post_norm or reordered else norm()
+        self.self_attention = kind(model, number, causal=causal, **attention)
+        self.post_attention_layernorm = nn.Identity() if reordered else norm()
         self.inter_attention = (
             CrossAttention(model, number, **attention) if cross_attention else None
         )
@@ -111,6 +120,9 @@ class TransformerLayer(nn.Module):
             device=device,
         )
         self.output_layernorm = norm() if self.post_norm else None
+        normed_branches = model.norm_position in _BRANCH_NORMS
+        self.post_self_attn_layernorm = norm() if normed_branches else None
+        self.post_mlp_layernorm = norm() if normed_branches else None
 
     def forward(
         self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None
@@ -167,6 +179,27 @@ class TransformerLayer(nn.Module):
             return self.kernels.bias_dropout_add(branch, None, x, self.hidden_dropout)
 
 
+class SandwichLayer(TransformerLayer):
+    """x + dropout(norm(attention(norm(x)))), then x + dropout(norm(mlp(norm(x)))).
+
+    See Ding et al. 2021, arXiv:2105.13290. The norms before and after a branch are Megatron core's
+    `input_layernorm` and `post_self_attn_layernorm`, and before and after the MLP
+    `post_attention_layernorm` (in Megatron core `pre_mlp_layernorm`) and `post_mlp_layernorm`. With
+    `norm_position` reordered there are no norms before the branches (Walsh et al. 2024,
+    arXiv:2501.00656).
+    """
+
+    def branches(self, x: Tensor, dropout_seed: int | None, shared: Shared | None) -> Tensor:
+        """Compute the whole layer, [b, s, h] to [b, s, h]."""
+        assert self.post_self_attn_layernorm is not None
+        assert self.post_mlp_layernorm is not None
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        attended = self.self_attention(normed, dropout_seed, shared)
+        x = self._add(x, self.post_self_attn_layernorm(attended))
+        output = self.mlp(self.post_attention_layernorm(x))
+        return self._add(x, self.post_mlp_layernorm(output))
+
+
 class Transformer(nn.Module):
     """Consecutive layers of a stack, named by their indices in the whole stack.
 
@@ -213,10 +246,11 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.sequence_parallel = sequence_parallel
+        kind = SandwichLayer if model.norm_position in _BRANCH_NORMS else TransformerLayer
         recomputed = layers if recompute_num_layers is None else layers[:recompute_num_layers]
         self.layers = nn.ModuleDict(
             {
-                str(index): TransformerLayer(
+                str(index): kind(
                     model,
                     first_number + index,
                     causal=causal,
@@ -244,7 +278,7 @@ class Transformer(nn.Module):
             if relative_bias
             else None
         )
-        has_norm = final_layernorm and model.norm_position == "pre"
+        has_norm = final_layernorm and model.norm_position != "post"
         self.final_layernorm = (
             make_norm(model, model.hidden_size, kernels, device) if has_norm else None
         )
