@@ -12,10 +12,9 @@ from megacore.config.model import Family, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import COUNTERPARTS, Counterpart, by_architecture, counterpart
 from megacore.convert.hf import bert as hf_bert
-from megacore.convert.hf import gemma2
+from megacore.convert.hf import gemma2, neox, olmo2, starcoder2
 from megacore.convert.hf import gpt2 as hf_gpt2
 from megacore.convert.hf import llama as hf_llama
-from megacore.convert.hf import neox, olmo2, starcoder2
 from megacore.convert.hf import t5 as hf_t5
 from megacore.convert.hf.config import HfConfig
 from megacore.convert.key_map import KeyMap

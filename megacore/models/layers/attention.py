@@ -253,7 +253,8 @@ class WindowedSelfAttention(SelfAttention):
         self, x: Tensor, dropout_seed: int | None = None, shared: Shared | None = None
     ) -> Tensor:
         """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
-        assert shared is not None and shared.windowed is not None, "a stack without the bias"
+        assert shared is not None
+        assert shared.windowed is not None, "a stack without the windows' bias"
         return super().forward(x, dropout_seed, shared.windowed)
 
 
