@@ -25,8 +25,8 @@ elements, or one per row [rows, 1]."""
 def initialize(model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
     """Fill every parameter with its initial values.
 
-    The weights of norms are ones, or zeros with apply_layernorm_1p, biases are zeros, and other
-    weights have normal distributions.
+    The weights of norms are ones, or zeros with apply_layernorm_1p. Biases are zeros. Other weights
+    have normal distributions.
 
     In GPT (Radford et al. 2019) the standard deviation is init_method_std, divided by
     sqrt(2 x num_layers) for projections into the residual stream. In BERT (Devlin et al. 2018) it

@@ -69,7 +69,7 @@ class _Attention(nn.Module):
         return ColumnParallelLinear(
             model.hidden_size,
             rows,
-            bias=model.qkv_bias,
+            bias=model.add_bias_linear,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             device=device,
@@ -254,7 +254,7 @@ class WindowedSelfAttention(SelfAttention):
     ) -> Tensor:
         """Map [b, s, h] to [b, s, h]; with sequence parallelism both are [b, s/t, h]."""
         assert shared is not None
-        assert shared.windowed is not None, "a stack without the bias"
+        assert shared.windowed is not None, "a stack without the windows' bias"
         return super().forward(x, dropout_seed, shared.windowed)
 
 
