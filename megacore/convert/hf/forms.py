@@ -165,10 +165,7 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
     """
     hf_class = _counterpart_of(config)
     values = FORMS[hf_class.model_type].read_config(config)
-    vocab_size, special_tokens = (
-        config.get("vocab_size", int),
-        _special_tokens(config, hf_class.family),
-    )
+    vocab_size = config.get("vocab_size", int)
     for key, value in (_PARTS | {"is_encoder_decoder": hf_class.family == "t5"}).items():
         config.refuse_unless(key, value)
     config.refuse_unread(WITHOUT_EFFECT, WITHOUT_EFFECT_IN.get(hf_class.model_type, {}))
@@ -179,7 +176,7 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
             family=hf_class.family,
             model=ModelConfig(**values),
             vocab_size=vocab_size,
-            special_tokens=special_tokens,
+            special_tokens=_special_tokens(config, hf_class.family),
         )
         check_model(spec.family, spec.model, 1)
     except ValueError as error:

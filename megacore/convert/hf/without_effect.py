@@ -98,6 +98,7 @@ WITHOUT_EFFECT = _table(
             "id2label",
             "label2id",
             "num_labels",
+            "_num_labels",
             "problem_type",
             "task_specific_params",
         ),
