@@ -125,6 +125,21 @@ WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
         {_LENGTHS: ("max_sequence_length",), "name of the class": ("is_llama_config",)}
     ),
     "phi3": _table({"dropout that the class does not apply": ("embd_pdrop",)}),
+    "gemma2": _table(
+        {
+            "the class reads hidden_activation": ("hidden_act",),
+            "option of generation": ("cache_implementation",),
+        }
+    ),
+    "starcoder2": _table(
+        {
+            "names of the only kinds that the class has": ("mlp_type", "norm_type"),
+            "precision of the same operations": (
+                "attention_softmax_in_fp32",
+                "scale_attention_softmax_in_fp32",
+            ),
+        }
+    ),
     "gpt_neox": _table(
         {
             "names of BERT's dropouts, which the class does not read": (
