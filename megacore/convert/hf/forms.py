@@ -193,10 +193,10 @@ def _check_layers(config: HfConfig) -> None:
     """Refuse a number of layers for which the readers of some classes would build long lists."""
     for key in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
         layers = config.values.get(key)
-        if isinstance(layers, int) and layers > MOST_LAYERS:
+        if isinstance(layers, int) and abs(layers) > MOST_LAYERS:
             raise ConversionError(
                 f"{config.path} describes no model (num_layers is {shortened(str(layers))}: Input "
-                f"should be less than or equal to {MOST_LAYERS}): copy it again"
+                f"should be from 1 to {MOST_LAYERS}): copy it again"
             )
 
 
