@@ -66,6 +66,33 @@ DECODERS: dict[str, dict[str, Any]] = {
     "llama geglu, long base": LLAMA | {"activation": "geglu_tanh", "rotary_base": 500000.0},
     "mistral": LLAMA | {"sliding_window": 5},
     "qwen3": LLAMA | {"qk_layernorm": True, "kv_channels": 12},
+    "qwen2": LLAMA | {"add_qkv_bias": True, "kv_channels": 12, "sliding_window": 5},
+    "qwen2 tied, no groups": LLAMA
+    | {
+        "add_qkv_bias": True,
+        "num_query_groups": None,
+        "untie_embeddings_and_output_weights": False,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 6},
+    },
+    "llama 3": LLAMA
+    | {
+        "untie_embeddings_and_output_weights": False,
+        "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_max_position_embeddings": 8},
+    },
+    "llama dynamic": LLAMA
+    | {"rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_max_position_embeddings": 6}},
+    "phi-3": LLAMA
+    | {
+        "rotary_percent": 0.5,
+        "sliding_window": 7,
+        "rope_scaling": {
+            "kind": "longrope",
+            "factor": 2.0,
+            "original_max_position_embeddings": 6,
+            "short_factor": (1.0, 1.5),
+            "long_factor": (2.0, 4.0),
+        },
+    },
     "neox": NEOX,
     "neox serial": NEOX | {"parallel_residual": False, "rotary_percent": 1.0},
     "gemma2": GEMMA2,

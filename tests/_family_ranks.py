@@ -12,7 +12,14 @@ from tests import _families
 from tests._dist import still_alive
 from tests._families import VARIANTS
 
-ALIKE = ("llama geglu, long base", "neox serial", "bert gelu_new", "bert masked lm")
+ALIKE = (
+    "llama geglu, long base",
+    "llama 3",
+    "llama dynamic",
+    "neox serial",
+    "bert gelu_new",
+    "bert masked lm",
+)
 """Models that are sharded in the same way as another one."""
 DIVIDED = tuple(name for name in VARIANTS if name not in ALIKE)
 DROPPED = ("bert", "t5 v1.1")

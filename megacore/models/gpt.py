@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megacore.config.rope import same_up_to
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import alibi_slopes, attention_bias
@@ -55,7 +56,8 @@ class GPTModel(Model):
             tokens: ids [b, s].
             position_ids: positions [b, s]; None continues after the tokens in the cache.
             present: bool mask [b, s], False for padding. With a cache, s includes its tokens.
-            cache: keys and values of the previous tokens; those of `tokens` are added.
+            cache: keys and values of the previous tokens; those of `tokens` are added. None if
+                rotations depend on the length of the sequence, beyond `same_up_to` tokens.
             last_only: compute only the logits of the last token.
 
         Returns:
@@ -121,6 +123,8 @@ class GPTModel(Model):
         model, device = self.model, hidden.device
         queries = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
         keys = queries + (0 if cache is None else cache.length)
+        same = same_up_to(model.rope_scaling)
+        assert cache is None or same is None or keys <= same, "keys are rotated for fewer tokens"
         rotary = None
         if self._rotary is not None:
             if position_ids is None:

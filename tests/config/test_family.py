@@ -125,6 +125,53 @@ def test_the_defaults_of_each_family_are_accepted() -> None:
         ),
         (
             "gpt",
+            {"rope_scaling": {"kind": "linear", "factor": 2.0}},
+            "rope_scaling is {kind: linear} but model.position_embedding_type is learned_absolute",
+        ),
+        (
+            "gpt",
+            {
+                "position_embedding_type": "rope",
+                "rope_scaling": {
+                    "kind": "longrope",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 8,
+                    "short_factor": (1.0,) * 4,
+                    "long_factor": (1.0,) * 5,
+                },
+            },
+            "long_factor has 5 numbers, and 8 rotated elements of a head have 4 frequencies",
+        ),
+        (
+            "gpt",
+            {
+                "position_embedding_type": "rope",
+                "rotary_percent": 0.25,
+                "rope_scaling": {
+                    "kind": "dynamic",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 8,
+                },
+            },
+            "kind dynamic, which is not defined for 2 rotated elements",
+        ),
+        (
+            "gpt",
+            {"add_qkv_bias": True},
+            "add_qkv_bias is true but so is model.add_bias_linear",
+        ),
+        (
+            "t5",
+            T5 | {"add_qkv_bias": True},
+            "add_qkv_bias is true but family is t5: it is only for GPT",
+        ),
+        (
+            "t5",
+            T5 | {"scale_decoder_outputs": True, "untie_embeddings_and_output_weights": True},
+            "scale_decoder_outputs is true but so is model.untie_embeddings_and_output_weights",
+        ),
+        (
+            "gpt",
             {"num_attention_heads": 5},
             "hidden_size 32 is not a multiple of model.num_attention_heads 5",
         ),

@@ -34,6 +34,19 @@ MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
     ),
     "gpt-gated": ("gpt", {"activation": "swiglu", "num_query_groups": 2}),
     "llama": ("gpt", LLAMA),
+    "llama3": (
+        "gpt",
+        LLAMA | {"rope_scaling": {"kind": "llama3", "factor": 32.0}, "add_qkv_bias": True},
+    ),
+    "linear-rope": (
+        "gpt",
+        {
+            "position_embedding_type": "rope",
+            "rope_scaling": {"kind": "linear", "factor": 3.0},
+            "add_bias_linear": False,
+            "add_qkv_bias": True,
+        },
+    ),
     "no-positions": (
         "gpt",
         {"position_embedding_type": "none", "num_query_groups": 2, "hidden_dropout": 0.0},

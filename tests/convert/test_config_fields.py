@@ -104,6 +104,31 @@ def test_hostile_sizes_are_refused_before_anything_is_built(
                 read(name, **{key: 10**9})
 
 
+STRANGE: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 10**12, 10**400, -(10**400), 1.5, 1e308, float("nan"), "x", ""),
+    *([], [1], {}, {"a": 1}, {"rope_type": None}, {"type": "linear", "factor": 1e308}),
+    {"type": "dynamic", "factor": 1e308},
+    {"type": "yarn", "factor": None},
+    {"type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": "a"},
+    {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [10**400] * 4},
+)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+def test_strange_values_are_read_or_refused_in_one_sentence(name: str) -> None:
+    written = model_config(tiny_spec(name), "float32")
+    sentences = []
+    for key in (*written, "rope_scaling", "layer_types", "head_dim", "n_inner", "pruned_heads"):
+        for value in STRANGE:
+            try:
+                read_spec(HfConfig({**written, key: value}, "config.json"))
+            except ConversionError as error:
+                sentences.append(str(error))
+    assert len(sentences) > 200
+    assert max(map(len, sentences)) < 700
+    assert not any("\n" in sentence for sentence in sentences)
+
+
 def t5(directory: Path, *, tied: bool, scaled: bool) -> Any:
     """Save a T5 of transformers 5 with a tied or separate head, with or without scaling."""
     import transformers

@@ -52,11 +52,15 @@ def test_equal_models_pass_the_gate(name: str, tmp_path: Path) -> None:
     assert report.greedy_tokens >= 3
 
 
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 CHANGES = [
     ("llama", "model.layers.1.mlp.up_proj.weight", "encoder.layers.1.mlp"),
     ("llama", "lm_head.weight", "output_layer"),
     ("mistral", "model.layers.2.self_attn.k_proj.weight", "encoder.layers.2.self_attention"),
     ("qwen3", "model.layers.0.self_attn.q_norm.weight", "encoder.layers.0.self_attention"),
+    ("qwen2", "model.layers.1.self_attn.v_proj.bias", "encoder.layers.1.self_attention"),
+    ("phi3", "model.layers.1.self_attn.qkv_proj.weight", "encoder.layers.1.self_attention"),
+    ("phi3", "model.layers.2.mlp.gate_up_proj.weight", "encoder.layers.2.mlp"),
     (
         "gemma2",
         "model.layers.1.post_attention_layernorm.weight",
@@ -147,6 +151,10 @@ def test_a_changed_weight_fails_the_gate_with_its_layer(
         ("gemma2", {"query_pre_attn_scalar": 12}, "encoder.layers.0.self_attention"),
         ("gemma2", {"layer_types": ["full_attention"] * 3}, "encoder.layers.0.self_attention"),
         ("starcoder2", {"sliding_window": None}, "encoder.layers.0.self_attention"),
+        ("llama3", {"rope_scaling": None, **PLAIN_ROPE}, "encoder.layers.0.self_attention"),
+        ("qwen2-window", {"rope_scaling": None, **PLAIN_ROPE}, "encoder.layers.0.self_attention"),
+        ("llama-dynamic", {"max_position_embeddings": 12}, "encoder.layers.0.self_attention"),
+        ("phi3", {"original_max_position_embeddings": 24}, "encoder.layers.0.self_attention"),
         ("neox", {"use_parallel_residual": False}, "encoder.layers.0.post_attention_layernorm"),
         ("bert", {"layer_norm_eps": 1e-2}, "embedding"),
         ("bert", {"hidden_act": "relu"}, "encoder.layers.0.mlp"),

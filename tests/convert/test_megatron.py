@@ -292,6 +292,12 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
         ("gpt", {"activation": "geglu_tanh"}, "'geglu_tanh'"),
         ("gpt", {"qk_layernorm": True}, "qk_layernorm True"),
         ("llama", {"rotary_percent": 0.4}, r"rotary_percent 0\.4"),
+        ("llama", {"rope_scaling": {"kind": "linear", "factor": 2.5}}, "rope_scaling LinearRope"),
+        (
+            "llama",
+            {"rope_scaling": {"kind": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
+            "rope_scaling Llama3Rope",
+        ),
         (
             "bert",
             {"norm_position": "post"},

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.config.rope import LinearRope, Llama3Rope
 from megacore.convert.megatron.checkpoint import read_megatron
 from megacore.convert.megatron.files import write_rank_file
 from megacore.errors import CheckpointError, ConversionError
@@ -230,6 +231,22 @@ def test_args_of_old_versions_are_read(tmp_path: Path) -> None:
     assert read.iteration == ITERATION
     assert len(read.remarks) == 1
     assert "how many rows of the padded vocabulary" in read.remarks[0]
+
+
+def test_scaled_rotary_positions_of_the_args_are_read(tmp_path: Path) -> None:
+    iteration, _ = written(tmp_path, "llama")
+    rank = iteration / "mp_rank_00"
+    change(rank, setting(use_rope_scaling=True))
+    scaling = read_megatron(tmp_path).spec.model.rope_scaling
+    assert scaling == Llama3Rope(kind="llama3", factor=8.0)
+    change(rank, setting(rotary_seq_len_interpolation_factor=4))
+    with pytest.raises(ConversionError, match="both use_rope_scaling and rotary_seq_len_inter"):
+        read_megatron(tmp_path)
+    change(rank, setting(use_rope_scaling=False))
+    scaling = read_megatron(tmp_path).spec.model.rope_scaling
+    assert scaling == LinearRope(kind="linear", factor=4.0)
+    change(rank, setting(rotary_seq_len_interpolation_factor=1))
+    assert read_megatron(tmp_path).spec.model.rope_scaling is None
 
 
 def test_a_fused_bias_gelu_is_read_as_approximate_with_a_remark(tmp_path: Path) -> None:

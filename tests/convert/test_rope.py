@@ -15,6 +15,7 @@ from megacore.models.build import build_bare
 from megacore.parallel.mesh import ProcessMesh
 from tests.convert._models import randomize, samples, tiny_spec
 
+ORIGINAL = "original_max_position_embeddings"
 LONG = [1.0, 1.5, 2.0, 4.0]
 LLAMA3 = {
     "factor": 4.0,
@@ -199,6 +200,22 @@ def test_of_several_mappings_the_one_of_transformers_is_taken(name: str, tmp_pat
             "llama",
             {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
             "low_freq_factor 4.0 is not less than high_freq_factor 4.0",
+        ),
+        ("llama", {"max_position_embeddings": 10**40}, "a sequence has from 1 to"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "llama3", **LLAMA3}, ORIGINAL: 0},
+            "original_max_position_embeddings 0: a sequence",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "longrope", "short_factor": ["a"] * 4, "long_factor": LONG}},
+            r"rope_scaling\.longrope\.short_factor",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "longrope", "short_factor": LONG, "long_factor": 2}},
+            "long_factor 2 where a value of type list belongs",
         ),
         ("neox", {"rope_theta": 500.0}, "rope_theta 500.0"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "Phi3ForCausalLM"),

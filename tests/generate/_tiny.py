@@ -38,6 +38,25 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": {**LLAMA, "sliding_window": 6},
     "neox": NEOX,
+    "qwen2, yarn": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "dynamic": {
+        **LLAMA,
+        "rope_scaling": {"kind": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "longrope": {
+        **LLAMA,
+        "rope_scaling": {
+            "kind": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": (1.0, 1.2, 1.5, 2.0),
+            "long_factor": (2.0, 3.0, 4.0, 8.0),
+        },
+    },
     "alibi": {"position_embedding_type": "alibi", "qk_layernorm": True},
     "none": {"position_embedding_type": "none"},
 }

@@ -81,6 +81,33 @@ def _starcoder2() -> Any:
     )
 
 
+def _llama3() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    return LlamaForCausalLM(LlamaConfig(**_sizes(), rope_scaling=scaling, tie_word_embeddings=True))
+
+
+def _qwen2() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**_sizes(), num_key_value_heads=2))
+
+
+def _phi3() -> Any:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(
+        Phi3Config(**_sizes(), num_key_value_heads=2, sliding_window=6, pad_token_id=None)
+    )
+
+
 def _sizes() -> dict[str, Any]:
     return {
         "vocab_size": _tiny.VOCAB,
@@ -102,6 +129,9 @@ CLASSES: dict[str, Callable[[], Any]] = {
     "gemma2": _gemma2,
     "olmo2": _olmo2,
     "starcoder2": _starcoder2,
+    "llama3": _llama3,
+    "qwen2": _qwen2,
+    "phi3": _phi3,
 }
 
 

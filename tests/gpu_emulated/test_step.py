@@ -101,6 +101,26 @@ LAYOUT = {
     f"rank {rank}": Case("gpt2-345m", rank=rank, world_size=8, overrides=_LAYOUT)
     for rank in range(8)
 }
+SCALED = {
+    f"rope {scaling['kind']}": Case(
+        "llama-1b",
+        overrides=_short("llama-1b")
+        | {
+            "launch.nproc_per_node": 1,
+            "train.global_batch_size": load_config("llama-1b").train.micro_batch_size,
+            "model.rope_scaling": {
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+                **scaling,
+            },
+        },
+    )
+    for scaling in (
+        {"kind": "dynamic"},
+        {"kind": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
+    )
+}
+"""Rotary positions that depend on the length of a sequence."""
 _LARGE_RANKS = (0, 7, 8, 16, 23, 32, 48, 56, 63)
 LARGE = {
     f"64 ranks, rank {rank}": Case(
@@ -288,7 +308,7 @@ def records(request: pytest.FixtureRequest) -> dict[str, Record]:
     cases = {name: case for name, case in CASES.items() if (case.conf not in FAST) in slow}
     cases |= {name: case for name, case in GRAPHS.items() if (name not in FAST_GRAPHS) in slow}
     if False in slow:
-        cases |= LAYOUT
+        cases |= LAYOUT | SCALED
     return run_cases(cases | DEPTHS | COMPILED | LARGE if True in slow else cases)
 
 
@@ -309,7 +329,7 @@ def run_cases(cases: dict[str, Case]) -> dict[str, Record]:
     return {name: Record.of(answer["record"]) for name, answer in zip(cases, answers, strict=True)}
 
 
-@pytest.mark.parametrize("name", [*_marked(NATIVE), *LAYOUT])
+@pytest.mark.parametrize("name", [*_marked(NATIVE), *LAYOUT, *SCALED])
 def test_an_iteration_waits_once_for_the_gpu(records: dict[str, Record], name: str) -> None:
     record = records[name]
     assert len(record.synchronizations) == 1, record.synchronizations

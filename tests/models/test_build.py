@@ -61,6 +61,20 @@ def test_parameter_count_equals_the_models(
         )
 
 
+@pytest.mark.parametrize("groups", [None, 2])
+def test_parameter_count_includes_biases_of_queries_keys_and_values(groups: int | None) -> None:
+    config = tiny_config(add_bias_linear=False, add_qkv_bias=True, num_query_groups=groups)
+    model = build_model(config, 512, ProcessMesh.serial())
+    names = {name for name, _ in model.named_parameters() if "bias" in name and "norm" not in name}
+    parts = ("query_key_value",) if groups is None else ("query", "key_value")
+    assert names == {
+        f"encoder.layers.{layer}.self_attention.{part}.bias" for layer in range(2) for part in parts
+    }
+    assert parameter_count(ModelSpec.of(config, 512)) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+
+
 def test_the_meta_device_allocates_nothing() -> None:
     config = tiny_config(num_layers=96, hidden_size=12288, num_attention_heads=96)
     model = build_model(config, 50257, ProcessMesh.serial(), device="meta")

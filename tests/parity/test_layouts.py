@@ -65,6 +65,19 @@ OLMO2 = LLAMA | {
     "init_method_std": 0.1,
 }
 """Its norms magnify the rounding of small initial values."""
+QWEN2 = LLAMA | {
+    "add_qkv_bias": True,
+    "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+}
+LLAMA3 = LLAMA | {
+    "untie_embeddings_and_output_weights": False,
+    "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_max_position_embeddings": 8},
+}
+DYNAMIC = LLAMA | {
+    "sliding_window": 9,
+    "rotary_percent": 0.5,
+    "rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+}
 T5 = {
     "num_layers": 2,
     "position_embedding_type": "relative",
@@ -130,6 +143,12 @@ TWO_RANKS = {
     "olmo2 tp2 sp, selective recomputation": olmo2(TP2 | SP, train={"recompute": "selective"}),
     "olmo2 pp2": olmo2(PP2, train=M4),
     "olmo2 tp2 bf16": olmo2(TP2, train=BF16),
+    "qwen2 tp2 sp": replace(llama(TP2 | SP), model=QWEN2),
+    "qwen2 pp2": replace(llama(PP2, train=M4), model=QWEN2),
+    "llama 3 tp2": replace(llama(TP2), model=LLAMA3),
+    "llama 3 pp2": replace(llama(PP2, train=M4), model=LLAMA3),
+    "partial dynamic rope tp2 sp": replace(llama(TP2 | SP), model=DYNAMIC),
+    "partial dynamic rope pp2": replace(llama(PP2, train=M4), model=DYNAMIC),
     "bert tp2 sp": bert(TP2 | SP),
     "bert pp2": bert(PP2, norm_position="post", activation="gelu"),
     "bert pp2, dropout": bert(PP2, **DROPOUT),

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megacore.config.model import Family, ModelConfig, check_model
+from megacore.config.model import MOST_LAYERS, Family, ModelConfig, check_model
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import COUNTERPARTS, Counterpart, by_architecture, counterpart
 from megacore.convert.hf import bert as hf_bert
@@ -173,11 +173,9 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
         ConversionError: if our models do not support a value; the message names it and its key.
     """
     hf_class = _counterpart_of(config)
+    _check_layers(config)
     values = FORMS[hf_class.model_type].read_config(config)
-    vocab_size, special_tokens = (
-        config.get("vocab_size", int),
-        _special_tokens(config, hf_class.family),
-    )
+    vocab_size = config.get("vocab_size", int)
     for key, value in (_PARTS | {"is_encoder_decoder": hf_class.family == "t5"}).items():
         config.refuse_unless(key, value)
     config.refuse_unread(WITHOUT_EFFECT, WITHOUT_EFFECT_IN.get(hf_class.model_type, {}))
@@ -188,7 +186,7 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
             family=hf_class.family,
             model=ModelConfig(**values),
             vocab_size=vocab_size,
-            special_tokens=special_tokens,
+            special_tokens=_special_tokens(config, hf_class.family),
         )
         check_model(spec.family, spec.model, 1)
     except ValueError as error:
@@ -198,6 +196,17 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
     exported = counterpart(spec.family, spec.model)
     same_form = FORMS[exported.model_type] is FORMS[hf_class.model_type]
     return exported if same_form else hf_class, spec
+
+
+def _check_layers(config: HfConfig) -> None:
+    """Refuse a number of layers for which the readers of some classes would build long lists."""
+    for key in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
+        layers = config.values.get(key)
+        if isinstance(layers, int) and abs(layers) > MOST_LAYERS:
+            raise ConversionError(
+                f"{config.path} describes no model (num_layers is {shortened(str(layers))}: Input "
+                f"should be from 1 to {MOST_LAYERS}): copy it again"
+            )
 
 
 _PARTS: dict[str, object] = {

@@ -164,16 +164,10 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     heads = config.get("num_attention_heads", int)
     hidden = config.get("hidden_size", int)
     bias = model_type == "llama" and config.get("attention_bias", bool, False)
+    for key, value in _FIXED[model_type].items():
+        config.refuse_unless(key, value)
     if model_type == "llama":
         config.refuse_unless("mlp_bias", bias)
-        config.refuse_unless("pretraining_tp", 1)
-        config.refuse_unless("rope_interleaved", False)
-    if model_type == "qwen2":
-        config.refuse_unless("use_mrope", False)
-    if model_type == "qwen3":
-        config.refuse_unless("attention_bias", False)
-    if model_type == "phi3":
-        config.refuse_unless("resid_pdrop", 0.0)  # ours would drop the embedding too
     head_dim = config.optional("head_dim", int)
     if head_dim is None:
         head_dim = 128 if model_type == "qwen3" else hidden // max(heads, 1)
@@ -201,6 +195,21 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     }
 
 
+_FIXED: dict[str, dict[str, Any]] = {
+    "llama": {"pretraining_tp": 1, "rope_interleaved": False},
+    "mistral": {},
+    "qwen2": {"use_mrope": False},
+    "qwen3": {"attention_bias": False},
+    "phi3": {
+        "resid_pdrop": 0.0,  # ours would drop the embedding too
+        "attention_bias": False,
+        "mlp_bias": False,
+        "lm_head_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+    },
+}
+"""Keys that occur in published files, with the only value that models here have."""
 _POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "phi3": 4096}
 """Defaults of `max_position_embeddings` by `model_type`."""
 _GROUPS = {"mistral": 8, "qwen2": 32, "qwen3": 32}

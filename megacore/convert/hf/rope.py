@@ -7,10 +7,11 @@ transformers 4 has the base in `rope_theta` and the scaling in `rope_scaling`; v
 from typing import Any
 
 from megacore.config.model import ModelConfig
-from megacore.config.rope import DynamicRope, LongRope
+from megacore.config.rope import MOST_POSITIONS, DynamicRope, LongRope
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import HfConfig
 from megacore.errors import ConversionError
+from megacore.foreign.files import shortened
 
 ORIGINAL = "original_max_position_embeddings"
 _BASE = 10000.0
@@ -48,7 +49,8 @@ def read_rope(config: HfConfig, positions: int) -> dict[str, Any]:
     model_type = config.get("model_type", str)
     neox = model_type == "gpt_neox"
     chosen = _chosen(config)
-    longest = config.get("max_position_embeddings", int, positions)
+    key = "max_position_embeddings"
+    longest = _length(config, key, config.get(key, int, positions))
     base = config.get("rotary_emb_base" if neox else "rope_theta", float, _BASE)
     if "rope_theta" in chosen.values:
         base = chosen.get("rope_theta", float)
@@ -58,7 +60,7 @@ def read_rope(config: HfConfig, positions: int) -> dict[str, Any]:
     percent = _percent(config, chosen, model_type)
     chosen.refuse_unread(_OF_OTHER_KINDS, _WITHOUT_EFFECT)
     if scaling is not None and scaling["kind"] == "dynamic":
-        longest = int(longest * scaling["factor"])
+        longest = int(min(longest * scaling["factor"], MOST_POSITIONS))
     return {
         "position_embedding_type": "rope",
         "rotary_base": base,
@@ -162,9 +164,17 @@ def _original(config: HfConfig, chosen: HfConfig, model_type: str, longest: int)
     if outside is None and model_type == "phi3":
         outside = _PHI3_ORIGINAL
     original = chosen.get(ORIGINAL, int, longest) if outside is None else outside
-    if original < 1:
-        raise ConversionError(f"{config.path} has {ORIGINAL} {original}: it must be positive")
-    return original
+    return _length(config, ORIGINAL, original)
+
+
+def _length(config: HfConfig, key: str, value: int) -> int:
+    """Return `value`, a number of positions under `key`."""
+    if not 1 <= value <= MOST_POSITIONS:
+        raise ConversionError(
+            f"{config.path} has {key} {shortened(str(value))}: a sequence has from 1 to "
+            f"{MOST_POSITIONS:,} positions"
+        )
+    return value
 
 
 def _factor(chosen: HfConfig, ratio: float) -> float:

@@ -98,6 +98,7 @@ WITHOUT_EFFECT = _table(
             "id2label",
             "label2id",
             "num_labels",
+            "_num_labels",
             "problem_type",
             "task_specific_params",
         ),
@@ -126,17 +127,17 @@ WITHOUT_EFFECT_IN: Mapping[str, Mapping[str, str]] = {
     "phi3": _table({"dropout that the class does not apply": ("embd_pdrop",)}),
     "gemma2": _table(
         {
-            "names that the class does not read": ("hidden_act", "sliding_window_size"),
-            "memory of the same function": ("cache_implementation",),
+            "the class reads hidden_activation": ("hidden_act",),
+            "copy of sliding_window": ("sliding_window_size",),
+            "option of generation": ("cache_implementation",),
         }
     ),
     "starcoder2": _table(
         {
-            "names that the class does not read": (
-                "activation_function",
+            "name that the class does not read": ("activation_function", "scale_attn_weights"),
+            "precision of the same operations": (
                 "attention_softmax_in_fp32",
                 "scale_attention_softmax_in_fp32",
-                "scale_attn_weights",
             ),
         }
     ),

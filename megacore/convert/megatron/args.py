@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from megacore.config.model import Activation, Family, ModelConfig
+from megacore.config.rope import LinearRope, Llama3Rope, RopeScaling
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import SUPPORTED_FIELDS, unsupported_fields
 from megacore.errors import CheckpointError, ConversionError, ParallelLayoutError
@@ -28,6 +29,7 @@ _NO_PLACE: dict[str, Callable[[ModelConfig], bool]] = {
         model.position_embedding_type == "rope"
         and int(model.head_dim * model.rotary_percent) != model.rotary_dim
     ),
+    "rope_scaling": lambda model: _rope_args(model.rope_scaling) is None,
     "sliding_window": lambda model: model.sliding_window is not None,
     "qk_layernorm": lambda model: model.qk_layernorm,
 }
@@ -68,8 +70,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (),
     "apply_layernorm_1p": (),
     "rotary_interleaved": (),
-    "rotary_seq_len_interpolation_factor": (1,),
-    "use_rope_scaling": (),
     "qk_layernorm": (),
     "window_size": (),
 }
@@ -107,7 +107,8 @@ def check_megatron(spec: ModelSpec, *, tensor: int = 1, pipeline: int = 1) -> No
         )
     rules = _NO_PLACE | _NO_PLACE_IN_BERT if spec.family == "bert" else _NO_PLACE
     names = [name for name, rule in rules.items() if rule(model)]
-    names += unsupported_fields(model, {*SUPPORTED_FIELDS, *_NO_PLACE, *_NO_PLACE_IN_BERT})
+    known = {*SUPPORTED_FIELDS, *_NO_PLACE, *_NO_PLACE_IN_BERT, "add_qkv_bias"}
+    names += unsupported_fields(model, known)
     used = [f"model.{name} {getattr(model, name)!r}" for name in names]
     if used:
         raise ConversionError(
@@ -183,6 +184,7 @@ def _option_args(model: ModelConfig) -> dict[str, Any]:
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "rotary_base": model.rotary_base,
         "rotary_percent": model.rotary_percent,
+        **(_rope_args(model.rope_scaling) or {}),
         "normalization": NORMS[model.normalization],
         "layernorm_epsilon": model.layernorm_epsilon,
         "norm_epsilon": model.layernorm_epsilon,
@@ -192,6 +194,7 @@ def _option_args(model: ModelConfig) -> dict[str, Any]:
         "onnx_safe": False,
         "swiglu": model.activation == "swiglu",
         "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.qkv_bias,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "bert_binary_head": model.bert_binary_head,
         "hidden_dropout": model.hidden_dropout,
@@ -340,6 +343,11 @@ def _check_args(args: Mapping[str, Any], where: Path) -> None:
             f"{where} does not say {', '.join(missing)} in its args, without which its weights "
             "cannot be told apart: use a checkpoint that was saved with its args"
         )
+    if args.get("use_rope_scaling") and args.get("rotary_seq_len_interpolation_factor"):
+        raise ConversionError(
+            f"{where} was trained with both use_rope_scaling and "
+            "rotary_seq_len_interpolation_factor, of which models of megacore have only one"
+        )
     others = [
         f"{name} {args[name]!r}"
         for name, off in _OFF.items()
@@ -379,7 +387,9 @@ def _model_fields(args: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "activation": _activation(args),
         "normalization": _normalization(args),
         "position_embedding_type": _position(args),
+        "rope_scaling": _rope_scaling(args),
         "add_bias_linear": _has_biases(args),
+        "add_qkv_bias": bool(args.get("add_qkv_bias")) and not _has_biases(args),
         "bert_binary_head": bool(args.get("bert_binary_head", True)) or family != "bert",
     }
 
@@ -400,6 +410,38 @@ def _activation(args: Mapping[str, Any]) -> Activation:
 
 def _has_biases(args: Mapping[str, Any]) -> bool:
     return bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
+
+
+def _rope_args(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return the arguments of a scaling, or None if Megatron-LM lacks it.
+
+    It divides positions by a whole number, or has Llama 3.1's scaling with a factor of choice.
+    """
+    values: dict[str, Any] = {
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+        "rotary_seq_len_interpolation_factor": None,
+    }
+    match scaling:
+        case None:
+            return values
+        case LinearRope(factor=factor) if factor.is_integer():
+            return values | {"rotary_seq_len_interpolation_factor": int(factor)}
+        case Llama3Rope(factor=factor) if scaling == Llama3Rope(kind="llama3", factor=factor):
+            return values | {"use_rope_scaling": True, "rope_scaling_factor": factor}
+        case _:
+            return None
+
+
+def _rope_scaling(args: Mapping[str, Any]) -> RopeScaling | None:
+    interpolation = args.get("rotary_seq_len_interpolation_factor")
+    if _position(args) != "rope":
+        return None
+    if args.get("use_rope_scaling"):
+        return Llama3Rope(kind="llama3", factor=args.get("rope_scaling_factor") or 8.0)
+    if interpolation and interpolation != 1:
+        return LinearRope(kind="linear", factor=interpolation)
+    return None
 
 
 def _normalization(args: Mapping[str, Any]) -> str:

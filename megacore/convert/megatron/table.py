@@ -240,8 +240,9 @@ def _joined(
     layout: Relayout,
 ) -> Iterator[Slot]:
     """Yield the slots of a weight and its bias, joined from our linear layers `ours`."""
+    bias = model.qkv_bias if name.endswith("query_key_value") else model.add_bias_linear
     for end, columns in (("weight", slice(None)), ("bias", slice(1))):
-        if end == "weight" or model.add_bias_linear:
+        if end == "weight" or bias:
             parts = tuple(f"{part}.{end}" for part in ours)
             cut_shapes = tuple(shape[columns] for shape in shapes)
             yield Slot(f"language_model.{name}.{end}", parts, cut_shapes, layer, layout)
