@@ -11,7 +11,7 @@ from megacore.models.parameters import chunk_sizes
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.iteration import Iteration
-from megacore.plan.machine import HostTimes, Link, Machine
+from megacore.plan.machine import MEASURED, HostTimes, Link, Machine
 from megacore.plan.operations import Rates
 
 _MIB = 1 << 20
@@ -175,7 +175,7 @@ def fit(measured: Measured, plan: Plan, generic: Machine, sources: Sequence[str]
         update={
             "name": f"{measured.device}, measured",
             "sources": tuple(sources),
-            "fitted_on": "measured",
+            "fitted_on": MEASURED,
             "memory_gbs": measured.copy_gbs,
             "memory_efficiency": min(1.0, measured.elementwise_gbs / measured.copy_gbs),
             "offload": generic.offload.model_copy(

@@ -19,7 +19,7 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule
 from megacore.pipeline_parallel.simulate import Timeline, simulate
-from megacore.plan.machine import Machine
+from megacore.plan.machine import MEASURED, Machine
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
 
 _MORE_RANKS = 0.448
@@ -27,6 +27,8 @@ _MORE_RANKS = 0.448
 other."""
 _SMOOTH = 14.2
 """Exponent of the smooth maximum of the device's and the host's time."""
+_FUSED_SOFTMAX = 4
+"""Multiple of the heads of a micro batch on a rank that Megatron's fused softmax needs."""
 _STEADY = 2
 """Micro batches per stage after which a 1F1B schedule repeats."""
 
@@ -200,7 +202,9 @@ class Iteration:
     def rates(self) -> Rates:
         """Times of operations of a rank."""
         cores = self.cores if self.machine.core is None else max(1.0, self.cores)
-        return Rates(self.machine, self.precision, cores)
+        measured = self.machine.fitted_on == MEASURED  # by products as trainings have them
+        share = 1.0 if measured or self.machine.core is not None else self.software.product_share
+        return Rates(self.machine, self.precision, cores, share)
 
     def forward(self, chunk: ModelChunk) -> Pass:
         """Return the time of a micro batch's forward pass through a chunk."""
@@ -308,6 +312,8 @@ class Iteration:
         collective = Group(self.machine, tensor, shared=True).all_reduce(rates.element * hidden)
         count = collectives if tensor > 1 else 0
         waits = count * host.collective_us * (tensor / 2) ** _MORE_RANKS
+        if heads % _FUSED_SOFTMAX:
+            waits += self.software.unfused_softmax_us
         start, start_back = host.layer_forward_us + waits, host.layer_backward_us + waits
         exchanged = count * collective
         again = {"none": (0.0, 0.0), "selective": (attention, 0.0)}.get(
@@ -324,6 +330,8 @@ class Iteration:
         """Return the time of operations that the host starts; a core starts its own."""
         if self.machine.core is not None:
             return Pass(device + host_us * 1e-6, exchanged)
+        if self.software.launch_wait:
+            return Pass(device + self.software.launch_wait * host_us * 1e-6, exchanged)
         return _bounded(device, exchanged, host_us)
 
     def _ends(self, chunk: ModelChunk, *, backward: bool) -> Pass:
@@ -352,15 +360,20 @@ class Iteration:
         layout, machine = self.layout, self.machine
         if layout.pipeline == 1:
             return 0.0
-        divided = layout.tensor if self.config.parallel.sequence_parallel else 1
+        divided = self.config.parallel.sequence_parallel
         # the decoder's stages pass the encoder's output on
         tokens = self.tokens + self.decoder_tokens * (self.config.family == "t5")
-        size = self.rates.element * tokens * self.config.model.hidden_size / divided
+        size, gathered = self.rates.element * tokens * self.config.model.hidden_size, 0.0
+        if self.software.scatters_messages and not divided:
+            gathered = Group(machine, layout.tensor, shared=True).gather(size)
+        if self.software.scatters_messages or divided:
+            size /= layout.tensor
         stride, devices = layout.tensor * layout.data, machine.devices_per_node
         crossing = min(1.0, stride / devices) if layout.world_size > devices else 0.0
         near = machine.node.latency_us * 1e-6 + size / (machine.pipeline_gbs * 1e9)
         far = machine.network.latency_us * 1e-6 + size / (machine.network.gbs * 1e9)
-        return (1 - crossing) * near + crossing * far
+        seconds = (1 - crossing) * near + crossing * far + gathered
+        return seconds + self.software.message_us * 1e-6
 
     def _makespan(
         self,

@@ -4,7 +4,7 @@ docs/planning.md has the formulas with their sources. What programs do different
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from megacore.plan.machine import Link, Machine
@@ -16,8 +16,11 @@ _SPLITS = (2, 4, 8)
 """Parts into which a product's inner dimension is divided if its output has few tiles."""
 _SPLIT_COST = 0.02
 _SHORTEST_SPLIT = 256
-_ALIGNED, _UNALIGNED = 64, 1.49
+_ALIGNED, _UNALIGNED = 64, 1.22
 """Multiple of which the sizes of a half-precision product are fast, and the slowdown otherwise."""
+_ACCESS = 16
+"""Bytes that a kernel for tensor cores reads at once; rows of other multiples take narrower reads
+(NVIDIA/cutlass, issue 75)."""
 _SCORES = 0.485
 """Score matrices read or written by scaling, mask, softmax and dropout of unfused attention."""
 _BACKWARD_BYTES = 1.5
@@ -45,7 +48,20 @@ class Software:
     """Time of the optimizer per layer, in microseconds."""
     hides_messages: bool = True
     """True if messages between pipeline stages overlap computation."""
+    scatters_messages: bool = False
+    """True if each tensor-parallel rank sends a part of a message, which the receivers gather
+    (Narayanan et al. 2021, section 4.1)."""
 
+    product_share: float = 0.771
+    """Share of a generic device's rate of products that the program's products reach."""
+    launch_wait: float = 0.0
+    """Factor on the host's times if each operation waits for the one before, so that they are added
+    to the device's (CUDA_LAUNCH_BLOCKING=1); 0 if the host runs ahead of the device."""
+    message_us: float = 0.0
+    """Additional time of the host for a message between pipeline stages, in microseconds."""
+    unfused_softmax_us: float = 0.0
+    """Additional time of the host in a layer's pass if the program's fused softmax cannot be used:
+    its kernel needs b n / t to be a multiple of 4."""
     state_bytes: tuple[float, float] | None = None
     """Bytes of memory per parameter, and those that ZeRO divides; None for the estimate of
     `megacore.plan.memory`."""
@@ -57,14 +73,19 @@ MEGATRON_2021 = Software(
     fused_attention=False,
     loss_bytes=76.1,
     gradient_bytes=2,
-    state_bytes=(4.48, 20.2),
+    state_bytes=(4.56, 20.3),
     overlaps=False,
     hides_messages=False,
+    scatters_messages=True,
     optimizer_bytes=3.62,
     optimizer_us=70.3,
+    product_share=1.0,
 )
 """Megatron-LM and Megatron-DeepSpeed before FlashAttention, which most published runs on A100
 used."""
+BLOOM_2022 = replace(MEGATRON_2021, launch_wait=2.28, product_share=0.85)
+"""Megatron-DeepSpeed of the preparation of BLOOM, with CUDA_LAUNCH_BLOCKING=1 (bigscience,
+chronicles-prequel.md: with asynchronous launches, jobs of 320 GPUs always hung)."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -87,6 +108,8 @@ class Rates:
     precision: str
     cores: float = 1.0
     """Devices of a rank: 1 for a GPU, or the cores that a CPU rank has for itself."""
+    product_share: float = 1.0
+    """`Software.product_share`."""
     known: dict[tuple[int, int, int, int], float] = field(default_factory=dict, compare=False)
     """Times of products that were asked for before."""
 
@@ -114,7 +137,9 @@ class Rates:
             if self.element < 4:
                 aligned = batch > 1 or not (m % _ALIGNED or n % _ALIGNED or k % _ALIGNED)
                 waves *= 1.0 if aligned else _UNALIGNED
+                waves *= _ACCESS / math.gcd(_ACCESS, self.element * math.gcd(m, n, k))
         rate = machine.peak(self.precision) * machine.product_efficiency * self.cores
+        rate *= self.product_share
         seconds = 2.0 * m * n * k * batch / rate * waves * (1 + machine.half_depth / k)
         moved = self.element * batch * (m * k + k * n + m * n)
         return seconds + machine.traffic * self.stream(moved) + machine.operation_us * 1e-6
