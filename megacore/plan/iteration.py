@@ -22,10 +22,10 @@ from megacore.pipeline_parallel.simulate import Timeline, simulate
 from megacore.plan.machine import MEASURED, Machine
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
 
-_MORE_RANKS = 0.448
+_MORE_RANKS = 0.379
 """Exponent with which the host's time of a collective grows with the ranks that wait for each
 other."""
-_SMOOTH = 14.2
+_SMOOTH = 20.7
 """Exponent of the smooth maximum of the device's and the host's time."""
 _FUSED_SOFTMAX = 4
 """Multiple of the heads of a micro batch on a rank that Megatron's fused softmax needs."""

@@ -16,13 +16,15 @@ _SPLITS = (2, 4, 8)
 """Parts into which a product's inner dimension is divided if its output has few tiles."""
 _SPLIT_COST = 0.02
 _SHORTEST_SPLIT = 256
-_ALIGNED, _UNALIGNED = 64, 1.22
+_ALIGNED, _UNALIGNED = 64, 1.17
 """Multiple of which the sizes of a half-precision product are fast, and the slowdown otherwise."""
-_ACCESS = 16
-"""Bytes that a kernel for tensor cores reads at once; rows of other multiples take narrower reads
-(NVIDIA/cutlass, issue 75)."""
-_SCORES = 0.485
-"""Score matrices read or written by scaling, mask, softmax and dropout of unfused attention."""
+_ACCESS, _NARROW = 16, 4.0
+"""Bytes of which the rows of a product's operands must be multiples for tensor cores to read them
+(NVIDIA/cutlass, issue 75), and the slowdown otherwise: A100's ordinary cores have 78 of 312
+TFLOP/s (data sheet)."""
+_SCORES = 4.5
+"""Score matrices read or written by unfused attention: scaling, mask and softmax as one kernel read
+and write one, dropout too, with a mask of a byte."""
 _BACKWARD_BYTES = 1.5
 """Bytes of elementwise operations in a backward pass, relative to the forward pass."""
 
@@ -31,20 +33,20 @@ _BACKWARD_BYTES = 1.5
 class Software:
     """Properties of the program that trains."""
 
-    hidden_passes: float = 10.1
+    hidden_passes: float = 17.0
     """Hidden states read or written by norms, dropout and residual additions in the forward pass of
     a layer."""
     fused_attention: bool = True
     """True if scores never leave the multiprocessor (FlashAttention)."""
-    loss_bytes: float = 17.2
+    loss_bytes: float = 16.7
     """Bytes of memory traffic per logit in each direction of the loss."""
     gradient_bytes: int = 4
     """Bytes of a gradient in the reduction between replicas."""
     overlaps: bool = True
     """True if the reduction of gradients and the gathering of weights overlap computation."""
-    optimizer_bytes: float = 32.7
+    optimizer_bytes: float = 34.6
     """Bytes of memory traffic of the optimizer per parameter."""
-    optimizer_us: float = 110.0
+    optimizer_us: float = 115.0
     """Time of the optimizer per layer, in microseconds."""
     hides_messages: bool = True
     """True if messages between pipeline stages overlap computation."""
@@ -52,7 +54,7 @@ class Software:
     """True if each tensor-parallel rank sends a part of a message, which the receivers gather
     (Narayanan et al. 2021, section 4.1)."""
 
-    product_share: float = 0.771
+    product_share: float = 0.826
     """Share of a generic device's rate of products that the program's products reach."""
     launch_wait: float = 0.0
     """Factor on the host's times if each operation waits for the one before, so that they are added
@@ -69,21 +71,22 @@ class Software:
 
 MEGACORE = Software()
 MEGATRON_2021 = Software(
-    hidden_passes=17.5,
+    hidden_passes=6.07,
     fused_attention=False,
-    loss_bytes=76.1,
+    loss_bytes=70.4,
     gradient_bytes=2,
-    state_bytes=(4.56, 20.3),
     overlaps=False,
+    optimizer_us=92.0,
     hides_messages=False,
     scatters_messages=True,
-    optimizer_bytes=3.62,
-    optimizer_us=70.3,
     product_share=1.0,
+    message_us=620.0,
+    unfused_softmax_us=483.0,
+    state_bytes=(4.56, 20.3),
 )
 """Megatron-LM and Megatron-DeepSpeed before FlashAttention, which most published runs on A100
 used."""
-BLOOM_2022 = replace(MEGATRON_2021, launch_wait=2.28, product_share=0.85)
+BLOOM_2022 = replace(MEGATRON_2021, launch_wait=2.6, product_share=0.83)
 """Megatron-DeepSpeed of the preparation of BLOOM, with CUDA_LAUNCH_BLOCKING=1 (bigscience,
 chronicles-prequel.md: with asynchronous launches, jobs of 320 GPUs always hung)."""
 
@@ -137,7 +140,7 @@ class Rates:
             if self.element < 4:
                 aligned = batch > 1 or not (m % _ALIGNED or n % _ALIGNED or k % _ALIGNED)
                 waves *= 1.0 if aligned else _UNALIGNED
-                waves *= _ACCESS / math.gcd(_ACCESS, self.element * math.gcd(m, n, k))
+                waves *= _NARROW if self.element * math.gcd(m, n, k) % _ACCESS else 1.0
         rate = machine.peak(self.precision) * machine.product_efficiency * self.cores
         rate *= self.product_share
         seconds = 2.0 * m * n * k * batch / rate * waves * (1 + machine.half_depth / k)

@@ -103,6 +103,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(stages: int, virtual:
     quick = h100().model_copy(
         update={
             "pipeline_gbs": 1e9,
+            "operation_us": 0.0,
             "node": h100().node.model_copy(update={"latency_us": 0.0}),
             "host": h100().host.model_copy(update={"head_us": 0.0, "embedding_us": 0.0}),
         }
@@ -188,8 +189,8 @@ def test_a_softmax_that_is_not_fused_costs_the_host_time() -> None:
         assert slow.forward.total - fast.forward.total == pytest.approx(extra, abs=1e-12)
 
 
-@pytest.mark.parametrize(("size", "factor"), [(128, 1), (120, 1), (108, 2), (110, 4), (105, 8)])
-def test_rows_of_odd_sizes_take_narrower_reads(size: int, factor: int) -> None:
+@pytest.mark.parametrize(("size", "factor"), [(128, 1), (120, 1), (108, 4), (105, 4)])
+def test_rows_of_odd_sizes_leave_tensor_cores_unused(size: int, factor: int) -> None:
     rates = iteration().rates
     machine = replace(rates, machine=h100().model_copy(update={"operation_us": 0, "traffic": 0}))
     wide = -(-size // 8) * 8
@@ -200,11 +201,14 @@ def test_rows_of_odd_sizes_take_narrower_reads(size: int, factor: int) -> None:
 
 def test_scattered_messages_are_a_part_for_each_rank() -> None:
     values = {TP: 8, PP: 2, "train.micro_batch_size": 16, "train.global_batch_size": 16}
-    whole = iteration(16, values, software=replace(MEGATRON_2021, scatters_messages=False))
-    parts = iteration(16, values, software=MEGATRON_2021)
+    software = replace(MEGATRON_2021, message_us=0.0)
+    whole = iteration(16, values, software=replace(software, scatters_messages=False))
+    parts = iteration(16, values, software=software)
     assert parts.message() < whole.message() / 2
     divided = values | {"parallel.sequence_parallel": True}
-    assert iteration(16, divided, software=MEGATRON_2021).message() < parts.message()
+    assert iteration(16, divided, software=software).message() < parts.message()
+    later = iteration(16, values, software=replace(software, message_us=500.0))
+    assert later.message() == pytest.approx(parts.message() + 5e-4)
 
 
 def test_a_measured_device_has_no_share_of_products() -> None:
