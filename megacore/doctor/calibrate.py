@@ -33,7 +33,7 @@ from megacore.hardware import Hardware
 from megacore.launch.exit_reason import die_with_parent
 from megacore.plan.machine import Machine, machine_of
 
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = 120.0
 """Time limit of all measurements: they take less than a minute on an idle host."""
 _MOST_RANKS = 16
 """Largest number of ranks that measure at once."""

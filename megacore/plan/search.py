@@ -38,7 +38,7 @@ from megacore.plan.zero import ELEMENT_BYTES, zero_bytes
 Partition = Literal["balanced", "uniform"]
 _Kind = tuple[int, int, bool, bool, bool, bool]
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-_ERRORS = {"A100": 0.07, "H100": 0.074}
+_ERRORS = {"A100": 0.06, "H100": 0.074}
 """Mean errors of predicted times against published runs, by a word of the device's name: A100 on
 one host and on many, H100 without any run in the fit. docs/planning.md has the tables."""
 FILLED = 0.97
