@@ -29,6 +29,8 @@ _SMOOTH = 20.7
 """Exponent of the smooth maximum of the device's and the host's time."""
 _FUSED_SOFTMAX = 4
 """Multiple of the heads of a micro batch on a rank that Megatron's fused softmax needs."""
+_TICK = 0.004
+"""Seconds between two ticks of Linux's scheduler (250 Hz, as distributions configure it)."""
 _STEADY = 2
 """Micro batches per stage after which a 1F1B schedule repeats."""
 
@@ -146,10 +148,27 @@ class Iteration:
         hosts = -(-self.layout.world_size // self.machine.devices_per_node)
         waiting = self.machine.straggler * math.log2(hosts) * parts.seconds
         if self._ranks_of_a_core > 1:
-            busy = micro * sum(each.total + sent for each in pace) / stages
-            waiting += max(0.0, self._ranks_of_a_core * busy - makespan)
-            waiting += (self._ranks_of_a_core - 1) * (parts.data + parts.optimizer)
+            waiting += self._waiting_for_cores(parts, makespan)
         return replace(parts, other=waiting)
+
+    def _waiting_for_cores(self, parts: Prediction, makespan: float) -> float:
+        """Return the seconds in which ranks that share a core wait for each other's computation.
+
+        A collective of tensor parallelism keeps the core of a rank that waits for another one,
+        which has no core, until the scheduler's next tick.
+        """
+        chunks, parallel = chunks_of(self.config, self.vocab_size), self.config.parallel
+        times = 3 if self.config.train.recompute == "full" else 2
+        collectives = sum(
+            times * (2 * len(chunk.layers) + 3 * len(chunk.decoder_layers)) + 4 * chunk.has_head
+            for chunk in chunks
+        )
+        ticks = 0.0
+        if parallel.tensor_model_parallel_size > 1:
+            ticks = self.micro_batches * collectives / self.layout.pipeline * _TICK
+        ranks = self._ranks_of_a_core
+        shared = ranks * (parts.compute + parts.messages) + max(parts.tensor, ticks)
+        return max(0.0, shared - makespan) + (ranks - 1) * parts.optimizer
 
     def timeline(self) -> Timeline:
         """Return all passes of the iteration, in seconds."""
@@ -328,8 +347,10 @@ class Iteration:
 
     def _started(self, device: float, exchanged: float, host_us: float) -> Pass:
         """Return the time of operations that the host starts; a core starts its own."""
-        if self.machine.core is not None:
-            return Pass(device + host_us * 1e-6, exchanged)
+        core = self.machine.core
+        if core is not None:
+            slowed = core.together if self.layout.world_size > 1 else 1.0
+            return Pass(slowed * (device + host_us * 1e-6), exchanged)
         if self.software.launch_wait:
             return Pass(device + self.software.launch_wait * host_us * 1e-6, exchanged)
         return _bounded(device, exchanged, host_us)

@@ -103,6 +103,9 @@ class CoreTimes(Section):
     """Time of a layer in an update besides its parameters, in microseconds."""
     iteration_us: float = Field(ge=0)
     """Time of an iteration besides all other work, in microseconds."""
+    together: float = Field(default=1.0, ge=1)
+    """Time of computation if ranks that wait for each other compute on several cores, relative to
+    the processor's time of one."""
     sockets: Link
     """Collectives of ranks that share no memory: data parallelism. `node` is shared memory."""
 

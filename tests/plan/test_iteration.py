@@ -215,3 +215,30 @@ def test_a_measured_device_has_no_share_of_products() -> None:
     measured = h100().model_copy(update={"fitted_on": "measured"})
     assert iteration(machine=measured).rates.product_share == 1.0
     assert iteration().rates.product_share < 1.0
+
+
+def test_ranks_that_share_a_core_wait_a_tick_for_each_collective() -> None:
+    machine = load_machine("cpu")
+    values = {TP: 2, "train.precision": "fp32", "train.global_batch_size": 4}
+    alone, shared = (
+        replace(iteration(2, values, machine=machine), precision="fp32", cores=cores).predict()
+        for cores in (1.0, 0.5)
+    )
+    # of each micro batch 2 all-reduces in either direction of 8 layers, and 4 of the head
+    ticks = 4 * (2 * 2 * 8 + 4) * 0.004
+    expected = 2 * (shared.compute + shared.optimizer) + max(ticks, shared.tensor)
+    assert alone.other == 0
+    assert shared.seconds - shared.data == pytest.approx(expected)
+
+
+def test_cores_that_work_together_are_slower() -> None:
+    machine = load_machine("cpu")
+    assert machine.core is not None
+    core = machine.core.model_copy(update={"together": 1.25})
+    slower = machine.model_copy(update={"core": core})
+    for ranks, factor in ((1, 1.0), (2, 1.25)):
+        times = [
+            replace(iteration(ranks, machine=each), precision="fp32").predict().compute
+            for each in (machine, slower)
+        ]
+        assert times[1] / times[0] == pytest.approx(factor, rel=0.01)
