@@ -384,7 +384,8 @@ class Iteration:
         divided = self.config.parallel.sequence_parallel
         # the decoder's stages pass the encoder's output on
         tokens = self.tokens + self.decoder_tokens * (self.config.family == "t5")
-        size, gathered = self.rates.element * tokens * self.config.model.hidden_size, 0.0
+        size = float(self.rates.element * tokens * self.config.model.hidden_size)
+        gathered = 0.0
         if self.software.scatters_messages and not divided:
             gathered = Group(machine, layout.tensor, shared=True).gather(size)
         if self.software.scatters_messages or divided:

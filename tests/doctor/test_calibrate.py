@@ -72,7 +72,17 @@ def times_of(machine: Machine) -> Measured:
         "message": [[b, 1e-4 + b / machine.pipeline_gbs / 1e9] for b in sizes],
     }
     return Measured(
-        "core", 2, {"fp32": products(machine)}, 12.0, 9.0, 5.0, attention, trainings, 1.1, links, 1.0
+        "core",
+        2,
+        {"fp32": products(machine)},
+        12.0,
+        9.0,
+        5.0,
+        attention,
+        trainings,
+        1.1,
+        links,
+        1.0,
     )
 
 
