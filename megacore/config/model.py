@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from megacore.config.base import Section, keyed
+from megacore.config.rope import MOST_POSITIONS, RopeScaling, check_scaling
 
 Family = Literal["gpt", "bert", "t5"]
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative", "none"]
@@ -14,11 +15,14 @@ _FOR_ONE: dict[str, Family] = {
     "num_decoder_layers": "t5",
     "relative_attention_num_buckets": "t5",
     "relative_attention_max_distance": "t5",
+    "scale_decoder_outputs": "t5",
     "bert_binary_head": "bert",
     "norm_position": "bert",
     "parallel_residual": "gpt",
     "rotary_base": "gpt",
     "rotary_percent": "gpt",
+    "rope_scaling": "gpt",
+    "add_qkv_bias": "gpt",
     "sliding_window": "gpt",
     "qk_layernorm": "gpt",
     "num_query_groups": "gpt",
@@ -34,6 +38,10 @@ MOST_LAYERS = 1024
 division over pipeline stages compares all pairs."""
 MOST_WIDTH = 2**20
 """Largest width of the residual stream; published models have up to 2**15."""
+MOST_HEADS = 2**16
+"""Most attention heads; published models have up to 2**8."""
+MOST_INNER = 2**24
+"""Largest width of the MLP and of a head; published models have up to 2**17."""
 _NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
 
 
@@ -50,14 +58,14 @@ class ModelConfig(Section):
     """Number of layers of T5's decoder; null means num_layers. At most 1,024. T5 only."""
     hidden_size: int = keyed(256, gt=0, le=MOST_WIDTH)
     """Width of the residual stream (h), at most 1,048,576."""
-    num_attention_heads: int = keyed(4, gt=0)
-    """Number of attention heads (n)."""
+    num_attention_heads: int = keyed(4, gt=0, le=MOST_HEADS)
+    """Number of attention heads (n), at most 65,536."""
     num_query_groups: int | None = keyed(None, gt=0)
     """Number of key-value heads (g; Ainslie et al. 2023), each shared by n / g query heads; null
     means one per query head."""
-    kv_channels: int | None = keyed(None, gt=0)
+    kv_channels: int | None = keyed(None, gt=0, le=MOST_INNER)
     """Size of one attention head (d); null means hidden_size / num_attention_heads."""
-    ffn_hidden_size: int | None = keyed(None, gt=0)
+    ffn_hidden_size: int | None = keyed(None, gt=0, le=MOST_INNER)
     """Width of the MLP's inner layer; null means 4 x hidden_size."""
     activation: Activation = keyed("gelu_tanh")
     """Activation of the MLP: GELU (Hendrycks and Gimpel 2016), exact or in its tanh approximation;
@@ -79,7 +87,10 @@ class ModelConfig(Section):
     rotary_percent: float = keyed(1.0, gt=0.0, le=1.0)
     """Fraction of each head's elements that is rotated, from 0 to 1; used with
     position_embedding_type rope only."""
-    relative_attention_num_buckets: int = keyed(32, gt=1)
+    rope_scaling: RopeScaling | None = keyed(None, omit_default=True)
+    """Change of the rotary frequencies for longer sequences; null means none. Used with
+    position_embedding_type rope only."""
+    relative_attention_num_buckets: int = keyed(32, gt=1, le=MOST_INNER)
     """Number of distance buckets of the relative bias. T5 only."""
     relative_attention_max_distance: int = keyed(128, gt=1)
     """Distance in tokens from which all distances share the last bucket of the relative bias. T5
@@ -92,13 +103,20 @@ class ModelConfig(Section):
     only."""
     add_bias_linear: bool = keyed(True)
     """If true, linear layers have biases."""
+    add_qkv_bias: bool = keyed(False, omit_default=True)
+    """If true, the projection to queries, keys and values has a bias even if add_bias_linear is
+    false, as in Qwen2. GPT only."""
     untie_embeddings_and_output_weights: bool = keyed(False)
     """If true, the output layer has separate weights; if false, it shares those of the token
     embedding (Press and Wolf 2017)."""
+    scale_decoder_outputs: bool | None = keyed(None, omit_default=True)
+    """If true, the input of the output layer is divided by sqrt(hidden_size); null means so if the
+    output layer is tied, as in T5, and not otherwise, as in T5 1.1. True needs a tied one. T5
+    only."""
     bert_binary_head: bool = keyed(True, key="run", resolved="index")
     """If true, BERT has a pooler and a binary head that predicts how its two segments are related
     (data.masked_lm.sentence_task). BERT only."""
-    max_position_embeddings: int | None = keyed(None, gt=0)
+    max_position_embeddings: int | None = keyed(None, gt=0, le=MOST_POSITIONS)
     """Longest sequence in tokens, which is the number of rows of the learned position table; null
     means data.seq_length."""
     hidden_dropout: float = keyed(0.1, ge=0.0, lt=1.0)
@@ -137,6 +155,11 @@ class ModelConfig(Section):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def qkv_bias(self) -> bool:
+        """True if the projection to queries, keys and values has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
     def gated(self) -> bool:
         """True if the MLP is a gated unit."""
         return self.activation in GATED
@@ -145,6 +168,12 @@ class ModelConfig(Section):
     def decoder_layers(self) -> int:
         """Number of layers of T5's decoder, with the default filled in."""
         return self.num_decoder_layers or self.num_layers
+
+    @property
+    def scales_decoder_outputs(self) -> bool:
+        """True if the input of T5's output layer is scaled."""
+        tied = not self.untie_embeddings_and_output_weights
+        return tied if self.scale_decoder_outputs is None else self.scale_decoder_outputs
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Return the number of embedding rows (v) for a vocabulary of `vocab_size` entries.
@@ -169,6 +198,7 @@ def check_model(family: Family, model: ModelConfig, seq_length: int) -> None:
     """Raise ValueError for an architecture that is invalid or that its family does not support."""
     _check_family(family, model)
     _check_heads(model)
+    _check_biases(model)
     _check_positions(model, seq_length)
 
 
@@ -211,6 +241,12 @@ def _check_t5(model: ModelConfig) -> None:
             f"model.init_method_std is {model.init_method_std} but family is t5, whose initial "
             "weights follow from its widths: remove it"
         )
+    if model.scale_decoder_outputs and model.untie_embeddings_and_output_weights:
+        raise ValueError(
+            "model.scale_decoder_outputs is true but so is "
+            "model.untie_embeddings_and_output_weights, whose output layer is not scaled in any "
+            "T5: remove the former"
+        )
 
 
 def _check_heads(model: ModelConfig) -> None:
@@ -223,6 +259,14 @@ def _check_heads(model: ModelConfig) -> None:
         raise ValueError(
             f"model.num_attention_heads {model.num_attention_heads} is not a multiple of "
             f"model.num_query_groups {model.num_query_groups}: choose groups that divide it"
+        )
+
+
+def _check_biases(model: ModelConfig) -> None:
+    if model.add_qkv_bias and model.add_bias_linear:
+        raise ValueError(
+            "model.add_qkv_bias is true but so is model.add_bias_linear, with which every linear "
+            "layer has a bias: remove the former, or set the latter to false"
         )
 
 
@@ -239,12 +283,15 @@ def _check_positions(model: ModelConfig, seq_length: int) -> None:
                 f"model.rotary_percent {model.rotary_percent} of a head of {model.head_dim} leaves "
                 "no even number of elements to rotate: choose heads of an even size, or raise it"
             )
+        if model.rope_scaling is not None:
+            check_scaling(model.rope_scaling, model.rotary_dim)
     else:
-        for name in ("rotary_base", "rotary_percent"):
+        for name in ("rotary_base", "rotary_percent", "rope_scaling"):
             if getattr(model, name) != getattr(_DEFAULTS, name):
                 raise ValueError(
-                    f"model.{name} is {getattr(model, name)} but model.position_embedding_type is "
-                    f"{model.position_embedding_type}: set the latter to rope, or remove the former"
+                    f"model.{name} is {_text(getattr(model, name))} but "
+                    f"model.position_embedding_type is {model.position_embedding_type}: set the "
+                    "latter to rope, or remove the former"
                 )
     if model.position_embedding_type == "relative":
         buckets, distance = (
@@ -260,5 +307,7 @@ def _check_positions(model: ModelConfig, seq_length: int) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a value as YAML spells it."""
+    """Return a value as YAML spells it, of a section only its kind."""
+    if isinstance(value, Section):
+        return f"{{kind: {getattr(value, 'kind', '')}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

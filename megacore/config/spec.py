@@ -35,8 +35,8 @@ class ModelSpec(Section):
     """Family of the model."""
     model: ModelConfig
     """Architecture, with max_position_embeddings set."""
-    vocab_size: int = Field(gt=0)
-    """Number of vocabulary entries before padding."""
+    vocab_size: int = Field(gt=0, lt=2**31)
+    """Number of vocabulary entries before padding; token files hold ids of 32 bits."""
     special_tokens: SpecialTokens = SpecialTokens()
     """Ids of the tokens with a special role."""
     tokenizer_directory: str | None = None

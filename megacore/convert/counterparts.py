@@ -6,10 +6,12 @@ The check that a configuration can be exported runs before training starts.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+from megacore.config.base import Section
 from megacore.config.data import DataConfig
 from megacore.config.model import Activation, Family, ModelConfig
+from megacore.config.rope import LongRope
 from megacore.data.index_options import parse_split
 from megacore.errors import ConfigError, ConversionError
 
@@ -30,11 +32,13 @@ _GPT2: dict[str, tuple[object, ...]] = _CAUSAL | {
 _LLAMA: dict[str, tuple[object, ...]] = _CAUSAL | {
     "position_embedding_type": ("rope",),
     "rotary_percent": (1.0,),
+    "rope_scaling": (None, GIVEN),
     "normalization": ("rmsnorm",),
     "activation": _GATED,
     "parallel_residual": (False,),
     "sliding_window": (None,),
     "qk_layernorm": (False,),
+    "add_qkv_bias": (False,),
 }
 _MISTRAL = _LLAMA | {"sliding_window": (GIVEN,), "add_bias_linear": (False,)}
 _QWEN3 = _LLAMA | {
@@ -42,7 +46,22 @@ _QWEN3 = _LLAMA | {
     "qk_layernorm": (True,),
     "add_bias_linear": (False,),
 }
-_NEOX = _GPT2 | {"position_embedding_type": ("rope",), "parallel_residual": (False, True)}
+_QWEN2 = _LLAMA | {
+    "sliding_window": (None, GIVEN),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (True,),
+}
+_PHI3 = _LLAMA | {
+    "rotary_percent": (GIVEN,),
+    "rope_scaling": (None, LongRope),
+    "sliding_window": (None, GIVEN),
+    "add_bias_linear": (False,),
+}
+_NEOX = _GPT2 | {
+    "position_embedding_type": ("rope",),
+    "rope_scaling": (None, GIVEN),
+    "parallel_residual": (False, True),
+}
 _BERT: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("learned_absolute",),
     "normalization": ("layernorm",),
@@ -77,6 +96,7 @@ SUPPORTED_FIELDS = frozenset(
         "relative_attention_num_buckets",
         "relative_attention_max_distance",
         "bert_binary_head",
+        "scale_decoder_outputs",
         "max_position_embeddings",
         "hidden_dropout",
         "attention_dropout",
@@ -182,11 +202,15 @@ def _bert(
     return Counterpart(architecture, model_type, "bert", options, tags=("bert",))
 
 
+_AS_PHI3: tuple[str, str, Family] = ("Phi3ForCausalLM", "phi3", "gpt")
 COUNTERPARTS = (
     Counterpart("GPT2LMHeadModel", "gpt2", "gpt", _GPT2, tags=("gpt2",)),
+    Counterpart(*_AS_PHI3, _PHI3 | {"rope_scaling": (LongRope,)}, True, tags=("phi3",)),
     Counterpart("LlamaForCausalLM", "llama", "gpt", _LLAMA, True, True, ("llama",)),
     Counterpart("MistralForCausalLM", "mistral", "gpt", _MISTRAL, True, True, ("mistral",)),
+    Counterpart("Qwen2ForCausalLM", "qwen2", "gpt", _QWEN2, True, True, ("qwen2",)),
     Counterpart("Qwen3ForCausalLM", "qwen3", "gpt", _QWEN3, True, True, ("qwen3",)),
+    Counterpart(*_AS_PHI3, _PHI3, True, tags=("phi3",)),
     Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX, tags=("gpt_neox",)),
     _bert("BertForPreTraining", "bert", "post", binary_head=True),
     _bert("MegatronBertForPreTraining", "megatron-bert", "pre", binary_head=True),
@@ -194,7 +218,8 @@ COUNTERPARTS = (
     _bert("MegatronBertForMaskedLM", "megatron-bert", "pre", binary_head=False),
     Counterpart("T5ForConditionalGeneration", "t5", "t5", _T5, any_head_size=True, tags=("t5",)),
 )
-"""Supported classes. The first one that can express a model is used."""
+"""Supported classes. The first one that can express a model is used: Phi-3 is one of the Llama-like
+classes, except that LongRoPE is its own."""
 
 
 def counterpart(family: str, model: ModelConfig) -> Counterpart:
@@ -209,9 +234,10 @@ def counterpart(family: str, model: ModelConfig) -> Counterpart:
         raise ConversionError(
             f"family {family!r} has no counterpart in transformers: choose one of {families}"
         )
-    obstacles = {candidate.architecture: candidate.obstacles(model) for candidate in candidates}
-    nearest = min(candidates, key=lambda candidate: len(obstacles[candidate.architecture]))
-    conflicts = obstacles[nearest.architecture]
+    nearest, conflicts = min(
+        ((candidate, candidate.obstacles(model)) for candidate in candidates),
+        key=lambda pair: len(pair[1]),
+    )
     if not conflicts:
         return nearest
     lacking = ", ".join(f"model.{obstacle.option} {obstacle.value}" for obstacle in conflicts)
@@ -231,13 +257,17 @@ def by_architecture(architecture: str) -> Counterpart | None:
 
 
 def _is_among(value: object, allowed: tuple[object, ...]) -> bool:
-    return value in allowed or (GIVEN in allowed and value is not None)
+    kinds = tuple(kind for kind in allowed if isinstance(kind, type))
+    return value in allowed or isinstance(value, kinds) or (GIVEN in allowed and value is not None)
 
 
 def _written(value: object) -> str:
-    """Return `value` as written in YAML."""
+    """Return `value` as written in YAML, of a section or its class only the kind."""
     if value is None:
         return "null"
+    if isinstance(value, Section) or (isinstance(value, type) and issubclass(value, Section)):
+        kind = type(value) if isinstance(value, Section) else value
+        return f"{{kind: {get_args(kind.model_fields['kind'].annotation)[0]}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -110,17 +110,46 @@ class Entry:
         return {name: tuple(part.shape) for name, part in zip(self.theirs, parts, strict=True)}
 
 
+@dataclass(frozen=True)
+class Fused:
+    """Entry of several of our parameters, whose rows follow each other in one of their tensors."""
+
+    parts: tuple[Entry, ...]
+    """Entries whose tensors of the other format follow each other; they need no names there."""
+    name: str
+    """Name in the other format."""
+
+    @property
+    def ours(self) -> str:
+        """Global names of the parameters, for messages."""
+        return " and ".join(part.ours for part in self.parts)
+
+    def their_shapes(self) -> dict[str, Shape]:
+        """Return the shape of the tensor of the other format."""
+        shapes = [shape for part in self.parts for shape in part.their_shapes().values()]
+        return {self.name: (sum(shape[0] for shape in shapes), *shapes[0][1:])}
+
+    def rows(self) -> dict[str, slice]:
+        """Return the rows of each parameter in the tensor of the other format."""
+        result, start = {}, 0
+        for part in self.parts:
+            end = start + sum(shape[0] for shape in part.their_shapes().values())
+            result[part.ours], start = slice(start, end), end
+        return result
+
+
 class KeyMap:
     """Table of entries with unique names, read in both directions: `forward` and `ours`."""
 
-    def __init__(self, entries: tuple[Entry, ...]) -> None:
+    def __init__(self, entries: tuple[Entry | Fused, ...]) -> None:
         self.entries = entries
         self.our_shapes: dict[str, Shape] = {}
         """Shape of each of our tensors."""
         self.their_shapes: dict[str, Shape] = {}
         """Shape of each tensor of the other format, in the order of `forward`."""
         for entry in entries:
-            _add_once(self.our_shapes, {entry.ours: entry.shape})
+            for part in entry.parts if isinstance(entry, Fused) else (entry,):
+                _add_once(self.our_shapes, {part.ours: part.shape})
             _add_once(self.their_shapes, entry.their_shapes())
 
     def forward(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -133,13 +162,10 @@ class KeyMap:
         """
         _check_names(ours, self.our_shapes, "the checkpoint")
         for entry in self.entries:
-            parts = list(
-                entry.layout.split(_taken(ours, entry.ours, entry.shape, "the checkpoint"))
-            )
-            assert len(parts) == len(entry.theirs), (
-                f"layout of {entry.ours} gives {len(parts)} tensors"
-            )
-            for name in entry.theirs:
+            parts = list(translated(entry, ours))
+            names = tuple(entry.their_shapes())
+            assert len(parts) == len(names), f"layout of {entry.ours} gives {len(parts)} tensors"
+            for name in names:
                 yield name, parts.pop(0)  # pop, so that no reference remains here
 
     def ours(
@@ -166,23 +192,43 @@ class _Ours(Mapping[str, Tensor]):
 
     def __init__(self, table: KeyMap, theirs: Mapping[str, Tensor], where: str) -> None:
         self._table, self._theirs, self._where = table, theirs, where
-        self._entries = {entry.ours: entry for entry in table.entries}
+        self._entries: dict[str, tuple[Entry, Fused | None]] = {}
+        for entry in table.entries:
+            if isinstance(entry, Fused):
+                self._entries |= {part.ours: (part, entry) for part in entry.parts}
+            else:
+                self._entries[entry.ours] = (entry, None)
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        shapes = self._table.their_shapes
-        parts = tuple(
-            _taken(self._theirs, part, shapes[part], self._where) for part in entry.theirs
-        )
+        entry, fused = self._entries[name]
+        if fused is None:
+            parts = tuple(map(self._whole, entry.theirs))
+        else:
+            rows = self._whole(fused.name)[fused.rows()[name]]
+            parts = rows.split([shape[0] for shape in entry.their_shapes().values()])
         tensor = entry.layout.merge(parts)
         assert tuple(tensor.shape) == entry.shape, f"layout of {name} gives {tuple(tensor.shape)}"
         return tensor.contiguous()
+
+    def _whole(self, name: str) -> Tensor:
+        return _taken(self._theirs, name, self._table.their_shapes[name], self._where)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def translated(entry: Entry | Fused, ours: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return an entry's tensors of the other format, views of our tensors if the layout permits.
+
+    Raises:
+        ConversionError: if a tensor has a wrong shape.
+    """
+    if isinstance(entry, Fused):
+        return (torch.cat([rows for part in entry.parts for rows in translated(part, ours)]),)
+    return entry.layout.split(_taken(ours, entry.ours, entry.shape, "the checkpoint"))
 
 
 def _add_once(known: dict[str, Shape], added: dict[str, Shape]) -> None:
@@ -287,7 +333,7 @@ def queries_keys_values(
     The other format has three linear layers with rows [head][d].
     """
     model = spec.model
-    hidden, size, bias = model.hidden_size, model.attention_size, model.add_bias_linear
+    hidden, size, bias = model.hidden_size, model.attention_size, model.qkv_bias
     if model.query_groups == model.num_attention_heads:
         return interleaved(
             f"{ours}.query_key_value",
@@ -303,3 +349,22 @@ def queries_keys_values(
         *linear(f"{ours}.query", query, (size, hidden), bias=bias),
         *interleaved(f"{ours}.key_value", (key, value), rows, groups, model.head_dim, bias=bias),
     )
+
+
+def fused_queries_keys_values(spec: ModelSpec, ours: str, theirs: str) -> tuple[Entry | Fused, ...]:
+    """Return the entry of self-attention's projections to queries, keys and values, without bias.
+
+    The other format has one linear layer with rows [q, k, v][head][d].
+    """
+    names = ("q", "k", "v")  # only positions in the fused tensor
+    parts = queries_keys_values(spec, ours, *names)
+    return (Fused(parts, f"{theirs}.weight"),)
+
+
+def fused_rows(ours: tuple[str, ...], theirs: str, shape: Shape) -> tuple[Fused, ...]:
+    """Return the entry of linear layers without bias, of `shape` each.
+
+    The other format has one linear layer with the rows of all.
+    """
+    parts = tuple(Entry(f"{name}.weight", shape, (name,)) for name in ours)
+    return (Fused(parts, f"{theirs}.weight"),)

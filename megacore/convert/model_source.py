@@ -32,10 +32,9 @@ def find_model(path: Path) -> ModelSource:
     """
     path = transformers_directory(path) or path
     if (path / "config.json").is_file() and not (path / METADATA_NAME).exists():
-        from megacore.convert.hf.config import HfConfig
-        from megacore.convert.hf.forms import read_spec as spec_of_class
+        from megacore.convert.hf.directory import spec_of_directory
 
-        _, spec = spec_of_class(HfConfig.read(path))
+        _, spec = spec_of_directory(path)
         return ModelSource(directory=str(path.absolute()), exported=True, spec=spec)
     checkpoint = _checkpoint(path)
     verify(checkpoint, "quick")

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.config.rope import same_up_to
 from megacore.config.spec import SpecialTokens
+from megacore.convert.key_map import translated
 from megacore.convert.outputs import (
     ModelPair,
     meaningful,
@@ -220,8 +222,8 @@ def _compare_weights(report: ParityReport, pair: ModelPair) -> None:
     """Compare every weight of the loaded export bitwise with ours, except for padding."""
     exported, parameters = pair.theirs.state_dict(), dict(pair.ours.named_parameters())
     for entry in pair.form.key_map(pair.spec).entries:
-        parts = entry.layout.split(parameters[entry.ours].detach())
-        names = [pair.form.name_when_loaded(name) for name in entry.theirs]
+        parts = translated(entry, parameters)
+        names = map(pair.form.name_when_loaded, entry.their_shapes())
         if not all(
             torch.equal(part, exported[name]) for part, name in zip(parts, names, strict=True)
         ):
@@ -277,8 +279,8 @@ def compare_continuations(report: ParityReport, pair: ModelPair, validation: Mod
     """Compare the greedy continuations of transformers' `generate` with our model's choices.
 
     `generate` uses its cache. Our model needs one forward pass over prompt and continuation,
-    because the prefixes agree up to the first difference. The comparison of a sample stops where
-    the two best logits are closer than twice the tolerance.
+    because the prefixes agree up to the first difference (`_of_causal` has an exception). The
+    comparison of a sample stops where the two best logits are closer than twice the tolerance.
     """
     run = _of_decoder if pair.spec.family == "t5" else _of_causal
     special = pair.spec.special_tokens
@@ -332,16 +334,33 @@ def compare_masked(report: ParityReport, pair: ModelPair, validation: ModelInput
 def _of_causal(pair: ModelPair, validation: ModelInput) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each sample our logits [new, v] and the exported model's continuation [new].
 
-    Each logit vector is computed after a prefix of that continuation.
+    Each logit vector is computed after a prefix of that continuation. Where rotary positions depend
+    on the length of the text, every step computes the whole text, in both models.
     """
     tokens = validation.tokens
     length = tokens.shape[1] + 1
     new = min(CONTINUATION_TOKENS, length // 2)
     prompt = tokens[:, : min(length - new, PROMPT_TOKENS)]
+    same = same_up_to(pair.spec.model.rope_scaling)
+    stepwise = same is not None and prompt.shape[1] + new > same
+    if stepwise:
+        pair.theirs(
+            prompt[:, :1]
+        )  # transformers keeps the base of the longest text until a short one
     continued = pair.theirs.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, **_GREEDY
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new,
+        use_cache=not stepwise,
+        **_GREEDY,
     )
     for row in continued:
+        if stepwise:
+            ends = range(prompt.shape[1], len(row))
+            batches = [ModelInput(row[None, :end], row[None, 1 : end + 1]) for end in ends]
+            logits = torch.cat([pair.our_outputs(batch).logits[0, -1:] for batch in batches])
+            yield logits[:, : pair.spec.vocab_size], row[prompt.shape[1] :]
+            continue
         batch = ModelInput(row[None, :-1], row[None, 1:])
         logits = pair.our_outputs(batch).logits[0, prompt.shape[1] - 1 :, : pair.spec.vocab_size]
         yield logits, row[prompt.shape[1] :]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.config.rope import same_up_to
 from megacore.errors import ConfigError
 from megacore.jobs.model import GenerateOptions, new_token_limits
 from megacore.models.gpt import GPTModel
@@ -64,7 +65,9 @@ def generate(
         start: first id of T5's decoder.
         batch_size: prompts per batch.
         use_cache: cache keys and values. Without the cache, every step computes all preceding
-            tokens again.
+            tokens again. It is not used where rotary positions depend on the text's length
+            (dynamic, longrope) and a text may exceed original_max_position_embeddings: the cached
+            keys were rotated for a shorter text.
         on_token: called with the prompt's number, from 0, and each new id when it is chosen.
 
     Raises:
@@ -142,7 +145,9 @@ class CausalBatch:
         self._places = torch.arange(width + new_tokens, device=device)
         padding = [width - len(prompt) for prompt in prompts]
         self._padding = torch.tensor(padding, device=device)[:, None] if any(padding) else None
-        self._cache = KeyValueCache(width + new_tokens) if use_cache else None
+        same = same_up_to(model.model.rope_scaling)
+        cacheable = same is None or width + new_tokens <= same
+        self._cache = KeyValueCache(width + new_tokens) if use_cache and cacheable else None
 
     def read_prompts(self) -> Tensor:
         """Return the logits [b, v] of the first new token of each prompt."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import alibi_slopes, attention_bias
-from megacore.models.layers.embedding import rotary_tables
+from megacore.models.layers.rotary import Rotary
 from megacore.models.layers.shared import KeyValueCache, Shared, positions_of
 from megacore.tensor_parallel import column_parallel
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
@@ -34,6 +34,7 @@ class GPTModel(Model):
             if self.model.position_embedding_type == "alibi"
             else None
         )
+        self._rotary = Rotary(self.model) if self.model.position_embedding_type == "rope" else None
 
     def forward(
         self,
@@ -117,10 +118,10 @@ class GPTModel(Model):
         queries = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
         keys = queries + (0 if cache is None else cache.length)
         rotary = None
-        if model.position_embedding_type == "rope":
+        if self._rotary is not None:
             if position_ids is None:
                 position_ids = positions_of(0, queries, device)
-            rotary = rotary_tables(position_ids, model.rotary_dim, model.rotary_base, hidden.dtype)
+            rotary = self._rotary.tables(position_ids, hidden.dtype)
         bias = attention_bias(
             queries=queries,
             keys=keys,

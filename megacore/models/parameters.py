@@ -65,6 +65,7 @@ def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -
     )
     grouped = model.query_groups < model.num_attention_heads
     column = [inner, keys] if grouped else [inner + keys]
+    qkv_biases = [width // tensor for width in column] if model.add_qkv_bias else []
     column += [model.ffn_size] * (2 if model.gated else 1)
     row = [inner, model.ffn_size]
     norms = 2 * _norm(model)
@@ -75,7 +76,9 @@ def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -
     if model.qk_layernorm:
         norms += 2 * _norm(model, model.head_dim)
     biases = (
-        [width // tensor for width in column] + [hidden] * len(row) if model.add_bias_linear else []
+        [width // tensor for width in column] + [hidden] * len(row)
+        if model.add_bias_linear
+        else qkv_biases
     )
     return [width * hidden // tensor for width in column + row] + biases + norms
 

@@ -219,10 +219,10 @@ class T5Model(Model):
     def _scaled(self, hidden: Tensor) -> Tensor:
         """Return the input of the output layer.
 
-        With tied weights it is scaled down: the embedding's weights are larger than an output
-        layer's.
+        It is scaled down for the embedding's weights, which are larger than an output layer's.
         """
-        return hidden if self.output_layer is not None else hidden * self.model.hidden_size**-0.5
+        scales = self.model.scales_decoder_outputs
+        return hidden * self.model.hidden_size**-0.5 if scales else hidden
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
         """Map [b, s_d, h] to [b, s_d, v/t]."""

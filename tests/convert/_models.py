@@ -84,6 +84,76 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         _LLAMA | {"kv_channels": 12, "activation": "geglu_tanh"},
     ),
     "mistral": ("gpt", "MistralForCausalLM", _LLAMA | {"sliding_window": 7, "num_query_groups": 2}),
+    "qwen2": (
+        "gpt",
+        "Qwen2ForCausalLM",
+        _LLAMA | {"add_qkv_bias": True, "num_query_groups": 2},
+    ),
+    "qwen2-window": (
+        "gpt",
+        "Qwen2ForCausalLM",
+        _LLAMA
+        | {
+            "add_qkv_bias": True,
+            "sliding_window": 5,
+            "untie_embeddings_and_output_weights": False,
+            "rope_scaling": {
+                "kind": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
+    "llama3": (
+        "gpt",
+        "LlamaForCausalLM",
+        _LLAMA
+        | {
+            "num_query_groups": 2,
+            "untie_embeddings_and_output_weights": False,
+            "rotary_base": 5e5,
+            "rope_scaling": {
+                "kind": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "llama-dynamic": (
+        "gpt",
+        "LlamaForCausalLM",
+        _LLAMA
+        | {
+            "rope_scaling": {
+                "kind": "dynamic",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "phi3": (
+        "gpt",
+        "Phi3ForCausalLM",
+        _LLAMA
+        | {
+            "num_query_groups": 2,
+            "sliding_window": 9,
+            "rotary_percent": 0.5,
+            "untie_embeddings_and_output_weights": False,
+            "rope_scaling": {
+                "kind": "longrope",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": (1.0, 1.5),
+                "long_factor": (2.0, 4.0),
+            },
+        },
+    ),
+    "phi3-ungrouped": (
+        "gpt",
+        "Phi3ForCausalLM",
+        _LLAMA | {"rotary_percent": 0.75, "layernorm_epsilon": 1e-5},
+    ),
     "qwen3": (
         "gpt",
         "Qwen3ForCausalLM",

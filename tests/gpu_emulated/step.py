@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.gpu_emulated import fake_cuda
+from tests.gpu_emulated import fake_cuda, inductor
 
 
 def _disable_current_modes() -> Any:
@@ -40,6 +40,9 @@ class Case:
     """True to leave out the evaluation and the save."""
     compiled: bool = False
     """True to compile the layers; their graphs run one operator at a time."""
+    capability: int = 0
+    """Compute capability x 10 for which Inductor generates and compiles the kernels of all graphs;
+    0 for none."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,10 @@ class Record:
     peak_bytes: int = 0
     """Largest memory of the GPU's tensors until the end of the first iteration."""
     kernels: dict[str, str] = field(default_factory=dict)
+    binaries: dict[str, int] = field(default_factory=dict)
+    """Bytes of machine code of each kernel that Inductor generated."""
+    failures: list[str] = field(default_factory=list)
+    """Errors of Inductor, Triton and ptxas."""
     captured: list[str] = field(default_factory=list)
     """Calls in the capture of a CUDA graph that it must not contain, with their places."""
     captures: int = 0
@@ -109,7 +116,9 @@ def run(case: Case) -> Record:
     """
     record = Record()
     tracker = _memory_tracker() if case.memory else None
-    graphs = _graphs(record) if case.compiled else contextlib.nullcontext()
+    graphs: Any = _graphs(record) if case.compiled else contextlib.nullcontext()
+    if case.capability:
+        graphs = inductor.generated(case.capability, record.binaries, record.failures)
     with graphs, _built(case, tracker) as (config, engine, mesh):
         record.kernels = dict(engine.kernels)
         _iterate(config, engine, mesh, record, tracker)
@@ -136,6 +145,7 @@ def prepare() -> None:
 def _built(case: Case, tracker: Any = None) -> Iterator[tuple[Any, Any, Any]]:
     """Return configuration, engine and mesh of a case, for use in the body."""
     import torch
+    import torch._functorch.config
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -168,6 +178,9 @@ def _built(case: Case, tracker: Any = None) -> Iterator[tuple[Any, Any, Any]]:
         stack.enter_context(fake_cuda.real_tensors(mesh_module, "init_device_mesh"))
         stack.enter_context(fake_cuda.real_tensors(torch, "from_numpy"))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        # recomputation in graphs would read the device of a generator, which fake GPUs lack
+        functorch = torch._functorch.config.patch(graphsafe_rng_functionalization=False)
+        stack.enter_context(functorch)
         if tracker is not None:
             stack.enter_context(tracker)
         set_up_arithmetic(1)
@@ -267,7 +280,6 @@ def _save(engine: Any, record: Record) -> None:
 @contextlib.contextmanager
 def _graphs(record: Record) -> Iterator[None]:
     """Let a backend that generates no kernels compile the layers, and record their graphs."""
-    import torch._functorch.config
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.utils import counters
 
@@ -281,9 +293,7 @@ def _graphs(record: Record) -> Iterator[None]:
 
     Compiler.__call__ = lambda _, graph, inputs: aot_eager(graph, list(inputs))  # type: ignore[method-assign]
     Compiler.compile_layers = compile_layers  # type: ignore[method-assign]
-    # recomputation would read the device of a generator, which fake GPUs do not have
-    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
-        yield
+    yield
     record.graphs = counters["stats"]["unique_graphs"]
     record.graph_breaks = list(counters["graph_break"])
 

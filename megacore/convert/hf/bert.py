@@ -127,8 +127,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     """
     config.refuse_unless("position_embedding_type", "absolute")
     config.refuse_unless("type_vocab_size", _SEGMENTS)
-    config.refuse_unless("is_decoder", False)
-    config.refuse_unless("add_cross_attention", False)
+    config.refuse_unless("directionality", "bidi")
     config.refuse_unless("tie_word_embeddings", True)
     post = config.get("model_type", str) == "bert"
     return {

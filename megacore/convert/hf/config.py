@@ -1,9 +1,11 @@
 """Checked access to `config.json` of a transformers directory.
 
-Values that our models do not support raise an error with the key. Imports no torch.
+Values that our models do not support raise an error with the key. Every key that is read is
+recorded, so that those that nothing reads can be refused. Imports no torch.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +56,7 @@ class HfConfig:
         """Wrap `values`; errors name `path`."""
         self.values = values
         self.path = path
+        self._read = set[str]()
 
     @classmethod
     def read(cls, directory: Path) -> "HfConfig":
@@ -84,9 +87,15 @@ class HfConfig:
         A missing value is replaced by `default` unless that is None. Integers are accepted for
         float.
         """
+        self._read.add(key)
         value = self.values.get(key, default)
         if kind is float and type(value) is int:
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                value = math.inf
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConversionError(f"{self.path} has {key} {value}: give a finite number")
         if value is None and default is None:
             raise ConversionError(
                 f"{self.path} has no {key}: it is not the configuration of a whole model"
@@ -100,6 +109,7 @@ class HfConfig:
 
     def optional(self, key: str, kind: type[T]) -> T | None:
         """Return the value of `key`, or None if it is missing or null."""
+        self._read.add(key)
         return None if self.values.get(key) is None else self.get(key, kind)
 
     def refuse_unless(self, key: str, *allowed: Any) -> None:
@@ -107,12 +117,37 @@ class HfConfig:
 
         Our models do not support other values.
         """
+        self._read.add(key)
         value = self.values.get(key)
         if value is not None and value not in allowed:
             supported = " or ".join(map(repr, allowed)) or "null"
             raise ConversionError(
-                f"{self.path} has {key} {value!r}, which models here lack: only {supported} can be "
-                "read"
+                f"{self.path} has {key} {shortened(repr(value))}, which models here lack: only "
+                f"{supported} can be read"
+            )
+
+    def refuse_unread(self, *without_effect: Container[str]) -> None:
+        """Raise ConversionError for a key that nothing has read and that may have an effect.
+
+        Args:
+            without_effect: keys that cannot change what the model computes. A key whose value is
+                null has no effect either.
+        """
+        unknown = [
+            key
+            for key, value in self.values.items()
+            if key not in self._read
+            and value is not None
+            and not any(key in keys for keys in without_effect)
+        ]
+        if unknown:
+            named = ", ".join(
+                f"{shortened(key)} {shortened(repr(self.values[key]))}" for key in unknown[:4]
+            )
+            more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+            raise ConversionError(
+                f"{self.path} has {named}{more}, which nothing here reads: the model may compute "
+                "something else with it; remove it only if the model's own code does not read it"
             )
 
     def activation(self, key: str, default: str, *, gated: bool) -> Activation:
@@ -126,41 +161,12 @@ class HfConfig:
             )
         return known[name]
 
-    def rope_base(self) -> float:
-        """Return the base of the rotary frequencies.
-
-        transformers 5 stores it in `rope_parameters`, version 4 in `rope_theta`.
-        """
-        parameters = self._rope_parameters()
-        base = parameters.get(
-            "rope_theta", self.values.get("rope_theta", self.values.get("rotary_emb_base", 10000.0))
-        )
-        return HfConfig({"rope_theta": base}, self.path).get("rope_theta", float)
-
-    def rope_percent(self, key: str, default: float) -> float:
-        """Return the rotated fraction of each head; `key` is its name in transformers 4."""
-        share = self._rope_parameters().get("partial_rotary_factor", self.values.get(key, default))
-        return HfConfig({key: share}, self.path).get(key, float)
-
     def token(self, key: str) -> int | None:
         """Return the id of a special token, the first one of a list; None without a valid id."""
+        self._read.add(key)
         value = self.values.get(key)
         if isinstance(value, list):
             value = value[0] if value else None
         return (
             value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
         )
-
-    def _rope_parameters(self) -> Mapping[str, Any]:
-        for key in ("rope_parameters", "rope_scaling"):
-            parameters = self.values.get(key)
-            if not isinstance(parameters, dict):
-                continue
-            kind = parameters.get("rope_type", parameters.get("type", "default"))
-            if kind != "default":
-                raise ConversionError(
-                    f"{self.path} has {key} of type {kind!r}, which models here lack: only "
-                    "'default' can be read"
-                )
-            return parameters
-        return {}

@@ -35,10 +35,29 @@ def open_hf(directory: Path) -> tuple[Counterpart, ModelSpec, Mapping[str, Tenso
         ConversionError: if our models do not support the class or a value of its configuration, or
             files are missing, damaged or of another model.
     """
-    hf_class, spec = read_spec(HfConfig.read(directory))
+    hf_class, spec = spec_of_directory(directory)
     form = FORMS[hf_class.model_type]
     table = form.key_map(spec)
     return hf_class, spec, _InFp32(table.ours(HfTensors(directory, form, table), str(directory)))
+
+
+def spec_of_directory(directory: Path) -> tuple[Counterpart, ModelSpec]:
+    """Return the class and the spec of a transformers directory, without the tokenizer.
+
+    transformers 5 ties the head of a T5 unless the files have weights for it.
+
+    Raises:
+        ConversionError: if our models do not support the class or a value of its configuration, or
+            the files of a T5 are missing or damaged.
+    """
+    hf_class, spec = read_spec(HfConfig.read(directory))
+    model, form = spec.model, FORMS[hf_class.model_type]
+    if spec.family == "t5" and model.untie_embeddings_and_output_weights:
+        known = form.key_map(spec).their_shapes
+        if "lm_head.weight" not in {form.name_on_disk(name, known) for name in _readers(directory)}:
+            tied = {"untie_embeddings_and_output_weights": False, "scale_decoder_outputs": False}
+            spec = spec.model_copy(update={"model": model.model_copy(update=tied)})
+    return hf_class, spec
 
 
 class HfTensors(Mapping[str, Tensor]):
@@ -68,10 +87,7 @@ class HfTensors(Mapping[str, Tensor]):
     def _unify(self, form: HfForm, table: KeyMap) -> None:
         """Keep only the table's name of each tensor that the files contain twice."""
         for copy, name in form.copies.items():
-            if copy in table.their_shapes:
-                if form.copies_left_out and copy not in self._readers and name in self._readers:
-                    self._readers[copy] = self._readers[name]
-            elif copy in self._readers:
+            if copy not in table.their_shapes and copy in self._readers:
                 reader = self._readers.pop(copy)
                 if name not in self._readers:
                     self._readers[name] = reader

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from megacore.config.model import Family, ModelConfig
+from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import COUNTERPARTS, Counterpart, by_architecture, counterpart
 from megacore.convert.hf import bert as hf_bert
@@ -16,6 +16,7 @@ from megacore.convert.hf import llama as hf_llama
 from megacore.convert.hf import neox
 from megacore.convert.hf import t5 as hf_t5
 from megacore.convert.hf.config import HfConfig
+from megacore.convert.hf.without_effect import WITHOUT_EFFECT, WITHOUT_EFFECT_IN
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
 from megacore.foreign.files import shortened
@@ -47,9 +48,6 @@ class HfForm:
     """Names that differ between files and loaded model: pairs of pattern and replacement."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Name of the original tensor in the table, by the name of a possible duplicate in files."""
-    copies_left_out: bool = False
-    """True if files may omit a duplicate that equals its original, because transformers 5 ties the
-    head of every T5."""
     ignored: str = r"(?!)"
     """Pattern of names that are not weights, such as masks and computed tables."""
 
@@ -103,7 +101,9 @@ FORMS: Mapping[str, HfForm] = {
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "phi3": replace(_LLAMA, key_map=hf_llama.fused_key_map),
     "gpt_neox": HfForm(
         neox.key_map,
         neox.write_config,
@@ -129,7 +129,6 @@ FORMS: Mapping[str, HfForm] = {
             "decoder.embed_tokens.weight": "shared.weight",
             "lm_head.weight": "shared.weight",
         },
-        copies_left_out=True,
         ignored=r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
     ),
 }
@@ -166,29 +165,53 @@ def read_spec(config: HfConfig) -> tuple[Counterpart, ModelSpec]:
     """
     hf_class = _counterpart_of(config)
     values = FORMS[hf_class.model_type].read_config(config)
+    vocab_size, special_tokens = (
+        config.get("vocab_size", int),
+        _special_tokens(config, hf_class.family),
+    )
+    for key, value in (_PARTS | {"is_encoder_decoder": hf_class.family == "t5"}).items():
+        config.refuse_unless(key, value)
+    config.refuse_unread(WITHOUT_EFFECT, WITHOUT_EFFECT_IN.get(hf_class.model_type, {}))
     if hf_class.family == "bert":
         values["bert_binary_head"] = bool(hf_class.options["bert_binary_head"][0])
     try:
         spec = ModelSpec(
             family=hf_class.family,
             model=ModelConfig(**values),
-            vocab_size=config.get("vocab_size", int),
-            special_tokens=_special_tokens(config, hf_class.family),
+            vocab_size=vocab_size,
+            special_tokens=special_tokens,
         )
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        check_model(spec.family, spec.model, 1)
+    except ValueError as error:
         raise ConversionError(
-            f"{config.path} describes no model ("
-            + (f"{where} is {shortened(repr(first['input']))}: " if where else "")
-            + f"{first['msg'].removeprefix('Value error, ')}): copy it again"
+            f"{config.path} describes no model ({_reason(error)}): copy it again"
         ) from error
-    return counterpart(spec.family, spec.model), spec
+    exported = counterpart(spec.family, spec.model)
+    same_form = FORMS[exported.model_type] is FORMS[hf_class.model_type]
+    return exported if same_form else hf_class, spec
+
+
+_PARTS: dict[str, object] = {
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+}
+"""Keys of all classes that add, remove or share parts, with the values of our models."""
+
+
+def _reason(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    named = f"{where} is {shortened(repr(first['input']))}: " if where else ""
+    return f"{named}{first['msg'].removeprefix('Value error, ')}"
 
 
 def _counterpart_of(config: HfConfig) -> Counterpart:
-    architectures = config.values.get("architectures") or []
-    model_type = config.values.get("model_type")
+    architectures = config.optional("architectures", list) or []
+    model_type = config.optional("model_type", str)
     match = by_architecture(architectures[0]) if architectures else None
     if match is not None and match.model_type == model_type:
         return match
@@ -196,7 +219,7 @@ def _counterpart_of(config: HfConfig) -> Counterpart:
     if not by_type or (
         architectures and not str(architectures[0]).endswith(("Model", "ForCausalLM"))
     ):
-        known = ", ".join(entry.architecture for entry in COUNTERPARTS)
+        known = ", ".join(dict.fromkeys(entry.architecture for entry in COUNTERPARTS))
         raise ConversionError(
             f"{config.path} has architectures {architectures!r} of model_type {model_type!r}, "
             f"which models here lack: only {known} can be read"

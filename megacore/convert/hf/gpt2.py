@@ -101,17 +101,20 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     """
     config.refuse_unless("scale_attn_weights", True)
     config.refuse_unless("scale_attn_by_inverse_layer_idx", False)
-    config.refuse_unless("add_cross_attention", False)
     hidden = config.get("n_embd", int)
+    inner = config.optional("n_inner", int)
+    dropout = config.get("resid_pdrop", float, 0.1)
+    if config.get("embd_pdrop", float, 0.1) != dropout:
+        config.refuse_unless("embd_pdrop", dropout)
     return {
         "num_layers": config.get("n_layer", int),
         "hidden_size": hidden,
         "num_attention_heads": config.get("n_head", int),
-        "ffn_hidden_size": config.optional("n_inner", int) or 4 * hidden,
+        "ffn_hidden_size": 4 * hidden if inner is None else inner,
         "activation": config.activation("activation_function", "gelu_new", gated=False),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, True),
         "max_position_embeddings": config.get("n_positions", int, 1024),
-        "hidden_dropout": config.get("resid_pdrop", float, 0.1),
+        "hidden_dropout": dropout,
         "attention_dropout": config.get("attn_pdrop", float, 0.1),
         "init_method_std": config.get("initializer_range", float, 0.02),
         "layernorm_epsilon": config.get("layer_norm_epsilon", float, 1e-5),

@@ -7,6 +7,7 @@ from typing import Any
 
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import THEIR_ACTIVATION, HfConfig
+from megacore.convert.hf.rope import read_rope, write_rope
 from megacore.convert.key_map import Entry, KeyMap, embedding, linear, norm, output_layer
 
 
@@ -56,7 +57,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "hidden_act": THEIR_ACTIVATION[model.activation],
-        "max_position_embeddings": spec.max_position_embeddings,
+        **{key: value for key, value in write_rope(spec).items() if key != "rope_theta"},
         "initializer_range": model.init_method_std,
         "layer_norm_eps": model.layernorm_epsilon,
         "hidden_dropout": model.hidden_dropout,
@@ -65,11 +66,6 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "use_parallel_residual": model.parallel_residual,
         "rotary_pct": model.rotary_percent,
         "rotary_emb_base": model.rotary_base,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": model.rotary_base,
-            "partial_rotary_factor": model.rotary_percent,
-        },
         "bos_token_id": eod,
         "eos_token_id": eod,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
@@ -84,7 +80,6 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         ConversionError: if our models do not support a value.
     """
     config.refuse_unless("attention_bias", True)
-    config.refuse_unless("is_decoder", False)
     return {
         "num_layers": config.get("num_hidden_layers", int),
         "hidden_size": config.get("hidden_size", int),
@@ -92,11 +87,8 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         "ffn_hidden_size": config.get("intermediate_size", int),
         "activation": config.activation("hidden_act", "gelu", gated=False),
         "parallel_residual": config.get("use_parallel_residual", bool, True),
-        "position_embedding_type": "rope",
-        "rotary_base": config.rope_base(),
-        "rotary_percent": config.rope_percent("rotary_pct", 0.25),
+        **read_rope(config, 2048),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, False),
-        "max_position_embeddings": config.get("max_position_embeddings", int, 2048),
         "hidden_dropout": config.get("hidden_dropout", float, 0.0),
         "attention_dropout": config.get("attention_dropout", float, 0.0),
         "init_method_std": config.get("initializer_range", float, 0.02),

@@ -100,7 +100,8 @@ def _cross_entries(spec: ModelSpec, ours: str, theirs: str) -> list[Entry]:
 def write_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the class-specific values of config.json.
 
-    `tie_word_embeddings` false also means that the head's input is not scaled.
+    `tie_word_embeddings` only tells whether the head's input is scaled. Whether the head is tied
+    follows from the files: see `spec_of_directory`.
     """
     model, special = spec.model, spec.special_tokens
     activation = "gelu" if model.activation == "geglu_tanh" else THEIR_ACTIVATION[model.activation]
@@ -124,7 +125,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "pad_token_id": start,
         "eos_token_id": _end(spec),
         "decoder_start_token_id": start,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "tie_word_embeddings": model.scales_decoder_outputs,
     }
 
 
@@ -143,6 +144,7 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     dropout = config.get("dropout_rate", float, 0.1)
     layers = config.get("num_layers", int)
     # transformers 5 marks the head of every T5 as tied; only version 1.1 does not scale its input.
+    # A head without scaling is read as untied, until the files show that they have none.
     scaled = config.get(
         "scale_decoder_outputs", bool, config.get("tie_word_embeddings", bool, True)
     )
@@ -150,7 +152,10 @@ def read_config(config: HfConfig) -> dict[str, Any]:
     if (gate, dash) not in {("", ""), ("gated", "-")}:
         config.refuse_unless("feed_forward_proj", "relu", "gated-gelu", "gated-silu")
     names = {"gelu": "gelu_new"} if gate else {}
-    activation = HfConfig({"feed_forward_proj": names.get(function, function)}, config.path)
+    function = names.get(function, function)
+    config.refuse_unless("dense_act_fn", function)
+    config.refuse_unless("is_gated_act", bool(gate))
+    activation = HfConfig({"feed_forward_proj": function}, config.path)
     return {
         "num_layers": layers,
         "num_decoder_layers": config.get("num_decoder_layers", int, layers),

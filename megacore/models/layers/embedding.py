@@ -1,8 +1,4 @@
-"""Embeddings of tokens, positions and segments, the output layer, and rotary tables.
-
-Rotary position embedding (Su et al. 2021, arXiv:2104.09864) pairs the halves of a head, as in
-GPT-NeoX and Llama.
-"""
+"""Embeddings of tokens, positions and segments, and the output layer."""
 
 from contextlib import nullcontext
 
@@ -147,24 +143,3 @@ class OutputLayer(nn.Module):
     def partitions(self) -> dict[str, Partition]:
         """Return the weights' partition: they are divided by rows."""
         return {"weight": Partition(0, self.tp.rank, self.tp.size)}
-
-
-def rotary_tables(
-    position_ids: Tensor, size: int, base: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotation angles of each position.
-
-    Args:
-        position_ids: positions [b or 1, s].
-        size: number of rotated elements of a head, even.
-        base: base of the frequencies.
-        dtype: type of the result; the angles are computed in fp32.
-
-    Returns:
-        Two tensors [b or 1, 1, s, size]. The second half of the last dimension repeats the first.
-    """
-    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=position_ids.device) / size
-    frequencies = 1.0 / torch.pow(base, exponents)
-    angles = position_ids[:, None, :, None].float() * frequencies
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)

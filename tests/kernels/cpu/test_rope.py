@@ -2,10 +2,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.config.model import ModelConfig
 from megacore.errors import ConfigError
 from megacore.kernels.cpu.rope import rotate
 from megacore.kernels.rope import reference
-from megacore.models.layers.embedding import rotary_tables
+from megacore.models.layers.rotary import Rotary
 from tests.kernels.cpu._pointwise import both_types, check, check_compiled, check_threads, random
 
 
@@ -13,7 +14,8 @@ def tables(
     sequence: int, rotated: int, dtype: torch.dtype, batch: int = 1
 ) -> tuple[Tensor, Tensor]:
     positions = torch.stack([torch.arange(sequence) + 3 * row for row in range(batch)])
-    return rotary_tables(positions, rotated, 10000.0, dtype)
+    model = ModelConfig(hidden_size=rotated, num_attention_heads=1, position_embedding_type="rope")
+    return Rotary(model).tables(positions, dtype)
 
 
 def in_float64(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,49 @@
+"""Kernels that Inductor generates for the layers and the loss, compiled for A100 and H100."""
+
+import pytest
+
+from tests.gpu_emulated.step import Case, Record
+from tests.gpu_emulated.test_step import COMPILED, run_cases
+
+pytest.importorskip(
+    "triton", reason="a CPU build of torch comes without triton: .ci/run installs it"
+)
+
+_EXPECTED = {
+    "bert-345m": ("native_layer_norm", "dropout", "gelu", "gelu_backward", "exp"),
+    "gpt2-345m": ("native_layer_norm", "dropout", "gelu", "gelu_backward", "exp"),
+    "llama-1b": ("fused_rms_norm", "silu", "silu_backward", "cat_mul_neg", "exp"),
+    "t5-220m": ("fused_rms_norm", "relu", "threshold_backward", "exp"),
+}
+"""Operations that are part of some kernel; exp is the cross entropy's."""
+CASES = {
+    f"{name}, sm_{capability}": Case(
+        case.conf,
+        case.rank,
+        case.world_size,
+        {key: value for key, value in case.overrides.items() if "cross_entropy" not in key},
+        case.vocab_size,
+        iterations_only=True,
+        capability=capability,
+    )
+    for name, case in COMPILED.items()
+    for capability in ((80, 90) if case.conf in ("gpt2-345m", "llama-1b") else (90,))
+}
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, Record]:
+    return run_cases(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_of_layers_and_loss_compile_to_machine_code(
+    records: dict[str, Record], name: str
+) -> None:
+    record = records[name]
+    assert record.failures == []
+    assert record.kernels["cross_entropy"] == "torch.compile, gradient in place"
+    assert min(record.binaries.values()) > 0
+    for operation in _EXPECTED[CASES[name].conf]:
+        assert any(operation in kernel for kernel in record.binaries), (operation, record.binaries)
