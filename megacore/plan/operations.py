@@ -82,11 +82,11 @@ MEGATRON_2021 = Software(
     product_share=1.0,
     message_us=620.0,
     unfused_softmax_us=483.0,
-    state_bytes=(4.56, 20.3),
+    state_bytes=(6.0, 12.0),
 )
 """Megatron-LM and Megatron-DeepSpeed before FlashAttention, which most published runs on A100
-used."""
-BLOOM_2022 = replace(MEGATRON_2021, launch_wait=2.6, product_share=0.83)
+used. Its bytes of a parameter are those of megatron/training/theoretical_memory_usage.py."""
+BLOOM_2022 = replace(MEGATRON_2021, launch_wait=2.6, product_share=0.83, state_bytes=(4.56, 20.3))
 """Megatron-DeepSpeed of the preparation of BLOOM, with CUDA_LAUNCH_BLOCKING=1 (bigscience,
 chronicles-prequel.md: with asynchronous launches, jobs of 320 GPUs always hung)."""
 

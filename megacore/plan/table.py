@@ -36,7 +36,8 @@ _HARDWARE = ("b200", "h200", "h100", "l40s", "a100")
 _OLD = ("a100",)
 """GPUs whose published runs are mostly of programs without fused attention."""
 _MEGATRON_PASSES, _MEGATRON_FIXED = 1.26, 2.75 * GIB
-"""Factor on the activations, and fixed bytes, of Megatron-DeepSpeed; fitted on BLOOM's runs."""
+"""Factor on the activations, and fixed bytes, of Megatron and its allocator; fitted on BLOOM's
+runs."""
 _FP32_GRADIENTS = 3.0
 """Bytes per parameter of the fp32 gradients of BLOOM's BF16 optimizer, which ZeRO-1 does not
 divide: 4, less a part of the half-precision gradients that it frees."""

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from megacore.plan.table import iteration_of
+from megacore.plan.table import iteration_of, predict_row
 
 TABLE_1 = (
     (24, 2304, 24, 1, 1, 1, 32, 16, 512, 137),
@@ -62,6 +62,10 @@ def test_the_mean_error_of_megatrons_tables_is_small() -> None:
     errors = [iteration_of(run).predict().seconds / seconds - 1 for run, seconds in published()]
     assert statistics.mean(map(abs, errors)) < 0.05
     assert max(map(abs, errors)) < 0.12
+
+
+def test_all_runs_of_megatrons_tables_fit_in_memory() -> None:
+    assert {predict_row(run)["predicted_fits"] for run, _ in published()} == {"yes"}
 
 
 @pytest.mark.parametrize("index", range(len(TABLE_5)))
