@@ -43,6 +43,8 @@ _FP32_GRADIENTS = 3.0
 divide: 4, less a part of the half-precision gradients that it frees."""
 _BLOOM = ("bloom", "bigscience")
 """Names in the columns source and model of runs of BLOOM's preparation."""
+_BLOOM_VOCABULARY = 250_880
+"""Entries of BLOOM's vocabulary, by which its runs are known without a name."""
 _LLAMA = ("llama", "mistral", "qwen")
 
 
@@ -191,7 +193,8 @@ def software_of(row: Mapping[str, str]) -> Software:
     if not _is_old(row):
         return MEGACORE
     names = f"{row.get('source', '')} {row.get('model', '')}".lower()
-    return BLOOM_2022 if any(name in names for name in _BLOOM) else MEGATRON_2021
+    bloom = any(name in names for name in _BLOOM) or _number(row, "vocab", 0) == _BLOOM_VOCABULARY
+    return BLOOM_2022 if bloom else MEGATRON_2021
 
 
 @lru_cache

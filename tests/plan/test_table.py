@@ -98,8 +98,9 @@ def test_gradients_in_fp32_are_added_where_embeddings_have_the_place_of_a_layer(
 
 def test_the_program_is_that_of_the_time() -> None:
     assert iteration_of(RUN).software is MEGATRON_2021
-    for column in ("source", "model"):
-        row = RUN | {column: "Megatron-DeepSpeed, BLOOM 176B"}
+    bloom = "Megatron-DeepSpeed, BLOOM 176B"
+    for more in ({"source": bloom}, {"model": bloom}, {"vocab": "250880"}):
+        row = RUN | more
         assert iteration_of(row).software is BLOOM_2022
         assert iteration_of(row | {"gpu": "h100"}).software is MEGACORE
     assert iteration_of(RUN | {"gpu": "h100"}).software is MEGACORE
