@@ -82,6 +82,11 @@ ENTRIES = {
     ),
     "tokenize": Entry(("benchmarks.tokenize",), "Tokenization, as measured last", slow=True),
     "generate": Entry(("benchmarks.generate",), "Generation, as measured last", slow=True),
+    "calibrated": Entry(
+        ("benchmarks.calibrated", "--seconds", "2"),
+        "Predicted and measured time of an iteration",
+        slow=True,
+    ),
     "zero": Entry(
         ("benchmarks.zero", "state", "--rounds", "2", "--steps", "2"),
         "ZeRO and offload, as measured last",

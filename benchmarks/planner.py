@@ -7,7 +7,8 @@ A file has the columns of docs/planning.md and `iter_s`, the measured seconds; r
 models and not on the others (`fitted_on`), so the table tells them apart. Regret is how much slower
 the run is that the prediction ranks first among those of one model, number of GPUs and batch than
 the fastest measured one. `--fit` fits the constants of `conf/hardware/a100-80gb.yaml` and of the
-programs again, and prints them; it takes some minutes.
+programs again, and prints them, with the error of the memory of models on whose hidden size its
+constants were not fitted; it takes some minutes.
 """
 
 import argparse
@@ -27,11 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megacore.errors import MegacoreError
-from megacore.plan import iteration, operations
+from megacore.plan import iteration, operations, table
 from megacore.plan.iteration import Iteration
 from megacore.plan.machine import Machine
-from megacore.plan.operations import MEGACORE, MEGATRON_2021, Software
-from megacore.plan.table import iteration_of, predict_row
+from megacore.plan.memory import GIB
+from megacore.plan.operations import BLOOM_2022, MEGACORE, MEGATRON_2021, Software
+from megacore.plan.table import iteration_of, predict_row, software_of
 
 Row = dict[str, str]
 _FITTED_HIDDEN = ("14336", "12288")
@@ -45,6 +47,7 @@ _SMALLEST_CLUSTER = 64
 _PRIOR = 0.15
 """Weight of a constant's distance from its start, in units of its logarithm."""
 _MOST_STEPS = 15
+_MEMORY_CONSTANTS = ("_MEGATRON_PASSES", "_MEGATRON_FIXED", "_FP32_GRADIENTS")
 _OUTLIER = 0.1
 """Relative error above which a run counts less (soft L1)."""
 
@@ -115,13 +118,13 @@ def show(rows: Sequence[Row]) -> None:
             groups[kind, "fitted" if is_fitted(row) else "held out"].append(run)
         if row.get("mem_gib") or row.get("outcome") == "oom":
             memory[kind].append((row, prediction))
-    table = Table(title=f"time per iteration; {refused} rows cannot be modelled")
+    lines = Table(title=f"time per iteration; {refused} rows cannot be modelled")
     for column in ("source", "rows", "number", "mean error", "median", "bias", "regret"):
-        table.add_column(column, justify="left" if column == "source" else "right")
+        lines.add_column(column, justify="left" if column == "source" else "right")
     for (kind, fitted), runs in sorted(groups.items()):
         errors = [run.error for run in runs]
         chosen = regret(runs)
-        table.add_row(
+        lines.add_row(
             kind,
             fitted,
             str(len(runs)),
@@ -130,7 +133,7 @@ def show(rows: Sequence[Row]) -> None:
             f"{statistics.mean(errors):+.1%}",
             "" if chosen is None else f"{chosen:.1%}",
         )
-    Console(width=160).print(table)
+    Console(width=160).print(lines)
     for kind, pairs in sorted(memory.items()):
         _show_memory(kind, pairs)
 
@@ -153,14 +156,12 @@ def _show_memory(kind: str, pairs: Sequence[tuple[Row, Row]]) -> None:
 
 
 class _Fit:
-    """Constants of a machine and of both programs as one vector of logarithms."""
+    """Constants of a machine and of the programs as one vector of logarithms."""
 
     machine = (
-        "product_efficiency",
         "half_depth",
         "traffic",
         "operation_us",
-        "pipeline_gbs",
         "node.latency_us",
         "host.layer_forward_us",
         "host.layer_backward_us",
@@ -170,10 +171,27 @@ class _Fit:
         "attention_efficiency.0",
         "attention_efficiency.1",
     )
-    software = ("hidden_passes", "loss_bytes", "optimizer_bytes", "optimizer_us")
+    software = (
+        (
+            "megatron",
+            MEGATRON_2021,
+            ("hidden_passes", "loss_bytes", "optimizer_us", "message_us", "unfused_softmax_us"),
+        ),
+        (
+            "megacore",
+            MEGACORE,
+            (
+                "hidden_passes",
+                "loss_bytes",
+                "optimizer_bytes",
+                "optimizer_us",
+                "product_share",
+            ),
+        ),
+        ("bloom", BLOOM_2022, ("launch_wait", "product_share")),
+    )
     modules = (
         (operations, "_UNALIGNED"),
-        (operations, "_SCORES"),
         (iteration, "_MORE_RANKS"),
         (iteration, "_SMOOTH"),
     )
@@ -190,8 +208,8 @@ class _Fit:
         self.base = max((each.machine for each, _ in self.rows), key=lambda each: each.memory_gib)
         values = self.base.model_dump()
         self.start = {name: _value(values, name) for name in self.machine}
-        for program, options in (("old", MEGATRON_2021), ("new", MEGACORE)):
-            self.start |= {f"{program}.{name}": getattr(options, name) for name in self.software}
+        for program, options, names in self.software:
+            self.start |= {f"{program}.{name}": getattr(options, name) for name in names}
         self.start |= {name: getattr(module, name) for module, name in self.modules}
 
     def run(self) -> dict[str, float]:
@@ -210,18 +228,21 @@ class _Fit:
     def _constants(self, logarithms: npt.NDArray[np.float64]) -> dict[str, float]:
         pairs = zip(self.start.items(), logarithms, strict=True)
         constants = {name: value * math.exp(each) for (name, value), each in pairs}
-        return constants | {"product_efficiency": min(1.0, constants["product_efficiency"])}
+        return {
+            name: min(1.0, value) if name.endswith("product_share") else value
+            for name, value in constants.items()
+        }
 
     def _residuals(self, logarithms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         constants = self._constants(logarithms)
         for module, name in self.modules:
             setattr(module, name, constants[name])
         programs: dict[Software, Software] = {}
-        for program, options in (("old", MEGATRON_2021), ("new", MEGACORE)):
-            changes: dict[str, Any] = {
-                name: constants[f"{program}.{name}"] for name in self.software
-            }
-            programs[options] = replace(options, **changes)
+        for program, options, names in self.software:
+            changes: dict[str, Any] = {name: constants[f"{program}.{name}"] for name in names}
+            # BLOOM's program is Megatron's, with constants of its own
+            start = programs[MEGATRON_2021] if options is BLOOM_2022 else options
+            programs[options] = replace(start, **changes)
         errors = [
             math.log(
                 replace(
@@ -242,6 +263,45 @@ class _Fit:
         for name in self.machine:
             _set(values, name, constants[name])
         return Machine.model_validate(values)
+
+
+def split_memory(rows: Sequence[Row]) -> str:
+    """Return the error of the memory of each half of the hidden sizes, fitted on the other half."""
+    from scipy.optimize import least_squares
+
+    runs = [
+        (iteration_of(row), float(row["mem_gib"]), row["hidden"] in _FITTED_HIDDEN)
+        for row in rows
+        if row.get("mem_gib") and software_of(row) is BLOOM_2022
+    ]
+    start = np.array(
+        [*(BLOOM_2022.state_bytes or ()), *(getattr(table, name) for name in _MEMORY_CONSTANTS)]
+    )
+
+    def errors(logarithms: npt.NDArray[np.float64], part: bool) -> npt.NDArray[np.float64]:
+        kept, divided, *others = start * np.exp(logarithms)
+        for name, value in zip(_MEMORY_CONSTANTS, others, strict=True):
+            setattr(table, name, value)
+        software = replace(BLOOM_2022, state_bytes=(kept, divided))
+        return np.array(
+            [
+                math.log(table.memory_of(replace(each, software=software)) / (gib * GIB))
+                for each, gib, fitted in runs
+                if fitted == part
+            ]
+        )
+
+    lines = []
+    for part in (True, False):
+        fitted = least_squares(
+            errors, np.zeros(len(start)), loss="soft_l1", f_scale=_OUTLIER / 2, args=(part,)
+        ).x
+        other = np.abs(np.expm1(errors(fitted, not part)))
+        lines.append(
+            f"memory fitted on {sum(each[2] == part for each in runs)} runs: median error "
+            f"{np.median(other):.1%} of the {len(other)} others\n"
+        )
+    return "".join(lines)
 
 
 def _value(values: Mapping[str, Any], name: str) -> float:
@@ -271,6 +331,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = read(options.table)
     if options.fit:
+        sys.stdout.write(split_memory(rows))
         for name, value in _Fit(rows).run().items():
             sys.stdout.write(f"{name}: {value:.3g}\n")
         return

@@ -250,34 +250,43 @@ def _write_layout(
     """Write a configuration with the fastest layout, and return a sentence about it."""
     import yaml
 
-    from megacore.cli.init import write_new
+    from megacore.cli.init import check_new, write_new
     from megacore.config import load_config
     from megacore.config.load import conf_path
     from megacore.foreign.files import nested
     from megacore.plan.search import launch_values
 
-    best = result.best[0]
-    chosen = best.choice.values(config) | launch_values(config, result.machine, result.ranks)
+    best, machine = result.best[0], result.machine
+    chosen = best.choice.values(config) | launch_values(config, machine, result.ranks)
     values = {**overrides, **chosen}
+    hosts = -(-result.ranks // machine.devices_per_node)
+    named = config.launch.hostfile is not None or config.launch.kind in ("slurm", "kubernetes")
+    hostfile = None if named or hosts == 1 else target.with_suffix(".hosts")
+    if hostfile is not None:
+        values["launch.hostfile"] = str(hostfile)
+        check_new(hostfile, "--write")
     load_config(conf, values)  # a value that the file could not have is refused before it exists
     base = os.path.relpath(conf_path(conf).resolve(), target.parent.resolve())
     comment = (
-        f"# The fastest of {result.total:,} layouts on {result.ranks:,} x {result.machine.name}: "
+        f"# The fastest of {result.total:,} layouts on {result.ranks:,} x {machine.name}: "
         f"{best.seconds:.4g} s for an iteration\n"
         f"# predicted, {best.memory / 2**30:.1f} GiB on the rank that needs most.\n"
     )
     text = yaml.safe_dump({"extends": base} | nested(values), sort_keys=False, width=100)
+    advice = ""
+    if hostfile is not None:
+        write_new(hostfile, _hosts(result.ranks, machine.devices_per_node), "--write")
+        advice = f", and {hostfile}: replace its {hosts:,} names before a start"
     write_new(target, comment + text, "--write")
-    hosts = -(-result.ranks // result.machine.devices_per_node)
-    names_hosts = config.launch.hostfile is None and config.launch.kind not in (
-        *("slurm", "kubernetes"),
-    )
-    advice = (
-        f"; name its {hosts:,} hosts in launch.hostfile before a start"
-        if hosts > 1 and names_hosts
-        else ""
-    )
     return f"wrote {target}, which extends {base}{advice}"
+
+
+def _hosts(ranks: int, slots: int) -> str:
+    """Return a hostfile for `ranks` ranks whose names are to be replaced."""
+    full, rest = divmod(ranks, slots)
+    sizes = [slots] * full + [rest] * (rest > 0)
+    lines = (f"host-{number} slots={size}" for number, size in enumerate(sizes, 1))
+    return "\n".join(["# Replace the names by those of the hosts.", *lines, ""])
 
 
 def _print(text: str) -> None:

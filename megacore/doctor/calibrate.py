@@ -19,6 +19,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -33,7 +34,7 @@ from megacore.hardware import Hardware
 from megacore.launch.exit_reason import die_with_parent
 from megacore.plan.machine import Machine, machine_of
 
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = 120.0
 """Time limit of all measurements: they take less than a minute on an idle host."""
 _MOST_RANKS = 16
 """Largest number of ranks that measure at once."""
@@ -101,11 +102,11 @@ def measure_rank(part: dict[str, Any]) -> dict[str, Any]:
         precisions = part["precisions"]
         disk = measure_storage(Path(part["workspace"])) if rank == 0 else {}
         values = {
-            "device": torch.cuda.get_device_name(device) if cuda else platform.processor(),
+            "device": torch.cuda.get_device_name(device) if cuda else _processor(),
             "products": {each: _products(plan, device, each) for each in precisions},
             **_memory(plan, device),
             "attention": _attention(plan, device, precisions[0]),
-            "trainings": [_training(plan, case, device, precisions[0]) for case in plan.cases],
+            **_trainings(plan, device, precisions[0]),
             "collectives": _collectives(plan, device) if part["ranks"] > 1 else {},
             "disk_gbs": disk.get("write", 0.0) / _GIGA,
         }
@@ -113,6 +114,16 @@ def measure_rank(part: dict[str, Any]) -> dict[str, Any]:
         return values
     finally:
         dist.destroy_process_group()
+
+
+def _processor() -> str:
+    """Return the name of this host's processor, or its architecture if Linux does not tell it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
 
 
 def _plan_of(values: dict[str, Any]) -> Plan:
@@ -201,8 +212,18 @@ def _attention(plan: Plan, device: Any, precision: str) -> list[list[float]]:
     return rows
 
 
+def _trainings(plan: Plan, device: Any, precision: str) -> dict[str, Any]:
+    """Return the times of all trainings, and the time of iterations that the ranks end together."""
+    rows = [_training(plan, case, device, precision) for case in plan.cases]
+    ratios = [whole / (forward + backward + rest) for forward, backward, rest, whole in rows]
+    return {"trainings": [row[:3] for row in rows], "together": median(ratios)}
+
+
 def _training(plan: Plan, case: Case, device: Any, precision: str) -> list[float]:
-    """Return the times of forward pass, backward pass and the rest of an iteration."""
+    """Return the times of forward pass, backward pass, the rest of an iteration, and by the clock.
+
+    The last is the time between the barriers before and after an iteration.
+    """
     import torch
     import torch.distributed as dist
 
@@ -233,17 +254,22 @@ def _training(plan: Plan, case: Case, device: Any, precision: str) -> list[float
     batch = torch.randint(case.vocabulary, (case.samples, case.length + 1))
     times: list[list[float]] = []
     ends = time.perf_counter()
-    while len(times) < 4 or time.perf_counter() < ends:
+    going = torch.ones(1)
+    while going.item():
         if len(times) == 1:
-            dist.barrier()
             ends = time.perf_counter() + _TRAINING_SHARE * plan.seconds
-        start = clock()
+        dist.barrier()
+        began, start = time.perf_counter(), clock()
         engine.forward_backward(iter([batch]), [len(times)])
         engine.update(1e-4, 0.01)
         total = clock() - start
+        dist.barrier()
+        whole = time.perf_counter() - began
         phases = timers.take(1)
         forward, backward = (phases[f"{name}-compute"] / 1e3 for name in ("forward", "backward"))
-        times.append([forward, backward, max(total - forward - backward, 0.0)])
+        times.append([forward, backward, max(total - forward - backward, 0.0), whole])
+        going = torch.tensor([float(len(times) < 4 or time.perf_counter() < ends)], device=device)
+        dist.broadcast(going, 0)
     return [min(column) for column in zip(*times[1:], strict=True)]
 
 
@@ -319,6 +345,7 @@ def measure(hardware: Hardware, plan: Plan, workspace: Path, limit: float) -> Me
         products=_combined([answer["products"] for answer in answers], _mean),
         attention=_combined([answer["attention"] for answer in answers], _mean),
         trainings=_combined([answer["trainings"] for answer in answers], _mean),
+        together=_mean([answer["together"] for answer in answers]),
         copy_gbs=min(answer["copy_gbs"] for answer in answers),
         elementwise_gbs=min(answer["elementwise_gbs"] for answer in answers),
         transfer_gbs=min(answer["transfer_gbs"] for answer in answers),

@@ -11,7 +11,7 @@ from megacore.models.parameters import chunk_sizes
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.iteration import Iteration
-from megacore.plan.machine import HostTimes, Link, Machine
+from megacore.plan.machine import MEASURED, HostTimes, Link, Machine
 from megacore.plan.operations import Rates
 
 _MIB = 1 << 20
@@ -89,7 +89,7 @@ CPU_PLAN = Plan(
         Case(1, 768, 12, 128, 1, 16384),
         Case(1, 768, 12, 512, 1, 1024),
     ),
-    messages=(4, 16384, 262144, _MIB, 4 * _MIB, 16 * _MIB),
+    messages=(4, 16384, 262144, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB),
     copy_bytes=64 * _MIB,
     seconds=0.1,
 )
@@ -128,6 +128,9 @@ class Measured:
     """Samples, heads, length, head size, seconds forward and backward."""
     trainings: list[list[float]]
     """Seconds of forward pass, backward pass and the rest of an iteration, by case."""
+    together: float
+    """Time by the clock of an iteration that all ranks begin and end together, relative to the
+    processor's time of `trainings`."""
     collectives: dict[str, list[list[float]]]
     """Bytes and seconds of: `shared` and `sockets` all-reduces of two ranks, `all` of all ranks,
     `message` of a message between two."""
@@ -175,7 +178,7 @@ def fit(measured: Measured, plan: Plan, generic: Machine, sources: Sequence[str]
         update={
             "name": f"{measured.device}, measured",
             "sources": tuple(sources),
-            "fitted_on": "measured",
+            "fitted_on": MEASURED,
             "memory_gbs": measured.copy_gbs,
             "memory_efficiency": min(1.0, measured.elementwise_gbs / measured.copy_gbs),
             "offload": generic.offload.model_copy(
@@ -341,6 +344,7 @@ def _fit_core(machine: Machine, measured: Measured, plan: Plan) -> Machine:
                     "parameter_ns": update[0] * 1e9,
                     "layer_update_us": update[1] * 1e6,
                     "iteration_us": update[2] * 1e6,
+                    "together": max(1.0, measured.together),
                 }
             ),
         }

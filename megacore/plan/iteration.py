@@ -19,14 +19,18 @@ from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule
 from megacore.pipeline_parallel.simulate import Timeline, simulate
-from megacore.plan.machine import Machine
+from megacore.plan.machine import MEASURED, Machine
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
 
-_MORE_RANKS = 0.448
+_MORE_RANKS = 0.379
 """Exponent with which the host's time of a collective grows with the ranks that wait for each
 other."""
-_SMOOTH = 14.2
+_SMOOTH = 20.7
 """Exponent of the smooth maximum of the device's and the host's time."""
+_FUSED_SOFTMAX = 4
+"""Multiple of the heads of a micro batch on a rank that Megatron's fused softmax needs."""
+_TICK = 0.004
+"""Seconds between two ticks of Linux's scheduler (250 Hz, as distributions configure it)."""
 _STEADY = 2
 """Micro batches per stage after which a 1F1B schedule repeats."""
 
@@ -144,10 +148,27 @@ class Iteration:
         hosts = -(-self.layout.world_size // self.machine.devices_per_node)
         waiting = self.machine.straggler * math.log2(hosts) * parts.seconds
         if self._ranks_of_a_core > 1:
-            busy = micro * sum(each.total + sent for each in pace) / stages
-            waiting += max(0.0, self._ranks_of_a_core * busy - makespan)
-            waiting += (self._ranks_of_a_core - 1) * (parts.data + parts.optimizer)
+            waiting += self._waiting_for_cores(parts, makespan)
         return replace(parts, other=waiting)
+
+    def _waiting_for_cores(self, parts: Prediction, makespan: float) -> float:
+        """Return the seconds in which ranks that share a core wait for each other's computation.
+
+        A collective of tensor parallelism keeps the core of a rank that waits for another one,
+        which has no core, until the scheduler's next tick.
+        """
+        chunks, parallel = chunks_of(self.config, self.vocab_size), self.config.parallel
+        times = 3 if self.config.train.recompute == "full" else 2
+        collectives = sum(
+            times * (2 * len(chunk.layers) + 3 * len(chunk.decoder_layers)) + 4 * chunk.has_head
+            for chunk in chunks
+        )
+        ticks = 0.0
+        if parallel.tensor_model_parallel_size > 1:
+            ticks = self.micro_batches * collectives / self.layout.pipeline * _TICK
+        ranks = self._ranks_of_a_core
+        shared = ranks * (parts.compute + parts.messages) + max(parts.tensor, ticks)
+        return max(0.0, shared - makespan) + (ranks - 1) * parts.optimizer
 
     def timeline(self) -> Timeline:
         """Return all passes of the iteration, in seconds."""
@@ -200,7 +221,9 @@ class Iteration:
     def rates(self) -> Rates:
         """Times of operations of a rank."""
         cores = self.cores if self.machine.core is None else max(1.0, self.cores)
-        return Rates(self.machine, self.precision, cores)
+        measured = self.machine.fitted_on == MEASURED  # by products as trainings have them
+        share = 1.0 if measured or self.machine.core is not None else self.software.product_share
+        return Rates(self.machine, self.precision, cores, share)
 
     def forward(self, chunk: ModelChunk) -> Pass:
         """Return the time of a micro batch's forward pass through a chunk."""
@@ -308,6 +331,8 @@ class Iteration:
         collective = Group(self.machine, tensor, shared=True).all_reduce(rates.element * hidden)
         count = collectives if tensor > 1 else 0
         waits = count * host.collective_us * (tensor / 2) ** _MORE_RANKS
+        if heads % _FUSED_SOFTMAX:
+            waits += self.software.unfused_softmax_us
         start, start_back = host.layer_forward_us + waits, host.layer_backward_us + waits
         exchanged = count * collective
         again = {"none": (0.0, 0.0), "selective": (attention, 0.0)}.get(
@@ -322,8 +347,12 @@ class Iteration:
 
     def _started(self, device: float, exchanged: float, host_us: float) -> Pass:
         """Return the time of operations that the host starts; a core starts its own."""
-        if self.machine.core is not None:
-            return Pass(device + host_us * 1e-6, exchanged)
+        core = self.machine.core
+        if core is not None:
+            slowed = core.together if self.layout.world_size > 1 else 1.0
+            return Pass(slowed * (device + host_us * 1e-6), exchanged)
+        if self.software.launch_wait:
+            return Pass(device + self.software.launch_wait * host_us * 1e-6, exchanged)
         return _bounded(device, exchanged, host_us)
 
     def _ends(self, chunk: ModelChunk, *, backward: bool) -> Pass:
@@ -352,15 +381,21 @@ class Iteration:
         layout, machine = self.layout, self.machine
         if layout.pipeline == 1:
             return 0.0
-        divided = layout.tensor if self.config.parallel.sequence_parallel else 1
+        divided = self.config.parallel.sequence_parallel
         # the decoder's stages pass the encoder's output on
         tokens = self.tokens + self.decoder_tokens * (self.config.family == "t5")
-        size = self.rates.element * tokens * self.config.model.hidden_size / divided
+        size = float(self.rates.element * tokens * self.config.model.hidden_size)
+        gathered = 0.0
+        if self.software.scatters_messages and not divided:
+            gathered = Group(machine, layout.tensor, shared=True).gather(size)
+        if self.software.scatters_messages or divided:
+            size /= layout.tensor
         stride, devices = layout.tensor * layout.data, machine.devices_per_node
         crossing = min(1.0, stride / devices) if layout.world_size > devices else 0.0
         near = machine.node.latency_us * 1e-6 + size / (machine.pipeline_gbs * 1e9)
         far = machine.network.latency_us * 1e-6 + size / (machine.network.gbs * 1e9)
-        return (1 - crossing) * near + crossing * far
+        seconds = (1 - crossing) * near + crossing * far + gathered
+        return seconds + self.software.message_us * 1e-6
 
     def _makespan(
         self,

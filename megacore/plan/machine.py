@@ -16,6 +16,8 @@ from megacore.hardware import Hardware
 from megacore.observe.flops import PEAK_TFLOPS, peak_by_name
 
 HARDWARE_DIR = Path("conf/hardware")
+MEASURED = "measured"
+"""`Machine.fitted_on` of a calibration."""
 LOCAL_FILE = "local.yaml"
 """Name of the file of this host's own devices."""
 _PROJECT_FILES = Path(__file__).parents[2] / HARDWARE_DIR
@@ -101,6 +103,9 @@ class CoreTimes(Section):
     """Time of a layer in an update besides its parameters, in microseconds."""
     iteration_us: float = Field(ge=0)
     """Time of an iteration besides all other work, in microseconds."""
+    together: float = Field(default=1.0, ge=1)
+    """Time of computation if ranks that wait for each other compute on several cores, relative to
+    the processor's time of one."""
     sockets: Link
     """Collectives of ranks that share no memory: data parallelism. `node` is shared memory."""
 
@@ -119,7 +124,7 @@ class Machine(Section):
     devices_per_node: int = Field(gt=0)
     """Number of devices of a host."""
     memory_gib: float = Field(gt=0)
-    """Memory of a device in GiB."""
+    """Memory of a device in GiB, as its programs see it: a driver keeps some of the vendor's."""
     processors: int = Field(gt=0)
     """Multiprocessors of a device, which compute the tiles of a matrix product; 1 for a core."""
     tflops: dict[Precision, float] = Field(min_length=1)

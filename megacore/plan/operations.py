@@ -4,7 +4,7 @@ docs/planning.md has the formulas with their sources. What programs do different
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from megacore.plan.machine import Link, Machine
@@ -16,10 +16,15 @@ _SPLITS = (2, 4, 8)
 """Parts into which a product's inner dimension is divided if its output has few tiles."""
 _SPLIT_COST = 0.02
 _SHORTEST_SPLIT = 256
-_ALIGNED, _UNALIGNED = 64, 1.49
+_ALIGNED, _UNALIGNED = 64, 1.17
 """Multiple of which the sizes of a half-precision product are fast, and the slowdown otherwise."""
-_SCORES = 0.485
-"""Score matrices read or written by scaling, mask, softmax and dropout of unfused attention."""
+_ACCESS, _NARROW = 16, 4.0
+"""Bytes of which the rows of a product's operands must be multiples for tensor cores to read them
+(NVIDIA/cutlass, issue 75), and the slowdown otherwise: A100's ordinary cores have 78 of 312
+TFLOP/s (data sheet)."""
+_SCORES = 4.5
+"""Score matrices read or written by unfused attention: scaling, mask and softmax as one kernel read
+and write one, dropout too, with a mask of a byte."""
 _BACKWARD_BYTES = 1.5
 """Bytes of elementwise operations in a backward pass, relative to the forward pass."""
 
@@ -28,24 +33,37 @@ _BACKWARD_BYTES = 1.5
 class Software:
     """Properties of the program that trains."""
 
-    hidden_passes: float = 10.1
+    hidden_passes: float = 17.0
     """Hidden states read or written by norms, dropout and residual additions in the forward pass of
     a layer."""
     fused_attention: bool = True
     """True if scores never leave the multiprocessor (FlashAttention)."""
-    loss_bytes: float = 17.2
+    loss_bytes: float = 16.7
     """Bytes of memory traffic per logit in each direction of the loss."""
     gradient_bytes: int = 4
     """Bytes of a gradient in the reduction between replicas."""
     overlaps: bool = True
     """True if the reduction of gradients and the gathering of weights overlap computation."""
-    optimizer_bytes: float = 32.7
+    optimizer_bytes: float = 34.6
     """Bytes of memory traffic of the optimizer per parameter."""
-    optimizer_us: float = 110.0
+    optimizer_us: float = 115.0
     """Time of the optimizer per layer, in microseconds."""
     hides_messages: bool = True
     """True if messages between pipeline stages overlap computation."""
+    scatters_messages: bool = False
+    """True if each tensor-parallel rank sends a part of a message, which the receivers gather
+    (Narayanan et al. 2021, section 4.1)."""
 
+    product_share: float = 0.826
+    """Share of a generic device's rate of products that the program's products reach."""
+    launch_wait: float = 0.0
+    """Factor on the host's times if each operation waits for the one before, so that they are added
+    to the device's (CUDA_LAUNCH_BLOCKING=1); 0 if the host runs ahead of the device."""
+    message_us: float = 0.0
+    """Additional time of the host for a message between pipeline stages, in microseconds."""
+    unfused_softmax_us: float = 0.0
+    """Additional time of the host in a layer's pass if the program's fused softmax cannot be used:
+    its kernel needs b n / t to be a multiple of 4."""
     state_bytes: tuple[float, float] | None = None
     """Bytes of memory per parameter, and those that ZeRO divides; None for the estimate of
     `megacore.plan.memory`."""
@@ -53,18 +71,24 @@ class Software:
 
 MEGACORE = Software()
 MEGATRON_2021 = Software(
-    hidden_passes=17.5,
+    hidden_passes=6.07,
     fused_attention=False,
-    loss_bytes=76.1,
+    loss_bytes=70.4,
     gradient_bytes=2,
-    state_bytes=(4.48, 20.2),
     overlaps=False,
+    optimizer_us=92.0,
     hides_messages=False,
-    optimizer_bytes=3.62,
-    optimizer_us=70.3,
+    scatters_messages=True,
+    product_share=1.0,
+    message_us=620.0,
+    unfused_softmax_us=483.0,
+    state_bytes=(6.0, 12.0),
 )
 """Megatron-LM and Megatron-DeepSpeed before FlashAttention, which most published runs on A100
-used."""
+used. Its bytes of a parameter are those of megatron/training/theoretical_memory_usage.py."""
+BLOOM_2022 = replace(MEGATRON_2021, launch_wait=2.6, product_share=0.83, state_bytes=(4.56, 20.3))
+"""Megatron-DeepSpeed of the preparation of BLOOM, with CUDA_LAUNCH_BLOCKING=1 (bigscience,
+chronicles-prequel.md: with asynchronous launches, jobs of 320 GPUs always hung)."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -87,6 +111,8 @@ class Rates:
     precision: str
     cores: float = 1.0
     """Devices of a rank: 1 for a GPU, or the cores that a CPU rank has for itself."""
+    product_share: float = 1.0
+    """`Software.product_share`."""
     known: dict[tuple[int, int, int, int], float] = field(default_factory=dict, compare=False)
     """Times of products that were asked for before."""
 
@@ -114,7 +140,9 @@ class Rates:
             if self.element < 4:
                 aligned = batch > 1 or not (m % _ALIGNED or n % _ALIGNED or k % _ALIGNED)
                 waves *= 1.0 if aligned else _UNALIGNED
+                waves *= _NARROW if self.element * math.gcd(m, n, k) % _ACCESS else 1.0
         rate = machine.peak(self.precision) * machine.product_efficiency * self.cores
+        rate *= self.product_share
         seconds = 2.0 * m * n * k * batch / rate * waves * (1 + machine.half_depth / k)
         moved = self.element * batch * (m * k + k * n + m * n)
         return seconds + machine.traffic * self.stream(moved) + machine.operation_us * 1e-6

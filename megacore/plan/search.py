@@ -31,16 +31,18 @@ from megacore.plan.iteration import Iteration, Prediction
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine
 from megacore.plan.memory import GIB, Activations
-from megacore.plan.table import USABLE, memory_of
+from megacore.plan.table import memory_of
 from megacore.plan.throughput import SECONDS_PER_DAY
 from megacore.plan.zero import ELEMENT_BYTES, zero_bytes
 
 Partition = Literal["balanced", "uniform"]
 _Kind = tuple[int, int, bool, bool, bool, bool]
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-_ERRORS = {"A100": 0.07, "H100": 0.074}
+_ERRORS = {"A100": 0.06, "H100": 0.074}
 """Mean errors of predicted times against published runs, by a word of the device's name: A100 on
 one host and on many, H100 without any run in the fit. docs/planning.md has the tables."""
+FILLED = 0.97
+"""Largest share of a device's memory that a layout may be predicted to need."""
 _FRONT = 1.5
 """Time, relative to the fastest layout, to which the Pareto front is complete."""
 _NAMES = re.compile(r"[a-z_]+\.[a-z_]+|padded vocabulary|chunks|micro batches")
@@ -368,7 +370,7 @@ class _Space:
     @property
     def limit(self) -> float:
         """Bytes of a device that a run can use."""
-        return USABLE * self.machine.memory_gib * GIB
+        return FILLED * self.machine.memory_gib * GIB
 
     def note(self, reason: str, count: int = 1) -> None:
         """Count candidates that are refused for a reason."""

@@ -19,7 +19,7 @@ from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
 from megacore.plan.memory import GIB, estimate_stages
-from megacore.plan.operations import MEGACORE, MEGATRON_2021, Software
+from megacore.plan.operations import BLOOM_2022, MEGACORE, MEGATRON_2021, Software
 
 NEW_COLUMNS = ("predicted_iter_s", "predicted_mem_gib", "predicted_fits", "refused")
 _REQUIRED = ("layers", "hidden", "heads", "seq", "gpu", "gpus", "micro_batch", "global_batch")
@@ -35,10 +35,16 @@ _HARDWARE = ("b200", "h200", "h100", "l40s", "a100")
 """Hardware files by a part of the column gpu, in lower case; A100's also need its memory."""
 _OLD = ("a100",)
 """GPUs whose published runs are mostly of programs without fused attention."""
-USABLE = 0.97
-"""Share of a GPU's memory that a program can allocate."""
-_MEGATRON_PASSES, _MEGATRON_FIXED = 1.26, 3.2 * GIB
-"""Factor on the activations, and fixed bytes, of Megatron-DeepSpeed; fitted on BLOOM's runs."""
+_MEGATRON_PASSES, _MEGATRON_FIXED = 1.26, 2.75 * GIB
+"""Factor on the activations, and fixed bytes, of Megatron and its allocator; fitted on BLOOM's
+runs."""
+_FP32_GRADIENTS = 3.0
+"""Bytes per parameter of the fp32 gradients of BLOOM's BF16 optimizer, which ZeRO-1 does not
+divide: 4, less a part of the half-precision gradients that it frees."""
+_BLOOM = ("bloom", "bigscience")
+"""Names in the columns source and model of runs of BLOOM's preparation."""
+_BLOOM_VOCABULARY = 250_880
+"""Entries of BLOOM's vocabulary, by which its runs are known without a name."""
 _LLAMA = ("llama", "mistral", "qwen")
 
 
@@ -112,7 +118,7 @@ def predict_row(row: Mapping[str, str]) -> dict[str, str]:
         memory = memory_of(iteration)
     except (MegacoreError, ValueError) as error:
         return dict.fromkeys(NEW_COLUMNS, "") | {"refused": " ".join(str(error).split())}
-    fits = memory <= USABLE * iteration.machine.memory_gib * GIB
+    fits = memory <= iteration.machine.memory_gib * GIB
     return {
         "predicted_iter_s": f"{seconds:.6g}",
         "predicted_mem_gib": f"{memory / GIB:.4g}",
@@ -134,6 +140,8 @@ def memory_of(iteration: Iteration) -> float:
     if software is None:
         return max(stage.total for stage in stages)
     kept, shared = software
+    if _has_slots_for_embeddings(iteration):
+        kept += _FP32_GRADIENTS
     if not iteration.config.parallel.use_distributed_optimizer:
         divided = 1
     return max(
@@ -142,6 +150,16 @@ def memory_of(iteration: Iteration) -> float:
         + _MEGATRON_FIXED
         for stage in stages
     )
+
+
+def _has_slots_for_embeddings(iteration: Iteration) -> bool:
+    """Return True if embedding and head take the place of a layer each in the pipeline.
+
+    BLOOM's preparation began to divide its models so when it began to use its BF16 optimizer; no
+    column tells the optimizer.
+    """
+    layers, stages = iteration.config.model.num_layers, iteration.layout.pipeline
+    return stages > 1 and layers % stages != 0 and (layers + 2) % stages == 0
 
 
 def iteration_of(row: Mapping[str, str]) -> Iteration:
@@ -166,13 +184,17 @@ def iteration_of(row: Mapping[str, str]) -> Iteration:
         machine,
         layout_of(config, gpus, vocab_size),
         config.train.precision,
-        software=software_of(old),
+        software=software_of(row),
     )
 
 
-def software_of(old: bool) -> Software:
+def software_of(row: Mapping[str, str]) -> Software:
     """Return the properties of the program of a published run."""
-    return MEGATRON_2021 if old else MEGACORE
+    if not _is_old(row):
+        return MEGACORE
+    names = f"{row.get('source', '')} {row.get('model', '')}".lower()
+    bloom = any(name in names for name in _BLOOM) or _number(row, "vocab", 0) == _BLOOM_VOCABULARY
+    return BLOOM_2022 if bloom else MEGATRON_2021
 
 
 @lru_cache
@@ -220,7 +242,7 @@ def _values(row: Mapping[str, str], old: bool) -> tuple[dict[str, Any], int]:
                 f"{column} is {row[column]}: context and expert parallelism are not modelled"
             )
     tensor, pipeline = _number(row, "tp", 1), _number(row, "pp", 1)
-    heads, zero = _number(row, "heads"), _number(row, "zero", 0)
+    heads, zero = _heads(row, tensor), _number(row, "zero", 0)
     llama = _is_llama(row)
     values: dict[str, Any] = {
         "name": "row",
@@ -229,7 +251,6 @@ def _values(row: Mapping[str, str], old: bool) -> tuple[dict[str, Any], int]:
             "num_layers": _number(row, "layers"),
             "hidden_size": _number(row, "hidden"),
             "num_attention_heads": heads,
-            "kv_channels": _number(row, "hidden") // max(1, heads),
             "num_query_groups": _number(row, "kv_heads", heads),
             "make_vocab_size_divisible_by": 128 * tensor,
             "ffn_hidden_size": _number(row, "ffn", 4 * _number(row, "hidden")),
@@ -254,6 +275,16 @@ def _values(row: Mapping[str, str], old: bool) -> tuple[dict[str, Any], int]:
     if zero >= 2:
         values |= {"engine": "deepspeed", "deepspeed": {"zero_stage": zero}}
     return values, _number(row, "vocab", _VOCABULARY)
+
+
+def _heads(row: Mapping[str, str], tensor: int) -> int:
+    """Return the heads: the largest number up to the row's that divides the hidden size.
+
+    No program trains with another: the row has the heads of a different model of its source.
+    """
+    hidden, heads = _number(row, "hidden"), _number(row, "heads")
+    possible = (count for count in range(tensor, heads + 1, tensor) if hidden % count == 0)
+    return max(possible, default=heads) if hidden % heads else heads
 
 
 _LLAMA_MODEL = {

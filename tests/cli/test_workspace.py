@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,6 +129,24 @@ def test_plan_finds_a_layout_and_writes_it(tmp_path: Path) -> None:
     assert isinstance(again.exception, ConfigError)
     assert "exists and is not overwritten: give another --write" in str(again.exception)
     assert target.read_bytes() == written
+
+
+def test_a_written_layout_of_several_hosts_plans_to_the_time_of_the_search(tmp_path: Path) -> None:
+    target, hosts = tmp_path / "large.yaml", tmp_path / "large.hosts"
+    options = ["--hardware", "h100", "--search", "--gpus", "16", "--write", str(target)]
+    result = CliRunner().invoke(app, ["plan", "gpt2-tiny", *options])
+    assert result.exit_code == 0, result.output
+    assert f"{hosts}: replace its 2 names before a start" in result.output.replace("\n", "")
+    assert hosts.read_text().splitlines()[1:] == ["host-1 slots=8", "host-2 slots=8"]
+    searched = re.search(r": ([\d.e-]+) s for an iteration", target.read_text())
+    planned = CliRunner().invoke(app, ["plan", str(target), "--hardware", "h100"])
+    assert planned.exit_code == 0, planned.output
+    assert searched is not None
+    assert f"on 16 x NVIDIA H100 SXM5 80GB in bf16: {searched[1]} s" in planned.output
+    target.unlink()
+    again = CliRunner().invoke(app, ["plan", "gpt2-tiny", *options])
+    assert f"{hosts} exists and is not overwritten" in str(again.exception)
+    assert not target.exists()
 
 
 def test_plan_predicts_a_table(tmp_path: Path) -> None:

@@ -72,7 +72,17 @@ def times_of(machine: Machine) -> Measured:
         "message": [[b, 1e-4 + b / machine.pipeline_gbs / 1e9] for b in sizes],
     }
     return Measured(
-        "core", 2, {"fp32": products(machine)}, 12.0, 9.0, 5.0, attention, trainings, links, 1.0
+        "core",
+        2,
+        {"fp32": products(machine)},
+        12.0,
+        9.0,
+        5.0,
+        attention,
+        trainings,
+        1.1,
+        links,
+        1.0,
     )
 
 
@@ -96,6 +106,7 @@ def test_fit_predicts_the_times_that_it_was_given() -> None:
     assert fitted.core is not None
     assert machine.core is not None
     assert fitted.core.sockets.gbs == pytest.approx(machine.core.sockets.gbs, rel=1e-2)
+    assert fitted.core.together == 1.1
     case = CPU_PLAN.cases[3]
     predictions = [
         Iteration(case.config(), case.vocabulary, each, RankLayout(), "fp32").predict()
@@ -118,6 +129,24 @@ def test_the_written_file_is_a_hardware_file(
     assert 0.0005 < machine.tflops["fp32"] < 10
     assert machine.core is not None
     assert "one device" in machine.sources[1]
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_their_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "detect", lambda: Hardware(cores=2, memory=8 << 30))
+    machine = calibrate(tmp_path / "local.yaml", tmp_path, QUICK, limit=60)
+    generic = load_machine("cpu")
+    assert "2 of 2 devices at once" in machine.sources[0]
+    assert "one device" not in machine.sources[1]
+    assert machine.core is not None
+    assert generic.core is not None
+    for link, unmeasured in (
+        (machine.node, generic.node),
+        (machine.core.sockets, generic.core.sockets),
+    ):
+        assert link != unmeasured
+        assert 0 < link.gbs < 1000
+    assert machine.core.together >= 1
 
 
 def test_ranks_that_hang_are_ended_and_reported(tmp_path: Path) -> None:

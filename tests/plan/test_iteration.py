@@ -103,6 +103,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(stages: int, virtual:
     quick = h100().model_copy(
         update={
             "pipeline_gbs": 1e9,
+            "operation_us": 0.0,
             "node": h100().node.model_copy(update={"latency_us": 0.0}),
             "host": h100().host.model_copy(update={"head_us": 0.0, "embedding_us": 0.0}),
         }
@@ -166,3 +167,78 @@ def test_another_layout_has_the_times_of_a_new_iteration() -> None:
     changed = first.with_layout(second.config, second.layout)
     assert changed.layer is first.layer
     assert changed.predict() == second.predict()
+
+
+def test_a_host_that_waits_for_each_operation_adds_its_time() -> None:
+    waiting = replace(MEGATRON_2021, launch_wait=2.0)
+    free, added = (iteration(software=each) for each in (MEGATRON_2021, waiting))
+    host = 1e-6 * h100().host.layer_forward_us
+    assert free.layer.forward.total >= host
+    without = replace(waiting, launch_wait=1e-9)
+    device = iteration(software=without).layer.forward.total
+    assert added.layer.forward.total == pytest.approx(device + 2 * host)
+
+
+def test_a_softmax_that_is_not_fused_costs_the_host_time() -> None:
+    # of 16 heads on 8 ranks two are left, of which two samples make four
+    software = replace(MEGATRON_2021, launch_wait=1.0, unfused_softmax_us=500.0)
+    plain = replace(software, unfused_softmax_us=0.0)
+    for micro_batch, extra in ((1, 5e-4), (2, 0.0)):
+        values = {TP: 8, "train.micro_batch_size": micro_batch}
+        slow, fast = (iteration(8, values, software=each).layer for each in (software, plain))
+        assert slow.forward.total - fast.forward.total == pytest.approx(extra, abs=1e-12)
+
+
+@pytest.mark.parametrize(("size", "factor"), [(128, 1), (120, 1), (108, 4), (105, 4)])
+def test_rows_of_odd_sizes_leave_tensor_cores_unused(size: int, factor: int) -> None:
+    rates = iteration().rates
+    machine = replace(rates, machine=h100().model_copy(update={"operation_us": 0, "traffic": 0}))
+    wide = -(-size // 8) * 8
+    work = size / wide * (1 + h100().half_depth / size) / (1 + h100().half_depth / wide)
+    expected = factor * work * machine.product(1024, 1024, wide, 16)
+    assert machine.product(1024, 1024, size, 16) == pytest.approx(expected)
+
+
+def test_scattered_messages_are_a_part_for_each_rank() -> None:
+    values = {TP: 8, PP: 2, "train.micro_batch_size": 16, "train.global_batch_size": 16}
+    software = replace(MEGATRON_2021, message_us=0.0)
+    whole = iteration(16, values, software=replace(software, scatters_messages=False))
+    parts = iteration(16, values, software=software)
+    assert parts.message() < whole.message() / 2
+    divided = values | {"parallel.sequence_parallel": True}
+    assert iteration(16, divided, software=software).message() < parts.message()
+    later = iteration(16, values, software=replace(software, message_us=500.0))
+    assert later.message() == pytest.approx(parts.message() + 5e-4)
+
+
+def test_a_measured_device_has_no_share_of_products() -> None:
+    measured = h100().model_copy(update={"fitted_on": "measured"})
+    assert iteration(machine=measured).rates.product_share == 1.0
+    assert iteration().rates.product_share < 1.0
+
+
+def test_ranks_that_share_a_core_wait_a_tick_for_each_collective() -> None:
+    machine = load_machine("cpu")
+    values = {TP: 2, "train.precision": "fp32", "train.global_batch_size": 4}
+    alone, shared = (
+        replace(iteration(2, values, machine=machine), precision="fp32", cores=cores).predict()
+        for cores in (1.0, 0.5)
+    )
+    # of each micro batch 2 all-reduces in either direction of 8 layers, and 4 of the head
+    ticks = 4 * (2 * 2 * 8 + 4) * 0.004
+    expected = 2 * (shared.compute + shared.optimizer) + max(ticks, shared.tensor)
+    assert alone.other == 0
+    assert shared.seconds - shared.data == pytest.approx(expected)
+
+
+def test_cores_that_work_together_are_slower() -> None:
+    machine = load_machine("cpu")
+    assert machine.core is not None
+    core = machine.core.model_copy(update={"together": 1.25})
+    slower = machine.model_copy(update={"core": core})
+    for ranks, factor in ((1, 1.0), (2, 1.25)):
+        times = [
+            replace(iteration(ranks, machine=each), precision="fp32").predict().compute
+            for each in (machine, slower)
+        ]
+        assert times[1] / times[0] == pytest.approx(factor, rel=0.01)

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from megacore.errors import DataFormatError, MegacoreError, WorkspaceError
-from megacore.plan.operations import MEGACORE, MEGATRON_2021
-from megacore.plan.table import NEW_COLUMNS, iteration_of, predict_row, predict_table
+from megacore.plan import table
+from megacore.plan.memory import GIB
+from megacore.plan.operations import BLOOM_2022, MEGACORE, MEGATRON_2021
+from megacore.plan.table import NEW_COLUMNS, iteration_of, memory_of, predict_row, predict_table
 
 RUN = {
     "model": "gpt-1.3b",
@@ -71,8 +73,36 @@ def test_too_large_a_model_does_not_fit() -> None:
     assert (row["predicted_fits"], row["refused"]) == ("no", "")
 
 
+@pytest.mark.parametrize(("share", "fits"), [(1.001, "yes"), (0.999, "no")])
+def test_all_memory_of_a_device_can_be_used(
+    share: float, fits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iteration = iteration_of(RUN)
+    memory = share * memory_of(iteration) / GIB
+    machine = iteration.machine.model_copy(update={"memory_gib": memory})
+    monkeypatch.setattr(table, "_machine", lambda _: machine)
+    assert predict_row(RUN)["predicted_fits"] == fits
+
+
+def test_heads_that_do_not_divide_the_hidden_size_become_the_next_smaller_that_do() -> None:
+    row = RUN | {"hidden": "14336", "heads": "96", "tp": "8", "pp": "1"}
+    model = iteration_of(row).config.model
+    assert (model.num_attention_heads, model.head_dim) == (64, 224)
+
+
+def test_gradients_in_fp32_are_added_where_embeddings_have_the_place_of_a_layer() -> None:
+    whole = RUN | {"layers": "24", "pp": "4"}
+    divided = whole | {"layers": "22"}
+    assert memory_of(iteration_of(divided)) > memory_of(iteration_of(whole))
+
+
 def test_the_program_is_that_of_the_time() -> None:
     assert iteration_of(RUN).software is MEGATRON_2021
+    bloom = "Megatron-DeepSpeed, BLOOM 176B"
+    for more in ({"source": bloom}, {"model": bloom}, {"vocab": "250880"}):
+        row = RUN | more
+        assert iteration_of(row).software is BLOOM_2022
+        assert iteration_of(row | {"gpu": "h100"}).software is MEGACORE
     assert iteration_of(RUN | {"gpu": "h100"}).software is MEGACORE
 
 
