@@ -107,9 +107,7 @@ def _finding(name: str, ours: Any, theirs: Any, b: ModelSpec) -> Finding:
     learned = b.model.position_embedding_type == "learned_absolute"
     free = name in _TRAINING or (name == "max_position_embeddings" and not learned)
     sentence = f"{text} ({name}): {shown(ours)} in A, {shown(theirs)} in B"
-    return Finding(
-        "architecture", cause, sentence, (name,), ours, theirs, differs=not free
-    )
+    return Finding("architecture", cause, sentence, (name,), ours, theirs, differs=not free)
 
 
 def _by_part(name: str) -> str:
@@ -136,9 +134,7 @@ def special_token_findings(a: ModelSpec, b: ModelSpec) -> list[Finding]:
         if ours in (None, ()) or theirs in (None, ()) or ours == theirs:
             continue
         sentence = f"special token {role}: id {shown(ours)} in A, {shown(theirs)} in B"
-        findings.append(
-            Finding("tokenizer", "special_tokens", sentence, (role,), ours, theirs)
-        )
+        findings.append(Finding("tokenizer", "special_tokens", sentence, (role,), ours, theirs))
     return findings
 
 

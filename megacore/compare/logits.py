@@ -1,4 +1,4 @@
-"""Logits and outputs of the layers of a model on a probe, and the first difference of two models."""
+"""Outputs of a model and its layers on a probe, and the first difference of two models."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megacore.compare.report import Finding
-from megacore.compare.side import VOCABULARY, Reading, expected_shapes, fitted
+from megacore.compare.side import Reading, expected_shapes, fitted
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.forms import hf_form_of
+from megacore.convert.key_map import Shape
 from megacore.convert.outputs import our_outputs, their_outputs
 from megacore.convert.parity import OUTPUT_LAYER, load_exported, recorded_outputs
 from megacore.convert.source import load_weights
@@ -93,8 +94,9 @@ def make_probe(
         ids = torch.randint(0, vocab_size, (samples, length), generator=generator)
     else:
         shortest = min((len(sample) for sample in tokens), default=0)
-        wrong = next((each for sample in tokens for each in sample if not 0 <= each < vocab_size),
-                     None)
+        wrong = next(
+            (each for sample in tokens for each in sample if not 0 <= each < vocab_size), None
+        )
         if shortest == 0 or wrong is not None:
             problem = "has no token" if wrong is None else f"has the id {wrong}"
             raise ConfigError(
@@ -114,19 +116,23 @@ def make_probe(
 
 
 def merged_tensors(
-    spec: ModelSpec, reading: Reading, other: Reading, taken: frozenset[str]
+    spec: ModelSpec,
+    reading: Reading,
+    other: Reading,
+    taken: frozenset[str],
+    base: Mapping[str, Shape],
 ) -> dict[str, Tensor]:
     """Return the weights of a model: those of `reading`, and of `other` for the names in `taken`.
 
-    Tensors that `reading` lacks or has in another shape are taken from `other`, too, if its have
-    the shape.
+    A tensor that `reading` lacks, or has in another shape, is taken from `other` if `base`, the
+    shapes without correction, differs. Otherwise the lack is what must be seen.
     """
-    shapes = expected_shapes(spec)
     everything = "*" in taken
     result = {}
-    for name, shape in shapes.items():
-        fits = reading.shapes.get(name) == shape or name in VOCABULARY
-        if name in other.shapes and (everything or name in taken or not fits):
+    for name, shape in expected_shapes(spec).items():
+        sound = name in reading.shapes and name not in reading.unsound
+        corrected = not sound and base.get(name) != shape
+        if name in other.shapes and (everything or name in taken or corrected):
             source = other.rows(name)
         elif name in reading.shapes:
             source = reading.rows(name)
@@ -136,9 +142,7 @@ def merged_tensors(
     return result
 
 
-def run_ours(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], probe: ModelInput
-) -> Outputs:
+def run_ours(spec: ModelSpec, tensors: Mapping[str, Tensor], probe: ModelInput) -> Outputs:
     """Compute the outputs of our model with these weights."""
     model = load_weights(spec, tensors)
     names = [name for name, _ in model.named_modules() if _RECORDED.match(name)]

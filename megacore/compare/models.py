@@ -36,7 +36,14 @@ from megacore.compare.logits import (
     run_theirs,
 )
 from megacore.compare.report import UNEXPLAINED, Explains, Finding, Report
-from megacore.compare.side import Reading, Side, cause_of_key, open_sides
+from megacore.compare.side import (
+    REPAIRED,
+    Reading,
+    Side,
+    cause_of_key,
+    expected_shapes,
+    open_sides,
+)
 from megacore.compare.tokenizers import compare_tokenizers
 from megacore.compare.weights import Difference, compare_weights
 from megacore.config.spec import ModelSpec
@@ -91,10 +98,9 @@ class _Comparison:
 
     def run(self) -> Report:
         a, b, report = self.a, self.b, self.report
-        report.findings += [*a.findings, *b.findings]
         fields = field_findings(a.spec, b.spec)
         if a.spec.family != b.spec.family:
-            report.findings += fields
+            report.findings += [*a.findings, *b.findings, *fields]
             return report
         self.ours = a.read(a.spec)
         self.theirs = self._read_b()
@@ -105,7 +111,7 @@ class _Comparison:
         report.facts["compared"] += ["architecture", f"{facts['tensors']} tensors"]
         if self.options.logits and self._fits_memory():
             differences = self._test(differences)
-        report.findings += [each.finding for each in differences]
+        report.findings += [*self.repaired, *(each.finding for each in differences)]
         self._compare_tokenizers()
         for side, name in ((a, "A"), (b, "B")):
             report.findings += [
@@ -161,14 +167,20 @@ class _Comparison:
     def _structural(self, fields: list[Finding]) -> list[Difference]:
         """Return the differences of the architecture, and of the tensors that are there."""
         differences = [Difference(each, fields=each.where) for each in fields]
+        self.repaired = [*self.a.findings, *self.b.findings]
         if self.contradiction is not None:
-            self.report.findings.append(self.contradiction)
+            self.repaired.append(self.contradiction)
         for reading, name in ((self.ours, "A"), (self.theirs, "B")):
             for problem in reading.problems:
-                sentence = f"{name} {problem.sentence}" if not problem.sentence.startswith(
-                    tuple(problem.where)
-                ) else f"{name}: {problem.sentence}"
+                sentence = (
+                    f"{name} {problem.sentence}"
+                    if not problem.sentence.startswith(tuple(problem.where))
+                    else f"{name}: {problem.sentence}"
+                )
                 finding = replace(problem, sentence=sentence)
+                if problem.cause in REPAIRED:
+                    self.repaired.append(finding)
+                    continue
                 tensors = frozenset(self._our_names(problem, reading))
                 differences.append(Difference(finding, tensors=tensors))
         return differences
@@ -181,7 +193,7 @@ class _Comparison:
     def _new(self, found: list[Difference], known: list[Difference]) -> list[Difference]:
         """Return the differences of values that no known difference has named already."""
         explained = {name for each in known if each.tensors for name in each.tensors}
-        causes = {each.finding.cause for each in known}
+        causes = {each.finding.cause for each in known} | {each.cause for each in self.repaired}
         result = []
         for each in found:
             repeated = each.tensors and each.tensors <= explained
@@ -245,6 +257,11 @@ class _Comparison:
                 Difference(each.finding.tested("nothing"), each.fields, each.tensors)
                 for each in differences
             ]
+        if (base if base.within(self.options.tolerance) else tester.corrected).within(
+            self.options.tolerance
+        ):
+            effect: Explains = "all" if base.within(self.options.tolerance) else "part"
+            self.repaired = [each.tested(effect) for each in self.repaired]
         self._check_transformers(tester)
         return differences
 
@@ -266,11 +283,14 @@ class _Comparison:
             facts[f"transformers_{name.lower()}"] = None
             reason = " ".join(str(error).split())[:300]
             self.report.findings.append(
-                Finding("files", "remark", f"transformers does not run {name}: {reason}",
-                        differs=False)
+                Finding(
+                    "files", "remark", f"transformers does not run {name}: {reason}", differs=False
+                )
             )
             return
         found = distance(ours(), theirs, self.options.tolerance)
+        if found.logits != found.logits:  # a NaN of the weights, which is a finding already
+            return
         facts[f"transformers_{name.lower()}"] = found.logits
         if found.within(self.options.tolerance):
             return
@@ -310,9 +330,7 @@ class _Comparison:
         """Inputs on which the logits are compared."""
         if not hasattr(self, "_probe"):
             common = min(self.a.spec.vocab_size, self.b.spec.vocab_size)
-            shorter = min(
-                (self.a.spec, self.b.spec), key=lambda spec: spec.max_position_embeddings
-            )
+            shorter = min((self.a.spec, self.b.spec), key=lambda spec: spec.max_position_embeddings)
             options = self.options
             self._probe = make_probe(
                 shorter,
@@ -340,6 +358,7 @@ class _Tester:
         ours = comparison.ours
         self._tolerance = comparison.options.tolerance
         self.outputs_of_a = run_ours(ours.spec, _all(ours), comparison.probe)
+        self._base = expected_shapes(comparison.b.spec)
         self.outputs_of_b: Outputs
         self.corrected: Distance
 
@@ -374,15 +393,12 @@ class _Tester:
             else:
                 without = self._with(others)
                 needed = not without.logits <= max(self._tolerance, 1.01 * self.corrected.logits)
-                changes = abs(without.logits - self.corrected.logits) > self._tolerance / 10
                 lessens = alone.logits < 0.99 * base.logits
-                effect = "part" if (needed and changes) or lessens else "nothing"
+                effect = "part" if needed or lessens else "nothing"
             result.append(self._marked(each, effect, active))
         return result
 
-    def _marked(
-        self, each: Difference, effect: Explains, active: list[Difference]
-    ) -> Difference:
+    def _marked(self, each: Difference, effect: Explains, active: list[Difference]) -> Difference:
         if each not in active:
             return each
         return Difference(each.finding.tested(effect), each.fields, each.tensors)
@@ -407,7 +423,7 @@ class _Tester:
             reading = read(spec)
         except (AssertionError, RuntimeError):
             reading = comparison.theirs
-        tensors = merged_tensors(spec, reading, comparison.ours, taken)
+        tensors = merged_tensors(spec, reading, comparison.ours, taken, self._base)
         return run_ours(spec, tensors, comparison.probe)
 
 

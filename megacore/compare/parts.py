@@ -1,4 +1,4 @@
-"""Logical parts of our tensors: queries, keys and values apart, and the names of their permutations.
+"""Logical parts of our tensors, such as queries, keys and values, and names of permutations.
 
 A fused projection has no axis of its own for queries, keys and values. A comparison needs them
 apart: a converter that confuses two of them, or reads the rows of one program's layout as those of
@@ -132,16 +132,17 @@ def _head_orders(
     for width in sorted(widths):
         for text, inner in rope_orders(head, width):
             yield ("rope_layout", text), ids[:, inner].reshape(-1)
-    yield ("head_interleaving", "rows [head][d] are read as [d][head]"), (
-        ids.reshape(-1).reshape(head, heads).t().reshape(-1)
+    yield (
+        ("head_interleaving", "rows [head][d] are read as [d][head]"),
+        (ids.reshape(-1).reshape(head, heads).t().reshape(-1)),
     )
     yield ("head_interleaving", "rows [d][head] are read as [head][d]"), ids.t().reshape(-1)
     groups = model.query_groups
     if 1 < groups < heads and heads % groups == 0:
         share = heads // groups
-        for rows, order in ((groups, "[group][query head]"), (share, "[query head][group]")):
-            mixed = ids.reshape(rows, heads // rows, head).transpose(0, 1).reshape(-1)
-            yield ("query_groups_order", f"heads {order} are read in the other order"), mixed
+        for count, layout in ((groups, "[group][query head]"), (share, "[query head][group]")):
+            mixed = ids.reshape(count, heads // count, head).transpose(0, 1).reshape(-1)
+            yield ("query_groups_order", f"heads {layout} are read in the other order"), mixed
     for text, order in (("in reverse order", torch.arange(heads - 1, -1, -1)),):
         yield ("head_order", f"heads {text}"), ids[order].reshape(-1)
 
@@ -156,11 +157,18 @@ def rope_orders(head: int, width: int) -> list[tuple[str, Tensor]]:
     share = "" if width == head else f" (the first {width} of {head} elements)"
     return [
         (f"halves are rotated where pairs belong{share}", torch.cat([pairs.t().reshape(-1), rest])),
-        (f"pairs are rotated where halves belong{share}", torch.cat([halves.t().reshape(-1), rest])),
-        (f"the two halves of each head are swapped{share}",
-         torch.cat([halves.flip(0).reshape(-1), rest])),
-        (f"the elements of each pair are swapped{share}",
-         torch.cat([pairs.flip(1).reshape(-1), rest])),
+        (
+            f"pairs are rotated where halves belong{share}",
+            torch.cat([halves.t().reshape(-1), rest]),
+        ),
+        (
+            f"the two halves of each head are swapped{share}",
+            torch.cat([halves.flip(0).reshape(-1), rest]),
+        ),
+        (
+            f"the elements of each pair are swapped{share}",
+            torch.cat([pairs.flip(1).reshape(-1), rest]),
+        ),
     ]
 
 

@@ -66,8 +66,8 @@ def relate(a: Tensor, b: Tensor) -> Relation | None:
         _shifted,
         _transposed,
         _rearranged,
-        _scaled_along_an_axis,
         _partly_equal,
+        _scaled_along_an_axis,
     )
     for search in searches:
         result = search(a, b)
@@ -94,7 +94,7 @@ def row_hashes(tensor: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(width)
     factors = torch.randint(-(2**62), 2**62, (width,), generator=generator) | 1
     blocks = []
-    for block in rows.split(max(1, _BLOCK // max(width, 1))):
+    for block in torch.split(rows, max(1, _BLOCK // max(width, 1))):
         bits = (block + 0.0).contiguous().view(torch.int32).long()
         mixed = (bits * _PRIMES[0]) ^ (bits >> 5)
         blocks.append((mixed * factors).sum(1))
@@ -104,7 +104,7 @@ def row_hashes(tensor: Tensor) -> Tensor:
 def fingerprint(tensor: Tensor) -> tuple[int, int, int]:
     """Return the number of values, and two sums that do not depend on their order."""
     first = second = 0
-    for block in tensor.reshape(-1).split(_BLOCK):
+    for block in torch.split(tensor.reshape(-1), _BLOCK):
         bits = (block + 0.0).contiguous().view(torch.int32).long()
         mixed = (bits * _PRIMES[0]) ^ (bits >> 7)
         first += int(mixed.sum())
@@ -146,7 +146,7 @@ def permutation(a: Tensor, b: Tensor) -> Tensor | None:
     if a.shape != b.shape:
         return None
     rows = matching_rows(a, b)
-    whole = bool((rows >= 0).all()) and len(rows.unique()) == len(rows)
+    whole = bool((rows >= 0).all()) and len(set(rows.tolist())) == len(rows)
     return rows if whole and torch.equal(a[rows], b) else None
 
 
@@ -256,8 +256,9 @@ def _shifted(a: Tensor, b: Tensor) -> Relation | None:
     scale = float(y.abs().max()) + abs(offset)
     if a.numel() < 2 or float((gap - offset).abs().max()) > 1e-6 * max(scale, 1e-6):
         return None
-    return _relation("shifted", f"is A's {'+' if offset > 0 else '-'} {abs(offset):g}",
-                     offset=round(offset, 6))
+    return _relation(
+        "shifted", f"is A's {'+' if offset > 0 else '-'} {abs(offset):g}", offset=round(offset, 6)
+    )
 
 
 def _transposed(a: Tensor, b: Tensor) -> Relation | None:
@@ -318,21 +319,26 @@ def _scaled_along_an_axis(a: Tensor, b: Tensor) -> Relation | None:
 
 
 def _partly_equal(a: Tensor, b: Tensor) -> Relation | None:
-    if a.dim() == 0 or len(a) < 4:
-        return None
-    same = (a == b).reshape(len(a), -1).all(1)
-    equal = int(same.sum())
-    if not len(a) // 4 <= equal < len(a):
-        return None
-    places = torch.nonzero(~same).flatten()
-    first, last = int(places[0]), int(places[-1])
-    unit = "values" if a.dim() == 1 else "rows"
-    zero = bool((b[places] == 0).all())
-    text = f"has {'zeros' if zero else 'other values'} in {len(places):,} of {len(a):,} {unit} " + (
-        f"({first:,} to {last:,})" if last > first else f"({first:,})"
-    )
-    return _relation("rows differ", text, first=first, last=last, rows=places, zero=zero,
-                     **difference(a, b))
+    """Recognize tensors that differ in some rows, values or columns only."""
+    for axis, unit in enumerate(("values",) if a.dim() == 1 else ("rows", "columns")):
+        count = a.shape[axis] if a.dim() in (1, 2) else 0
+        if count < 4:
+            continue
+        same = a == b
+        same = same.all(1 - axis) if a.dim() == 2 else same
+        if not count // 4 <= int(same.sum()) < count:
+            continue
+        places = torch.nonzero(~same).flatten()
+        first, last = int(places[0]), int(places[-1])
+        zero = bool((b.index_select(axis, places) == 0).all())
+        place = f"{first:,} to {last:,}" if last > first else f"{first:,}"
+        text = (
+            f"has {'zeros' if zero else 'other values'} in {len(places):,} of {count:,} {unit} "
+            f"({place})"
+        )
+        details = {"first": first, "last": last, "zero": zero, **difference(a, b)}
+        return Relation("rows differ", text, details)
+    return None
 
 
 def _number(factor: float) -> str:

@@ -31,6 +31,8 @@ from megacore.parallel.mesh import ProcessMesh
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.bias")
 """Tensors with a row per entry of the vocabulary, padded."""
+REPAIRED = frozenset({"transposed", "vocabulary_padding"})
+"""Causes of the findings that the reading of the weights corrects."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 _CAUSE_OF_KEY = {
     "scale": "attention_scale",
@@ -68,6 +70,8 @@ class Reading:
     """Parameters in fp32 by our names, each computed on access."""
     problems: tuple[Finding, ...] = ()
     """Tensors that are missing, left over, or of another shape than the specification says."""
+    unsound: frozenset[str] = frozenset()
+    """Names of the parameters that are not there as a whole in their shape."""
 
     def rows(self, name: str) -> Tensor:
         """Return a tensor without the padding of the vocabulary."""
@@ -189,9 +193,7 @@ def _foreign_side(path: Path, refused: CheckpointError) -> Side:
 
 
 def _tokenizer(directory: Path | None) -> Path | None:
-    there = directory is not None and any(
-        (directory / name).is_file() for name in _TOKENIZER_FILES
-    )
+    there = directory is not None and any((directory / name).is_file() for name in _TOKENIZER_FILES)
     return directory if there else None
 
 
@@ -207,8 +209,13 @@ def _reader_of(tensors: Mapping[str, Tensor]) -> Callable[[ModelSpec], Reading]:
         problems: list[Finding] = []
         missing = [name for name in shapes if name not in tensors]
         extra = [name for name in tensors if name not in shapes]
-        problems += _absent(missing, spec) + _left_over(extra)
-        return Reading(spec, shapes, _Fitted(tensors, shapes), tuple(problems))
+        problems += _absent(missing) + _left_over(extra)
+        unsound = {
+            name
+            for name in tensors
+            if name in shapes and tuple(tensors[name].shape) != shapes[name]
+        } | set(missing)
+        return Reading(spec, shapes, _Fitted(tensors, shapes), tuple(problems), frozenset(unsound))
 
     return read
 
@@ -290,11 +297,16 @@ def _read_form(form: HfForm, readers: Mapping[str, Reader], spec: ModelSpec) -> 
             elif not torch.equal(reader(), known[name]()):
                 problems.append(_untied(copy, name))
     missing = [name for name in table.their_shapes if name not in known]
-    problems += _absent(missing, spec)
+    problems += _absent(missing)
     entries = {entry.ours: entry for entry in table.entries}
-    problems += _misshapen(entries.values(), known, table.their_shapes)
+    misshapen = _misshapen(entries.values(), known, table.their_shapes)
+    problems += misshapen
     tensors = _Merged(entries, known, table.their_shapes)
-    return Reading(spec, dict(table.our_shapes), tensors, tuple(problems))
+    wrong = {name for each in misshapen if each.cause not in REPAIRED for name in each.where}
+    unsound = frozenset(
+        entry.ours for entry in table.entries if not {*missing, *wrong}.isdisjoint(entry.theirs)
+    )
+    return Reading(spec, dict(table.our_shapes), tensors, tuple(problems), unsound)
 
 
 class _Merged(Mapping[str, Tensor]):
@@ -359,16 +371,14 @@ def _misshapen(
     ]
 
 
-def _absent(names: list[str], spec: ModelSpec) -> list[Finding]:
+def _absent(names: list[str]) -> list[Finding]:
     """Return the findings of missing tensors; biases are one of their own."""
     biases = [name for name in names if name.endswith(".bias")]
     others = [name for name in names if not name.endswith(".bias")]
     result = []
     for missing, cause in ((biases, "missing_bias"), (others, "missing_tensors")):
         if missing:
-            result.append(
-                Finding("weights", cause, f"lacks {listed(missing)}", tuple(missing))
-            )
+            result.append(Finding("weights", cause, f"lacks {listed(missing)}", tuple(missing)))
     return result
 
 
@@ -427,9 +437,7 @@ def _open_refused(path: Path, other: Side, name: str, other_name: str) -> Side:
     return side
 
 
-def _readable(
-    values: dict[str, Any], reference: dict[str, Any], directory: Path
-) -> dict[str, Any]:
+def _readable(values: dict[str, Any], reference: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return the fewest values of `reference` with which `values` can be read.
 
     Raises ConversionError if all of them together do not help.

@@ -20,8 +20,15 @@ SAMPLES = (
     "don't can't I'll we've \u201cquoted\u201d \u2014 dash\u2026 \ufb01 \u00bd \u2460",
 )
 """Texts that both tokenizers encode."""
-_ROLES = ("eos_token", "bos_token", "pad_token", "unk_token", "cls_token", "sep_token",
-          "mask_token")
+_ROLES = (
+    "eos_token",
+    "bos_token",
+    "pad_token",
+    "unk_token",
+    "cls_token",
+    "sep_token",
+    "mask_token",
+)
 _SECTIONS = {
     "normalizer": "tokenizer_normalizer",
     "pre_tokenizer": "tokenizer_pretokenizer",
@@ -125,8 +132,7 @@ def _merges(a: dict[str, Any], b: dict[str, Any]) -> list[Finding]:
     if ours == theirs or ours is None or theirs is None:
         return []
     first = next(
-        (index for index, pair in enumerate(zip(ours, theirs, strict=False))
-         if pair[0] != pair[1]),
+        (index for index, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
         min(len(ours), len(theirs)),
     )
     cut = first == min(len(ours), len(theirs))
@@ -150,8 +156,10 @@ def _added(a: dict[str, Any], b: dict[str, Any]) -> list[Finding]:
         return []
     ours, theirs = (
         {
-            token["content"]: {key: token.get(key) for key in ("id", "special", "lstrip", "rstrip",
-                                                                "normalized", "single_word")}
+            token["content"]: {
+                key: token.get(key)
+                for key in ("id", "special", "lstrip", "rstrip", "normalized", "single_word")
+            }
             for token in values.get("added_tokens", [])
         }
         for values in (a, b)
@@ -178,8 +186,10 @@ def _roles(
 ) -> list[Finding]:
     findings = []
     if a.eod_id != b.eod_id:
-        sentence = f"a text ends with {a.eod_token!r} (id {a.eod_id}) in A, {b.eod_token!r} (id " \
+        sentence = (
+            f"a text ends with {a.eod_token!r} (id {a.eod_id}) in A, {b.eod_token!r} (id "
             f"{b.eod_id}) in B"
+        )
         findings.append(
             Finding("tokenizer", "special_tokens", sentence, ("eos_token",), a.eod_id, b.eod_id)
         )
@@ -231,8 +241,11 @@ def _texts(a: Tokenizer, b: Tokenizer, *, explained: bool) -> list[Finding]:
         return []
     text, first, second = differing[0]
     place = next(
-        (index for index, pair in enumerate(zip(first.tolist(), second.tolist(), strict=False))
-         if pair[0] != pair[1]),
+        (
+            index
+            for index, pair in enumerate(zip(first.tolist(), second.tolist(), strict=False))
+            if pair[0] != pair[1]
+        ),
         min(len(first), len(second)),
     )
     sentence = (

@@ -5,6 +5,7 @@ values, finds the precision of each side, and pairs the layers. The second names
 each part of B to its counterpart in A.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -104,8 +105,9 @@ def compare_weights(a: Reading, b: Reading) -> tuple[list[Difference], dict[str,
     rounding = _precision(first, second)
     if rounding is not None:
         differences.append(rounding)
-        dtype = _DTYPES[str(rounding.finding.b if rounding.finding.b != "float32"
-                            else rounding.finding.a)]
+        dtype = _DTYPES[
+            str(rounding.finding.b if rounding.finding.b != "float32" else rounding.finding.a)
+        ]
         a = replace(a, tensors=RoundedTensors(a.tensors, dtype))
         b = replace(b, tensors=RoundedTensors(b.tensors, dtype))
         first, second = _survey(a), _survey(b)
@@ -244,9 +246,11 @@ def _layer_difference(
         cause = "layers_missing"
         lacking = f"lacks A's layer{'s' if len(missing) > 1 else ''} {_order(missing)}"
         again = [f"layer {number} is A's {origin[number]}" for number in wrong if number in origin]
-        text = f"the {stack} has {len(theirs)} layers where A has {len(ours)}" + (
-            f", {lacking}" if missing else ""
-        ) + (f"; {listed(again, 4)}" if again else "")
+        text = (
+            f"the {stack} has {len(theirs)} layers where A has {len(ours)}"
+            + (f", {lacking}" if missing else "")
+            + (f"; {listed(again, 4)}" if again else "")
+        )
     affected = frozenset(
         name
         for name in a.shapes
@@ -300,9 +304,7 @@ def _mixed(
     a: Reading,
 ) -> list[_Part] | None:
     """Return the parts of a group whose rows were taken from one another; None if they were not."""
-    shapes = {ours[name].shape[1:] for name in common} | {
-        theirs[name].shape[1:] for name in common
-    }
+    shapes = {ours[name].shape[1:] for name in common} | {theirs[name].shape[1:] for name in common}
     if len(shapes) > 1:
         return None
     rows = permutation(
@@ -324,8 +326,11 @@ def _mixed(
         cause, text = (
             ("gate_up_swapped", "gate and up are exchanged")
             if swapped
-            else ("gate_up_order", "rows of gate and up are interleaved, as by tensor-parallel "
-                  "ranks whose parts were merged without separating them")
+            else (
+                "gate_up_order",
+                "rows of gate and up are interleaved, as by tensor-parallel "
+                "ranks whose parts were merged without separating them",
+            )
         )
     return [
         _Part(name, relation, cause, text, tensor_of(name, a.shapes))
@@ -347,9 +352,7 @@ def _named(name: str, relation: Relation, a: Reading) -> tuple[str, str]:
         return "transposed", relation.text
     if kind == "scaled":
         attention = ".query." in name or ".key." in name
-        cause = "attention_scale" if attention else (
-            "embedding_scale" if vocabulary else "scaled"
-        )
+        cause = "attention_scale" if attention else ("embedding_scale" if vocabulary else "scaled")
         return cause, relation.text
     if kind == "shifted":
         unit = norm and not bias and abs(abs(details["offset"]) - 1) < 1e-4
@@ -360,14 +363,12 @@ def _named(name: str, relation: Relation, a: Reading) -> tuple[str, str]:
             return "norm_reset", relation.text
         return ("missing_bias" if bias and value == 0 else "constant"), relation.text
     if kind == "row shift":
-        cause = "vocabulary_shift" if vocabulary else (
-            "position_offset" if position else "shard_order"
+        cause = (
+            "vocabulary_shift" if vocabulary else ("position_offset" if position else "shard_order")
         )
         return cause, relation.text
     if kind == "rows at the end":
-        cause = "vocabulary_padding" if vocabulary else (
-            "position_table" if position else "shape"
-        )
+        cause = "vocabulary_padding" if vocabulary else ("position_table" if position else "shape")
         return cause, relation.text
     if kind in ("rows scaled", "columns scaled"):
         return _named_factors(name, relation, a)
@@ -400,9 +401,7 @@ def _named_factors(name: str, relation: Relation, a: Reading) -> tuple[str, str]
     return "scaled", relation.text
 
 
-def _cross_matched(
-    parts: list[_Part], a: Reading, b: Reading, survey: _Survey
-) -> list[_Part]:
+def _cross_matched(parts: list[_Part], a: Reading, b: Reading, survey: _Survey) -> list[_Part]:
     """Name the parts whose values are those of another tensor of A."""
     unclear = [part for part in parts if part.cause in (UNEXPLAINED, "shape", "vocabulary_rows")]
     if not unclear:
@@ -440,26 +439,19 @@ def _swap_cause(name: str, origin: str) -> str:
 
 def _summarized(parts: list[_Part]) -> list[Difference]:
     """Return one difference for each cause and description, with all tensors that it affects."""
-    grouped: dict[tuple[str, str], list[_Part]] = {}
+    grouped: dict[tuple[str, str, str], list[_Part]] = {}
     for part in parts:
-        text = part.text if part.cause != UNEXPLAINED else ""
         match = LAYER.match(part.name)
         local = match["local"] if match else part.name
-        if part.text.startswith("is A's "):
-            origin = LAYER.match(part.text.removeprefix("is A's "))
-            same = match and origin and match["number"] == origin["number"]
-            text = f"is A's {origin['local']}" if same and origin else part.text
-        key = (part.cause, text if part.cause != UNEXPLAINED else local)
-        grouped.setdefault(key, []).append(part)
-    return [_summary(cause, members) for (cause, _), members in grouped.items()]
+        shape = local if part.cause == UNEXPLAINED else re.sub(r"[-\d.,e+]+", "#", part.text)
+        grouped.setdefault((part.cause, part.relation.kind, shape), []).append(part)
+    return [_summary(cause, members) for (cause, _, _), members in grouped.items()]
 
 
 def _summary(cause: str, parts: list[_Part]) -> Difference:
     names = tuple(part.name for part in parts)
     locals_ = list(
-        dict.fromkeys(
-            match["local"] if (match := LAYER.match(name)) else name for name in names
-        )
+        dict.fromkeys(match["local"] if (match := LAYER.match(name)) else name for name in names)
     )
     layers = {match["number"] for name in names if (match := LAYER.match(name))}
     places = f" in {len(layers)} layers" if len(layers) > 1 else ""
