@@ -102,8 +102,9 @@ class _Comparison:
         if a.spec.family != b.spec.family:
             report.findings += [*a.findings, *b.findings, *fields]
             return report
-        self.ours = a.read(a.spec)
-        self.theirs = self._read_b()
+        self.repaired = [*a.findings, *b.findings]
+        self.contradicted: dict[str, tuple[str, ...]] = {}
+        self.ours, self.theirs = self._read(a, b, "A"), self._read(b, a, "B")
         differences = self._structural(fields)
         found, facts = compare_weights(self.ours, self.theirs)
         differences += self._new(found, differences)
@@ -120,57 +121,40 @@ class _Comparison:
             ]
         return report
 
-    def _read_b(self) -> Reading:
-        """Read B as its configuration says, or as A's if B's weights fit that only."""
-        reading = self.b.read(self.b.spec)
-        self.contradiction: Finding | None = None
-        fields = [
-            (name, ours, theirs)
-            for name, ours, theirs in differing_fields(self.a.spec, self.b.spec)
-        ]
+    def _read(self, side: Side, other: Side, names: str) -> Reading:
+        """Read a side as its configuration says, or as the other's if its weights fit only that."""
+        reading = side.read(side.spec)
+        fields = tuple(name for name, _, _ in differing_fields(side.spec, other.spec))
         if not reading.problems or not fields:
             return reading
-        other = with_fields(self.b.spec, self.a.spec, tuple(name for name, _, _ in fields))
-        try:
-            fitting = self.b.read(other)
-        except (RuntimeError, AssertionError, ConversionError, ZeroDivisionError):
+        fitting = _attempt(side, with_fields(side.spec, other.spec, fields))
+        if fitting is None or len(fitting.problems) >= len(reading.problems):
             return reading
-        if len(fitting.problems) >= len(reading.problems):
-            return reading
-        wrong = self._contradicting(other, fields)
-        named = ", ".join(f"{name} {shown(theirs)}" for name, _, theirs in wrong)
-        true = ", ".join(shown(ours) for _, ours, _ in wrong)
-        self.contradiction = Finding(
-            "architecture",
-            "config_contradicts_weights",
-            f"B's configuration says {named}, and its weights are those of {true}",
-            tuple(name for name, _, _ in wrong),
+        wrong = [
+            (name, ours, theirs)
+            for name, ours, theirs in differing_fields(side.spec, other.spec)
+            if _contradicts(side, fitting, name)
+        ] or list(differing_fields(side.spec, other.spec))
+        said = ", ".join(f"{name} {shown(ours)}" for name, ours, _ in wrong)
+        true = ", ".join(shown(theirs) for _, _, theirs in wrong)
+        self.repaired.append(
+            Finding(
+                "architecture",
+                "config_contradicts_weights",
+                f"the configuration of {names} says {said}, and its weights are those of {true}",
+                tuple(name for name, _, _ in wrong),
+            )
         )
-        return replace(fitting, spec=fitting.spec)
-
-    def _contradicting(
-        self, fitting: ModelSpec, fields: Sequence[tuple[str, Any, Any]]
-    ) -> list[tuple[str, Any, Any]]:
-        """Return the fields whose value in B's configuration does not fit B's weights."""
-        best = len(self.b.read(fitting).problems)
-        wrong = []
-        for name, ours, theirs in fields:
-            try:
-                problems = self.b.read(with_fields(fitting, self.b.spec, (name,))).problems
-            except (RuntimeError, AssertionError, ConversionError, ZeroDivisionError):
-                wrong.append((name, ours, theirs))
-                continue
-            if len(problems) > best:
-                wrong.append((name, ours, theirs))
-        return wrong or list(fields)
+        self.contradicted[names] = self.repaired[-1].where
+        return fitting
 
     def _structural(self, fields: list[Finding]) -> list[Difference]:
         """Return the differences of the architecture, and of the tensors that are there."""
         differences = [Difference(each, fields=each.where) for each in fields]
-        self.repaired = [*self.a.findings, *self.b.findings]
-        if self.contradiction is not None:
-            self.repaired.append(self.contradiction)
-        for reading, name in ((self.ours, "A"), (self.theirs, "B")):
+        for side, reading, name in (
+            (self.a, self.ours, "A"),
+            (self.b, self.theirs, "B"),
+        ):
             for problem in reading.problems:
                 sentence = (
                     f"{name} {problem.sentence}"
@@ -181,14 +165,9 @@ class _Comparison:
                 if problem.cause in REPAIRED:
                     self.repaired.append(finding)
                     continue
-                tensors = frozenset(self._our_names(problem, reading))
+                tensors = frozenset(_our_names(problem, reading, side))
                 differences.append(Difference(finding, tensors=tensors))
         return differences
-
-    def _our_names(self, problem: Finding, reading: Reading) -> list[str]:
-        """Return the global names of our tensors that a problem of the files concerns."""
-        direct = [name for name in problem.where if name in reading.shapes]
-        return direct or list(self.b.names_of(reading.spec, problem.where))
 
     def _new(self, found: list[Difference], known: list[Difference]) -> list[Difference]:
         """Return the differences of values that no known difference has named already."""
@@ -262,6 +241,13 @@ class _Comparison:
         ):
             effect: Explains = "all" if base.within(self.options.tolerance) else "part"
             self.repaired = [each.tested(effect) for each in self.repaired]
+            wrong = {field for fields in self.contradicted.values() for field in fields}
+            differences = [
+                replace(each, finding=each.finding.tested(effect))
+                if each.finding.explains == "nothing" and wrong.intersection(each.fields)
+                else each
+                for each in differences
+            ]
         self._check_transformers(tester)
         return differences
 
@@ -271,7 +257,7 @@ class _Comparison:
             (self.a, "A", lambda: tester.outputs_of_a),
             (self.b, "B", lambda: tester.outputs_of_b),
         ):
-            if side.form != "hf":
+            if side.form != "hf" or name in self.contradicted:
                 continue
             self._check_directory(side, name, run)
 
@@ -425,6 +411,26 @@ class _Tester:
             reading = comparison.theirs
         tensors = merged_tensors(spec, reading, comparison.ours, taken, self._base)
         return run_ours(spec, tensors, comparison.probe)
+
+
+def _attempt(side: Side, spec: ModelSpec) -> Reading | None:
+    """Read the weights of a side as those of a specification; None if they cannot be."""
+    try:
+        return side.read(spec)
+    except (RuntimeError, AssertionError, ConversionError, ZeroDivisionError):
+        return None
+
+
+def _contradicts(side: Side, fitting: Reading, field: str) -> bool:
+    """Return True if a side's weights do not fit its configuration's value of a field."""
+    reading = _attempt(side, with_fields(fitting.spec, side.spec, (field,)))
+    return reading is None or len(reading.problems) > len(fitting.problems)
+
+
+def _our_names(problem: Finding, reading: Reading, side: Side) -> list[str]:
+    """Return the global names of our tensors that a problem of the files concerns."""
+    direct = [name for name in problem.where if name in reading.shapes]
+    return direct or side.names_of(reading.spec, problem.where)
 
 
 _EFFECTIVE = ("all", "part")

@@ -52,11 +52,11 @@ def relate(a: Tensor, b: Tensor) -> Relation | None:
     """Return the relation of two tensors; None if they are equal."""
     if a.shape == b.shape and torch.equal(a, b):
         return None
-    if not bool(torch.isfinite(b).all()):
-        if a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
-            return None
-        count = int((~torch.isfinite(b)).sum())
-        return _relation("not finite", f"has {count:,} values that are no numbers (NaN, infinity)")
+    infinite = [int((~torch.isfinite(each)).sum()) for each in (a, b)]
+    if any(infinite):
+        same = a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        text = f"has {infinite[1]:,} values that are no numbers (NaN, infinity), A {infinite[0]:,}"
+        return None if same else _relation("not finite", text)
     if a.shape != b.shape:
         return _reshaped(a, b)
     searches: Iterable[Callable[[Tensor, Tensor], Relation | None]] = (
@@ -205,10 +205,13 @@ def _reshaped(a: Tensor, b: Tensor) -> Relation:
 
 
 def _constant(a: Tensor, b: Tensor) -> Relation | None:
-    value = float(b.reshape(-1)[0])
-    if not bool((b == value).all()) or a.numel() < 2:
+    if a.numel() < 2:
         return None
-    return _relation("constant", f"is {value:g} everywhere", value=value)
+    for tensor, text in ((b, "is {} everywhere"), (a, "has values where A is {} everywhere")):
+        value = float(tensor.reshape(-1)[0])
+        if bool((tensor == value).all()):
+            return _relation("constant", text.format(f"{value:g}"), value=value)
+    return None
 
 
 def _rounded(a: Tensor, b: Tensor) -> Relation | None:
@@ -330,13 +333,11 @@ def _partly_equal(a: Tensor, b: Tensor) -> Relation | None:
             continue
         places = torch.nonzero(~same).flatten()
         first, last = int(places[0]), int(places[-1])
-        zero = bool((b.index_select(axis, places) == 0).all())
+        zero_a, zero = (bool((each.index_select(axis, places) == 0).all()) for each in (a, b))
         place = f"{first:,} to {last:,}" if last > first else f"{first:,}"
-        text = (
-            f"has {'zeros' if zero else 'other values'} in {len(places):,} of {count:,} {unit} "
-            f"({place})"
-        )
-        details = {"first": first, "last": last, "zero": zero, **difference(a, b)}
+        kind = "zeros" if zero else "values where A has zeros" if zero_a else "other values"
+        text = f"has {kind} in {len(places):,} of {count:,} {unit} ({place})"
+        details = {"first": first, "last": last, "zero": zero or zero_a, **difference(a, b)}
         return Relation("rows differ", text, details)
     return None
 

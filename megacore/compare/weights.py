@@ -117,11 +117,14 @@ def compare_weights(a: Reading, b: Reading) -> tuple[list[Difference], dict[str,
     names = [name for name in a.shapes if name in places]
     parts: list[_Part] = []
     equal = 0
-    for group in groups(names):
+    again = frozenset[str]().union(
+        *(each.tensors for each in moved if each.finding.sentence.startswith("A repeats"))
+    )
+    for group in groups([name for name in names if name not in again]):
         found = list(_compare_group(group, a, b))
         parts += found
         equal += not found
-    parts = _cross_matched(parts, a, b, first)
+    parts = _cross_matched(parts, (a, b), (first, second))
     differences += _summarized(parts)
     facts = {
         "tensors": len(names),
@@ -172,6 +175,11 @@ def _pair_layers(
     for stack in dict.fromkeys(match["stack"] for name in a.shapes if (match := LAYER.match(name))):
         ours, theirs = _layers(first.prints, stack), _layers(second.prints, stack)
         origin = _origins(ours, theirs)
+        if len(ours) == len(theirs) and len(origin) < len(theirs):
+            again = {new: old for new, old in _origins(theirs, ours).items() if new != old}
+            if again:
+                differences.append(_repeated(stack, again, a))
+                continue
         if all(origin.get(number, number) == number for number in theirs) and len(ours) == len(
             theirs
         ):
@@ -261,6 +269,22 @@ def _layer_difference(
     where = tuple(f"{stack}.layers.{number}" for number in wrong or missing)
     finding = Finding("weights", cause, f"B: {text}", where)
     return Difference(finding, tensors=affected), moved
+
+
+def _repeated(stack: str, again: Mapping[int, int], a: Reading) -> Difference:
+    """Return the difference of layers of A that repeat others, where B has layers of its own."""
+    text = listed([f"layer {new} of A is B's {old}" for new, old in again.items()], 4)
+    affected = frozenset(
+        name
+        for name in a.shapes
+        if (match := LAYER.match(name))
+        and match["stack"] == stack
+        and int(match["number"]) in again
+    )
+    where = tuple(f"{stack}.layers.{number}" for number in again)
+    return Difference(
+        Finding("weights", "layers_missing", f"A repeats layers: {text}", where), tensors=affected
+    )
 
 
 def _order(numbers: list[int]) -> str:
@@ -396,31 +420,38 @@ def _named_factors(name: str, relation: Relation, a: Reading) -> tuple[str, str]
         if not (inside and "norm" in norm and norm.endswith(".weight")):
             continue
         weight = a.tensors[norm]
-        if weight.shape == factors.shape and torch.allclose(weight, factors, rtol=1e-4, atol=1e-6):
-            return "folded_norm", f"{relation.text}, the weight of A's {norm}"
+        for each, verb in ((factors, "multiplied by"), (1 / factors, "divided by")):
+            if weight.shape == each.shape and torch.allclose(weight, each, rtol=1e-4, atol=1e-6):
+                unit = relation.kind.removesuffix("s scaled")
+                return "folded_norm", f"has each {unit} {verb} the weight of A's {norm}"
     return "scaled", relation.text
 
 
-def _cross_matched(parts: list[_Part], a: Reading, b: Reading, survey: _Survey) -> list[_Part]:
-    """Name the parts whose values are those of another tensor of A."""
-    unclear = [part for part in parts if part.cause in (UNEXPLAINED, "shape", "vocabulary_rows")]
-    if not unclear:
-        return parts
-    origins: dict[Fingerprint, list[str]] = {}
-    for name, value in survey.prints.items():
-        origins.setdefault(value, []).append(name)
+def _cross_matched(
+    parts: list[_Part], readings: tuple[Reading, Reading], surveys: tuple[_Survey, _Survey]
+) -> list[_Part]:
+    """Name the parts whose values are those of another tensor of the other side."""
     result = []
     for part in parts:
-        candidates: list[str] = []
-        if part in unclear:
-            whole = Group((part.tensor,), "single").parts(b)[part.name]
-            candidates = [name for name in origins.get(fingerprint(whole), []) if name != part.name]
-        if len(candidates) == 1:
-            [origin] = candidates
-            cause = _swap_cause(part.name, origin)
-            part = replace(part, cause=cause, text=f"is A's {origin}")
+        if part.cause in (UNEXPLAINED, "shape", "vocabulary_rows", "order"):
+            for this, other, text in ((1, 0, "is A's {}"), (0, 1, "has there what A has as {}")):
+                origin = _origin(part, readings[this], surveys[other])
+                if origin is not None:
+                    cause = _swap_cause(part.name, origin)
+                    part = replace(part, cause=cause, text=text.format(origin))
+                    break
         result.append(part)
     return result
+
+
+def _origin(part: _Part, reading: Reading, other: _Survey) -> str | None:
+    """Return the only other part of `other` with the values that the part has in `reading`."""
+    values = Group((part.tensor,), "single").parts(reading).get(part.name)
+    if values is None or bool((values == values.reshape(-1)[0]).all()):
+        return None
+    found = fingerprint(values)
+    names = [name for name, value in other.prints.items() if value == found]
+    return names[0] if len(names) == 1 and names[0] != part.name else None
 
 
 def _swap_cause(name: str, origin: str) -> str:

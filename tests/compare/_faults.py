@@ -322,6 +322,7 @@ FAULTS = (
         "gpt2",
         both(rows_to(112, "wte"), config(vocab_size=112)),
         "vocabulary_padding",
+        explains=False,
     ),
     Fault(
         "vocabulary padded in the weights only",
