@@ -1,6 +1,7 @@
 """What a run's directory records: configuration, inputs, attempts and steps."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,10 +177,8 @@ def _inputs(directory: Path, job: Mapping[str, Any]) -> dict[str, str]:
         digest = None if place is None else _digest(Path(place))
         if digest is not None:
             digests[role] = digest
-    try:
+    with suppress(ArtifactError, FileAccessError):
         digests |= Manifest.read(directory).inputs
-    except (ArtifactError, FileAccessError):
-        pass
     return digests
 
 

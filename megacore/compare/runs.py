@@ -383,7 +383,29 @@ def _conclude(
     )
 
 
-def _reasons(findings: list[Finding], a: RunRecord, b: RunRecord, first: _First) -> list[Finding]:
+_NO_REASONS = frozenset({"length", "resume", "train_iters"})
+"""Causes that change no result by themselves."""
+_RECORDED = {"lr_schedule": ("lr",), "batch_size": ("global_batch_size", "consumed_samples")}
+"""Series that show from which step a difference of the configuration has an effect, by cause."""
+
+
+def _since(finding: Finding, series: Mapping[str, _First | None]) -> float:
+    """Return the number of iterations before the first one that a finding can affect."""
+    step = finding.numbers.get("step", 0.0)
+    names = _RECORDED.get(finding.cause)
+    if names is None:
+        return step
+    steps = [first.step - 1 for name in names if (first := series[name]) is not None]
+    return max(step, min(steps, default=math.inf))
+
+
+def _reasons(
+    findings: list[Finding],
+    a: RunRecord,
+    b: RunRecord,
+    first: _First,
+    series: Mapping[str, _First | None],
+) -> list[Finding]:
     """Return the findings that can explain the first different result, the strongest kind only."""
     logged = sorted(a.steps.keys() & b.steps.keys())
     before = max((step for step in logged if step < first.step), default=0)
