@@ -5,6 +5,7 @@ a step from which it applies. Some can change a loss at once, others only after 
 only by rounding. The reasons of the first difference are the candidates that can explain it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
