@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacore.config.run import RunConfig
 from megacore.observe.events import EventWriter
 from tests.train._runs import config, job
 
@@ -39,7 +40,10 @@ class Written:
 def write(directory: Path, run: Written, data: Path) -> Path:
     """Write the record of a run as a training writes it."""
     directory.mkdir(parents=True)
-    settings = config(**run.sections)
+    sections = {key: value for key, value in run.sections.items() if isinstance(value, dict)}
+    engine = str(run.sections.get("engine", "native"))
+    values = config(engine, **sections).model_dump(mode="json")
+    settings = RunConfig.model_validate(values | {"seed": run.sections.get("seed", 1234)})
     content = json.loads(job(settings, data, directory, **run.job).model_dump_json())
     (directory / "run.json").write_text(json.dumps(content), encoding="utf-8")
     interval = settings.train.log_interval
