@@ -493,7 +493,8 @@ def _summary(cause: str, parts: list[_Part]) -> Difference:
         for key, value in worst.relation.details.items()
         if key in ("max_abs", "relative", "cosine", "factor", "offset")
     }
-    sentence = f"{named}{places}: B {worst.text}"
+    verb = worst.text.split()[0] in ("is", "has", "lacks", "differs")
+    sentence = f"{named}{places}: {'B' if verb else 'in B,'} {worst.text}"
     finding = Finding("weights", cause, sentence, names, numbers=numbers)
     return Difference(finding, tensors=frozenset(part.tensor for part in parts))
 
