@@ -108,7 +108,7 @@ def make_probe(
     present = torch.ones_like(ids, dtype=torch.bool)
     if spec.family == "gpt":
         return ModelInput(ids, ids)
-    if spec.family == "bert":
+    if spec.family != "t5":
         segments = (torch.arange(columns) >= columns // 2).long().expand(rows, -1)
         return ModelInput(ids, ids, present=present, tokentypes=segments)
     decoder = torch.randint(0, vocab_size, (rows, _DECODER_LENGTH), generator=generator)

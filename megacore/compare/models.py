@@ -357,7 +357,7 @@ class _Tester:
     def tested(self, differences: list[Difference]) -> list[Difference]:
         """Return the differences with the effect of their corrections.
 
-        A difference explains all if its correction alone makes the logits agree, a part if the
+        A difference explains all if only its correction makes the logits agree, a part if the
         others together do not without it, and nothing otherwise.
         """
         active = [each for each in differences if each.finding.differs]

@@ -1,4 +1,4 @@
-"""What a run's directory records: configuration, inputs, attempts and steps."""
+"""Record of a run in its directory: configuration, inputs, attempts and steps."""
 
 from collections.abc import Mapping
 from contextlib import suppress
