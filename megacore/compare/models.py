@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
+from megacore.artifact.files import write_json
 from megacore.compare.fields import (
     differing_fields,
     field_findings,
@@ -47,6 +49,8 @@ from megacore.compare.side import (
 from megacore.compare.tokenizers import compare_tokenizers
 from megacore.compare.weights import Difference, compare_weights
 from megacore.config.spec import ModelSpec
+from megacore.convert.hf.config import CONFIG_NAME
+from megacore.convert.hf.forms import model_config
 from megacore.errors import ConversionError, MegacoreError
 from megacore.hardware import memory_info, memory_limit
 
@@ -280,27 +284,47 @@ class _Comparison:
         facts[f"transformers_{name.lower()}"] = found.logits
         if found.within(self.options.tolerance):
             return
-        keys = [finding for finding in side.findings if finding.where]
-        refused = f" because of {keys[0].where[0]}" if keys else ""
-        cause = keys[0].cause if keys else self._suspect(side)
+        reading = self.ours if side is self.a else self.theirs
+        keys = [each for each in (*side.findings, *reading.problems) if each.where]
+        if keys:
+            cause, key = keys[0].cause, keys[0].where[0]
+        else:
+            cause, key = self._suspect(side, ours())
+        because = f" because of {key}" if key else ""
         text = (
             f"transformers computes other logits from the files of {name} than megacore does "
-            f"(largest difference {found.logits:.3g}){refused}: {first_layer_text(found)}"
+            f"(largest difference {found.logits:.3g}){because}: {first_layer_text(found)}"
         )
         self.report.findings.append(logits_finding(cause, found, text))
 
-    def _suspect(self, side: Side) -> str:
-        """Return the cause of the first value of config.json that the other side has not."""
-        other = self.b if side is self.a else self.a
-        if not other.values:
-            return UNEXPLAINED
-        keys = [
-            key
-            for key, value in side.values.items()
-            if other.values.get(key) != value and not key.startswith(("_", "transformers"))
-        ]
-        causes = [cause_of_key(key, side.values[key]) for key in keys]
-        return next((cause for cause in causes if cause != "configuration"), UNEXPLAINED)
+    def _suspect(self, side: Side, ours: Outputs) -> tuple[str, str]:
+        """Return the cause and key of config.json without which transformers agrees with us.
+
+        Keys are tried that our own configuration of the same model lacks or has otherwise.
+        """
+        try:
+            reference = model_config(side.spec, "float32")
+        except ConversionError:
+            return UNEXPLAINED, ""
+        for key, value in side.values.items():
+            cause = cause_of_key(key, value)
+            if reference.get(key) == value or cause == "configuration":
+                continue
+            changed = {name: each for name, each in side.values.items() if name != key}
+            if key in reference:
+                changed[key] = reference[key]
+            with TemporaryDirectory() as folder:
+                for path in side.path.iterdir():
+                    if path.name != CONFIG_NAME:
+                        (Path(folder) / path.name).symlink_to(path.absolute())
+                write_json(Path(folder) / CONFIG_NAME, changed)
+                try:
+                    theirs = run_theirs(Path(folder), side.spec, self.probe)
+                except (ConversionError, RuntimeError, IndexError):
+                    continue
+            if distance(ours, theirs, self.options.tolerance).within(self.options.tolerance):
+                return cause, key
+        return UNEXPLAINED, ""
 
     def _compare_tokenizers(self) -> None:
         report = self.report

@@ -210,7 +210,7 @@ def _constant(a: Tensor, b: Tensor) -> Relation | None:
     for tensor, text in ((b, "is {} everywhere"), (a, "has values where A is {} everywhere")):
         value = float(tensor.reshape(-1)[0])
         if bool((tensor == value).all()):
-            return _relation("constant", text.format(f"{value:g}"), value=value)
+            return _relation("constant", text.format(f"{value + 0.0:g}"), value=value)
     return None
 
 

@@ -203,6 +203,11 @@ def tied_flag(tensors: Weights, _spec: ModelSpec) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
 
+def other_output_layer(tensors: Weights, _spec: ModelSpec) -> None:
+    """Write an output layer of its own next to an embedding that the configuration ties."""
+    tensors["lm_head.weight"] = 2 * tensors["transformer.wte.weight"]
+
+
 def folded_norm(tensors: Weights, _spec: ModelSpec) -> None:
     """Multiply the weight of a norm into the layer behind it, and keep it in the norm."""
     for name in [name for name in tensors if "post_attention_layernorm" in name]:
@@ -358,6 +363,20 @@ FAULTS = (
         "llama",
         config(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
         "rope_scaling",
+    ),
+    Fault(
+        "rope scaling beside rope parameters",
+        "llama",
+        config(rope_scaling={"type": "linear", "factor": 4.0}),
+        "rope_scaling",
+        explains=False,
+    ),
+    Fault(
+        "other output layer beside a tied one",
+        "gpt2",
+        weights(other_output_layer),
+        "tied_embeddings",
+        explains=False,
     ),
     Fault("epsilon of llama", "llama", config(rms_norm_eps=1e-2), "norm_epsilon"),
     Fault("gate and up exchanged", "llama", exchange("gate_proj", "up_proj"), "gate_up_swapped"),
