@@ -1,7 +1,7 @@
 """Outputs of a model and its layers on a probe, and the first difference of two models."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,10 +218,6 @@ def first_layer_text(found: Distance) -> str:
     before = names[: names.index(found.first_layer)]
     equal = f"; {before[-1]} before it agrees" if before else ""
     return f"the first module with another output is {found.first_layer}{equal}"
-
-
-Runner = Callable[[ModelSpec, frozenset[str]], Outputs]
-"""Function that computes the outputs of B with a specification and with these tensors of A."""
 
 
 def logits_finding(cause: str, found: Distance, text: str) -> Finding:

@@ -17,7 +17,6 @@ from torch import Tensor
 from megacore.compare.parts import LAYER, Group, groups, name_mixed, name_order, tensor_of
 from megacore.compare.relations import (
     Relation,
-    difference,
     fingerprint,
     permutation,
     relate,
@@ -28,7 +27,6 @@ from megacore.compare.side import Reading
 
 Fingerprint = tuple[int, int, int]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_PERCENT = 0.5
 
 
 @dataclass(frozen=True)
@@ -497,6 +495,3 @@ def _summary(cause: str, parts: list[_Part]) -> Difference:
     sentence = f"{named}{places}: {'B' if verb else 'in B,'} {worst.text}"
     finding = Finding("weights", cause, sentence, names, numbers=numbers)
     return Difference(finding, tensors=frozenset(part.tensor for part in parts))
-
-
-__all__ = ["Difference", "RoundedTensors", "compare_weights", "difference"]
