@@ -86,6 +86,28 @@ def compare_configurations(
     return changes
 
 
+def differing_values(
+    before: Mapping[str, Any], now: RunConfig
+) -> list[tuple[Change, frozenset[Stage]]]:
+    """Return every value that differs, with the stages whose keys it enters, sorted by name.
+
+    Args:
+        before: configuration as JSON.
+        now: configuration that it is compared with.
+    """
+    old, new = (dict(_leaves(values)) for values in (before, now.model_dump(mode="json")))
+    result = []
+    for field in sorted(old.keys() | new.keys()):
+        if field not in old and new[field] == _default(now, field):
+            continue
+        old_value, new_value = old.get(field, _ABSENT), new.get(field, _ABSENT)
+        if old_value != new_value:
+            stages, _ = _stages(now, field)
+            change = Change(field, old_value, new_value, bool(stages & _TRAINING))
+            result.append((change, stages))
+    return result
+
+
 def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: str) -> None:
     """Refuse to resume from `checkpoint` if a keyed value differs and is not allowed.
 

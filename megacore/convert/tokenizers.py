@@ -63,8 +63,21 @@ def tokenizer_size(directory: Path) -> int | None:
         ConversionError: if tokenizer_config.json is damaged or no token ends a document.
         DataFormatError: if the files are damaged.
     """
-    tokenizer = _read(directory, _settings(directory))
+    tokenizer = read_tokenizer(directory)[0]
     return None if tokenizer is None else tokenizer.vocab_size
+
+
+def read_tokenizer(directory: Path) -> tuple[Tokenizer | None, dict[str, Any]]:
+    """Read the tokenizer in `directory`, if there is one, and its settings.
+
+    The directory is one of megacore or transformers.
+
+    Raises:
+        ConversionError: if tokenizer_config.json is damaged or no token ends a document.
+        DataFormatError: if the files are damaged.
+    """
+    settings = _settings(directory)
+    return _read(directory, settings), settings
 
 
 def spec_with_tokenizer(spec: ModelSpec, directory: Path) -> ModelSpec:

@@ -1,5 +1,6 @@
 """Training loop: resume, iterate, evaluate, save."""
 
+import platform
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+import megacore
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import Marker, iteration_of
 from megacore.config.batch_schedule import BatchSchedule
@@ -171,6 +173,7 @@ class Trainer:
             precision=self._engine.precision,
             parameters=self._engine.parameters,
             kernels=self._engine.kernels,
+            versions=_versions(),
             resumed_from=None if path is None else iteration_of(path),
             changes=[str(change) for change in self._checkpoints.changes],
             train_iters=self._config.train.train_iters,
@@ -334,3 +337,12 @@ class Trainer:
     @property
     def _consumed_tokens(self) -> int:
         return self.state.consumed_samples * self._config.data.seq_length
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the programs that compute, which can change results."""
+    return {
+        "megacore": megacore.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

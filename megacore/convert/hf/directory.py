@@ -73,7 +73,7 @@ class HfTensors(Mapping[str, Tensor]):
         self.directory = directory
         self._readers: dict[str, Reader] = {}
         on_disk: dict[str, str] = {}
-        for name, reader in _readers(directory).items():
+        for name, reader in tensor_readers(directory).items():
             known = form.name_on_disk(name, table.their_shapes)
             if known is None:
                 continue
@@ -142,7 +142,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted({path for pattern in patterns for path in directory.glob(pattern)}))
 
 
-def _readers(directory: Path) -> dict[str, Reader]:
+def tensor_readers(directory: Path) -> dict[str, Reader]:
     """Return the function that reads each tensor of a directory, by its name in the files."""
     single = ((FILE_NAME, _safetensors), (_PICKLED, _pickled))
     several = ((INDEX_NAME, _safetensors), (_PICKLED_INDEX, _pickled))

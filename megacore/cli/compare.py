@@ -1,0 +1,97 @@
+"""`megacore compare`: the differences of two models or two runs, and their causes."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megacore.cli.workspace import WorkspaceOption
+from megacore.errors import ConfigError, MegacoreError
+
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+NOT_COMPARABLE = 2
+"""Exit code if one of the two cannot be read, or they cannot be compared."""
+
+
+def compare(
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="a checkpoint, an export, a directory of transformers, Megatron-LM or DeepSpeed; "
+            "or a run: its directory, key or name"
+        ),
+    ],
+    b: Annotated[str, typer.Argument(help="the one to compare with it")],
+    kind: Annotated[
+        str | None,
+        typer.Option("--as", help="models or runs; else runs if both are runs, and models if not"),
+    ] = None,
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(help='ids of one sample of the probe, as in "15 7 300"; may be repeated'),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="text of one sample of the probe, for A's tokenizer; may be repeated"),
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="tokens of a random sample")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="random samples of the probe")] = 2,
+    seed: Annotated[int, typer.Option(help="seed of the random samples")] = 1234,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="largest difference of equal logits")
+    ] = 1e-4,
+    weights_only: Annotated[
+        bool,
+        typer.Option("--weights-only", help="leave the logits out: one tensor in memory at a time"),
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="file for the report as JSON")
+    ] = None,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Compare two models or two runs, and name the cause of the difference.
+
+    The exit code is 0 if they are equal, 1 if they differ, 2 if they cannot be compared.
+    """
+    os.environ.update(_QUIET)
+    from megacore.artifact.files import write_json
+    from megacore.cli._compare_text import show
+    from megacore.compare import compare_paths
+    from megacore.compare.models import Options
+
+    try:
+        if tokens and text:
+            raise ConfigError("both --tokens and --text are given: give one of them")
+        options = Options(
+            length=length,
+            samples=samples,
+            seed=seed,
+            tokens=tuple(map(_ids, tokens)) if tokens else None,
+            texts=tuple(text or ()),
+            tolerance=tolerance,
+            logits=not weights_only,
+        )
+        report = compare_paths(a, b, kind=kind, options=options, workspace=workspace)
+    except MegacoreError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise typer.Exit(NOT_COMPARABLE) from None
+    if json_file is not None:
+        write_json(json_file, report.to_json())
+    show(report)
+    if not report.equal:
+        raise typer.Exit(1)
+
+
+def _ids(sample: str) -> tuple[int, ...]:
+    """Return the ids in one value of --tokens. Raises ConfigError."""
+    try:
+        return tuple(int(part) for part in sample.replace(",", " ").split())
+    except ValueError:
+        raise ConfigError(f"--tokens is {sample!r}: give ids, as in --tokens '15 7 300'") from None

@@ -1,0 +1,202 @@
+"""Record of a run in its directory: configuration, inputs, attempts and steps."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megacore.artifact.files import read_json
+from megacore.artifact.manifest import MANIFEST_NAME, Manifest, file_digest
+from megacore.artifact.workspace import FOLDERS, workspace_root
+from megacore.checkpoint.format import MARKER_NAME
+from megacore.config.run import RunConfig
+from megacore.errors import ArtifactError, ConfigError, DataFormatError, FileAccessError
+from megacore.jobs.run import TrainJob
+from megacore.observe.events import EventReader
+from megacore.observe.runs import EVENTS_FILE, RUN_FILE
+
+_NAMED = 8
+_TRAINED = ("train", "finetune")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run's processes."""
+
+    iteration: int
+    """Iteration after which it begins."""
+    values: Mapping[str, Any]
+    """Values of the event."""
+
+
+@dataclass
+class RunRecord:
+    """Contents of a run's directory."""
+
+    directory: Path
+    job: Mapping[str, Any]
+    """Content of run.json."""
+    config: RunConfig | None
+    """Configuration of the last attempt; None if this version of megacore cannot read it."""
+    attempts: list[Attempt] = field(default_factory=list)
+    steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Step event by iteration; if an iteration was repeated, the later one."""
+    evaluations: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Validation or perplexity event by iteration."""
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+    """Other events."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Digest of each input artifact, by role; empty where no manifest is there."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Configuration as JSON."""
+        values: Mapping[str, Any] = self.job["config"]
+        return values
+
+    @property
+    def last_iteration(self) -> int:
+        """Last iteration of which there is a step; 0 without any."""
+        return max(self.steps, default=0)
+
+    @property
+    def end(self) -> str:
+        """Reason of the last end of the training."""
+        reasons = [event.get("reason") for event in self.events if event["kind"] == "exit"]
+        return str(reasons[-1]) if reasons else "without an end"
+
+    def describe(self) -> dict[str, Any]:
+        """Return path, name and progress for the report."""
+        return {
+            "path": str(self.directory),
+            "name": self.values.get("name"),
+            "key": self.directory.name,
+            "iteration": self.last_iteration,
+            "attempts": len(self.attempts),
+            "end": self.end,
+        }
+
+
+def find_run_directory(name: str, workspace: Path | None) -> Path | None:
+    """Return the directory of a run, given by path, key, beginning of a key, or name.
+
+    Returns None if it is no run. Raises ConfigError if several runs are called so.
+    """
+    path = Path(name)
+    if (path / RUN_FILE).is_file():
+        return path
+    if path.exists() or "/" in name:
+        return None
+    root = workspace or workspace_root()
+    matches = []
+    for stage in _TRAINED:
+        folder = root / FOLDERS[stage]
+        for directory in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if not (directory / RUN_FILE).is_file():
+                continue
+            if directory.name.startswith(name) or _name_of(directory) == name:
+                matches.append(directory)
+    if len(matches) > 1:
+        listing = ", ".join(directory.name for directory in matches[:_NAMED])
+        raise ConfigError(
+            f"{len(matches)} runs in {root} are called {name} ({listing}): give a key"
+        )
+    return matches[0] if matches else None
+
+
+def _name_of(directory: Path) -> str | None:
+    try:
+        name = read_json(directory / RUN_FILE)["config"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Read a run's directory.
+
+    Raises:
+        DataFormatError: if run.json or events.jsonl is missing or damaged.
+    """
+    path = directory / RUN_FILE
+    try:
+        job = read_json(path)
+        if not isinstance(job["config"], dict):
+            raise TypeError("config is no object")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataFormatError(
+            f"{path} cannot be read ({error}): give the directory of a run"
+        ) from error
+    record = RunRecord(directory, job, _config(path, job))
+    for event, _ in EventReader(directory / EVENTS_FILE):
+        _add(record, event)
+    record.inputs = _inputs(directory, job)
+    return record
+
+
+def _config(path: Path, job: Mapping[str, Any]) -> RunConfig | None:
+    try:
+        return TrainJob.read(path).config
+    except ConfigError:
+        pass
+    try:
+        return RunConfig.model_validate(job["config"])
+    except ValidationError:
+        return None
+
+
+def _add(record: RunRecord, event: Mapping[str, Any]) -> None:
+    match event["kind"]:
+        case "start":
+            record.attempts.append(Attempt(int(event.get("iteration") or 0), event))
+        case "step":
+            record.steps[int(event["iteration"])] = event
+        case "evaluation" | "perplexity":
+            known = record.evaluations.get(int(event["iteration"]), {})
+            record.evaluations[int(event["iteration"])] = {**known, **event}
+        case _:
+            record.events.append(event)
+
+
+def _inputs(directory: Path, job: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of tokens, tokenizer and index maps, as far as their manifests are there.
+
+    A finished run's manifest names those of tokens and tokenizer.
+    """
+    digests: dict[str, str] = {}
+    prefixes = job.get("token_prefixes") or ()
+    places = {
+        "index": job.get("index_directory"),
+        "tokenizer": job.get("tokenizer_directory"),
+        "tokens": str(Path(prefixes[0]).parent) if prefixes else None,
+    }
+    for role, place in places.items():
+        digest = None if place is None else _digest(Path(place))
+        if digest is not None:
+            digests[role] = digest
+    with suppress(ArtifactError, FileAccessError):
+        digests |= Manifest.read(directory).inputs
+    return digests
+
+
+def _digest(directory: Path) -> str | None:
+    if not (directory / MANIFEST_NAME).is_file():
+        return None
+    try:
+        return Manifest.read(directory).digest
+    except (ArtifactError, FileAccessError):
+        return None
+
+
+def checkpoint_digest(path: object) -> str | None:
+    """Return the digest of a checkpoint's marker; None if it is not there."""
+    if not isinstance(path, str):
+        return None
+    marker = Path(path) / MARKER_NAME
+    try:
+        return file_digest(marker) if marker.is_file() else None
+    except OSError:
+        return None

@@ -1,0 +1,77 @@
+"""Comparison of runs: the first difference and its reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.compare import compare_paths
+from megacore.compare.runs import compare_runs
+from megacore.errors import ConfigError, DataFormatError
+from tests.compare._runs import PLANTED, Planted, Written, since, write
+
+
+def compared(planted: Planted, root: Path) -> Any:
+    return compare_runs(
+        write(root / "a", planted.a, root / "data"), write(root / "b", planted.b, root / "data")
+    )
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name.replace(" ", "-"))
+def test_a_planted_difference_is_named(planted: Planted, tmp_path: Path) -> None:
+    report = compared(planted, tmp_path)
+    assert not report.equal
+    if planted.reason is None:
+        assert "first_step" not in report.facts
+        assert planted.cause in report.causes
+        return
+    assert report.findings[0].cause == planted.reason, [
+        (finding.cause, finding.sentence) for finding in report.findings
+    ]
+    assert report.facts["first_step"] == planted.step
+    assert planted.reason.replace("_", " ") in report.verdict()
+
+
+def test_equal_runs_are_equal(tmp_path: Path) -> None:
+    report = compared(Planted("equal", Written(), None), tmp_path)
+    assert report.equal
+    assert report.facts["common_steps"] == 20
+
+
+def test_differences_without_effect_leave_runs_equal(tmp_path: Path) -> None:
+    other = Written({"tracking": {"tensorboard": True}, "checkpoint": {"save_interval": 7}})
+    report = compared(Planted("free", other, None), tmp_path)
+    assert report.equal
+    assert {name for finding in report.remarks for name in finding.where} >= {
+        "tracking.tensorboard",
+        "checkpoint.save_interval",
+    }
+
+
+def test_a_field_is_named_with_the_keys_that_it_enters(tmp_path: Path) -> None:
+    report = compared(Planted("", Written({"train": {"global_batch_size": 16}}), None), tmp_path)
+    [finding] = [each for each in report.findings if each.where == ("train.global_batch_size",)]
+    assert finding.sentence.startswith("train.global_batch_size: 8 in A, 16 in B (enters the key")
+    assert "run" in finding.sentence
+
+
+def test_runs_are_found_by_key_and_name(tmp_path: Path) -> None:
+    for key in ("0123456789abcdef", "fedcba9876543210"):
+        write(
+            tmp_path / "runs" / key,
+            Written(noise=since(1) if key[0] == "f" else lambda _: 0.0),
+            tmp_path / "data",
+        )
+    report = compare_paths("0123", "fedcba9876543210", workspace=tmp_path)
+    assert report.kind == "runs"
+    assert report.facts["first_step"] == 1
+    with pytest.raises(ConfigError, match=r"2 runs in .* are called tiny"):
+        compare_paths("0123", "tiny", workspace=tmp_path)
+
+
+def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", Written(), tmp_path / "data")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run.json").write_text("{", encoding="utf-8")
+    with pytest.raises(DataFormatError, match=r"run\.json cannot be read"):
+        compare_runs(tmp_path / "a", tmp_path / "b")

@@ -1,0 +1,94 @@
+"""Comparison of tokenizers: planted faults."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.compare.tokenizers import compare_tokenizers
+from megacore.corpus.documents import CorpusWriter
+from megacore.tokenizer.build import build_tokenizer
+from tests.convert._tiny import documents, tiny_config
+
+Values = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tokenizer")
+    (root / "corpus").mkdir()
+    (root / "original").mkdir()
+    with CorpusWriter(root / "corpus") as corpus:
+        for number, text in enumerate(documents()):
+            corpus.add(text, f"document {number}")
+    choice = tiny_config().data.tokenizer
+    build_tokenizer(choice, root / "corpus", root / "original")
+    return root / "original"
+
+
+def merges_cut(values: Values) -> None:
+    values["model"]["merges"] = values["model"]["merges"][:-10]
+
+
+def vocabulary_exchanged(values: Values) -> None:
+    vocabulary = values["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+
+def token_added(values: Values) -> None:
+    template = values["added_tokens"][0]
+    values["added_tokens"].append({**template, "id": 300, "content": "<|new|>"})
+
+
+def prefix_space(values: Values) -> None:
+    values["pre_tokenizer"]["add_prefix_space"] = not values["pre_tokenizer"]["add_prefix_space"]
+
+
+def lower_case(values: Values) -> None:
+    values["normalizer"] = {"type": "Lowercase"}
+
+
+def no_decoder(values: Values) -> None:
+    values["decoder"] = None
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (merges_cut, "tokenizer_merges"),
+        (vocabulary_exchanged, "tokenizer_vocabulary"),
+        (token_added, "added_tokens"),
+        (prefix_space, "tokenizer_pretokenizer"),
+        (lower_case, "tokenizer_normalizer"),
+        (no_decoder, "tokenizer_decoder"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(
+    damage: Callable[[Values], None], cause: str, original: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(original, tmp_path / "damaged")
+    path = tmp_path / "damaged" / "tokenizer.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    damage(values)
+    path.write_text(json.dumps(values), encoding="utf-8")
+    findings, compared = compare_tokenizers(original, tmp_path / "damaged")
+    assert compared
+    assert cause in {finding.cause for finding in findings if finding.differs}
+
+
+def test_another_end_of_documents_is_named(original: Path, tmp_path: Path) -> None:
+    shutil.copytree(original, tmp_path / "damaged")
+    path = tmp_path / "damaged" / "tokenizer_config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**values, "eos_token": "!"}), encoding="utf-8")
+    findings, _ = compare_tokenizers(original, tmp_path / "damaged")
+    assert "special_tokens" in {finding.cause for finding in findings if finding.differs}
+
+
+def test_a_copy_is_equal(original: Path, tmp_path: Path) -> None:
+    shutil.copytree(original, tmp_path / "copy")
+    assert compare_tokenizers(original, tmp_path / "copy") == ([], True)

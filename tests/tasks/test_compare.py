@@ -1,0 +1,22 @@
+"""The report of a comparison in MLflow, and its table in Prefect."""
+
+import json
+from pathlib import Path
+
+from megacore.compare.runs import compare_runs
+from tasks._mlflow import Tracking
+from tasks.compare import REPORT, log_report, table
+from tests.compare._runs import Written, since, write
+
+
+def test_a_report_is_a_run_with_its_causes(tracking: Tracking, tmp_path: Path) -> None:
+    a = write(tmp_path / "a", Written(), tmp_path / "data")
+    b = write(tmp_path / "b", Written({"seed": 7}, noise=since(1)), tmp_path / "data")
+    report = compare_runs(a, b).to_json()
+    run = tracking.client.get_run(log_report(tracking, report))
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["megacore.compare.causes"] == "seed"
+    assert run.data.tags["mlflow.note.content"] == "A and B differ: seed."
+    path = tracking.client.download_artifacts(run.info.run_id, REPORT, str(tmp_path))
+    assert json.loads(Path(path).read_text(encoding="utf-8"))["causes"] == ["seed"]
+    assert {row["cause"] for row in table(report)} == {"seed"}
