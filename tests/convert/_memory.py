@@ -1,6 +1,7 @@
-"""Measurement of an export's memory: `python -m tests.convert._memory CHECKPOINT OUTPUT DTYPE`.
+"""Measurement of a conversion's memory.
 
-Prints the bytes by which the export increased the memory of its process.
+`python -m tests.convert._memory CHECKPOINT OUTPUT DTYPE` prints the bytes by which an export
+increased the memory of its process, and with `import FORM DIRECTORY OUTPUT` those of an import.
 """
 
 import sys
@@ -38,5 +39,24 @@ def main(checkpoint: str, output: str, dtype: str) -> None:
     sys.stdout.write(f"{grown}\n")
 
 
+def main_import(form: str, directory: str, output: str) -> None:
+    """Import twice; code and caches that the first import loads are not counted."""
+    import torch
+
+    from megacore.convert.imported import OPENERS, import_model
+
+    torch.set_num_threads(1)
+    source = Path(directory)
+
+    def run(name: str) -> None:
+        import_model(OPENERS[form](source), source, Path(output, name))
+
+    run("first")
+    sys.stdout.write(f"{peak(lambda: run('second'))}\n")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "import":
+        main_import(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])
