@@ -170,7 +170,7 @@ def test_a_deepspeed_checkpoint_is_imported_and_exported_to_megatron(
         ),
         (
             ("export", "--output", "x", "--checkpoint", "c", "--format", "onnx"),
-            "--format is onnx: give hf or megatron",
+            "--format is onnx: give hf, megatron or torch_dist",
         ),
         (
             ("export", "--output", "x", "--checkpoint", "c", "--dtype", "int8"),

@@ -78,6 +78,9 @@ def core_spec(
     # Megatron core ignores openai_gelu.
     read = {**args, "openai_gelu": False, "onnx_safe": False}
     read |= {"qk_layernorm": False, "window_size": None}
+    if args.get("tokenizer_type") == "HuggingFaceTokenizer":
+        tokenizer = {"tokenizer_type": "PretrainedFromHF"}
+        read |= tokenizer | {"tokenizer_name_or_path": args.get("tokenizer_model")}
     return spec_of(read, family, layers, vocabulary_rows, where, options)
 
 
