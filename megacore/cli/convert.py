@@ -40,20 +40,36 @@ def import_(
             help="checkpoint of DeepSpeed: a run's directory, or one global_step*",
         ),
     ] = None,
+    from_neox: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-neox", help="checkpoint of GPT-NeoX: a run's directory, or one global_step*"
+        ),
+    ] = None,
+    from_nanotron: Annotated[
+        Path | None,
+        typer.Option("--from-nanotron", help="checkpoint of nanotron: its root, or one step's"),
+    ] = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Convert a model of transformers, Megatron-LM or DeepSpeed to a checkpoint.
+    """Convert a model of another program to a checkpoint.
 
     Training can continue from it with any layout.
     """
     from rich.console import Console
 
-    sources = {"hf": from_hf, "megatron": from_megatron, "deepspeed": from_deepspeed}
+    sources = {
+        "hf": from_hf,
+        "megatron": from_megatron,
+        "deepspeed": from_deepspeed,
+        "neox": from_neox,
+        "nanotron": from_nanotron,
+    }
     named_sources = {form: path for form, path in sources.items() if path is not None}
     if len(named_sources) != 1:
         raise ConfigError(
-            "give one of --from-hf, --from-megatron and --from-deepspeed: the directory of the "
-            "model"
+            "give one of --from-hf, --from-megatron, --from-deepspeed, --from-neox and "
+            "--from-nanotron: the directory of the model"
         )
     os.environ.update(_OFFLINE)
     from megacore.artifact.files import check_output

@@ -37,7 +37,7 @@ class Foreign:
     """Opened model in the format of another program."""
 
     form: str
-    """Format: hf, megatron or deepspeed."""
+    """Format: a key of OPENERS."""
     kind: str
     """Class of the model, or its description in that format."""
     spec: ModelSpec
@@ -116,10 +116,54 @@ def open_from_deepspeed(directory: Path) -> Foreign:
     )
 
 
+def open_from_neox(directory: Path) -> Foreign:
+    """Open a checkpoint of GPT-NeoX.
+
+    Raises:
+        CheckpointError: if files are missing or damaged.
+        ConversionError: if the model has no counterpart here.
+    """
+    from megacore.convert.neox import read_neox
+
+    opened = read_neox(directory)
+    return Foreign(
+        "neox",
+        "GPT-NeoX gpt",
+        opened.spec,
+        opened.tensors,
+        opened.files,
+        opened.iteration,
+        opened.remarks,
+    )
+
+
+def open_from_nanotron(directory: Path) -> Foreign:
+    """Open a checkpoint of nanotron.
+
+    Raises:
+        CheckpointError: if files are missing or damaged.
+        ConversionError: if the model has no counterpart here.
+    """
+    from megacore.convert.nanotron import read_nanotron
+
+    opened = read_nanotron(directory)
+    return Foreign(
+        "nanotron",
+        f"nanotron {opened.kind}",
+        opened.spec,
+        opened.tensors,
+        opened.files,
+        opened.iteration,
+        opened.remarks,
+    )
+
+
 OPENERS: Mapping[str, Callable[[Path], Foreign]] = {
     "hf": open_from_hf,
     "megatron": open_from_megatron,
     "deepspeed": open_from_deepspeed,
+    "neox": open_from_neox,
+    "nanotron": open_from_nanotron,
 }
 """Functions that open a model, by format."""
 

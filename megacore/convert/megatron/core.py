@@ -38,6 +38,7 @@ from megacore.convert.megatron.core_table import (
 )
 from megacore.convert.megatron.files import args_in
 from megacore.convert.megatron.table import WORD_EMBEDDINGS, Slot
+from megacore.convert.rectangles import Rectangle, overlap
 from megacore.errors import CheckpointError, ConversionError
 
 CONFIG_NAME = "metadata.json"
@@ -340,7 +341,7 @@ def _check_tensor(
     corner = [0] * len(shape) if layer is None else [layer, *[0] * len(shape)]
     size = list(shape) if layer is None else [1, *shape]
     parts = [part for part in (_common(chunk, corner, size) for chunk in entry.chunks) if part]
-    if sum(math.prod(sizes) for _, sizes in parts) != math.prod(shape) or _overlap(parts):
+    if sum(math.prod(sizes) for _, sizes in parts) != math.prod(shape) or overlap(parts):
         raise CheckpointError(
             f"{where} does not hold every number of {name} exactly once: use another checkpoint"
         )
@@ -352,10 +353,6 @@ def _check_tensor(
                     f"{where} has fewer bytes of {name} than its metadata says: use another "
                     "checkpoint"
                 )
-
-
-Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-"""First element and lengths of a rectangle in a tensor."""
 
 
 def _common(
@@ -371,15 +368,6 @@ def _common(
     )
     lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
     return (starts, lengths) if all(length > 0 for length in lengths) else None
-
-
-def _overlap(parts: Sequence[Rectangle]) -> bool:
-    """Return True if two rectangles have a common element."""
-    return any(
-        all(max(a, b) < min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True))
-        for index, first in enumerate(parts)
-        for second in parts[:index]
-    )
 
 
 def _gated_shards(
