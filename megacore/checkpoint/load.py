@@ -49,7 +49,7 @@ _LOCAL_HEADER = 30
 class CheckpointReader:
     """Reader of a checkpoint's tensors; reads `.metadata` once, without executing it.
 
-    With `foreign`, the checkpoint may be of another program, with objects beside its tensors.
+    With `foreign`, the checkpoint may be of another program, with objects in addition to tensors.
 
     Raises CheckpointError if it is not the metadata of a checkpoint of tensors.
     """

@@ -115,8 +115,8 @@ def chunks_of(tensor: Tensor | TensorShard) -> list[ChunkStorageMetadata]:
 def read_metadata(path: Path, *, foreign: bool = False) -> Metadata:
     """Read `.metadata` without executing it.
 
-    With `foreign`, it may be of another program: it may name objects beside the tensors, and hold
-    the plans of the ranks that wrote it, which are ignored.
+    With `foreign`, it may be of another program: it may name objects in addition to tensors, and
+    hold the plans of the ranks that wrote it, which are ignored.
 
     Raises CheckpointError if it contains anything but the metadata of tensors.
     """

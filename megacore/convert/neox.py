@@ -454,16 +454,15 @@ class NeoxTensors(Mapping[str, Tensor]):
             name = self._layers.name_of(entry.layer, entry.names)
             parts = self._layers.parts(entry.layer, name)
             used.add((entry.layer, name))
-            try:
-                shape = tuple(entry.merge([part.to("meta") for part in parts]).shape)
-            except (RuntimeError, IndexError, NotImplementedError):
-                shape = tuple(parts[0].shape)
+            copied = entry.merge == self._copy
+            copied = copied or (entry.merge == self._row_bias and not self._parallel)
+            shape = tuple(parts[0].shape) if copied else _merged_shape(entry, parts)
             if shape != shapes[ours]:
                 raise CheckpointError(
                     f"{self._layers.where} has {name} of layer {entry.layer} for {ours} of shape "
                     f"{shape}, where its configuration says {shapes[ours]}: use another checkpoint"
                 )
-            if entry.merge == self._copy or (entry.merge == self._row_bias and not self._parallel):
+            if copied:
                 self._compare(name, entry.layer, parts)
         return used | self._tied(shapes)
 
@@ -496,6 +495,14 @@ class NeoxTensors(Mapping[str, Tensor]):
                 )
             used.add((last, name))
         return used
+
+
+def _merged_shape(entry: _Entry, parts: Parts) -> tuple[int, ...]:
+    """Return the shape that ranks' tensors have together; that of the first if they do not fit."""
+    try:
+        return tuple(entry.merge([part.to("meta") for part in parts]).shape)
+    except (RuntimeError, IndexError):
+        return tuple(parts[0].shape)
 
 
 def _rows(parts: Parts) -> Tensor:

@@ -1,6 +1,6 @@
 """Checkpoints as Megatron core writes them, made with torch.distributed.checkpoint.
 
-Names, shapes, the division of every tensor over the ranks, the objects beside the tensors and the
+Names, shapes, the division of every tensor over the ranks, objects that are no tensors, and the
 plans in `.metadata` are those of Megatron core; no code of it is used.
 """
 

@@ -159,9 +159,10 @@ def neox_layers(model: Any, size: int, *, parallel: bool, legacy: bool = False) 
 
 def llama_layers(model: Any, size: int, *, legacy: bool = False) -> dict[int, Any]:
     """Return the tensors of each rank by layer, of a LlamaForCausalLM."""
-    state = model.state_dict()
+    state, count = model.state_dict(), model.config.num_hidden_layers
+    heads_per_rank = model.config.num_attention_heads // size
     layers = {0: {"word_embeddings.weight": _rows(state["model.embed_tokens.weight"], size)}}
-    for layer in range(3):
+    for layer in range(count):
         theirs = {
             name.removeprefix(f"model.layers.{layer}."): value
             for name, value in state.items()
@@ -169,8 +170,10 @@ def llama_layers(model: Any, size: int, *, legacy: bool = False) -> dict[int, An
         }
         parts = [_rows(theirs[f"self_attn.{name}_proj.weight"], size) for name in "qkv"]
         fused = [torch.cat(rows) for rows in zip(*parts, strict=True)]
-        if model.config.num_key_value_heads == 4:  # [head][q, k, v]
-            heads = [[part.chunk(4 // size) for part in rows] for rows in zip(*parts, strict=True)]
+        if model.config.num_key_value_heads == model.config.num_attention_heads:
+            heads = [
+                [part.chunk(heads_per_rank) for part in rows] for rows in zip(*parts, strict=True)
+            ]
             fused = [
                 torch.cat([row for head in zip(*rank, strict=True) for row in head])
                 for rank in heads
@@ -195,8 +198,8 @@ def llama_layers(model: Any, size: int, *, legacy: bool = False) -> dict[int, An
             "attention.dense.weight": _columns(theirs["self_attn.o_proj.weight"], size),
             **mlp,
         }
-    layers[6] = {"norm.scale": _copies(state["model.norm.weight"], size)}
-    layers[7] = {"final_linear.weight": _rows(state["lm_head.weight"], size)}
+    layers[count + 3] = {"norm.scale": _copies(state["model.norm.weight"], size)}
+    layers[count + 4] = {"final_linear.weight": _rows(state["lm_head.weight"], size)}
     return layers
 
 

@@ -1,8 +1,5 @@
 """Checkpoints in Megatron core's distributed form: every division of the tensors is read."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,6 @@ import torch
 
 from megacore.convert.imported import import_model, open_from_megatron
 from megacore.convert.source import CheckpointTensors
-from tests.convert._megatron import megatron_spec, weights
 from tests.convert._megatron_core import ITERATION, core_args, core_state, write_core, written_core
 
 ROOT = Path(__file__).parents[2]
@@ -81,26 +77,6 @@ def test_the_activation_is_the_one_that_megatron_core_computes(tmp_path: Path) -
         root = tmp_path / str(number)
         write_core(root, core_state(spec, ours), core_args(spec, **changes))
         assert open_from_megatron(root).spec.model.activation == expected
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's record of peak memory"
-)
-def test_an_import_takes_the_memory_of_two_of_its_largest_tensors(tmp_path: Path) -> None:
-    spec = megatron_spec("llama", num_layers=12, hidden_size=512, num_attention_heads=8)
-    ours = weights(spec, numbered=False)
-    write_core(tmp_path / "source", core_state(spec, ours, tensor=2), core_args(spec, tensor=2))
-    largest = 2 * 4 * ours["encoder.layers.0.mlp.dense_h_to_4h.weight"].numel()
-    total = 4 * sum(value.numel() for value in ours.values())
-    arguments = ["import", "megatron", str(tmp_path / "source"), str(tmp_path / "imported")]
-    command = [sys.executable, "-m", "tests.convert._memory", *arguments]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # return what is freed
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert total > 16 * largest
-    assert largest < int(result.stdout) + (1 << 20) < 2 * largest + (8 << 20)
 
 
 def test_the_command_line_imports_it(tmp_path: Path) -> None:
