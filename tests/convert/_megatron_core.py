@@ -120,6 +120,7 @@ def core_args(spec: ModelSpec, /, *, tensor: int = 1, **changes: Any) -> argpars
         "normalization": "RMSNorm" if model.normalization == "rmsnorm" else "LayerNorm",
         "norm_epsilon": model.layernorm_epsilon,
         "swiglu": model.activation == "swiglu",
+        "bert_binary_head": model.bert_binary_head,
         "bias_gelu_fusion": model.activation == "gelu_tanh",
         "openai_gelu": False,
         "add_bias_linear": model.add_bias_linear,
@@ -179,6 +180,19 @@ def core_tensors(spec: ModelSpec, ours: Mapping[str, Tensor]) -> Iterator[tuple[
         yield "output_layer.weight", ours["output_layer.weight"]
 
 
+def bert_tensors(spec: ModelSpec, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield BERT's tensors by Megatron core's names: those of GPT's layers, and its heads."""
+    for name, value in core_tensors(spec, ours):
+        yield name.replace("decoder.", "encoder."), value
+    table = "embedding.tokentype_embeddings.weight"
+    yield table, ours[table]
+    for name, value in ours.items():
+        if name == "lm_head.bias":
+            yield "output_layer.bias", value
+        elif name.startswith(("lm_head.", "pooler.", "binary_head.")):
+            yield name.replace("lm_head.layernorm.", "lm_head.layer_norm."), value
+
+
 def _qkv(spec: ModelSpec, ours: Mapping[str, Tensor], layer: str, end: str) -> Tensor:
     """Return the rows [group][queries, k, v][d], head by head."""
     model, size = spec.model, spec.model.head_dim
@@ -215,7 +229,8 @@ def core_state(
             (each rank's parts of both as one).
     """
     grouped: dict[str, dict[int, Tensor]] = {}
-    for name, value in core_tensors(spec, ours):
+    tensors = bert_tensors if spec.family == "bert" else core_tensors
+    for name, value in tensors(spec, ours):
         if local_norms:
             name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")

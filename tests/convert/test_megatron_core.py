@@ -14,12 +14,15 @@ ROOT = Path(__file__).parents[2]
 QUERY_NORMS = {"qk_layernorm": True, "kv_channels": 16}
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt-gated", "gpt-sizes", "llama", "no-positions"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt", "gpt-gated", "gpt-sizes", "llama", "no-positions", "bert", "bert-no-binary-head"],
+)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_element_has_its_place(tmp_path: Path, name: str, tensor: int) -> None:
     _, ours, spec = written_core(tmp_path, name, tensor=tensor)
     opened = open_from_megatron(tmp_path)
-    assert opened.kind == "Megatron core gpt"
+    assert opened.kind == f"Megatron core {spec.family}"
     assert opened.iteration == ITERATION
     assert opened.tensors.keys() == ours.keys()
     for key, value in ours.items():
