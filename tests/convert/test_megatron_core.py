@@ -82,7 +82,7 @@ def test_the_activation_is_the_one_that_megatron_core_computes(tmp_path: Path) -
         assert open_from_megatron(root).spec.model.activation == expected
 
 
-def test_the_command_line_imports_it(tmp_path: Path) -> None:
+def test_an_import_writes_every_element(tmp_path: Path) -> None:
     _, ours, _ = written_core(tmp_path / "source", "llama", tensor=2)
     foreign = open_from_megatron(tmp_path / "source")
     written = import_model(foreign, tmp_path / "source", tmp_path / "imported")
