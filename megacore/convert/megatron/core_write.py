@@ -150,12 +150,13 @@ def _write_slot(
     place = core_name(slot, spec.family)
     ours = []
     for name, shape in zip(slot.ours, slot.shapes, strict=True):
-        if name not in tensors or tuple(tensors[name].shape) != shape:
+        tensor = tensors[name] if name in tensors else None
+        if tensor is None or tuple(tensor.shape) != shape:
             raise ConversionError(
                 f"the checkpoint is of another model than its description: it has no {name} of "
                 f"shape {shape}: give the description it was saved with"
             )
-        ours.append(tensors[name].detach().to(torch.float32))
+        ours.append(tensor.detach().to(torch.float32))
     writer.add(
         place.names[0],
         slot.part(ours, 0, 1),
