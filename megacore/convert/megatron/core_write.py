@@ -150,7 +150,7 @@ def _write_slot(
     place = core_name(slot, spec.family)
     ours = []
     for name, shape in zip(slot.ours, slot.shapes, strict=True):
-        tensor = tensors[name] if name in tensors else None
+        tensor = tensors.get(name)
         if tensor is None or tuple(tensor.shape) != shape:
             raise ConversionError(
                 f"the checkpoint is of another model than its description: it has no {name} of "
