@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megacore.artifact.files import regular
 from megacore.checkpoint.collective import RankGroup
 from megacore.checkpoint.format import METADATA_NAME, latest_complete, read_state, reading
 from megacore.checkpoint.metadata import SavedSlice, chunks_of, read_metadata
@@ -48,18 +49,61 @@ _LOCAL_HEADER = 30
 class CheckpointReader:
     """Reader of a checkpoint's tensors; reads `.metadata` once, without executing it.
 
+    With `foreign`, the checkpoint may be of another program, with objects in addition to tensors.
+
     Raises CheckpointError if it is not the metadata of a checkpoint of tensors.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, foreign: bool = False) -> None:
         self.directory = directory
-        self.metadata = read_metadata(directory / METADATA_NAME)
-
-    @property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        self.metadata = read_metadata(directory / METADATA_NAME, foreign=foreign)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name: entry
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
         """Shape and dtype of every tensor, by global name."""
-        entries: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
-        return entries
+        self.objects: list[str] = [
+            name for name in self.metadata.state_dict_metadata if name not in self.tensors
+        ]
+        """Names of the saved objects that are no tensors."""
+
+    def place_of(self, name: str, offsets: torch.Size | None = None) -> SavedSlice:
+        """Return the place of a tensor's rectangle at `offsets`, or of an object.
+
+        Raises CheckpointError if the metadata names none, or one that ends after its file.
+        """
+        place: SavedSlice | None = self.metadata.storage_data.get(MetadataIndex(name, offsets))
+        if place is None:
+            raise CheckpointError(f"{self.directory} does not say where {name} is: use another")
+        path = self.directory / place.relative_path
+        try:
+            size = regular(path).stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}, which holds {name}, cannot be read ({error.strerror}): use another "
+                "checkpoint"
+            ) from error
+        if place.offset + place.length > size:
+            raise CheckpointError(
+                f"{path} ends before {name}, which its metadata names: use another checkpoint"
+            )
+        return place
+
+    def read_object(self, name: str, most: int) -> bytes:
+        """Return the bytes of a saved object of at most `most` bytes.
+
+        Raises CheckpointError if it is missing or larger.
+        """
+        place = self.place_of(name)
+        if place.length > most:
+            raise CheckpointError(
+                f"{self.directory} holds {place.length:,} bytes as {name}, over the limit of "
+                f"{most:,}: use another checkpoint"
+            )
+        with open(self.directory / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            return file.read(place.length)
 
     def fill(self, tensors: Tensors) -> None:
         """Read the slices that belong to `tensors` into their memory, several in parallel.

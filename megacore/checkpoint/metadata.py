@@ -45,6 +45,24 @@ _RECORDS = {
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
 }
+_PLANNING = f"{_DCP}.planner"
+_FOREIGN_RECORDS = frozenset(
+    {
+        (f"{_DCP}.metadata", "BytesStorageMetadata"),
+        (f"{_DCP}.metadata", "StorageMeta"),
+        (_PLANNING, "SavePlan"),
+        (_PLANNING, "WriteItem"),
+        (_PLANNING, "WriteItemType"),
+        (_PLANNING, "TensorWriteData"),
+        (_PLANNING, "BytesIOWriteData"),
+        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+        ("pathlib", "PosixPath"),
+    }
+)
+"""Further records in the metadata of other programs, whose content is ignored."""
+_FOREIGN_PACKAGE = "megatron.core.dist_checkpointing."
+"""Package whose classes become such records, too."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -94,15 +112,18 @@ def chunks_of(tensor: Tensor | TensorShard) -> list[ChunkStorageMetadata]:
     ]
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, *, foreign: bool = False) -> Metadata:
     """Read `.metadata` without executing it.
+
+    With `foreign`, it may be of another program: it may name objects in addition to tensors, and
+    hold the plans of the ranks that wrote it, which are ignored.
 
     Raises CheckpointError if it contains anything but the metadata of tensors.
     """
     try:
         with open(regular(path), "rb") as file:
-            record = _RecordUnpickler(file).load()
-        return _metadata(record)
+            record = _RecordUnpickler(file, foreign=foreign).load()
+        return _metadata(record, foreign=foreign)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error}: use another checkpoint") from error
     except Exception as error:  # a damaged pickle can raise any exception
@@ -115,9 +136,10 @@ def read_metadata(path: Path) -> Metadata:
 class _RecordUnpickler(pickle.Unpickler):
     """Unpickler that builds only records with allowed names."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, *, foreign: bool) -> None:
         super().__init__(file)
         self._classes: dict[str, type] = {}
+        self._foreign = foreign
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -126,7 +148,8 @@ class _RecordUnpickler(pickle.Unpickler):
             return _DTYPES[name]
         if (module, name) == ("torch.serialization", "_get_layout"):
             return str
-        if (module, name) in _RECORDS:
+        ignored = (module, name) in _FOREIGN_RECORDS or module.startswith(_FOREIGN_PACKAGE)
+        if (module, name) in _RECORDS or (self._foreign and ignored):
             return self._classes.setdefault(name, _record_class(name))
         raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint of tensors needs")
 
@@ -146,22 +169,29 @@ def _record_class(name: str) -> type:
     return type(name, (), {"__init__": init, "__setstate__": set_state})
 
 
-def _metadata(record: Any) -> Metadata:
+def _metadata(record: Any, *, foreign: bool) -> Metadata:
     """Convert a record to torch's metadata and check each field."""
     fields = _fields(record, "Metadata")
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     entries |= {
-        _text(name): _tensor(entry)
+        _text(name): _entry(entry, foreign=foreign)
         for name, entry in _dictionary(fields["state_dict_metadata"]).items()
     }
     storage = {
-        _index(index): _storage(info) for index, info in _dictionary(fields["storage_data"]).items()
+        _index(index, foreign=foreign): _storage(info)
+        for index, info in _dictionary(fields["storage_data"]).items()
     }
     planner_data = {name: (name,) for name in entries}
     version = fields.get("version")
     return Metadata(
         entries, planner_data, storage, StorageMeta(), None if version is None else _text(version)
     )
+
+
+def _entry(record: Any, *, foreign: bool) -> TensorStorageMetadata | BytesStorageMetadata:
+    if foreign and type(record).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    return _tensor(record)
 
 
 def _tensor(record: Any) -> TensorStorageMetadata:
@@ -184,11 +214,13 @@ def _chunk(record: Any) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
 
 
-def _index(record: Any) -> MetadataIndex:
+def _index(record: Any, *, foreign: bool) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     hint = fields.get("index")
     return MetadataIndex(
-        _text(fields["fqn"]), _size(fields["offset"]), None if hint is None else _integer(hint)
+        _text(fields["fqn"]),
+        None if foreign and fields.get("offset") is None else _size(fields["offset"]),
+        None if hint is None else _integer(hint),
     )
 
 

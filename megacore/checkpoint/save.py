@@ -21,7 +21,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
@@ -48,8 +53,8 @@ from megacore.checkpoint.format import (
 )
 from megacore.checkpoint.metadata import chunks_of, private_name
 from megacore.checkpoint.retain import remove_stale, rename_to_stale
-from megacore.checkpoint.shard import Tensors, TensorShard, pieces_of
-from megacore.errors import CheckpointError, WorkspaceError
+from megacore.checkpoint.shard import DeferredTensor, SavedTensors, TensorShard, pieces_of
+from megacore.errors import CheckpointError, MegacoreError, WorkspaceError
 
 LEAST_FILE_BYTES = 64 << 20
 """Lower bound of the size limit of a file: a rank with fewer bytes writes one file."""
@@ -62,7 +67,7 @@ _StorageInfo = private_name("torch.distributed.checkpoint.filesystem._StorageInf
 def save_checkpoint(
     root: Path,
     iteration: int,
-    tensors: Tensors,
+    tensors: SavedTensors,
     state: Mapping[str, Any],
     *,
     validation_loss: float | None = None,
@@ -96,7 +101,7 @@ def save_checkpoint(
 def write_checkpoint(
     root: Path,
     iteration: int,
-    tensors: Tensors,
+    tensors: SavedTensors,
     state: str,
     ranks: RankGroup,
     *,
@@ -143,10 +148,10 @@ def write_checkpoint(
             shutil.rmtree(local_staging, ignore_errors=True)
 
 
-def check_types(tensors: Tensors) -> None:
+def check_types(tensors: SavedTensors) -> None:
     """Raise CheckpointError for a value that is not a tensor."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor | TensorShard):
+        if not isinstance(tensor, torch.Tensor | TensorShard | DeferredTensor):
             raise CheckpointError(
                 f"{name} is {type(tensor).__name__}, not a tensor: put it into the state"
             )
@@ -181,7 +186,7 @@ def _open_staging(root: Path, iteration: int) -> Path:
 
 
 def _write_tensors(
-    staging: Path, tensors: Tensors, ranks: RankGroup, progress: Callable[[], None]
+    staging: Path, tensors: SavedTensors, ranks: RankGroup, progress: Callable[[], None]
 ) -> dict[str, FileRecord]:
     """Write and sync the slices and `.metadata`; return this rank's file records. Collective."""
     writer = CheckpointWriter(staging, ranks.rank, progress=progress)
@@ -205,7 +210,7 @@ def _first_failure() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if isinstance(cause, OSError | KeyboardInterrupt):
+        if isinstance(cause, OSError | KeyboardInterrupt | MegacoreError):
             raise cause from error
         raise CheckpointError(
             f"rank {rank} could not save its tensors: {type(cause).__name__}: {cause}"
@@ -219,7 +224,7 @@ class ShardSavePlanner(DefaultSavePlanner):
     0.1 ms for each entry of the latter.
     """
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: SavedTensors) -> None:
         super().__init__()
         self._tensors = tensors
 
@@ -245,22 +250,43 @@ class ShardSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """Return the rectangle to write."""
         assert index.offset is not None, f"{index.fqn} was planned without an offset"
-        return pieces_of(self._tensors[index.fqn])[index.offset]
+        tensor = self._tensors[index.fqn]
+        return (
+            _read(index.fqn, tensor)
+            if isinstance(tensor, DeferredTensor)
+            else (pieces_of(tensor)[index.offset])
+        )
 
 
-def _write_items(name: str, tensor: Tensor | TensorShard) -> list[WriteItem]:
+def _read(name: str, deferred: DeferredTensor) -> Tensor:
+    """Read a deferred tensor. Raises CheckpointError if it is not the one that was announced."""
+    tensor = deferred.read()
+    if (tensor.shape, tensor.dtype) != (deferred.shape, deferred.dtype):
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)} and type {tensor.dtype} where its model says "
+            f"{tuple(deferred.shape)} and {deferred.dtype}: import the model it belongs to"
+        )
+    return tensor
+
+
+def _write_items(name: str, tensor: Tensor | TensorShard | DeferredTensor) -> list[WriteItem]:
     """Return torch's description of a tensor's rectangles."""
     if isinstance(tensor, Tensor):
         kind, properties = WriteItemType.TENSOR, TensorProperties.create_from_tensor(tensor)
     else:
         kind, properties = WriteItemType.SHARD, TensorProperties(dtype=tensor.dtype)
+    chunks = (
+        [ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), tensor.shape)]
+        if isinstance(tensor, DeferredTensor)
+        else chunks_of(tensor)
+    )
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=kind,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.shape),
         )
-        for chunk in chunks_of(tensor)
+        for chunk in chunks
     ]
 
 

@@ -6,7 +6,7 @@ complete tensors, so that any layout can read what any other wrote.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +60,22 @@ class TensorShard:
         return cls(torch.Size(global_shape), dtype, pieces)
 
 
+@dataclass(frozen=True, eq=False)
+class DeferredTensor:
+    """Complete tensor that is read only when it is written; a save holds one at a time."""
+
+    shape: torch.Size
+    """Shape of the tensor."""
+    dtype: torch.dtype
+    """Type of the tensor."""
+    read: Callable[[], Tensor]
+    """Function that reads the tensor. A save calls it once."""
+
+
 Tensors = Mapping[str, Tensor | TensorShard]
 """Tensors of a rank by global name."""
+SavedTensors = Mapping[str, Tensor | TensorShard | DeferredTensor]
+"""Tensors of a rank to save, by global name."""
 
 
 def pieces_of(tensor: Tensor | TensorShard) -> Mapping[torch.Size, Tensor]:

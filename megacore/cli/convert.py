@@ -40,20 +40,36 @@ def import_(
             help="checkpoint of DeepSpeed: a run's directory, or one global_step*",
         ),
     ] = None,
+    from_neox: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-neox", help="checkpoint of GPT-NeoX: a run's directory, or one global_step*"
+        ),
+    ] = None,
+    from_nanotron: Annotated[
+        Path | None,
+        typer.Option("--from-nanotron", help="checkpoint of nanotron: its root, or one step's"),
+    ] = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Convert a model of transformers, Megatron-LM or DeepSpeed to a checkpoint.
+    """Convert a model of another program to a checkpoint.
 
     Training can continue from it with any layout.
     """
     from rich.console import Console
 
-    sources = {"hf": from_hf, "megatron": from_megatron, "deepspeed": from_deepspeed}
+    sources = {
+        "hf": from_hf,
+        "megatron": from_megatron,
+        "deepspeed": from_deepspeed,
+        "neox": from_neox,
+        "nanotron": from_nanotron,
+    }
     named_sources = {form: path for form, path in sources.items() if path is not None}
     if len(named_sources) != 1:
         raise ConfigError(
-            "give one of --from-hf, --from-megatron and --from-deepspeed: the directory of the "
-            "model"
+            "give one of --from-hf, --from-megatron, --from-deepspeed, --from-neox and "
+            "--from-nanotron: the directory of the model"
         )
     os.environ.update(_OFFLINE)
     from megacore.artifact.files import check_output
@@ -87,7 +103,12 @@ def export(
     ],
     output: OutputOption,
     form: Annotated[
-        str, typer.Option("--format", help="hf (a transformers directory) or megatron (its files)")
+        str,
+        typer.Option(
+            "--format",
+            help="hf (a transformers directory), megatron (files of its models before Megatron "
+            "core) or torch_dist (Megatron core's distributed form)",
+        ),
     ] = "hf",
     dtype: Annotated[
         str | None, typer.Option(help="of a transformers directory: float32 (default) or bfloat16")
@@ -109,12 +130,14 @@ def export(
     _check_options(form, dtype, tensor_model_parallel_size, pipeline_model_parallel_size)
     os.environ.update(_OFFLINE)
     from megacore.artifact.files import check_output
-    from megacore.convert.exported import export_hf, export_megatron, open_source
+    from megacore.convert.exported import export_core, export_hf, export_megatron, open_source
 
     check_output(output)
     source = open_source(checkpoint, tokenizer)
     if form == "hf":
         export_hf(source, output, dtype="bfloat16" if dtype == "bfloat16" else "float32")
+    elif form == "torch_dist":
+        export_core(source, output)
     else:
         export_megatron(
             source,
@@ -139,17 +162,16 @@ def _check_options(form: str, dtype: str | None, tensor: int | None, pipeline: i
     """Raise ConfigError for an unknown format or dtype, or an option the format does not use."""
     from megacore.convert.counterparts import Dtype
 
-    if form not in ("hf", "megatron"):
-        raise ConfigError(f"--format is {form}: give hf or megatron")
+    if form not in ("hf", "megatron", "torch_dist"):
+        raise ConfigError(f"--format is {form}: give hf, megatron or torch_dist")
     if dtype is not None and dtype not in get_args(Dtype):
         raise ConfigError(f"--dtype is {dtype}: give {' or '.join(get_args(Dtype))}")
-    if form == "megatron" and dtype is not None:
+    if form != "hf" and dtype is not None:
         raise ConfigError(
             f"--dtype {dtype} is for --format hf: Megatron's files are written in float32"
         )
     sizes = {"--tensor-model-parallel-size": tensor, "--pipeline-model-parallel-size": pipeline}
     for name, size in sizes.items():
-        if form == "hf" and size is not None:
-            raise ConfigError(
-                f"{name} {size} is for --format megatron: a transformers directory has no layout"
-            )
+        if form != "megatron" and size is not None:
+            kind = "a transformers directory" if form == "hf" else "Megatron core's form"
+            raise ConfigError(f"{name} {size} is for --format megatron: {kind} has no layout")

@@ -145,6 +145,24 @@ def export_megatron(source: Source, output: Path, *, tensor: int, pipeline: int)
         write_json(staging / RECORD_NAME, record | layout)
 
 
+def export_core(source: Source, output: Path) -> None:
+    """Write a checkpoint in Megatron core's distributed form and export.json.
+
+    It raises the errors of `write_core` and `staged`.
+    """
+    from megacore.convert.megatron.core_write import check_core, write_core
+
+    spec = source.spec.model_copy(
+        update={"tokenizer_directory": source.tokenizer and str(source.tokenizer)}
+    )
+    check_core(spec)
+    with reading(source.checkpoint), staged(output) as staging:
+        tensors = CheckpointTensors(source.checkpoint)
+        write_core(spec, tensors, staging, iteration=source.marker.iteration)
+        record = _record(source, "torch_dist", f"Megatron core {spec.family}", "float32")
+        write_json(staging / RECORD_NAME, record)
+
+
 def _record(source: Source, form: str, kind: str, dtype: str) -> dict[str, Any]:
     """Return the content of export.json. `gate` is None because only publication requires one."""
     return {

@@ -3,11 +3,13 @@
 The checkpoints have no data. They have a tokenizer if the model comes with one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import megacore
@@ -15,11 +17,14 @@ from megacore.artifact.files import check_output, staged, write_json
 from megacore.artifact.manifest import file_digest
 from megacore.checkpoint.format import directory_name
 from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.shard import DeferredTensor
 from megacore.checkpoint.spec import MODEL_KEY
 from megacore.config.spec import ModelSpec
 from megacore.convert.source import PREFIX
 from megacore.convert.tokenizers import adopt_tokenizer, with_special_tokens
 from megacore.errors import ConfigError, ConversionError
+from megacore.models.build import build_bare
+from megacore.parallel.mesh import ProcessMesh
 
 RECORD_NAME = "import.json"
 TOKENIZER_DIRECTORY = "tokenizer"
@@ -32,7 +37,7 @@ class Foreign:
     """Opened model in the format of another program."""
 
     form: str
-    """Format: hf, megatron or deepspeed."""
+    """Format: a key of OPENERS."""
     kind: str
     """Class of the model, or its description in that format."""
     spec: ModelSpec
@@ -70,12 +75,18 @@ def open_from_megatron(directory: Path) -> Foreign:
         ConversionError: if the model has no counterpart here.
     """
     from megacore.convert.megatron.checkpoint import read_megatron
+    from megacore.convert.megatron.core import core_files, is_distributed, read_core
     from megacore.convert.megatron.files import checkpoint_directory, rank_files
 
-    opened = read_megatron(directory)
-    iteration_directory, _ = checkpoint_directory(directory)
-    files = tuple(rank_files(iteration_directory).values())
-    kind = f"Megatron-LM {opened.spec.family}"
+    iteration_directory, iteration = checkpoint_directory(directory)
+    if is_distributed(iteration_directory):
+        opened = read_core(iteration_directory, iteration)
+        files = core_files(iteration_directory)
+        kind = f"Megatron core {opened.spec.family}"
+    else:
+        opened = read_megatron(directory)
+        files = tuple(rank_files(iteration_directory).values())
+        kind = f"Megatron-LM {opened.spec.family}"
     return Foreign(
         "megatron", kind, opened.spec, opened.tensors, files, opened.iteration, opened.remarks
     )
@@ -105,10 +116,54 @@ def open_from_deepspeed(directory: Path) -> Foreign:
     )
 
 
+def open_from_neox(directory: Path) -> Foreign:
+    """Open a checkpoint of GPT-NeoX.
+
+    Raises:
+        CheckpointError: if files are missing or damaged.
+        ConversionError: if the model has no counterpart here.
+    """
+    from megacore.convert.neox import read_neox
+
+    opened = read_neox(directory)
+    return Foreign(
+        "neox",
+        "GPT-NeoX gpt",
+        opened.spec,
+        opened.tensors,
+        opened.files,
+        opened.iteration,
+        opened.remarks,
+    )
+
+
+def open_from_nanotron(directory: Path) -> Foreign:
+    """Open a checkpoint of nanotron.
+
+    Raises:
+        CheckpointError: if files are missing or damaged.
+        ConversionError: if the model has no counterpart here.
+    """
+    from megacore.convert.nanotron import read_nanotron
+
+    opened = read_nanotron(directory)
+    return Foreign(
+        "nanotron",
+        f"nanotron {opened.kind}",
+        opened.spec,
+        opened.tensors,
+        opened.files,
+        opened.iteration,
+        opened.remarks,
+    )
+
+
 OPENERS: Mapping[str, Callable[[Path], Foreign]] = {
     "hf": open_from_hf,
     "megatron": open_from_megatron,
     "deepspeed": open_from_deepspeed,
+    "neox": open_from_neox,
+    "nanotron": open_from_nanotron,
 }
 """Functions that open a model, by format."""
 
@@ -137,14 +192,36 @@ def import_model(
         spec = _with_tokenizer(
             foreign.spec, tokenizer or source, staging, output, required=tokenizer is not None
         )
-        tensors = {PREFIX + name: foreign.tensors[name] for name in foreign.tensors}
+        tensors = {PREFIX + name: tensor for name, tensor in _deferred(spec, foreign.tensors)}
         state: dict[str, Any] = {MODEL_KEY: spec.model_dump(mode="json")}
         for kind, moments in foreign.moments.items():
-            tensors |= {f"{OPTIMIZER_PREFIX}{kind}.{name}": moments[name] for name in moments}
+            tensors |= {
+                f"{OPTIMIZER_PREFIX}{kind}.{name}": tensor
+                for name, tensor in _deferred(spec, moments)
+            }
             state["engine"] = {"optimizer_steps": foreign.optimizer_steps, "loss_scaler": None}
         checkpoint = save_checkpoint(staging, foreign.iteration, tensors, state)
         write_json(staging / RECORD_NAME, _record(foreign, source, spec, checkpoint))
     return output / directory_name(foreign.iteration)
+
+
+def _deferred(
+    spec: ModelSpec, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, DeferredTensor]]:
+    """Yield the tensors of a model so that each is read when it is written.
+
+    Raises:
+        ConversionError: if `tensors` are of another model than `spec`.
+    """
+    model = build_bare(spec, ProcessMesh.serial())
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if shapes.keys() != tensors.keys():
+        differing = sorted(shapes.keys() ^ tensors.keys())
+        raise ConversionError(
+            f"the model has other tensors than its description says: {', '.join(differing[:4])}"
+        )
+    for name, shape in shapes.items():
+        yield name, DeferredTensor(shape, torch.float32, partial(tensors.__getitem__, name))
 
 
 def _with_tokenizer(

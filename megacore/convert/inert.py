@@ -1,6 +1,8 @@
 """Loading of untrusted torch files without executing code in them."""
 
+import io
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -65,18 +67,45 @@ def load_inert(path: Path) -> Any:
     try:
         with access_errors(path):
             zipped = is_stored_zip(path)
-            named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipped else _INERT
-        harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGES)}
-        # torch takes pairs of a callable and its name in the file.
-        records: list[Any] = [(Record, name) for name in harmless]
-        with access_errors(path), torch.serialization.safe_globals(records):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            content = _load(path, zipped=zipped, mmap=zipped)
     except FileAccessError:
         raise
     except Exception as error:  # a damaged pickle raises whatever its next byte asks for
         raise CheckpointError(f"{path} {_problem(error)}") from error
+    return _dense(content, str(path))
+
+
+def load_inert_bytes(archive: bytes, where: str) -> Any:
+    """Load what torch.save wrote, without executing anything in it; `where` names it in errors.
+
+    Raises:
+        CheckpointError: for the reasons of `load_inert`.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(archive)) as members:
+            size = sum(member.file_size for member in members.infolist())
+        if size > len(archive):
+            raise ValueError(f"its members unpack to {size:,} bytes, more than its own")
+        content = _load(io.BytesIO(archive), zipped=True, mmap=False)
+    except Exception as error:  # a damaged pickle raises whatever its next byte asks for
+        raise CheckpointError(f"{where} {_problem(error)}") from error
+    return _dense(content, where)
+
+
+def _load(source: Path | io.BytesIO, *, zipped: bool, mmap: bool) -> Any:
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(source) if zipped else _INERT
+    harmless = {name for name in named if name in _INERT or name.startswith(_INERT_PACKAGES)}
+    # torch takes pairs of a callable and its name in the file.
+    records: list[Any] = [(Record, name) for name in harmless]
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    with torch.serialization.safe_globals(records):
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _dense(content: Any, where: str) -> Any:
     if (problem := not_dense(content)) is not None:
-        raise CheckpointError(f"{path}: {problem}: use another checkpoint")
+        raise CheckpointError(f"{where}: {problem}: use another checkpoint")
     return content
 
 

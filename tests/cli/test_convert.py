@@ -158,7 +158,7 @@ def test_a_deepspeed_checkpoint_is_imported_and_exported_to_megatron(
     [
         (
             ("import", "--output", "x"),
-            "give one of --from-hf, --from-megatron and --from-deepspeed",
+            "give one of --from-hf, --from-megatron, --from-deepspeed, --from-neox and",
         ),
         (
             ("import", "--output", "x", "--from-hf", "a", "--from-megatron", "b"),
@@ -170,7 +170,7 @@ def test_a_deepspeed_checkpoint_is_imported_and_exported_to_megatron(
         ),
         (
             ("export", "--output", "x", "--checkpoint", "c", "--format", "onnx"),
-            "--format is onnx: give hf or megatron",
+            "--format is onnx: give hf, megatron or torch_dist",
         ),
         (
             ("export", "--output", "x", "--checkpoint", "c", "--dtype", "int8"),

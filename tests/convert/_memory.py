@@ -1,9 +1,11 @@
-"""Measurement of an export's memory: `python -m tests.convert._memory CHECKPOINT OUTPUT DTYPE`.
+"""Measurement of a conversion's memory.
 
-Prints the bytes by which the export increased the memory of its process.
+`python -m tests.convert._memory CHECKPOINT OUTPUT DTYPE` prints the bytes by which an export
+increased the memory of its process, and with `import FORM DIRECTORY OUTPUT` those of an import.
 """
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,5 +40,44 @@ def main(checkpoint: str, output: str, dtype: str) -> None:
     sys.stdout.write(f"{grown}\n")
 
 
+def peak_anonymous(operation: Callable[[], object]) -> int:
+    """Return the largest increase of the memory that is not of mapped files, in samples."""
+    before = largest = _status("RssAnon")
+    finished = threading.Event()
+
+    def sample() -> None:
+        nonlocal largest
+        while not finished.wait(0.002):
+            largest = max(largest, _status("RssAnon"))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        operation()
+    finally:
+        finished.set()
+        sampler.join()
+    return largest - before
+
+
+def main_import(form: str, directory: str, output: str) -> None:
+    """Import twice; code and caches that the first import loads are not counted."""
+    import torch
+
+    from megacore.convert.imported import OPENERS, import_model
+
+    torch.set_num_threads(1)
+    source = Path(directory)
+
+    def run(name: str) -> None:
+        import_model(OPENERS[form](source), source, Path(output, name))
+
+    run("first")
+    sys.stdout.write(f"{peak_anonymous(lambda: run('second'))}\n")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "import":
+        main_import(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])

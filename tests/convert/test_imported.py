@@ -229,7 +229,7 @@ def config(**values: Any) -> Callable[[Path], None]:
         (cut_a_shard, r"model-00002-of-\d+\.safetensors \([\d,]+ bytes\) is damaged or cut short"),
         (remove_all_weights, r"has no weights: none of model\.safetensors, .*pytorch_model\.bin"),
         (name_a_file_outside, r"names files outside of"),
-        (config(n_embd=64), r"has shape \(100, 32\) where the configuration says \(100, 64\)"),
+        (config(n_embd=64), r"has shape \(32, 96\) where the configuration says \(64, 192\)"),
         (
             config(vocab_size=99),
             r"wte\.weight has shape \(100, 32\) where the configuration says \(99, 32\)",

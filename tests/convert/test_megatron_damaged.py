@@ -205,13 +205,6 @@ def test_other_megatron_forms_are_refused_by_name(tmp_path: Path) -> None:
     iteration, _ = written(tmp_path)
     (iteration / "mp_rank_00").rename(iteration / "mp_rank_00_000_001")
     assert "divided by a third number" in refusal(tmp_path, ConversionError)
-    shutil.rmtree(iteration)
-    iteration.mkdir()
-    (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    for directory in (tmp_path, iteration):
-        assert "in Megatron core's distributed form (torch_dist)" in refusal(
-            directory, ConversionError
-        )
 
 
 def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -257,7 +257,12 @@ def family_of(names: Collection[str], where: Path) -> Family:
 
 
 def spec_of(
-    args: Mapping[str, Any], family: Family, layers: int, vocabulary_rows: int, where: Path
+    args: Mapping[str, Any],
+    family: Family,
+    layers: int,
+    vocabulary_rows: int,
+    where: Path,
+    options: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
     """Return the spec of the model that `args` describe.
 
@@ -267,6 +272,7 @@ def spec_of(
         layers: number of layers in the files.
         vocabulary_rows: rows of the complete token embedding.
         where: checkpoint that errors name.
+        options: fields of our model that the args express in another way.
 
     Raises:
         ConversionError: if our models do not support an argument.
@@ -274,7 +280,7 @@ def spec_of(
     """
     _check_args(args, where)
     try:
-        model = ModelConfig(**_model_fields(args, family))
+        model = ModelConfig(**(_model_fields(args, family) | dict(options or {})))
         vocabulary = args.get("orig_vocab_size") or vocabulary_rows
         model = model.model_copy(
             update={
@@ -285,7 +291,7 @@ def spec_of(
             family=family,
             model=model,
             vocab_size=vocabulary,
-            special_tokens=SpecialTokens(**args.get("special_tokens", {})),
+            special_tokens=_special_tokens(args),
             tokenizer_directory=_tokenizer_directory(args),
         )
     except (ValidationError, TypeError, ValueError, ArithmeticError) as error:
@@ -495,6 +501,12 @@ def _check_held(spec: ModelSpec, size: int, rows: int, layers: int, where: Path)
             f"{model.head_dim}, an odd number of elements, where megacore's would rotate "
             f"{model.rotary_dim}"
         )
+
+
+def _special_tokens(args: Mapping[str, Any]) -> SpecialTokens:
+    """Return the ids that an export of megacore has under the name of Megatron-LM's own list."""
+    value = args.get("special_tokens")
+    return SpecialTokens(**value) if isinstance(value, Mapping) else SpecialTokens()
 
 
 def _tokenizer_directory(args: Mapping[str, Any]) -> str | None:

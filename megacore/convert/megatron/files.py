@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from megacore.artifact.files import regular
-from megacore.checkpoint.format import TRACKER_NAME, directory_name, iteration_of, read_tracker
+from megacore.checkpoint.format import (
+    METADATA_NAME,
+    TRACKER_NAME,
+    directory_name,
+    iteration_of,
+    read_tracker,
+)
 from megacore.convert.inert import Record, load_inert
 from megacore.convert.megatron.args import MODEL_ARGS, tensor_size
 from megacore.convert.megatron.table import (
@@ -30,6 +36,8 @@ FILE_NAME = "model_optim_rng.pt"
 _FILE_NAMES = (FILE_NAME, "model_rng.pt")
 """Names of a rank's file. A distributed optimizer with separate files uses the second name."""
 _RELEASE = "release"
+_DISTRIBUTED = frozenset({"metadata.json", METADATA_NAME})
+"""Files in a directory of Megatron core's distributed form."""
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _CHUNK = re.compile(r"model(\d*)")
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
@@ -57,17 +65,18 @@ def checkpoint_directory(directory: Path) -> tuple[Path, int | None]:
     Args:
         directory: that directory, or the root with the tracker file.
 
+    The directory may also be one of Megatron core's distributed form.
+
     Raises:
         CheckpointError: if there is no checkpoint, or the tracker names a missing directory.
-        ConversionError: if it is in Megatron core's distributed format.
     """
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is no directory: give one with {TRACKER_NAME} or mp_rank_00 in it"
         )
-    if any(_RANK.fullmatch(path.name) for path in directory.iterdir()):
+    names = [path.name for path in directory.iterdir()]
+    if any(_RANK.fullmatch(name) or name in _DISTRIBUTED for name in names):
         return directory, iteration_of(directory)
-    _refuse_distributed(directory)
     iteration = read_tracker(directory)
     if iteration is not None:
         return _tracked(directory, directory_name(iteration)), iteration
@@ -85,7 +94,6 @@ def _tracked(root: Path, name: str) -> Path:
         raise CheckpointError(
             f"{root / TRACKER_NAME} names {name}, which is not there: use another checkpoint"
         )
-    _refuse_distributed(target)
     return target
 
 
@@ -94,14 +102,6 @@ def _says_release(tracker: Path) -> bool:
         return regular(tracker).read_text(encoding="ascii").strip() == _RELEASE
     except (OSError, ValueError):
         return False
-
-
-def _refuse_distributed(directory: Path) -> None:
-    if (directory / "metadata.json").is_file() or any(directory.glob("*.distcp")):
-        raise ConversionError(
-            f"{directory} is a checkpoint in Megatron core's distributed form (torch_dist), and "
-            f"only the form with mp_rank_TT/{FILE_NAME} is read: save it with --ckpt-format torch"
-        )
 
 
 def rank_files(directory: Path) -> dict[tuple[int, int], Path]:

@@ -1,0 +1,401 @@
+"""Import of nanotron's checkpoints of Llama and Qwen2 models.
+
+`1000/` has `model_config.json`, `checkpoint_metadata.json`, and in `model/` a safetensors file for
+each parameter and tensor-parallel rank, which says in its header where its values belong in the
+complete parameter. Only weights are converted, and one tensor at a time is in memory.
+
+Source: huggingface/nanotron, src/nanotron/serialize and examples/llama/convert_weights.py.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megacore.artifact.files import read_json, regular
+from megacore.config.model import ModelConfig, check_model
+from megacore.config.spec import ModelSpec, SpecialTokens
+from megacore.convert.key_map import Shape, interleaved_rows
+from megacore.convert.megatron.args import padded
+from megacore.convert.rectangles import overlap
+from megacore.errors import CheckpointError, ConversionError
+
+CONFIG_NAME = "model_config.json"
+METADATA_NAME = "checkpoint_metadata.json"
+LATEST_NAME = "latest.txt"
+_KINDS = {"is_llama_config": "Llama", "is_qwen2_config": "Qwen2"}
+_ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+_OFF = (
+    "attention_bias",
+    "moe_config",
+    "no_rope_layer",
+    "rope_scaling",
+    "rope_seq_len_interpolation_factor",
+    "sliding_window_size",
+)
+"""Settings that are imported only with a false value or null."""
+_FILE = re.compile(r"model_(\w+?)(?:_pp-rank-(\d+)-of-(\d+)_tp-rank-(\d+)-of-(\d+))?\.safetensors")
+_NUMBER = re.compile(r"(?:np\.int\d+\()?(\d+)\)?")
+_NAMED_AT_ONCE = 4
+Splits = dict[str, Callable[[Tensor], Tensor]]
+"""Functions from a complete parameter of nanotron to ours, by our name."""
+
+
+@dataclass(frozen=True)
+class NanotronCheckpoint:
+    """Checkpoint of nanotron, translated to a megacore model."""
+
+    kind: str
+    """Kind of the model: Llama or Qwen2."""
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]
+    """Our parameters in fp32 by global name, each read on access."""
+    files: tuple[Path, ...]
+    """Files that contain the model and its configuration."""
+    iteration: int
+    """Number of optimizer steps; 0 if unknown."""
+    remarks: tuple[str, ...] = ()
+    """Sentences about what the import leaves out."""
+
+
+def read_nanotron(directory: Path) -> NanotronCheckpoint:
+    """Open a checkpoint: the directory of a step, or the root with `latest.txt`.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged, or disagrees with another file.
+        ConversionError: if our models do not support it.
+    """
+    where = _step_directory(directory)
+    config = _json(where / CONFIG_NAME)
+    kind = next((kind for key, kind in _KINDS.items() if config.get(key) is True), None)
+    if kind is None:
+        shown = ", ".join(key for key in config if key.startswith("is_")) or "no kind of model"
+        raise ConversionError(
+            f"{where / CONFIG_NAME} has {shown}: only Llama and Qwen2 models of nanotron are read"
+        )
+    spec = _spec(config, kind, where)
+    parameters = _parameters(where)
+    tensors = NanotronTensors(parameters, spec, bool(config.get("rope_interleaved")), where)
+    metadata = where / METADATA_NAME
+    step = _json(metadata).get("metas", {}) if metadata.is_file() else {}
+    value = step.get("last_train_step") if isinstance(step, Mapping) else None
+    iteration = value if type(value) is int and value >= 0 else 0
+    files = [path for path in (where / CONFIG_NAME, metadata) if path.is_file()]
+    files += [part.path for parts in parameters.values() for part in parts]
+    remarks = (
+        "the weights are in half precision: copies in fp32 belong to the optimizer's state, which "
+        "is not taken",
+    )
+    half = any(part.dtype != "F32" for parts in parameters.values() for part in parts)
+    return NanotronCheckpoint(kind, spec, tensors, tuple(files), iteration, remarks if half else ())
+
+
+def _step_directory(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is no directory: give one with {LATEST_NAME} or {CONFIG_NAME}"
+        )
+    if (directory / CONFIG_NAME).is_file():
+        return directory
+    try:
+        step = regular(directory / LATEST_NAME).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        raise CheckpointError(
+            f"{directory} is no checkpoint of nanotron: it has neither {CONFIG_NAME} nor "
+            f"{LATEST_NAME} with the number of a step"
+        ) from None
+    if not step.isdigit() or not (directory / step / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"{directory / LATEST_NAME} names {step[:50]!r}, where there is no {CONFIG_NAME}: give "
+            "the directory of one step"
+        )
+    return directory / step
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no settings: use another checkpoint")
+    return content
+
+
+def _spec(config: Mapping[str, Any], kind: str, where: Path) -> ModelSpec:
+    used = [f"{name} {config[name]!r}" for name in _OFF if config.get(name)]
+    if config.get("rope_interleaved") and kind == "Qwen2" and not config.get("_use_qkv_packed"):
+        used.append("rope_interleaved True without _use_qkv_packed")
+    if used:
+        raise ConversionError(f"{where} was trained with {', '.join(used)}, which is not read")
+    activation = config.get("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise ConversionError(f"{where} was trained with hidden_act {activation!r}, not read here")
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    try:
+        vocabulary = config["vocab_size"]
+        model = ModelConfig(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            num_attention_heads=config["num_attention_heads"],
+            num_query_groups=None if groups in (None, heads) else groups,
+            ffn_hidden_size=config["intermediate_size"],
+            activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+            normalization="rmsnorm",
+            layernorm_epsilon=config["rms_norm_eps"],
+            position_embedding_type="rope",
+            rotary_base=config["rope_theta"],
+            add_bias_linear=False,
+            untie_embeddings_and_output_weights=not config["tie_word_embeddings"],
+            max_position_embeddings=config["max_position_embeddings"],
+            init_method_std=config.get("initializer_range", 0.02),
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            make_vocab_size_divisible_by=(
+                128 if padded(vocabulary, 128) == vocabulary else vocabulary & -vocabulary
+            ),
+        )
+        check_model("gpt", model, 1)
+        eod = config.get("eos_token_id")
+        known = type(eod) is int and 0 <= eod < vocabulary
+        tokens = SpecialTokens(eod=eod if known else None)
+        return ModelSpec(family="gpt", model=model, vocab_size=vocabulary, special_tokens=tokens)
+    except (ValidationError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(
+            f"{where / CONFIG_NAME} describes no model: {reason}: use another checkpoint"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Part:
+    """File with a part of a parameter."""
+
+    path: Path
+    dtype: str
+    """Type of the values, as safetensors names it."""
+    shape: Shape
+    """Shape of the complete parameter."""
+    slices: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
+    """Pairs of a rectangle in the file's tensor and its place in the complete parameter."""
+
+
+def _parameters(where: Path) -> dict[str, list[_Part]]:
+    """Return the files of every parameter, by name."""
+    root = where / "model"
+    parameters: dict[str, list[_Part]] = {}
+    for path in sorted(root.rglob("*.safetensors")):
+        match = _FILE.fullmatch(path.name)
+        if match is None:
+            raise ConversionError(
+                f"{path} is not named as a parameter of nanotron without experts: only such are "
+                "read"
+            )
+        name = ".".join((*path.parent.relative_to(root).parts, match[1]))
+        parameters.setdefault(name, []).append(_part(path))
+    if not parameters:
+        raise CheckpointError(f"{root} has no safetensors files: use another checkpoint")
+    return parameters
+
+
+def _part(path: Path) -> _Part:
+    """Read the header of a file."""
+    try:
+        with safe_open(regular(path), framework="pt") as file:
+            if list(file.keys()) != ["data"]:
+                raise ValueError(f"it has the tensors {', '.join(list(file.keys())[:4])}")
+            view, metadata = file.get_slice("data"), file.metadata() or {}
+            local = tuple(view.get_shape())
+            dtype = str(view.get_dtype())
+        if dtype not in ("F32", "BF16", "F16"):
+            raise ValueError(f"its tensor is of type {dtype}")
+        if "unsharded_shape" not in metadata:
+            whole = tuple(slice(0, length) for length in local)
+            return _Part(path, dtype, local, ((whole, whole),))
+        text = metadata["unsharded_shape"].strip("() ").rstrip(",")
+        shape = tuple(_count(number) for number in text.split(",") if number.strip())
+        slices = tuple(
+            _pair(pair, local, shape) for pair in metadata["local_global_slices_pairs"].split(";")
+        )
+        return _Part(path, dtype, shape, slices)
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{path} cannot be read ({reason}): use another checkpoint"
+        ) from error
+
+
+def _count(text: str) -> int:
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"its header has {text!r} where a number belongs")
+    return int(match[1])
+
+
+def _pair(text: str, local: Shape, whole: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    sides = [side.split("|") for side in text.split("#")]
+    if len(sides) != 2 or any(len(side) != len(local) or len(side) != len(whole) for side in sides):
+        raise ValueError(f"its header has slices {text[:80]!r}")
+    first, second = (
+        tuple(_slice(part, length) for part, length in zip(side, shape, strict=True))
+        for side, shape in zip(sides, (local, whole), strict=True)
+    )
+    if [part.stop - part.start for part in first] != [part.stop - part.start for part in second]:
+        raise ValueError(f"its header has slices of different lengths: {text[:80]!r}")
+    return first, second
+
+
+def _slice(text: str, length: int) -> slice:
+    numbers = [None if part == "None" else _count(part) for part in text.split(",")]
+    if len(numbers) != 3 or numbers[2] not in (None, 1):
+        raise ValueError(f"its header has the slice {text[:40]!r}")
+    start = 0 if numbers[0] is None else numbers[0]
+    stop = length if numbers[1] is None else numbers[1]
+    if not 0 <= start < stop <= length:
+        raise ValueError(f"its header has the slice {text[:40]!r} of {length} elements")
+    return slice(start, stop)
+
+
+class NanotronTensors(Mapping[str, Tensor]):
+    """Mapping of our fp32 parameters by global name, each joined from its files on access.
+
+    With `interleaved` rotary positions, rows of queries and keys are reordered: adjacent elements
+    of a head are rotated together there, and elements that are half a head apart here.
+
+    Raises:
+        CheckpointError: on construction, if a parameter is missing, unknown, incomplete or of a
+            wrong shape.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Sequence[_Part]],
+        spec: ModelSpec,
+        interleaved: bool,
+        where: Path,
+    ) -> None:
+        self._parameters = parameters
+        self._spec = spec
+        self._interleaved = interleaved
+        self._entries: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}
+        shapes: dict[str, Shape] = {}
+        for theirs, shape, ours in self._table():
+            shapes[theirs] = shape
+            self._entries |= {name: (theirs, split) for name, split in ours.items()}
+        missing = [name for name in shapes if name not in parameters]
+        unknown = [name for name in parameters if name not in shapes]
+        if missing or unknown:
+            raise CheckpointError(
+                f"{where} is of another model than its {CONFIG_NAME} says: it "
+                f"{'lacks' if missing else 'has no place for'} "
+                f"{', '.join((missing or unknown)[:_NAMED_AT_ONCE])}: use another checkpoint"
+            )
+        for name, parts in parameters.items():
+            _check_parts(name, parts, shapes[name], where)
+
+    def __getitem__(self, name: str) -> Tensor:
+        theirs, split = self._entries[name]
+        return split(self._whole(theirs)).contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _whole(self, name: str) -> Tensor:
+        parts = self._parameters[name]
+        whole = torch.empty(parts[0].shape, dtype=torch.float32)
+        for part in parts:
+            with safe_open(part.path, framework="pt") as file:
+                view = file.get_slice("data")
+                for source, target in part.slices:
+                    whole[target] = view[source]
+        return whole
+
+    def _table(self) -> Iterator[tuple[str, Shape, Splits]]:
+        """Yield each of their parameters with its shape and the functions that give ours."""
+        model = self._spec.model
+        hidden, inner, width = model.hidden_size, model.ffn_size, model.attention_size
+        table = (self._spec.padded_vocab_size, hidden)
+        words = "model.token_position_embeddings.pp_block.token_embedding.weight"
+        yield words, table, {"embedding.word_embeddings.weight": _same}
+        for layer in range(model.num_layers):
+            theirs, ours = f"model.decoder.{layer}.pp_block", f"encoder.layers.{layer}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{theirs}.{norm}.weight", (hidden,), {f"{ours}.{norm}.weight": _same}
+            rows = width + 2 * model.query_groups * model.head_dim
+            split = self._queries_keys_values(f"{ours}.self_attention")
+            yield f"{theirs}.attn.qkv_proj.weight", (rows, hidden), split
+            dense: Splits = {f"{ours}.self_attention.dense.weight": _same}
+            yield f"{theirs}.attn.o_proj.weight", (hidden, width), dense
+            halves: Splits = {
+                f"{ours}.mlp.dense_h_to_4h_gate.weight": lambda whole: whole.chunk(2)[0],
+                f"{ours}.mlp.dense_h_to_4h.weight": lambda whole: whole.chunk(2)[1],
+            }
+            yield f"{theirs}.mlp.gate_up_proj.weight", (2 * inner, hidden), halves
+            down: Splits = {f"{ours}.mlp.dense_4h_to_h.weight": _same}
+            yield f"{theirs}.mlp.down_proj.weight", (hidden, inner), down
+        final: Splits = {"encoder.final_layernorm.weight": _same}
+        yield "model.final_layer_norm.pp_block.weight", (hidden,), final
+        if model.untie_embeddings_and_output_weights:
+            yield "model.lm_head.pp_block.weight", table, {"output_layer.weight": _same}
+
+    def _queries_keys_values(self, ours: str) -> Splits:
+        model, size = self._spec.model, self._spec.model.head_dim
+        groups = model.query_groups
+        rows = [model.attention_size, groups * size, groups * size]
+
+        def parts(whole: Tensor) -> list[Tensor]:
+            query, key, value = torch.split(whole, rows)
+            return [self._halved(query), self._halved(key), value]
+
+        if groups == model.num_attention_heads:
+            joined = interleaved_rows(groups, 3, size)
+            return {f"{ours}.query_key_value.weight": lambda whole: joined.merge((*parts(whole),))}
+        pairs = interleaved_rows(groups, 2, size)
+        return {
+            f"{ours}.query.weight": lambda whole: parts(whole)[0],
+            f"{ours}.key_value.weight": lambda whole: pairs.merge((*parts(whole)[1:],)),
+        }
+
+    def _halved(self, rows: Tensor) -> Tensor:
+        """Reorder the rows of each head from adjacent pairs to two halves, if necessary."""
+        if not self._interleaved:
+            return rows
+        pairs = rows.view(-1, self._spec.model.head_dim // 2, 2, rows.shape[1])
+        return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _same(whole: Tensor) -> Tensor:
+    return whole
+
+
+def _check_parts(name: str, parts: Sequence[_Part], shape: Shape, where: Path) -> None:
+    """Check that the files of a parameter give every element of this shape exactly once."""
+    shapes = {part.shape for part in parts}
+    if shapes != {shape}:
+        raise CheckpointError(
+            f"{where} has {name} of shape {sorted(shapes)[0]}, where its {CONFIG_NAME} says "
+            f"{shape}: use another checkpoint"
+        )
+    places = [
+        (
+            tuple(side.start for side in target),
+            tuple(side.stop - side.start for side in target),
+        )
+        for part in parts
+        for _, target in part.slices
+    ]
+    if sum(math.prod(sizes) for _, sizes in places) != math.prod(shape) or overlap(places):
+        raise CheckpointError(
+            f"{where} does not hold every number of {name} exactly once: it has {len(parts)} files "
+            "of it; use a whole checkpoint"
+        )
