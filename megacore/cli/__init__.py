@@ -11,6 +11,7 @@ import typer
 
 from megacore import __version__
 from megacore.artifact.files import access_error
+from megacore.cli.adopt import adopt
 from megacore.cli.convert import export, import_
 from megacore.cli.doctor import doctor
 from megacore.cli.index import IndexCommand, index
@@ -52,7 +53,7 @@ def options(
     """Pretraining of large language models: data tools, model tools and the workspace."""
 
 
-for command in (init, runs, stop, clean, plan, doctor, inspect, verify, generate, evaluate):
+for command in (init, adopt, runs, stop, clean, plan, doctor, inspect, verify, generate, evaluate):
     app.command()(command)
 app.command("import")(import_)
 app.command()(export)
