@@ -14,6 +14,8 @@ from megacore.adopt.zero import put_zero
 NAMES = {"megatron": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 FAMILIES = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
 """Family of the model of each training program."""
+_ITERATIONS = 1000
+"""Length of a run that no flag gives."""
 _CONSTANT_WINDOW = 10**9
 """Window of a loss scale that never grows."""
 
@@ -31,6 +33,7 @@ def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
     for setting in settings:
         MEGATRON.apply(setting, draft)
     default = f"{NAMES[settings.program]}'s default"
+    _require(settings, draft)
     _model(settings, draft, family, default)
     _layout(settings, draft)
     put_zero(settings, draft, json)
@@ -275,15 +278,17 @@ def _batches(settings: Settings, draft: Draft) -> None:
     _growth(settings, draft)
     batch = draft.get("train.global_batch_size")
     if batch is None:
-        if micro is None and total is None:
-            draft.missing.append(_unwritten("--micro-batch-size", settings))
-        if total is None and "--step-batch-size-schedule" not in settings:
-            draft.missing.append(_unwritten("--global-batch-size", settings))
-        return
+        if draft.missing or "--step-batch-size-schedule" in settings:
+            return
+        batch = draft.get("train.micro_batch_size", 1)
+        draft.put("train.micro_batch_size", batch, *sources(micro, default="not written"))
+        draft.put("train.global_batch_size", batch, "not written")
+        draft.ask("train.global_batch_size", "how many samples has a step? no flag says it")
     lengths: list[tuple[int, Setting]] = []
     units = (("--train-iters", None), ("--train-samples", False), ("--train-tokens", True))
     if not any(flag in settings for flag, _ in units):
-        draft.missing.append(_unwritten("--train-iters", settings))
+        draft.put("train.train_iters", _ITERATIONS, "not written")
+        draft.ask("train.train_iters", "how many iterations? no flag says it")
     for flag, is_tokens in units:
         setting = settings.get(flag)
         value = number_of(setting, draft, "train.train_iters")
@@ -301,10 +306,19 @@ def _batches(settings: Settings, draft: Draft) -> None:
                 draft.ignore(setting, f"its {iterations} iterations are not reached")
 
 
-def _unwritten(name: str, settings: Settings) -> tuple[Setting, str]:
-    """Return a flag that is nowhere written, for the list of missing values."""
-    field = f"train.{name[2:].replace('-', '_')}"
-    return Setting(name, ["(not written)"], Place(settings.entry, 0)), field
+def _require(settings: Settings, draft: Draft) -> None:
+    """Note the sizes of the model that no flag says."""
+    sizes = {
+        "model.num_layers": "--num-layers",
+        "model.hidden_size": "--hidden-size",
+        "model.num_attention_heads": "--num-attention-heads",
+        "data.seq_length": "--seq-length",
+    }
+    asked = {name for _, name in draft.missing}
+    for name, flag in sizes.items():
+        if name not in draft.values and name not in asked:
+            unwritten = Setting(flag, ["(not written)"], Place(settings.entry, 0))
+            draft.missing.append((unwritten, name))
 
 
 def iterations_of(draft: Draft, amount: float, *, tokens: bool, up: bool = False) -> int:
@@ -416,6 +430,7 @@ def _precision(settings: Settings, draft: Draft, default: str) -> None:
         draft.put("train.precision", kind, *sources(*chosen, default=default))
     draft.done |= {each.name for each in chosen}
     scale = settings.get("--loss-scale")
+    scale = None if scale is None or scale.name in draft.done else scale
     value = number_of(scale, draft, "optim.loss_scale.initial")
     if scale is not None and value is not None:
         put_constant_scale(draft, value, scale)

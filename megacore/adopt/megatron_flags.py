@@ -472,6 +472,16 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         r"no-weight-decay-cond|batch-invariant|force-balance|squared-relu-fusion).*",
         _SPEED,
     ),
+    (
+        r"--(no-)?(tokenizer-|use-tokenizer-model|model-temperature).*",
+        NoEffect("it follows from the tokenizer"),
+    ),
+    (
+        r"--num-layers-at-(start|end)-in-bf16",
+        NoEffect("it is for fp8, which --fp8-format turns on"),
+    ),
+    (r"--no-rl-.*", _NO_RL),
+    (r"--(decode-only|disable-straggler|check-weight-hash).*", _SPEED),
     (r"--export-.*|--(en|dis)able-modelopt.*", NoEffect("it is for the export of checkpoints")),
     (
         r"--(adlr|inprocess|enable-ft|ft-|calc-ft|fault|run-workload|distributed-init|"
@@ -479,6 +489,80 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         _PROCESS,
     ),
 )
+
+RARE: tuple[tuple[str, Rule], ...] = (
+    (r"--(use-mup|mup-.*)", Absent("µP", "model.init_method_std")),
+    (
+        r"--mtp-.*",
+        NoEffect("it is for prediction of several tokens, which --mtp-num-layers turns on"),
+    ),
+    (
+        r"--(dsa-|mhc-|gdp-|enable-mhc|experimental-attention|attention-output-gate|qk-clip|"
+        r"softmax-scale|heterogeneous|hetereogenous).*",
+        Absent("this kind of layer", "the fields of model"),
+    ),
+    (
+        r"--(gtp-|expert-gtp|(expert-)?tensor-parallel-num-weight-shards).*",
+        Absent("division of weights over further ranks", "engine deepspeed with zero_stage 3"),
+    ),
+    (
+        r"--(use-kitchen|kitchen|quant-recipe|te-precision|tp-only-amax|keep-fp8|reuse-grad-buf|"
+        r"activation-func-fp8).*",
+        _NO_FP8,
+    ),
+    (
+        r"--(main-params|exp-avg|exp-avg-sq)-dtype",
+        Absent("other types of main weights and moments", "fp32", ("fp32",)),
+    ),
+    (
+        r"--(multiple-validation-sets|validation-set-names|full-validation|start-eval-at-iter|"
+        r"eval-(global|micro)-batch-size|phase-transition).*",
+        Absent("this validation", "train.eval_interval and train.eval_iters"),
+    ),
+    (
+        r"--(fim-.*|dataloader-inter-document-masking|yaml-cfg|per-dataset-sequences-path)",
+        Absent("this form of data", "data.fim, data.reset_attention_mask, or flags"),
+    ),
+    (r"--null-tokenizer-.*", NoEffect("it is for the tokenizer NullTokenizer")),
+    (r"--embedding-init-method.*|--embedding-weights-in-fp32", Absent("other embeddings", "model")),
+    (r"--(num-experts-switch|disable-moe-top2.*)", _FOR_EXPERTS),
+    (
+        r"--(split-transformers|scattered-embeddings|memory-centric-tiled-linear|tile-factor|"
+        r"profile_steps|memory-efficient|fused|use-te-|use-grouped|use-torch-opt|pin-|no-pin|"
+        r"overlap-cpu|optimizer-offload|min-offloaded|offload|activation-offload|delay-offload|"
+        r"delta-offload|no-cpu-offload|cache-mla|disable-mamba|disable-parameter|flash-attention|"
+        r"mlp-chunks|num-microbatches-with|mla-down|gpu-sniff|wgrad-deferral|optimizer-cuda).*",
+        _SPEED,
+    ),
+    (
+        r"--(async-|distrib-optim|most-recent-k|load-main-params|save-(tokenizer|config|params|"
+        r"activations|dgrads|wgrads|tokens)|no-(strict|save-tokenizer)|use-mp-args).*",
+        _FORMAT,
+    ),
+    (
+        r"--(flight-recorder|no-flight|pytorch-profiler|record-shapes|memory-keys|modules-to-filter|"
+        r"no-filter|set-level|runtime-time|throughput|config-logger|result-rejected|dump-param|"
+        r"test-mode).*",
+        _LOGGING,
+    ),
+    (r"--(bert-embedder-type|output-bert-embeddings|chat-template|sft-tokenizer.*)", _INFERENCE),
+    (
+        r"--(dataloader-|mid-level|object-storage|allow-ambiguous|tiktoken-|use-gigatoken).*",
+        _LOADER,
+    ),
+    (
+        r"--(suggested-communication|symmetric-ar|pipeline-model-parallel-comm|create-all-gather|"
+        r"disable-symmetric|enable-full-sharding|max-seqlen-per|train-sync|no-use-layer-wise|"
+        r"account-for-loss|no-clone-scatter|distributed-timeout-seconds).*",
+        _COMMUNICATION,
+    ),
+    (r"--exit-signal-handler-.*", NoEffect("a signal always makes a run save and end")),
+    (
+        r"--(no-)?yarn-.*|--beta-(fast|slow)|--original-max-position-embeddings|--mrope-section",
+        Absent("scaled rotary positions (model.rope_scaling)", "model.rotary_base"),
+    ),
+)
+"""Families of flags that scripts rarely have."""
 
 MEGATRON = Rules(
     {
@@ -491,6 +575,6 @@ MEGATRON = Rules(
         **ROPE_SCALING,
         **NEWER_MODELS,
     },
-    FAMILIES,
+    FAMILIES + RARE,
 )
 """Rules of both programs: those of Megatron-DeepSpeed are Megatron-LM's with DEEPSPEED."""

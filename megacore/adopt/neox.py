@@ -176,6 +176,7 @@ TABLE: dict[str, Rule] = {
     "curriculum_learning": _ZERO,
     "use_mup": _MUP,
     "autotuning": Absent("DeepSpeed's tuning", "megacore plan --search"),
+    "autotuning_config": NoEffect("it is for autotuning"),
     "save_interval": NoEffect("GPT-NeoX reads checkpoint_factor"),
     "serve_model_weights": Absent("a server of weights", "megacore generate"),
     "text_gen_type": NoEffect("it is for generation; here: megacore generate"),
@@ -492,10 +493,9 @@ def _batches(settings: Settings, draft: Draft) -> None:
         size = batch / replicas / accumulated
     if size is None:
         if micro is None:
-            unwritten = Setting(
-                "train_micro_batch_size_per_gpu", "(not written)", Place("the files", 0)
-            )
-            draft.missing.append((unwritten, "train.micro_batch_size"))
+            for name in ("train.micro_batch_size", "train.global_batch_size"):
+                draft.put(name, 1, "not written")
+            draft.ask("train.global_batch_size", "which batch? give the file that has it too")
         return
     draft.put("train.micro_batch_size", int(size), micro or total or DEFAULT)
     if batch is not None and total is not None:

@@ -1,5 +1,6 @@
 """Detection of the program that files belong to, and their settings."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.neox import NEOX, settings_of
 from megacore.adopt.rules import On
 from megacore.adopt.settings import Place, Setting, Settings
-from megacore.adopt.shell import Launch, Script, flags_of, read_script
+from megacore.adopt.shell import SCRIPT_BYTES, Launch, Script, flags_of, read_script
 from megacore.adopt.words import Word
 from megacore.artifact.files import parse_json, read_bytes
 from megacore.errors import ConfigError
@@ -186,8 +187,13 @@ def _content(path: Path) -> tuple[Any, dict[str, int]]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}: give another file") from error
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}: give another file") from error
-    content = parse_yaml(text.replace("\t", "  "), str(path))
     lines: dict[str, int] = {}
+    if path.suffix == ".json":
+        with contextlib.suppress(ValueError):
+            content = parse_json(text.encode("utf-8"))
+            if not isinstance(content, dict) or kind_of(content) is None:
+                return content, lines
+    content = parse_yaml(text.replace("\t", "  "), str(path))
     _lines(yaml.compose(text.replace("\t", "  "), Loader=yaml.SafeLoader), "", lines)
     return content, lines
 
@@ -286,7 +292,7 @@ def _of_script(
     else:
         words, names = _fragment(script)
         entry, launcher = "pretrain_gpt", ()
-        if script.launches or not words or _starts_something(script):
+        if script.launches or not words or _starts_something(path):
             return Source(other=_other(path, script))
         remarks.append(
             f"no command trains here: the flags are those of the variables {', '.join(names)}"
@@ -353,16 +359,17 @@ def _fragment(script: Script) -> tuple[tuple[Word, ...], list[str]]:
     return tuple(word for name in kept for word in found[name]), kept
 
 
-def _starts_something(script: Script) -> bool:
-    """Return True if a script starts programs whose names are not known, or containers."""
-    starts = ("python", "torchrun", "srun", "mpirun", "deepspeed", "docker", "sbatch", "${", "$")
-    return any(command.startswith(starts) for command in script.commands)
+def _starts_something(path: Path) -> bool:
+    """Return True if the text of a script names a Python program, which is none that trains."""
+    text = read_bytes(path, SCRIPT_BYTES).decode("utf-8", errors="replace")
+    return re.search(r"^[^#\n]*[\w}]\.py\b", text, re.MULTILINE) is not None
 
 
 def _other(path: Path, script: Script) -> str:
     """Return what a script that trains no language model is."""
     programs = " ".join(launch.program for launch in script.launches)
-    for text in (programs, path.name, str(path.parent.name), " ".join(script.commands)):
+    by_name = (path.name, programs) if "tasks/main" in programs else (programs, path.name)
+    for text in (*by_name, path.parent.name, " ".join(script.commands)):
         for pattern, what in OTHER_PROGRAMS:
             if text and re.search(pattern, text, re.IGNORECASE):
                 return f"{path.name}: {what}"

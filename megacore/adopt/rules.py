@@ -199,7 +199,10 @@ class Rules:
             case NoEffect(reason):
                 draft.ignore(setting, reason)
             case Absent(feature, near, off):
-                if _requests_nothing(setting, off):
+                if setting.unknown and off:
+                    draft.missing.append((setting, f"{feature}, which is absent here"))
+                    draft.done.add(setting.name)
+                elif _requests_nothing(setting, off):
                     draft.ignore(setting, "its value requests nothing")
                 else:
                     draft.refuse(setting, feature, near)
@@ -235,7 +238,7 @@ class Rules:
     def finish(self, settings: "list[Setting]", draft: Draft) -> None:
         """Refuse the joint settings for which the program's module found no place."""
         for setting in settings:
-            if setting.name not in draft.done:
+            if setting.name not in draft.done and not draft.missing:
                 rule = self.rule(setting.name)
                 purpose = rule.purpose if isinstance(rule, Joint) else "it was not translated"
                 draft.refuse(setting, f"{purpose}, which it does not decide here", "leave it out")

@@ -61,6 +61,8 @@ class Script:
     commands: list[str] = field(default_factory=list)
     """Names of all commands, in order, those in branches that are not taken included."""
     remarks: list[str] = field(default_factory=list)
+    given: frozenset[str] = frozenset()
+    """Variables with a value from outside, which assignments do not change."""
     hints: dict[str, str] = field(default_factory=dict)
     """Comments at the end of assignments, by variable, such as `<Specify path>`."""
 
@@ -75,7 +77,7 @@ def read_script(path: Path, given: Mapping[str, str] | None = None) -> Script:
     Raises:
         ConfigError: the file cannot be read, or the parser is not installed.
     """
-    script = Script(str(path))
+    script = Script(str(path), given=frozenset(given or {}))
     place = Place("--set", 0)
     for name, value in (given or {}).items():
         script.variables.values[name] = Word((Part(value, place),))
@@ -210,6 +212,8 @@ class _Reader:
     def _assign(self, node: "Node") -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if target is None:
+            return
+        if _source(target) in self.script.given:
             return
         name, appends = _source(target), any(child.type == "+=" for child in node.children)
         line = node.start_point[0] + 1
@@ -439,11 +443,14 @@ class _Reader:
     def _shell(self, words: list[Word]) -> bool:
         """Follow `bash FILE`, `sbatch FILE` and `sh -c TEXT`; return True if it was one."""
         for position, word in enumerate(words[:-1]):
-            option = words[position + 1].text
-            is_shell = word.text.rpartition("/")[2] in _SHELLS
-            if is_shell and re.fullmatch(r"-\w*c", option):
-                self._line(words[position + 2 :])
-                return True
+            if word.text.rpartition("/")[2] not in _SHELLS:
+                continue
+            for number, option in enumerate(words[position + 1 :], position + 1):
+                if not option.text.startswith("-"):
+                    break
+                if re.fullmatch(r"-\w*c", option.text):
+                    self._line(words[number + 1 :])
+                    return True
         scripts = [w for w in words if w.text.endswith((".sh", ".slurm", ".sbatch"))]
         caller = words[0].text.rpartition("/")[2]
         if scripts and (caller in (*_SHELLS, "sbatch", "srun") or words[0] is scripts[0]):

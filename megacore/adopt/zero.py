@@ -87,6 +87,12 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
         draft.remarks.append(
             f"{path}: this file was not found; give it as another FILE, so that it is read too"
         )
+    _scale(settings, draft)
+    if json is not None and "gradient_clipping" not in json and "optim.clip_grad" in draft.values:
+        draft.remarks.append(
+            f"{path} does not say gradient_clipping, so that DeepSpeed does not clip; here "
+            "--clip-grad counts: set optim.clip_grad to 0 to repeat the run"
+        )
     origins: list[Setting | str] = [each for each in (flag, path, used) if each is not None]
     if "deepspeed.zero_stage" in draft.values:
         stage = draft.get("deepspeed.zero_stage")
@@ -95,6 +101,18 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
         offload = "cpu"
         origins.append(cpu)
     put_stage(draft, int(stage or 0), origins, offload)
+
+
+def _scale(settings: Settings, draft: Draft) -> None:
+    """Set what DeepSpeed does with the loss scale, which ignores Megatron's flags."""
+    for name in ("--loss-scale", "--initial-loss-scale"):
+        setting = settings.get(name)
+        if setting is not None:
+            if draft.values.get("optim.loss_scale.initial", ("", ""))[1] == str(setting):
+                del draft.values["optim.loss_scale.initial"]
+            draft.ignore(setting, "DeepSpeed's JSON decides the loss scale")
+    if "--fp16" in settings and "optim.loss_scale.initial" not in draft.values:
+        draft.put("optim.loss_scale.initial", 2.0**16, "DeepSpeed's default")
 
 
 def put_stage(
@@ -133,7 +151,7 @@ def put_stage(
 def read_json(draft: Draft, content: Mapping[str, Any], place: Place, name: str) -> None:
     """Give each key of DeepSpeed's JSON its place in the draft.
 
-    A value that a flag has set already is compared with it; a difference is refused.
+    A value that a flag has set already is compared with it.
     """
     for key, value in leaves(content):
         setting = Setting(key, value, place)
@@ -229,7 +247,7 @@ def _key(draft: Draft, setting: Setting, content: Mapping[str, Any]) -> None:
 
 
 def _same(draft: Draft, name: str, value: Any, setting: Setting) -> None:
-    """Set a value, or compare it with the one that a flag has set."""
+    """Set a value; DeepSpeed takes that of its JSON where a flag has another."""
     entry = draft.values.get(name)
     if entry is None:
         draft.put(name, value, setting)
@@ -237,6 +255,6 @@ def _same(draft: Draft, name: str, value: Any, setting: Setting) -> None:
         draft.put(name, entry.value, entry.origin, setting)
     else:
         draft.remarks.append(
-            f"{setting} differs from {entry.origin}: {name} is {entry.value}, as Megatron's flag"
+            f"{setting} differs from {entry.origin}: {name} is {value}, which DeepSpeed takes"
         )
-        draft.done.add(setting.name)
+        draft.put(name, value, setting, entry.origin)
