@@ -142,9 +142,11 @@ def _settings_only(source: Source) -> Draft:
         )
     else:
         _accelerate(draft, source.content, settings.entry)
-    micro, total = draft.get("train.micro_batch_size"), draft.get("train.global_batch_size")
-    if micro is not None and total is None:
-        draft.put("train.global_batch_size", micro, "one replica")
+    total, ranks = draft.get("train.global_batch_size"), draft.get("launch.nproc_per_node", 1)
+    if total is None:
+        micro = draft.get("train.micro_batch_size", 1)
+        draft.put("train.micro_batch_size", micro, "the file, or 1")
+        draft.put("train.global_batch_size", micro * ranks, "one micro batch for each rank")
         draft.ask("train.global_batch_size", "how many samples has a step of all replicas?")
     draft.put("data.source.kind", "prefix", "the file has no data")
     draft.put("data.source.prefix", UNNAMED, "the file has no data")

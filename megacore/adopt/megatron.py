@@ -428,7 +428,13 @@ def _precision(settings: Settings, draft: Draft, default: str) -> None:
     if "train.precision" not in draft.values:
         kind = chosen[0].name[2:] if chosen else "fp32"
         draft.put("train.precision", kind, *sources(*chosen, default=default))
-    draft.done |= {each.name for each in chosen}
+    for each in chosen:
+        if each.name[2:] == draft.get("train.precision"):
+            entry = draft.values["train.precision"]
+            if str(each) not in entry.origin:
+                draft.put("train.precision", entry.value, entry.origin, each)
+        else:
+            draft.ignore(each, f"{draft.values['train.precision'].origin} decides the precision")
     scale = settings.get("--loss-scale")
     scale = None if scale is None or scale.name in draft.done else scale
     value = number_of(scale, draft, "optim.loss_scale.initial")
@@ -496,7 +502,8 @@ def _intervals(settings: Settings, draft: Draft, default: str) -> None:
     if "train.log_interval" not in draft.values:
         draft.put("train.log_interval", 100, default)
     if "train.eval_interval" not in draft.values:
-        draft.put("train.eval_interval", iterations if never else 1000, default)
+        note = f"{default}: none before the end" if never else default
+        draft.put("train.eval_interval", iterations if never else 1000, note)
     rounds = settings.get("--eval-iters")
     count = number_of(rounds, draft, "train.eval_iters")
     if rounds is None:

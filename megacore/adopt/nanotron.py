@@ -20,6 +20,7 @@ from megacore.adopt.rules import (
     word,
 )
 from megacore.adopt.settings import Setting, Settings
+from megacore.foreign.files import leaves
 
 DEFAULT = "nanotron's default"
 _KERNEL = NoEffect("it changes speed or memory only; kernels are chosen by train.kernels")
@@ -141,6 +142,10 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         _KERNEL,
     ),
     (r"model\.init_method\..*", Absent("this initialization", "model.init_method.std")),
+    (
+        rf"{_MODEL}rope_scaling\..*",
+        Absent("scaled rotary positions (model.rope_scaling)", "model.rotary_base"),
+    ),
     (r"data\..*", Absent("nanotron's old form of data", "data_stages")),
     (r"doremi\..*", Absent("weights of domains that are learned", "data.blend")),
     (
@@ -331,6 +336,10 @@ def _data(settings: Settings, draft: Draft) -> None:
         draft.put("data.source.prefix", UNNAMED, "no data that can be read here")
         draft.ask("data.source.prefix", "which token files? see megacore tokenize")
     draft.put("data.split", "969,30,1", "nanotron has no such split")
+    draft.remarks.append(
+        "nanotron trains on all documents; here data.split keeps 3.1 % of them for validation and "
+        "test"
+    )
     name = settings.get("tokenizer.tokenizer_name_or_path")
     if name is not None:
         draft.put("data.tokenizer.kind", "hf", name)
@@ -355,11 +364,36 @@ def _data(settings: Settings, draft: Draft) -> None:
             draft.ask(field, f"import {setting.value} with megacore import, and name it")
 
 
+_READ_KEYS = frozenset(
+    (
+        *("name", "dataset", "dataset_folder", "hf_dataset_or_datasets", "hf_dataset_splits"),
+        *("text_column_name", "hf_dataset_config_name"),
+    )
+)
+"""Keys of a data stage that are translated."""
+_LOADING = frozenset(
+    (
+        *("seed", "num_loading_workers", "start_training_step", "dataset_overwrite_cache"),
+        *("dataset_processing_num_proc_per_process", "return_positions", "token_size_in_bytes"),
+        *("tokenizer_name", "vocab_size", "dataset_read_path"),
+    )
+)
+"""Keys of a data stage that say how it is read."""
+
+
 def _stage(stages: Setting, stage: Mapping[str, Any], draft: Draft) -> None:
     data = stage.get("data") or {}
     dataset = data.get("dataset") or {}
     shown = Setting("data_stages", stage.get("name", "one stage"), stages.place)
     named = dataset.get("hf_dataset_or_datasets")
+    for key, value in leaves(stage):
+        inner = Setting(f"data_stages.{key}", value, stages.place)
+        if key.split(".")[-1] in _READ_KEYS or key.startswith("data.dataset.dataset_folder."):
+            continue
+        if value in (None, False) or key.split(".")[-1] in _LOADING:
+            draft.ignore(inner, "it changes how the data is read, or requests nothing")
+        else:
+            draft.refuse(inner, "this option of a data set", "the section data")
     if isinstance(named, str):
         draft.put("data.source.kind", "hub", shown)
         draft.put("data.source.dataset", named, shown)

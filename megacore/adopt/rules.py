@@ -236,12 +236,21 @@ class Rules:
             draft.ask(name, f"{setting} has no value: which?")
 
     def finish(self, settings: "list[Setting]", draft: Draft) -> None:
-        """Refuse the joint settings for which the program's module found no place."""
+        """Refuse the joint settings for which the program's module found no place.
+
+        A setting that is done and named nowhere is listed as without effect.
+        """
+        named = [entry.origin for entry in draft.values.values()]
+        named += [str(setting) for setting, _ in (*draft.without_effect, *draft.missing)]
+        named += [refused.setting for refused in draft.refused] + draft.remarks
+        text = "\n".join(named)
         for setting in settings:
             if setting.name not in draft.done and not draft.missing:
                 rule = self.rule(setting.name)
                 purpose = rule.purpose if isinstance(rule, Joint) else "it was not translated"
                 draft.refuse(setting, f"{purpose}, which it does not decide here", "leave it out")
+            elif setting.name in draft.done and setting.name not in text:
+                draft.ignore(setting, "another setting decides the same")
 
 
 def first(setting: Setting) -> Any:
