@@ -39,7 +39,7 @@ OTHER_PROGRAMS = (
     ),
     (r"finetun|tasks/main|glue|race|mnli|qqp|sft", "fine-tuning: see the flow finetune"),
 )
-"""What other programs are, by a part of the program's path or of the script's."""
+"""Descriptions of other programs, by a part of the program's path or of the script's."""
 _MULTIPLE = frozenset(
     [
         "--data-path",

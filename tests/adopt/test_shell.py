@@ -115,12 +115,9 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
 
 def test_an_endless_loop_ends(tmp_path: Path) -> None:
     assert words_of(tmp_path, "while true; do A=1; done\npython t.py $A") == ["1"]
+    inner = "for i in $N; do for j in $N; do A=1; done; done"
     with pytest.raises(ConfigError, match="loops of more than 50,000 statements"):
-        script_of(
-            tmp_path,
-            "N='1 2 3 4 5 6 7 8 9'\nwhile true; do\nfor i in $N; do for j in $N; do A=1; done; done\n"
-            "done",
-        )
+        script_of(tmp_path, f"N='1 2 3 4 5 6 7 8 9'\nwhile true; do {inner}; done")
 
 
 @pytest.mark.parametrize(
