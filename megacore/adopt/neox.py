@@ -404,31 +404,35 @@ def _mlp(settings: Settings, draft: Draft) -> None:
 
 
 def _first_weights(settings: Settings, draft: Draft) -> None:
-    """Set the deviation of the first weights; ours of residual projections is std / sqrt(2 L)."""
+    """Set the deviations of the first weights, and of projections into the residual stream."""
     inner, outer = settings.get("init_method"), settings.get("output_layer_init_method")
     std, hidden = settings.get("init_method_std"), draft.get("model.hidden_size", 1)
-    kind, residual = (
-        str(_value(settings, "init_method", "normal")),
-        str(_value(settings, "output_layer_init_method", "scaled_normal")),
-    )
+    layers = draft.get("model.num_layers", 1)
+    kind = str(_value(settings, "init_method", "normal"))
+    residual = str(_value(settings, "output_layer_init_method", "scaled_normal"))
     deviation = number_of(std, draft, "model.init_method_std")
-    value = 0.02 if deviation is None else deviation
-    scaled = value
-    if kind == "small_init":
-        value = math.sqrt(2 / (5 * hidden))
-    elif kind != "normal" and inner is not None:
+    normal = 0.02 if deviation is None else deviation
+    deviations = {
+        "normal": normal,
+        "scaled_normal": normal / math.sqrt(2 * layers),
+        "single_residual_scaled_normal": normal / math.sqrt(layers),
+        "small_init": math.sqrt(2 / (5 * hidden)),
+        "wang_init": 2 / layers / math.sqrt(hidden),
+    }
+    if kind in deviations:
+        draft.put("model.init_method_std", deviations[kind], *sources(inner, std, default=DEFAULT))
+    elif inner is not None:
         draft.refuse(inner, "this initialization", "model.init_method_std, a normal distribution")
-    origins = [each for each in (inner, std) if each is not None and each.name not in draft.done]
-    draft.put("model.init_method_std", value, *sources(*origins, default=DEFAULT))
-    if residual == "scaled_normal" and math.isclose(scaled, value):
+        return
+    if residual not in deviations:
+        if outer is not None:
+            draft.refuse(outer, "this initialization", "model.residual_init_std")
+    elif math.isclose(deviations[residual], deviations[kind] / math.sqrt(2 * layers)):
         if outer is not None:
             draft.ignore(outer, "residual projections have std / sqrt(2 x layers)")
     else:
-        draft.refuse(
-            outer or f"output_layer_init_method: {residual} ({DEFAULT})",
-            f"residual projections with the deviation of {residual}",
-            "init_method_std / sqrt(2 x num_layers)",
-        )
+        origins = sources(outer, default=f"{DEFAULT} {residual}")
+        draft.put("model.residual_init_std", deviations[residual], *origins)
 
 
 def _layout(settings: Settings, draft: Draft) -> None:

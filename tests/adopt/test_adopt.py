@@ -265,6 +265,14 @@ def test_neox_gated_widths_are_neoxs(tmp_path: Path) -> None:
     assert config_of(tmp_path, result).model.ffn_hidden_size == 11008
 
 
+def test_neox_first_weights_have_neoxs_deviations(tmp_path: Path) -> None:
+    methods = '"init_method": "small_init", "output_layer_init_method": "wang_init"'
+    text = NEOX_MODEL.replace('"norm": "layernorm"', methods)
+    model = config_of(tmp_path, adopted(tmp_path, "a.yml", text, NEOX_PATHS)).model
+    assert model.init_method_std == pytest.approx(math.sqrt(2 / (5 * 768)))
+    assert model.residual_init_std == pytest.approx(2 / 12 / math.sqrt(768))
+
+
 def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
     asked = adopted(tmp_path, "a.yml", NEOX_MODEL, NEOX_PATHS)
     assert "train.global_batch_size" in dict(asked.draft.questions)  # type: ignore[union-attr]
@@ -277,7 +285,7 @@ def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
     ("old", "new", "feature"),
     [
         ('[["flash"], 12]', '[["mamba"], 12]', "attention of kind mamba"),
-        ('"norm": "layernorm"', '"output_layer_init_method": "wang_init"', "wang_init"),
+        ('"norm": "layernorm"', '"output_layer_init_method": "orthogonal"', "initialization"),
         ('"norm": "layernorm"', '"moe_num_experts": 8', "mixture of experts"),
         ('"norm": "layernorm"', '"use_bias_in_mlp": false', "biases in some linear layers"),
         ('"norm": "layernorm"', '"no_such_key": 8', "unknown here"),
