@@ -249,7 +249,7 @@ class Rules:
                 rule = self.rule(setting.name)
                 purpose = rule.purpose if isinstance(rule, Joint) else "it was not translated"
                 draft.refuse(setting, f"{purpose}, which it does not decide here", "leave it out")
-            elif setting.name in draft.done and setting.name not in text:
+            elif setting.name in draft.done and not names(text, setting.name):
                 draft.ignore(setting, "another setting decides the same")
 
 
@@ -265,6 +265,11 @@ def _requests_nothing(setting: Setting, off: tuple[str, ...]) -> bool:
     if setting.name.startswith("-"):  # a flag without a value is a request
         return bool(setting.words) and text in off
     return text in (*_OFF, *off)
+
+
+def names(text: str, name: str) -> bool:
+    """Return True if a text contains the whole name of a setting."""
+    return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) is not None
 
 
 def sources(*settings: Setting | None, default: str = "") -> list[Setting | str]:

@@ -10,6 +10,7 @@ from megacore.adopt.adopt import Adoption, adopt
 from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.neox import NEOX
 from megacore.adopt.read import BOOLEANS
+from megacore.adopt.rules import names
 from megacore.config import RunConfig, load_config
 from megacore.errors import ConfigError
 from tests.adopt._samples import BERT, DEEPSPEED_SCRIPT, FILES, NANOTRON, NEOX_MODEL, NEOX_PATHS
@@ -81,7 +82,7 @@ def test_each_value_names_its_origin_and_no_setting_is_dropped(tmp_path: Path, n
     assert all("  # " in line for line in leaves)
     assert result.settings is not None
     for setting in result.settings:
-        assert setting.name in result.text, f"{setting} is nowhere"
+        assert names(result.text, setting.name), f"{setting} is nowhere"
 
 
 def test_unknown_and_absent_flags_are_refused_by_name_with_place_and_nearest(
