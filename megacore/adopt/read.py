@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from megacore.adopt.megatron_flags import MEGATRON
-from megacore.adopt.neox import NEOX, settings_of
+from megacore.adopt.neox import settings_of
+from megacore.adopt.neox_keys import NEOX
 from megacore.adopt.rules import On
 from megacore.adopt.settings import Place, Setting, Settings
 from megacore.adopt.shell import SCRIPT_BYTES, Launch, Script, flags_of, read_script

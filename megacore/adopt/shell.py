@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.adopt.conditions import Conditions, source_of
 from megacore.adopt.settings import Place, Setting
 from megacore.adopt.words import (
     Expander,
@@ -33,7 +34,6 @@ _MOST_STATEMENTS = 50_000
 _MOST_DEPTH = 40
 _PREFIXES = frozenset({"nohup", "time", "exec", "sudo", "env", "numactl", "set", "stdbuf"})
 _SHELLS = frozenset({"bash", "sh", "zsh"})
-_VARIABLE = re.compile(r"\$\{?\w+(?:\[[@*\d]\])?\}?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _MODULES = frozenset({"torch.distributed.launch", "torch.distributed.run", "deepspeed.launcher"})
 
@@ -148,6 +148,7 @@ class _Reader:
         self.script, self.path, self.depth = script, path, depth
         self.variables = variables
         self.expander = Expander(variables, str(path), str(path.parent))
+        self.conditions = Conditions(self.expander)
         self.functions: dict[str, Node] = {}
         self.steps = 0
         self.returned = False
@@ -198,10 +199,10 @@ class _Reader:
             case "function_definition":
                 name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
                 if name is not None and body is not None:
-                    self.functions[_source(name)] = body
+                    self.functions[source_of(name)] = body
             case "compound_statement" | "subshell" | "do_group" | "ERROR" | "program":
-                if _source(node).startswith("(("):
-                    self._arithmetic(_source(node)[2:-2])
+                if source_of(node).startswith("(("):
+                    self._arithmetic(source_of(node)[2:-2])
                 else:
                     self._all(node.named_children)
             case "negated_command":
@@ -213,9 +214,9 @@ class _Reader:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if target is None:
             return
-        if _source(target) in self.script.given:
+        if source_of(target) in self.script.given:
             return
-        name, appends = _source(target), any(child.type == "+=" for child in node.children)
+        name, appends = source_of(target), any(child.type == "+=" for child in node.children)
         line = node.start_point[0] + 1
         values = self.variables.values
         if value is not None and value.type == "array":
@@ -223,7 +224,7 @@ class _Reader:
                 word
                 for child in value.named_children
                 if child.type != "comment"
-                for word in self.expander.words(_source(child), child.start_point[0] + 1)
+                for word in self.expander.words(source_of(child), child.start_point[0] + 1)
             ]
             old = values.get(name, [])
             values[name] = (
@@ -232,7 +233,9 @@ class _Reader:
             return
         empty = Word((Part("", Place(str(self.path), line)),))
         text = (
-            empty if value is None else self.expander.one(_source(value), value.start_point[0] + 1)
+            empty
+            if value is None
+            else self.expander.one(source_of(value), value.start_point[0] + 1)
         )
         if target.type == "subscript":
             return
@@ -263,7 +266,7 @@ class _Reader:
         """Walk over `A && B` and `A || B`: a side that depends on the machine is walked over."""
         children = node.children
         first = children[0]
-        outcome = self._condition(first)
+        outcome = self.conditions.outcome(first)
         self._statement(first)
         for position in range(1, len(children) - 1, 2):
             sign = children[position].type
@@ -278,10 +281,10 @@ class _Reader:
                 self._names(condition)
             self._names_of_all(body)
         for conditions, body in branches:
-            outcome = self._condition(conditions[-1]) if conditions else True
+            outcome = self.conditions.outcome(conditions[-1]) if conditions else True
             if outcome is None:
                 if any(_changes(child) for child in body):
-                    shown = " ".join(_source(conditions[-1]).split())
+                    shown = " ".join(source_of(conditions[-1]).split())
                     line = conditions[-1].start_point[0] + 1
                     self.script.remarks.append(
                         f"{self.path.name}:{line}: the condition {show_placeholders(shown)} "
@@ -296,11 +299,11 @@ class _Reader:
         subject = node.child_by_field_name("value")
         if subject is None:
             return
-        word = self._plain(subject)
+        word = self.conditions.plain(subject)
         for item in node.named_children:
             if item.type != "case_item" or word is None:
                 continue
-            patterns = [_source(child) for child in item.children_by_field_name("value")]
+            patterns = [source_of(child) for child in item.children_by_field_name("value")]
             if any(fnmatch.fnmatchcase(word, pattern.strip("\"'")) for pattern in patterns):
                 values = item.children_by_field_name("value")
                 self._all([child for child in item.named_children if child not in values])
@@ -313,17 +316,17 @@ class _Reader:
         words = [
             word
             for child in node.children_by_field_name("value")
-            for word in self.expander.words(_source(child), child.start_point[0] + 1)
+            for word in self.expander.words(source_of(child), child.start_point[0] + 1)
         ]
         for word in words[:1000]:
             if not word.unknown:
-                self.variables.values[_source(variable)] = word
+                self.variables.values[source_of(variable)] = word
                 self._statement(body)
 
     def _while(self, node: "Node") -> None:
         condition, body = node.child_by_field_name("condition"), node.child_by_field_name("body")
         rounds = 0
-        while condition is not None and body is not None and self._condition(condition):
+        while condition is not None and body is not None and self.conditions.outcome(condition):
             self._statement(body)
             rounds += 1
             if rounds > 1000:
@@ -341,10 +344,10 @@ class _Reader:
                 inner = [redirect]
             for each in inner:
                 place = each.child_by_field_name("destination")
-                if place is not None and _source(each).lstrip("&12").startswith((">", ">|")):
-                    target = self.expander.one(_source(place), place.start_point[0] + 1).text
+                if place is not None and source_of(each).lstrip("&12").startswith((">", ">|")):
+                    target = self.expander.one(source_of(place), place.start_point[0] + 1).text
         if body is not None:
-            caller = _source(body).split()[:1]
+            caller = source_of(body).split()[:1]
             if document is not None and caller in (["sbatch"], ["bash"], ["sh"]) and target is None:
                 _Reader(self.script, self.path, self.variables.copy(), self.depth + 1).run(document)
                 return
@@ -358,8 +361,8 @@ class _Reader:
         start, body = parts.get("heredoc_start"), parts.get("heredoc_body")
         if start is None or body is None:
             return None
-        text = _source(body)
-        if "'" in _source(start) or '"' in _source(start):
+        text = source_of(body)
+        if "'" in source_of(start) or '"' in source_of(start):
             return show_placeholders(text)
         return self.expander.document(text, body.start_point[0] + 1)
 
@@ -407,7 +410,7 @@ class _Reader:
             word
             for child in node.named_children
             if child.type not in ("variable_assignment", "file_redirect", "comment")
-            for word in self.expander.words(_source(child), child.start_point[0] + 1)
+            for word in self.expander.words(source_of(child), child.start_point[0] + 1)
         ]
 
     def _command(self, node: "Node") -> None:
@@ -506,101 +509,13 @@ class _Reader:
     def _names(self, node: "Node") -> None:
         name = node.child_by_field_name("name") if node.type == "command" else None
         if name is not None:
-            words = [_source(child) for child in node.named_children]
+            words = [source_of(child) for child in node.named_children]
             self.script.commands.append(show_placeholders(" ".join(words))[:300])
 
     def _names_of_all(self, nodes: "list[Node]") -> None:
         for node in nodes:
             self._names(node)
             self._names_of_all(node.named_children)
-
-    def _plain(self, node: "Node") -> str | None:
-        """Return an operand of a test; None if it depends on the machine, "" if it is unset."""
-        word = self.expander.one(_source(node), node.start_point[0] + 1)
-        texts = []
-        for part in word.parts:
-            if part.unknown and not _VARIABLE.fullmatch(part.text):
-                return None
-            texts.append("" if part.unknown else part.text)
-        return "".join(texts)
-
-    def _condition(self, node: "Node") -> bool | None:
-        """Return the outcome of a condition; None if it depends on the machine."""
-        match node.type:
-            case "test_command" | "parenthesized_expression":
-                if _source(node).startswith("(("):
-                    number = self.expander.number(_source(node)[2:-2])
-                    return None if number is None else bool(number)
-                inner = node.named_children
-                return self._condition(inner[0]) if inner else False
-            case "binary_expression":
-                return self._compare(node)
-            case "unary_expression":
-                return self._unary(node)
-            case "negated_command":
-                outcome = self._condition(node.named_children[0])
-                return None if outcome is None else not outcome
-            case "list":
-                sides = [self._condition(child) for child in node.named_children]
-                return _joined("&&" if any(c.type == "&&" for c in node.children) else "||", sides)
-            case "command":
-                words = _source(node).split()
-                return {"true": True, "false": False, ":": True}.get(words[0]) if words else None
-            case "compound_statement" if _source(node).startswith("(("):
-                number = self.expander.number(_source(node)[2:-2])
-                return None if number is None else bool(number)
-            case "word" | "string" | "simple_expansion" | "expansion" | "concatenation" | "number":
-                text = self._plain(node)
-                return None if text is None else bool(text)
-        return None
-
-    def _compare(self, node: "Node") -> bool | None:
-        left, right = node.child_by_field_name("left"), node.child_by_field_name("right")
-        sign = node.child_by_field_name("operator")
-        if left is None or right is None or sign is None:
-            return None
-        name = _source(sign)
-        if name in ("&&", "||", "-a", "-o"):
-            sides = [self._condition(left), self._condition(right)]
-            return _joined({"-a": "&&", "-o": "||"}.get(name, name), sides)
-        first, second = self._plain(left), self._plain(right)
-        if first is None or second is None:
-            return None
-        if name in ("=", "==", "!="):
-            same = fnmatch.fnmatchcase(first, second.replace("[", "[[]"))
-            return same == (name != "!=")
-        numbers = [self.expander.number(text) if text else 0 for text in (first, second)]
-        if numbers[0] is None or numbers[1] is None:
-            return None
-        a, b = numbers[0], numbers[1]
-        outcomes = {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-lt": a < b}
-        outcomes |= {"-ge": a >= b, "-le": a <= b, ">": a > b, "<": a < b}
-        return outcomes.get(name)
-
-    def _unary(self, node: "Node") -> bool | None:
-        sign, operand = node.child_by_field_name("operator"), node.named_children[-1]
-        name = _source(sign) if sign is not None else _source(node)[:1]
-        if name == "!":
-            outcome = self._condition(operand)
-            return None if outcome is None else not outcome
-        if name in ("-n", "-z"):
-            text = "" if operand is sign else self._plain(operand)
-            return None if text is None else bool(text) == (name == "-n")
-        if name in ("-f", "-e", "-s"):
-            text = self._plain(operand)
-            return True if text and Path(text).name in self.variables.files else None
-        return None
-
-
-def _joined(sign: str, sides: list[bool | None]) -> bool | None:
-    decided = sign != "&&"
-    if decided in sides:
-        return decided
-    return None if None in sides else not decided
-
-
-def _source(node: "Node") -> str:
-    return (node.text or b"").decode("utf-8", errors="replace")
 
 
 def _branches(node: "Node") -> "list[tuple[list[Node], list[Node]]]":
@@ -621,7 +536,7 @@ def _changes(node: "Node") -> bool:
     """Return True if a statement assigns variables or starts a Python program."""
     if node.type in ("variable_assignment", "declaration_command"):
         return True
-    if node.type == "command" and ".py" in _source(node):
+    if node.type == "command" and ".py" in source_of(node):
         return True
     return any(_changes(child) for child in node.named_children)
 

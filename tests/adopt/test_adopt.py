@@ -8,7 +8,7 @@ import yaml
 
 from megacore.adopt.adopt import Adoption, adopt
 from megacore.adopt.megatron_flags import MEGATRON
-from megacore.adopt.neox import NEOX
+from megacore.adopt.neox_keys import NEOX
 from megacore.adopt.read import BOOLEANS
 from megacore.adopt.rules import names
 from megacore.config import RunConfig, load_config
