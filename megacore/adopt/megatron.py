@@ -521,6 +521,8 @@ def _intervals(settings: Settings, draft: Draft, default: str) -> None:
     interval = number_of(save, draft, "checkpoint.save_interval")
     if save is not None and interval is not None:
         draft.put("checkpoint.save_interval", max(1, int(interval)), save)
+        if "checkpoint.keep_every" not in draft.values:
+            draft.put("checkpoint.keep_every", max(1, int(interval)), "Megatron keeps all of them")
     elif save is None and iterations is not None:
         draft.put("checkpoint.save_interval", iterations, f"{default}: at the end only")
     profile = [

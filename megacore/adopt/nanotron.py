@@ -311,6 +311,9 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     )
     draft.put("train.eval_interval", interval if interval > 0 else max(1, total), checks or DEFAULT)
     draft.put("train.eval_iters", max(1, batches), rounds or DEFAULT)
+    saved = draft.get("checkpoint.save_interval")
+    if saved is not None:
+        draft.put("checkpoint.keep_every", saved, "nanotron keeps all of them")
     if "model.init_method_std" not in draft.values:
         draft.put("model.init_method_std", 0.025, DEFAULT)
     draft.remarks.append(

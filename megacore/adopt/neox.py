@@ -317,6 +317,8 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     interval = number_of(factor, draft, "checkpoint.save_interval")
     if factor is not None and interval is not None:
         draft.put("checkpoint.save_interval", int(interval), factor)
+        if "keep_last_n_checkpoints" not in settings:
+            draft.put("checkpoint.keep_every", int(interval), f"{DEFAULT}: all of them are kept")
     recompute = settings.get("checkpoint_activations")
     if recompute is not None:
         draft.put("train.recompute", "full" if recompute.value else "none", recompute)

@@ -160,6 +160,8 @@ def read_source(
         raise ConfigError(
             f"{scripts[0]} and {scripts[1]} are two scripts: give one, with its DeepSpeed JSON"
         )
+    if given and not scripts:
+        raise ConfigError("--set gives values to the variables of a script, and there is none")
     contents = [(path, _content(path)) for path in others]
     source = (
         _of_script(scripts[0], contents, given, program)

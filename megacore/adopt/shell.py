@@ -24,6 +24,7 @@ from megacore.adopt.words import (
 )
 from megacore.artifact.files import read_bytes
 from megacore.errors import ConfigError
+from megacore.foreign.files import nearest
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser
@@ -60,6 +61,8 @@ class Script:
     variables: Variables = field(default_factory=Variables)
     commands: list[str] = field(default_factory=list)
     """Names of all commands, in order, those in branches that are not taken included."""
+    text: str = ""
+    """Text of the script and of those that it sources or calls."""
     remarks: list[str] = field(default_factory=list)
     given: frozenset[str] = frozenset()
     """Variables with a value from outside, which assignments do not change."""
@@ -84,6 +87,10 @@ def read_script(path: Path, given: Mapping[str, str] | None = None) -> Script:
     positional = [script.variables.values[str(n)] for n in range(1, 10) if str(n) in (given or {})]
     script.variables.values["@"] = [word for word in positional if isinstance(word, Word)]
     _Reader(script, path, script.variables, 0).run(_text_of(path))
+    for name in script.given:
+        if not name.isdecimal() and not re.search(rf"\b{re.escape(name)}\b", script.text):
+            near = nearest(name, sorted(set(re.findall(r"[A-Za-z_]\w+(?==)", script.text))))
+            raise ConfigError(f"--set {name}=…: {path} has no variable of this name{near}")
     return script
 
 
@@ -155,6 +162,7 @@ class _Reader:
 
     def run(self, text: str) -> None:
         """Walk over a script's text; its `exit` ends the walk."""
+        self.script.text += text
         hidden = hide_placeholders(text.replace("\r\n", "\n"))
         for match in re.finditer(
             r"^\s*(?:export\s+)?(\w+)=\S*[ \t]+#[ \t]*(.*\S)", hidden, re.MULTILINE

@@ -81,11 +81,12 @@ def test_other_scripts_and_missing_values_are_one_sentence(
     ("arguments", "sentence"),
     [
         (("--set", "A"), "--set 'A' is not NAME=VALUE"),
+        (("--set", "LAYRES=3"), "a.sh has no variable of this name (did you mean LAYERS?)"),
         (("--program", "fairseq"), "--program is fairseq: give one of megatron"),
     ],
 )
 def test_wrong_options(here: Path, arguments: tuple[str, ...], sentence: str) -> None:
-    Path("a.sh").write_text(BERT)
+    Path("a.sh").write_text(f"LAYERS=4\n{BERT}")
     result = run("a.sh", *arguments)
     assert sentence in str(result.exception)
 
