@@ -64,8 +64,14 @@ def adopt(
     if source.settings is None:
         return Adoption("other", name, other=source.other)
     settings = source.settings
-    draft, batch = _translate(source)
     files = ", ".join(path.name for path in paths)
+    try:
+        draft, batch = _translate(source)
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(
+            f"{files}: a value of the model, the batch or the schedule is of the wrong kind "
+            f"({error}): correct it"
+        ) from error
     title = f"Adopted from {files} ({settings.entry}) by megacore adopt."
     if draft.missing:
         unfinished: Outcome = "refused" if draft.refused else "incomplete"

@@ -208,5 +208,5 @@ def megatron_model(settings: Settings, family: str, replicas: int | None) -> For
             qk_norm="--qk-layernorm" in settings,
             binary_head=family == "bert" and "--bert-no-binary-head" not in settings,
         )
-    except (BadValueError, ValueError, ZeroDivisionError, IndexError):
+    except (BadValueError, ValueError, ArithmeticError, IndexError):
         return None

@@ -454,5 +454,5 @@ def nanotron_model(settings: Settings, batch: int) -> ForeignModel | None:
             * int(_value(settings, "parallelism.tp", 1)),
             batch=batch,
         )
-    except (ValueError, TypeError, AttributeError, ZeroDivisionError):
+    except (ValueError, TypeError, AttributeError, ArithmeticError):
         return None

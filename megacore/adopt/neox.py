@@ -426,7 +426,7 @@ def neox_model(settings: Settings, replicas_batch: int) -> ForeignModel | None:
             batch=replicas_batch,
             qk_norm=bool(_value(settings, "use_qk_layernorm", False)),
         )
-    except (ValueError, TypeError, ZeroDivisionError):
+    except (ValueError, TypeError, ArithmeticError):
         return None
 
 

@@ -429,9 +429,10 @@ def _json(
     text = script.variables.files.get(name)
     if text is None:
         candidate = path.parent / name
-        if not candidate.is_file():
+        try:
+            text = read_bytes(candidate, YAML_BYTES).decode("utf-8", errors="replace")
+        except (OSError, ValueError):
             return None
-        text = candidate.read_text("utf-8", errors="replace")
     try:
         content = parse_json(text.encode("utf-8"))
     except ValueError:

@@ -254,8 +254,8 @@ class Rules:
 
 
 def first(setting: Setting) -> Any:
-    """Return a setting's only or first value; the last one for a repeated word is not implied."""
-    if isinstance(setting.value, list):
+    """Return a flag's first word, or a key's value."""
+    if isinstance(setting.value, list) and setting.name.startswith("-"):
         return setting.value[0] if setting.value else ""
     return setting.value
 

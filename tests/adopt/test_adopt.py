@@ -1,5 +1,6 @@
 """Files of other programs become configurations that say where each value comes from."""
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -350,6 +351,14 @@ def test_what_trains_no_language_model_is_named(
     result = adopted(tmp_path, name, text)
     assert result.outcome == "other"
     assert what in result.other
+
+
+@pytest.mark.parametrize("value", ["x", "{a: 1}", "[2]", "1.0e+400", "-3"])
+@pytest.mark.parametrize("key", ['"hidden-size": 768', '"num-layers": 12'])
+def test_sizes_of_the_wrong_kind_are_one_sentence(tmp_path: Path, key: str, value: str) -> None:
+    text = NEOX_MODEL.replace(key, f"{key.partition(':')[0]}: {value}")
+    with contextlib.suppress(ConfigError):
+        assert adopted(tmp_path, "a.yml", text, NEOX_PATHS).outcome == "refused"
 
 
 def test_files_of_several_programs_are_refused(tmp_path: Path) -> None:
