@@ -69,9 +69,11 @@ def adopt(
         check_new(target, "--output")
     _report(result)
     refused = len(result.draft.refused)
+    features = f"{refused} feature{'s' if refused != 1 else ''} of {shown} "
+    features += "are refused" if refused != 1 else "is refused"
     if not result.text:
         hint = "--partial writes the rest" if not partial else "the rest is no valid configuration"
-        raise AdoptionError(f"{refused} features of {shown} are refused, see above: {hint}")
+        raise AdoptionError(f"{features}, see above: {hint}")
     write_new(target, result.text, "--output")
     sys.stdout.write(f"wrote {target}\n")
     if run:
@@ -81,7 +83,7 @@ def adopt(
 
         sys.stdout.write(next_commands(target))
     if refused:
-        raise AdoptionError(f"{refused} features of {shown} are refused and not in {target}")
+        raise AdoptionError(f"{features} and not in {target}")
 
 
 def _given(pairs: list[str]) -> dict[str, str]:
