@@ -27,6 +27,12 @@ class ConfigError(MegacoreError):
     exit_code = 2
 
 
+class AdoptionError(MegacoreError):
+    """Files of another program with features that do not exist here."""
+
+    exit_code = 13
+
+
 class ParallelLayoutError(ConfigError):
     """Batch sizes, ranks and model dimensions that do not divide evenly."""
 
@@ -169,6 +175,7 @@ ERROR_TYPES: dict[str, type[MegacoreError]] = {
     for cls in (
         MegacoreError,
         ConfigError,
+        AdoptionError,
         ParallelLayoutError,
         DataFormatError,
         DamagedFileError,

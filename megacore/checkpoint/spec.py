@@ -21,7 +21,13 @@ _RESOLVED = {
 }
 """Fields that may be unset, with the property that gives the effective value."""
 _FREE = frozenset(
-    {"hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"}
+    {
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "residual_init_std",
+        "make_vocab_size_divisible_by",
+    }
 )
 """Fields that matter only for training, or only for the number of rows, which is compared
 separately."""

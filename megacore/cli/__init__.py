@@ -11,6 +11,7 @@ import typer
 
 from megacore import __version__
 from megacore.artifact.files import access_error
+from megacore.cli.adopt import adopt
 from megacore.cli.compare import compare
 from megacore.cli.convert import export, import_
 from megacore.cli.doctor import doctor
@@ -55,6 +56,7 @@ def options(
 
 for command in (
     init,
+    adopt,
     runs,
     stop,
     clean,

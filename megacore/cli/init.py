@@ -43,15 +43,30 @@ def init(
             f"--name is {name!r}: give lower-case letters, digits, dots and dashes, with a letter "
             "or digit first"
         )
-    in_clone = Path("flows/pretrain.py").is_file() and CONF_DIR.is_dir()
-    target = (CONF_DIR if in_clone else Path()) / f"{name}.yaml"
+    target = (CONF_DIR if in_clone() else Path()) / f"{name}.yaml"
     check_new(target)
     surveyed = survey(paths)
     starter = propose(surveyed, name, minutes, Hardware.detect())
     write_new(target, _schema_line(target) + starter.text)
     remarks = "".join(f"{remark}\n" for remark in surveyed.remarks)
-    commands = _next_commands(target, in_clone)
-    sys.stdout.write(f"wrote {target}: {starter.summary}\n{remarks}{commands}")
+    sys.stdout.write(f"wrote {target}: {starter.summary}\n{remarks}{next_commands(target)}")
+
+
+def in_clone() -> bool:
+    """Return True if the current directory is a clone, which has conf/ and the flows."""
+    from megacore.config.load import CONF_DIR
+
+    return Path("flows/pretrain.py").is_file() and CONF_DIR.is_dir()
+
+
+def clone_directory() -> Path | None:
+    """Return the clone that has the flows: the current directory or that of the package."""
+    import megacore
+
+    for directory in (Path(), Path(megacore.__file__).resolve().parent.parent):
+        if (directory / "flows" / "pretrain.py").is_file():
+            return directory.absolute()
+    return None
 
 
 def check_new(target: Path, option: str = "--name") -> None:
@@ -91,16 +106,14 @@ def _schema_line(target: Path) -> str:
     return f"{_EDITORS}{schema.as_uri()}\n" if schema.is_file() else ""
 
 
-def _next_commands(target: Path, in_clone: bool) -> str:
-    """Return the commands that check the configuration and that train with it."""
-    import megacore
-
-    clone = Path(megacore.__file__).resolve().parent.parent
-    conf = target.stem if in_clone else str(target.absolute())
+def next_commands(target: Path) -> str:
+    """Return the commands that check a configuration and that train with it."""
+    clone, here = clone_directory(), in_clone()
+    in_conf = here and target.parent == Path("conf")
+    conf = target.stem if in_conf else str(target.absolute())
     start = f"{shlex.quote(sys.executable)} -m flows.pretrain --conf {shlex.quote(conf)}"
-    if not in_clone:
-        known = (clone / "flows" / "pretrain.py").is_file()
-        start = f"cd {shlex.quote(str(clone)) if known else 'CLONE'} && {start}"
+    if not here:
+        start = f"cd {'CLONE' if clone is None else shlex.quote(str(clone))} && {start}"
     elif re.fullmatch(r"[\w./-]+", conf):
         start = f"make pretrain CONF={conf}"
     check = f'{start} ARGS="--dry-run"' if start.startswith("make ") else f"{start} --dry-run"

@@ -160,6 +160,10 @@ class ModelConfig(Section):
     """Standard deviation of the initial weights. With norm_position pre, projections into the
     residual stream use std / sqrt(2 x num_layers). T5's deviations follow from its widths (Raffel
     et al. 2019)."""
+    residual_init_std: float | None = keyed(None, omit_default=True, gt=0.0)
+    """Standard deviation of the initial weights of projections into the residual stream, such as
+    2 / (num_layers x sqrt(hidden_size)) (Wang and Komatsuzaki 2021); null means that of
+    init_method_std. GPT and BERT only."""
     layernorm_epsilon: float = keyed(1e-5, gt=0.0)
     """Term added to the variance (LayerNorm) or mean square (RMSNorm) in all norms for numerical
     stability."""
@@ -327,6 +331,11 @@ def _check_t5(model: ModelConfig) -> None:
             "model.scale_decoder_outputs is true but so is "
             "model.untie_embeddings_and_output_weights, whose output layer is not scaled in any "
             "T5: remove the former"
+        )
+    if model.residual_init_std is not None:
+        raise ValueError(
+            f"model.residual_init_std is {model.residual_init_std} but family is t5, whose initial "
+            "weights follow from its widths: remove it"
         )
 
 

@@ -124,6 +124,7 @@ SUPPORTED_FIELDS = frozenset(
         "hidden_dropout",
         "attention_dropout",
         "init_method_std",
+        "residual_init_std",
         "layernorm_epsilon",
         "make_vocab_size_divisible_by",
         "untie_embeddings_and_output_weights",

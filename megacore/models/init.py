@@ -29,7 +29,8 @@ def initialize(model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
     have normal distributions.
 
     In GPT (Radford et al. 2019) the standard deviation is init_method_std, divided by
-    sqrt(2 x num_layers) for projections into the residual stream. In BERT (Devlin et al. 2018) it
+    sqrt(2 x num_layers) for projections into the residual stream, or residual_init_std for these.
+    In BERT (Devlin et al. 2018) it
     is the same, but not divided if norms come after the sums. In T5 (Raffel et al. 2019, as in the
     public Mesh TensorFlow code) it depends on the widths of the matrices. The padding rows of the
     vocabulary are drawn after the others, so that the values of the others do not depend on the
@@ -76,6 +77,7 @@ def gpt_deviation(model: ModelConfig) -> Deviation:
     """Return the standard deviations of GPT and BERT."""
     std = model.init_method_std
     residual = std / math.sqrt(2 * model.num_layers) if model.norm_position == "pre" else std
+    residual = model.residual_init_std or residual
 
     def deviation(name: str, shape: tuple[int, ...]) -> float:
         return residual if name.endswith(RESIDUAL_PROJECTIONS) else std

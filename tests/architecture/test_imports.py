@@ -35,6 +35,8 @@ ONLY_IN = {
     "transformers": ("megacore/convert/", "megacore/finetune/"),
     "deepspeed": ("megacore/engine/deepspeed", "megacore/foreign/"),
     "apex": ("megacore/kernels/",),
+    "tree_sitter": ("megacore/adopt/",),
+    "tree_sitter_bash": ("megacore/adopt/",),
     "accelerate": ("megacore/finetune/", "megacore/foreign/"),
     "sacrebleu": ("megacore/finetune/",),
     "rouge_score": ("megacore/finetune/",),

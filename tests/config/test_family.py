@@ -108,6 +108,11 @@ def test_the_defaults_of_each_family_are_accepted() -> None:
         ),
         (
             "t5",
+            T5 | {"residual_init_std": 0.1},
+            "residual_init_std is 0.1 but family is t5, whose initial weights follow",
+        ),
+        (
+            "t5",
             T5 | {"init_method_std": 0.1},
             "init_method_std is 0.1 but family is t5, whose initial weights follow",
         ),

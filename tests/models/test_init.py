@@ -13,8 +13,11 @@ from tests._gpt_ranks import CHUNKS, VOCAB
 from tests._tiny import tiny_config
 
 
-def test_every_kind_of_parameter_has_its_spread() -> None:
-    config = tiny_config(num_layers=8, hidden_size=256, init_method_std=0.05)
+@pytest.mark.parametrize("residual", [None, 0.2])
+def test_every_kind_of_parameter_has_its_spread(residual: float | None) -> None:
+    config = tiny_config(
+        num_layers=8, hidden_size=256, init_method_std=0.05, residual_init_std=residual
+    )
     model = build_model(config, 1024, ProcessMesh.serial())
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -22,7 +25,8 @@ def test_every_kind_of_parameter_has_its_spread() -> None:
         elif "layernorm" in name:
             assert (parameter == 1).all(), name
         else:
-            std = 0.05 / math.sqrt(16) if name.endswith(RESIDUAL_PROJECTIONS) else 0.05
+            projection = residual or 0.05 / math.sqrt(16)
+            std = projection if name.endswith(RESIDUAL_PROJECTIONS) else 0.05
             spread = 5 / math.sqrt(2 * parameter.numel())
             assert abs(parameter.std().item() / std - 1) < spread, name
             assert abs(parameter.mean().item() / std) < 5 / math.sqrt(parameter.numel()), name

@@ -1,0 +1,1 @@
+"""Configurations of other programs, translated to a commented YAML of this project."""

@@ -1,0 +1,212 @@
+"""Comparison of the foreign program's formulas with ours: parameters and operations."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megacore.adopt.rules import BadValueError, first, number, word
+from megacore.adopt.settings import Settings
+
+if TYPE_CHECKING:
+    from megacore.config.run import RunConfig
+
+VOCABULARIES = {
+    "gpt2bpetokenizer": 50257,
+    "bertwordpiecelowercase": 30522,
+    "bertwordpiececase": 28996,
+    "llama2tokenizer": 32000,
+    "gptsentencepiecetokenizer": 32000,
+}
+"""Entries of the published vocabularies by Megatron's name of the tokenizer."""
+OTHER_VOCABULARY = 50257
+"""Number of entries that both sides assume for other tokenizers."""
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """Sizes of a model as another program's settings give them, in that program's terms."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    head_size: int
+    groups: int
+    inner: int
+    """Width of the MLP after its activation."""
+    gated: bool
+    attention_bias: bool
+    mlp_bias: bool
+    norm_bias: bool
+    untied: bool
+    positions: int
+    """Rows of the learned position table; 0 without one."""
+    sequence: int
+    vocabulary: int
+    """Entries before padding."""
+    multiple: int
+    """Number to whose multiple the vocabulary is padded."""
+    batch: int
+    """Samples of the first step."""
+    qk_norm: bool = False
+    binary_head: bool = False
+    parallel_norms: int = 2
+    """Norms of a layer."""
+
+    @property
+    def padded(self) -> int:
+        """Entries with padding."""
+        return -(-self.vocabulary // self.multiple) * self.multiple
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters: tables, then layers matrix by matrix, then the head."""
+        h, q, kv = self.hidden, self.heads * self.head_size, self.groups * self.head_size
+        norm = h * (2 if self.norm_bias else 1)
+        up = 2 if self.gated else 1
+        attention = h * (q + 2 * kv) + q * h
+        attention += (q + 2 * kv + h) * self.attention_bias
+        if self.qk_norm:
+            attention += 2 * self.head_size * (2 if self.norm_bias else 1)
+        mlp = h * up * self.inner + self.inner * h + (up * self.inner + h) * self.mlp_bias
+        layers = self.layers * (attention + mlp + self.parallel_norms * norm)
+        tables = self.padded * h * (2 if self.untied else 1) + self.positions * h
+        total = tables + layers + norm
+        if self.family == "bert":  # token types, head with dense layer, norm and bias, pooler
+            total += 2 * h + (h * h + h) + norm + self.padded
+            total += (h * h + h + 2 * h + 2) * self.binary_head
+        return total
+
+    @property
+    def operations(self) -> int:
+        """Operations of the first step, forward and backward, scores not halved by the mask."""
+        h, q, kv = self.hidden, self.heads * self.head_size, self.groups * self.head_size
+        weights = self.layers * (
+            h * (q + 2 * kv) + q * h + (3 if self.gated else 2) * h * self.inner
+        )
+        weights += h * self.padded + (h * h if self.family == "bert" else 0)
+        scores = 2 * self.layers * self.sequence * q
+        return 6 * self.batch * self.sequence * (weights + scores)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Numbers of both sides."""
+
+    parameters: tuple[int, int]
+    """Parameters by the other program's formula and by ours."""
+    operations: tuple[int, int]
+    """Operations of the first step by the other program's formula and by ours."""
+    vocabulary: int
+
+    @property
+    def agrees(self) -> bool:
+        """True if both pairs are equal."""
+        return len({*self.parameters}) == 1 and len({*self.operations}) == 1
+
+    @property
+    def text(self) -> str:
+        """Lines for the user."""
+        return (
+            f"parameters: {self.parameters[0]:,} by its formula, {self.parameters[1]:,} by ours "
+            f"(vocabulary of {self.vocabulary:,})\n"
+            f"operations of the first step: {self.operations[0]:.6g} by its formula, "
+            f"{self.operations[1]:.6g} by ours"
+        )
+
+
+def compare(foreign: ForeignModel, config: "RunConfig") -> Comparison:
+    """Return parameters and operations of both sides for the same vocabulary."""
+    from megacore.config.batch_schedule import BatchSchedule
+    from megacore.config.spec import ModelSpec
+    from megacore.models.parameters import parameter_count
+    from megacore.observe.flops import TransformerShape, step_flops
+
+    spec = ModelSpec.of(config, foreign.vocabulary)
+    shape = TransformerShape.of(config, spec.padded_vocab_size)
+    samples = BatchSchedule.of(config.train).at(0)
+    return Comparison(
+        (foreign.parameters, parameter_count(spec)),
+        (foreign.operations, step_flops(shape, samples, "none")),
+        foreign.vocabulary,
+    )
+
+
+def megatron_model(settings: Settings, family: str, replicas: int | None) -> ForeignModel | None:
+    """Return the sizes by Megatron's flags and defaults; None if a number is not written."""
+
+    def count(flag: str, default: float | None = None) -> int:
+        setting = settings.get(flag)
+        if setting is None:
+            if default is None:
+                raise BadValueError(flag)
+            return int(default)
+        return int(number(first(setting)))
+
+    try:
+        hidden, heads = count("--hidden-size"), count("--num-attention-heads")
+        layers = count(
+            "--num-layers",
+            None if "--num-layers" in settings else count("--encoder-num-layers", -1),
+        )
+        swiglu = "--swiglu" in settings
+        inner = count(
+            "--ffn-hidden-size",
+            int((4 * hidden * 2 / 3) / 64) * 64 if swiglu else 4 * hidden,
+        )
+        groups = heads
+        if "--group-query-attention" in settings:
+            groups = count("--num-query-groups", 1)
+        groups = count("--num-key-value-heads", groups)
+        sequence = count(
+            "--seq-length",
+            None if "--seq-length" in settings else count("--encoder-seq-length", -1),
+        )
+        learned = not any(
+            flag in settings
+            for flag in (
+                "--use-rotary-position-embeddings",
+                "--no-position-embedding",
+                "--use-alibi-position-embeddings",
+            )
+        )
+        kind = settings.get("--position-embedding-type")
+        if kind is not None:
+            learned = learned and word(first(kind)) == "learned_absolute"
+        bias = "--disable-bias-linear" not in settings
+        norm = settings.get("--normalization")
+        tokenizer = settings.get("--tokenizer-type")
+        name = {"bert": "bertwordpiecelowercase"}.get(family, "gpt2bpetokenizer")
+        name = name if tokenizer is None else word(first(tokenizer)).lower()
+        batch = count("--global-batch-size", count("--micro-batch-size") * (replicas or 1))
+        rampup, steps = (
+            settings.get("--rampup-batch-size"),
+            settings.get("--step-batch-size-schedule"),
+        )
+        if rampup is not None:
+            batch = int(number(rampup.words[0]))
+        if steps is not None:
+            batch = int(" ".join(steps.words).strip("\"'").split()[0].partition(":")[2])
+        return ForeignModel(
+            family=family,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            head_size=count("--kv-channels", hidden // heads),
+            groups=groups,
+            inner=inner,
+            gated=swiglu,
+            attention_bias=bias,
+            mlp_bias=bias,
+            norm_bias=norm is None or word(first(norm)).lower() == "layernorm",
+            untied="--untie-embeddings-and-output-weights" in settings,
+            positions=count("--max-position-embeddings", sequence) if learned else 0,
+            sequence=sequence,
+            vocabulary=count("--vocab-size", VOCABULARIES.get(name, OTHER_VOCABULARY)),
+            multiple=count("--make-vocab-size-divisible-by", 128)
+            * count("--tensor-model-parallel-size", 1),
+            batch=batch,
+            qk_norm="--qk-layernorm" in settings,
+            binary_head=family == "bert" and "--bert-no-binary-head" not in settings,
+        )
+    except (BadValueError, ValueError, ArithmeticError, IndexError):
+        return None

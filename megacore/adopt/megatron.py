@@ -1,0 +1,574 @@
+"""Translation of Megatron-LM's and Megatron-DeepSpeed's command lines."""
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from megacore.adopt.data import put_data, put_tokenizer
+from megacore.adopt.megatron_flags import MEGATRON
+from megacore.adopt.rules import Draft, first, integer, number_of, sources, word
+from megacore.adopt.settings import Place, Setting, Settings
+from megacore.adopt.zero import put_zero
+
+NAMES = {"megatron": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
+FAMILIES = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
+"""Family of the model of each training program."""
+_ITERATIONS = 1000
+"""Length of a run that no flag gives."""
+_CONSTANT_WINDOW = 10**9
+"""Window of a loss scale that never grows."""
+
+
+def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
+    """Return the draft for the flags of a training program.
+
+    Args:
+        settings: flags, with the program in `entry`.
+        json: DeepSpeed's JSON of the run; None if there is none.
+    """
+    draft = Draft()
+    family = FAMILIES.get(settings.entry, "gpt")
+    draft.put("family", family, f"{settings.entry}.py")
+    for setting in settings:
+        MEGATRON.apply(setting, draft)
+    default = f"{NAMES[settings.program]}'s default"
+    _require(settings, draft)
+    _model(settings, draft, family, default)
+    _layout(settings, draft)
+    put_zero(settings, draft, json)
+    put_launch(settings, draft)
+    _batches(settings, draft)
+    _schedule(settings, draft, default)
+    _precision(settings, draft, default)
+    _recompute(settings, draft)
+    _intervals(settings, draft, default)
+    _start(settings, draft)
+    put_data(settings, draft, family, default)
+    put_tokenizer(settings, draft, family)
+    _not_rope(settings, draft)
+    MEGATRON.finish(list(settings), draft)
+    return draft
+
+
+def _model(settings: Settings, draft: Draft, family: str, default: str) -> None:
+    _positions(settings, draft, family, default)
+    _mlp(settings, draft, default)
+    groups, grouped = settings.get("--num-query-groups"), settings.get("--group-query-attention")
+    if groups is not None and grouped is not None:
+        count = number_of(groups, draft, "model.num_query_groups")
+        if count is not None:
+            draft.put("model.num_query_groups", int(count), groups, grouped)
+    for setting in (groups, grouped):
+        if setting is not None and setting.name not in draft.done:
+            if setting is grouped:
+                draft.put("model.num_query_groups", 1, grouped, default)
+            else:
+                draft.ignore(setting, "Megatron reads it with --group-query-attention only")
+    one_plus = settings.get("--apply-layernorm-1p")
+    if one_plus is not None:
+        draft.ignore(one_plus, "weights of norms are not decayed: it is the same function")
+    window = settings.get("--window-size")
+    if window is not None:
+        sizes = " ".join(window.words).strip("()'\" ").replace(",", " ").split()
+        if len(sizes) == 2 and sizes[1] == "0" and sizes[0].isdecimal():
+            draft.put("model.sliding_window", int(sizes[0]) + 1, window)
+        else:
+            draft.refuse(window, "a window after the token", "model.sliding_window")
+    if family == "t5" and "model.init_method_std" in draft.values:
+        std = settings.get("--init-method-std")
+        del draft.values["model.init_method_std"]
+        if std is not None:
+            draft.refuse(std, "a chosen deviation for T5", "T5's own, which follow from its widths")
+    for name in ("--mask-prob", "--short-seq-prob"):
+        setting = settings.get(name)
+        if setting is None:
+            continue
+        section = {"bert": "data.masked_lm", "t5": "data.span_corruption"}.get(family)
+        key = "short_seq_prob" if name == "--short-seq-prob" else "masked_lm_prob"
+        key = "noise_density" if key == "masked_lm_prob" and family == "t5" else key
+        value = number_of(setting, draft, f"{section}.{key}")
+        if section is None:
+            draft.ignore(setting, "it is for BERT and T5")
+        elif value is not None:
+            draft.put(f"{section}.{key}", value, setting)
+
+
+def _positions(settings: Settings, draft: Draft, family: str, default: str) -> None:
+    kind, rotary = (
+        settings.get("--position-embedding-type"),
+        settings.get("--use-rotary-position-embeddings"),
+    )
+    alibi, none = (
+        settings.get("--use-alibi-position-embeddings"),
+        settings.get("--no-position-embedding"),
+    )
+    value, origins = "learned_absolute", [each for each in (kind, rotary, alibi, none) if each]
+    if kind is not None:
+        value = word(first(kind))
+    if rotary is not None:
+        value = "rope"
+    elif alibi is not None:
+        value = "alibi"
+    elif none is not None and kind is None:
+        value = "none"
+    known = {"gpt": ("learned_absolute", "rope", "alibi", "none"), "bert": ("learned_absolute",)}
+    if value not in known.get(family, ("relative",)):
+        near = {"t5": "relative", "bert": "learned_absolute"}.get(family, "rope")
+        name = origins[0] if origins else f"--position-embedding-type {value} ({default})"
+        draft.refuse(
+            name, f"positions {value} in family {family}", f"model.position_embedding_type {near}"
+        )
+        draft.done |= {each.name for each in origins}
+        draft.put("model.position_embedding_type", near, "the nearest of what is refused")
+        return
+    draft.put("model.position_embedding_type", value, *sources(*origins, default=default))
+
+
+def _not_rope(settings: Settings, draft: Draft) -> None:
+    """Note rotary flags without effect where the positions are others."""
+    if draft.get("model.position_embedding_type") == "rope":
+        return
+    for flag, name in (
+        ("--rotary-base", "model.rotary_base"),
+        ("--rotary-position-embeddings-theta", "model.rotary_base"),
+        ("--rotary-percent", "model.rotary_percent"),
+    ):
+        setting = settings.get(flag)
+        if setting is not None and name in draft.values:
+            del draft.values[name]
+            draft.ignore(setting, "the model has no rotary positions")
+
+
+def _mlp(settings: Settings, draft: Draft, default: str) -> None:
+    """Set activation and width as Megatron's arguments are completed.
+
+    The fused GELU with bias is the tanh approximation, PyTorch's own is exact.
+    """
+    swiglu, openai = settings.get("--swiglu"), settings.get("--openai-gelu")
+    unfused, exact = settings.get("--no-bias-gelu-fusion"), settings.get("--onnx-safe")
+    no_bias = settings.get("--disable-bias-linear")
+    used: list[Setting | str] = []
+    if swiglu is not None:
+        activation, used = "swiglu", [swiglu]
+    elif openai is not None:
+        activation, used = "gelu_tanh", [openai]
+    elif exact is not None:
+        activation, used = "gelu", [exact]
+    elif unfused is not None or no_bias is not None:
+        activation = "gelu"
+        used = [each for each in (unfused, no_bias) if each is not None]
+    else:
+        activation, used = "gelu_tanh", [f"{default}: the fused GELU"]
+    draft.put("model.activation", activation, *used)
+    for each in (openai, unfused, exact):
+        if each is not None and each.name not in draft.done:
+            draft.ignore(each, f"the activation is {activation}")
+    width = settings.get("--ffn-hidden-size")
+    hidden = draft.get("model.hidden_size")
+    if width is not None:
+        size = number_of(width, draft, "model.ffn_hidden_size")
+        if size is not None:
+            draft.put("model.ffn_hidden_size", int(size), width)
+    elif hidden is not None:
+        size = int((4 * hidden * 2 / 3) / 64) * 64 if activation == "swiglu" else 4 * hidden
+        rule = "int(8/3 h / 64) x 64" if activation == "swiglu" else "4 h"
+        draft.put("model.ffn_hidden_size", size, f"{default}: {rule}")
+
+
+def _layout(settings: Settings, draft: Draft) -> None:
+    off = settings.get("--no-pipeline-parallel")
+    pipeline = draft.get("parallel.pipeline_model_parallel_size", 1)
+    if off is not None:
+        if pipeline > 1:
+            draft.put("parallel.pipeline_model_parallel_size", 1, off)
+            pipeline = 1
+        else:
+            draft.ignore(off, "there is one pipeline stage")
+    tensor = draft.get("parallel.tensor_model_parallel_size", 1)
+    sequence = settings.get("--sequence-parallel")
+    if sequence is not None and tensor > 1:
+        draft.put("parallel.sequence_parallel", True, sequence)
+    elif sequence is not None:
+        draft.ignore(sequence, "Megatron turns it off for one tensor-parallel rank")
+    divisible = settings.get("--make-vocab-size-divisible-by")
+    multiple = number_of(divisible, draft, "model.make_vocab_size_divisible_by")
+    if divisible is None or multiple is not None:
+        base = 128 if multiple is None else int(multiple)
+        origin = divisible or "Megatron-LM's default 128"
+        if divisible is not None or tensor > 1:
+            by = f"x {tensor} tensor-parallel ranks, as Megatron pads"
+            origins = (origin, by) if tensor > 1 else (origin,)
+            draft.put("model.make_vocab_size_divisible_by", base * tensor, *origins)
+    layers, virtual = draft.get("model.num_layers"), 1
+    per_chunk = settings.get("--num-layers-per-virtual-pipeline-stage")
+    count = number_of(per_chunk, draft, "parallel.virtual_pipeline_model_parallel_size")
+    if per_chunk is not None and count and layers is not None:
+        virtual = max(1, int(layers // pipeline // count))
+        draft.put("parallel.virtual_pipeline_model_parallel_size", virtual, per_chunk)
+    virtual = draft.get("parallel.virtual_pipeline_model_parallel_size", virtual)
+    ends = [settings.get(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last")]
+    if any(ends) and layers is not None and pipeline > 1 and virtual == 1:
+        _uneven(draft, ends, layers, pipeline)
+    elif pipeline > 1 and layers is not None and layers % (pipeline * virtual) == 0:
+        draft.put("parallel.pipeline_partition", "uniform", "Megatron divides the layers evenly")
+
+
+def _uneven(draft: Draft, ends: list[Setting | None], layers: int, pipeline: int) -> None:
+    """Set the layers of each stage from those of the first and the last."""
+    counts = [number_of(end, draft, "parallel.pipeline_partition") for end in ends]
+    fixed = [int(count) for count in counts if count is not None]
+    inner = pipeline - len(fixed)
+    each = (layers - sum(fixed)) // max(1, inner)
+    first_one = [int(counts[0])] if counts[0] is not None else []
+    last_one = [int(counts[1])] if counts[1] is not None else []
+    draft.put(
+        "parallel.pipeline_partition",
+        [*first_one, *[each] * inner, *last_one],
+        *[end for end in ends if end is not None],
+    )
+
+
+def put_launch(settings: Settings, draft: Draft) -> None:
+    """Set ranks and hosts from the options of the launcher."""
+    per_host, hosts = settings.ranks_per_host, settings.hosts or 1
+    origin = ", ".join(map(str, settings.launcher)) or "the launch command"
+    model = draft.get("parallel.tensor_model_parallel_size", 1) * draft.get(
+        "parallel.pipeline_model_parallel_size", 1
+    )
+    if per_host is None:
+        return
+    if per_host * hosts % model:
+        hosts = math.lcm(per_host, model) // per_host
+        draft.remarks.append(
+            f"the launch starts {per_host * (settings.hosts or 1)} ranks and one replica has "
+            f"{model}: launch.nnodes is {hosts}, the smallest number that works"
+        )
+        origin = f"tensor x pipeline = {model} ranks, {origin}"
+    draft.put("launch.nproc_per_node", per_host, origin)
+    if hosts > 1:
+        draft.put("launch.nnodes", hosts, origin)
+        draft.put("launch.hostfile", "hostfile", "several hosts")
+        draft.ask(
+            "launch.hostfile", f"name a file with the {hosts} hosts, or use launch.kind slurm"
+        )
+    settings.hosts = hosts
+
+
+def data_parallel_size(settings: Settings, draft: Draft) -> int | None:
+    """Return the number of replicas; None if the number of ranks is not written."""
+    ranks = settings.ranks
+    model = draft.get("parallel.tensor_model_parallel_size", 1) * draft.get(
+        "parallel.pipeline_model_parallel_size", 1
+    )
+    return None if ranks is None else max(1, ranks // model)
+
+
+def _batches(settings: Settings, draft: Draft) -> None:
+    micro, total = settings.get("--micro-batch-size"), settings.get("--global-batch-size")
+    size = number_of(micro, draft, "train.micro_batch_size")
+    if micro is not None and size is not None:
+        draft.put("train.micro_batch_size", int(size), micro)
+    batch = number_of(total, draft, "train.global_batch_size")
+    replicas = data_parallel_size(settings, draft)
+    if total is not None and batch is not None:
+        draft.put("train.global_batch_size", int(batch), total)
+    elif total is None and micro is not None and size is not None and replicas is not None:
+        draft.put("train.global_batch_size", int(size) * replicas, micro, f"x {replicas} replicas")
+    _growth(settings, draft)
+    batch = draft.get("train.global_batch_size")
+    if batch is None:
+        if draft.missing or "--step-batch-size-schedule" in settings:
+            return
+        batch = draft.get("train.micro_batch_size", 1)
+        draft.put("train.micro_batch_size", batch, *sources(micro, default="not written"))
+        draft.put("train.global_batch_size", batch, "not written")
+        draft.ask("train.global_batch_size", "how many samples has a step? no flag says it")
+    lengths: list[tuple[int, Setting]] = []
+    units = (("--train-iters", None), ("--train-samples", False), ("--train-tokens", True))
+    if not any(flag in settings for flag, _ in units):
+        draft.put("train.train_iters", _ITERATIONS, "not written")
+        draft.ask("train.train_iters", "how many iterations? no flag says it")
+    for flag, is_tokens in units:
+        setting = settings.get(flag)
+        value = number_of(setting, draft, "train.train_iters")
+        if setting is None or value is None:
+            continue
+        iterations = int(value)
+        if is_tokens is not None:
+            iterations = iterations_of(draft, value, tokens=is_tokens, up=is_tokens)
+        lengths.append((iterations, setting))
+    if lengths:
+        shortest = min(lengths, key=lambda each: each[0])
+        draft.put("train.train_iters", max(1, shortest[0]), shortest[1])
+        for iterations, setting in lengths:
+            if setting.name not in draft.done:
+                draft.ignore(setting, f"its {iterations} iterations are not reached")
+
+
+def _require(settings: Settings, draft: Draft) -> None:
+    """Note the sizes of the model that no flag says."""
+    sizes = {
+        "model.num_layers": "--num-layers",
+        "model.hidden_size": "--hidden-size",
+        "model.num_attention_heads": "--num-attention-heads",
+        "data.seq_length": "--seq-length",
+    }
+    asked = {name for _, name in draft.missing}
+    for name, flag in sizes.items():
+        if name not in draft.values and name not in asked:
+            unwritten = Setting(flag, ["(not written)"], Place(settings.entry, 0))
+            draft.missing.append((unwritten, name))
+
+
+def iterations_of(draft: Draft, amount: float, *, tokens: bool, up: bool = False) -> int:
+    """Return the iterations in which a run consumes a number of samples or tokens.
+
+    During a ramp-up a batch is smaller. `up` rounds up instead of to the nearest.
+    """
+    samples = amount / draft.get("data.seq_length", 1) if tokens else amount
+    batch, start = draft.get("train.global_batch_size"), draft.get("train.rampup_batch_size.start")
+    iterations, consumed = 0, 0
+    if start is not None:
+        step = draft.get("train.rampup_batch_size.increment")
+        most = draft.get("train.rampup_batch_size.samples")
+        each = most / max(1, (batch - start) // step)
+        while consumed < min(most, samples):
+            consumed += start + int(consumed / each) * step
+            iterations += 1
+    rest = max(0.0, samples - consumed) / batch
+    return iterations + (math.ceil(rest) if up else round(rest) if tokens else int(rest))
+
+
+def _growth(settings: Settings, draft: Draft) -> None:
+    """Set the ramp-up of the batch, from three numbers or from steps of equal size."""
+    rampup, steps = settings.get("--rampup-batch-size"), settings.get("--step-batch-size-schedule")
+    name = "train.rampup_batch_size"
+    if rampup is not None:
+        if rampup.unknown:
+            draft.missing.append((rampup, name))
+            draft.done.add(rampup.name)
+        elif len(rampup.words) != 3:
+            draft.refuse(rampup, "three numbers are needed", "START INCREMENT SAMPLES")
+        else:
+            for key, text in zip(("start", "increment", "samples"), rampup.words, strict=True):
+                draft.put(f"{name}.{key}", integer(text), rampup)
+    if steps is None:
+        return
+    pairs = [pair.partition(":")[::2] for pair in " ".join(steps.words).strip("\"'").split()]
+    try:
+        at = [_amount(tokens) for tokens, _ in pairs]
+        sizes = [int(size) for _, size in pairs]
+    except ValueError:
+        draft.refuse(steps, "this notation", "train.rampup_batch_size")
+        return
+    even = (
+        len(at) > 1
+        and at[0] == 0
+        and all(abs(t - number * at[1]) < 1 for number, t in enumerate(at))
+        and all(b - a == sizes[1] - sizes[0] > 0 for a, b in pairwise(sizes))
+    )
+    if not even or not draft.get("data.seq_length"):
+        draft.refuse(steps, "batch sizes in uneven steps", "train.rampup_batch_size")
+        return
+    draft.put(f"{name}.start", sizes[0], steps)
+    draft.put(f"{name}.increment", sizes[1] - sizes[0], steps)
+    draft.put(f"{name}.samples", round(at[-1] / draft.get("data.seq_length")), steps)
+    draft.put("train.global_batch_size", sizes[-1], steps)
+
+
+def _amount(text: str) -> float:
+    """Return a number of tokens such as 2.4B. Raises ValueError."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    return float(text[:-1] if scale != 1.0 else text) * scale
+
+
+def _schedule(settings: Settings, draft: Draft, default: str) -> None:
+    style = settings.get("--lr-decay-style")
+    if style is None:
+        draft.put("optim.lr_decay_style", "linear", default)
+    elif word(first(style)) in ("cosine", "linear", "constant", "inverse-square-root", "WSD"):
+        draft.put("optim.lr_decay_style", word(first(style)), style)
+    else:
+        draft.refuse(style, "this schedule", "cosine, linear, constant or WSD")
+    if draft.get("train.global_batch_size") is None:
+        return
+    fraction = settings.get("--lr-warmup-fraction")
+    for part, name in (("decay", "optim.lr_decay_iters"), ("warmup", "optim.lr_warmup_iters")):
+        for unit in ("iters", "samples", "tokens"):
+            setting = settings.get(f"--lr-{part}-{unit}")
+            value = number_of(setting, draft, name)
+            if setting is None or value is None:
+                continue
+            if part == "warmup" and (fraction is not None or value == 0):
+                draft.ignore(setting, "it requests no warm-up of its own")
+            elif part == "warmup" and unit == "samples":
+                draft.put("optim.lr_warmup_samples", int(value), setting)
+            elif unit == "iters":
+                draft.put(name, int(value), setting)
+            else:
+                iterations = iterations_of(draft, value, tokens=unit == "tokens")
+                draft.put(name, max(1, iterations), setting)
+    share = number_of(fraction, draft, "optim.lr_warmup_fraction")
+    if fraction is not None and share is not None:
+        draft.put("optim.lr_warmup_fraction", share, fraction)
+    setting = settings.get("--lr-wsd-decay-samples")
+    value = number_of(setting, draft, "optim.lr_wsd_decay_iters")
+    if setting is not None and value is not None:
+        draft.put("optim.lr_wsd_decay_iters", iterations_of(draft, value, tokens=False), setting)
+    if "train.rampup_batch_size.start" in draft.values and "--train-iters" not in settings:
+        draft.remarks.append(
+            "Megatron moves the learning rate by samples, here it moves by iterations: they differ "
+            "until the batch has grown"
+        )
+
+
+def _precision(settings: Settings, draft: Draft, default: str) -> None:
+    chosen = [each for each in map(settings.get, ("--bf16", "--fp16")) if each is not None]
+    if "train.precision" not in draft.values:
+        kind = chosen[0].name[2:] if chosen else "fp32"
+        draft.put("train.precision", kind, *sources(*chosen, default=default))
+    for each in chosen:
+        if each.name[2:] == draft.get("train.precision"):
+            entry = draft.values["train.precision"]
+            if str(each) not in entry.origin:
+                draft.put("train.precision", entry.value, entry.origin, each)
+        else:
+            draft.ignore(each, f"{draft.values['train.precision'].origin} decides the precision")
+    scale = settings.get("--loss-scale")
+    scale = None if scale is None or scale.name in draft.done else scale
+    value = number_of(scale, draft, "optim.loss_scale.initial")
+    if scale is not None and value is not None:
+        put_constant_scale(draft, value, scale)
+
+
+def put_constant_scale(draft: Draft, value: float, origin: Setting) -> None:
+    """Set a loss scale that never moves: its minimum is its start and it never grows."""
+    if value == 0:
+        draft.ignore(origin, "0 requests the dynamic loss scale")
+        return
+    for key in ("initial", "minimum"):
+        draft.put(f"optim.loss_scale.{key}", value, origin)
+    draft.put("optim.loss_scale.window", _CONSTANT_WINDOW, origin, "a constant scale never grows")
+
+
+def _recompute(settings: Settings, draft: Draft) -> None:
+    kind, sources = "none", list[Setting]()
+    for flag, value in (
+        ("--checkpoint-activations", "full"),
+        ("--activations-checkpoint-method", "full"),
+        ("--recompute-activations", "selective"),
+    ):
+        setting = settings.get(flag)
+        if setting is not None:
+            kind, sources = value, [*sources, setting]
+    granularity = settings.get("--recompute-granularity")
+    if granularity is not None:
+        kind, sources = word(first(granularity)), [*sources, granularity]
+    method = settings.get("--recompute-method") or settings.get("--activations-checkpoint-method")
+    layers = settings.get("--recompute-num-layers") or settings.get(
+        "--activations-checkpoint-num-layers"
+    )
+    if kind not in ("none", "full", "selective"):
+        draft.refuse(sources[-1], "this recomputation", "train.recompute full or selective")
+        return
+    if sources:
+        draft.put("train.recompute", kind, *sources)
+    count = number_of(layers, draft, "train.recompute_num_layers")
+    if method is not None and word(first(method)) == "block" and layers is not None and count:
+        draft.put("train.recompute_num_layers", int(count), layers, method)
+    modules = settings.get("--recompute-modules")
+    if modules is not None:
+        if set(modules.words) <= {"core_attn"} or kind != "selective":
+            draft.ignore(modules, "selective recomputation is that of the attention core")
+        else:
+            draft.refuse(modules, "recomputation of these modules", "train.recompute full")
+    for flag in (
+        "--recompute-method",
+        "--recompute-num-layers",
+        "--checkpoint-num-layers",
+        "--activations-checkpoint-num-layers",
+        "--deepspeed-activation-checkpointing",
+    ):
+        setting = settings.get(flag)
+        if setting is not None and setting.name not in draft.done:
+            draft.ignore(setting, "each layer's input is stored: memory only")
+
+
+def _intervals(settings: Settings, draft: Draft, default: str) -> None:
+    iterations = draft.get("train.train_iters")
+    # Megatron-LM does not validate during training unless it is told when.
+    never = settings.program == "megatron" and iterations is not None
+    if "train.log_interval" not in draft.values:
+        draft.put("train.log_interval", 100, default)
+    if "train.eval_interval" not in draft.values:
+        note = f"{default}: none before the end" if never else default
+        draft.put("train.eval_interval", iterations if never else 1000, note)
+    rounds = settings.get("--eval-iters")
+    count = number_of(rounds, draft, "train.eval_iters")
+    if rounds is None:
+        draft.put("train.eval_iters", 100, default)
+    elif count is not None and count > 0:
+        draft.put("train.eval_iters", int(count), rounds)
+    elif count == 0 and iterations is not None:
+        draft.put("train.eval_iters", 1, rounds)
+        draft.put("train.eval_interval", iterations, rounds)
+        draft.remarks.append(f"{rounds} turns validation off; here one follows the last iteration")
+        often = settings.get("--eval-interval")
+        if often is not None:
+            draft.ignore(often, "there is one validation, at the end")
+    save = settings.get("--save-interval") or settings.get("--persistent-save-interval")
+    interval = number_of(save, draft, "checkpoint.save_interval")
+    if save is not None and interval is not None:
+        draft.put("checkpoint.save_interval", max(1, int(interval)), save)
+        if "checkpoint.keep_every" not in draft.values:
+            draft.put("checkpoint.keep_every", max(1, int(interval)), "Megatron keeps all of them")
+    elif save is None and iterations is not None:
+        draft.put("checkpoint.save_interval", iterations, f"{default}: at the end only")
+    profile = [
+        settings.get(flag) for flag in ("--profile", "--profile-step-start", "--profile-step-end")
+    ]
+    if profile[0] is not None:
+        begin = number_of(profile[1], draft, "train.profile.from")
+        end = number_of(profile[2], draft, "train.profile.to")
+        origins = [each for each in profile if each is not None]
+        draft.put("train.profile.from", int(10 if begin is None else begin) + 1, *origins)
+        draft.put("train.profile.to", int(12 if end is None else end), *origins)
+    for setting in profile[1:]:
+        if setting is not None and setting.name not in draft.done:
+            draft.ignore(setting, "Megatron reads it with --profile only")
+
+
+def _start(settings: Settings, draft: Draft) -> None:
+    """Set what a run starts from; its own checkpoints are found by themselves."""
+    save, load = settings.get("--save"), settings.get("--load")
+    weights = settings.get("--pretrained-checkpoint")
+    if save is not None:
+        draft.ignore(save, "a run has its place in the workspace, runs/KEY")
+    partial = [
+        setting
+        for flag in ("--finetune", "--no-load-optim", "--reset-iteration")
+        if (setting := settings.get(flag)) is not None
+    ]
+    if load is not None and (save is None or load.words != save.words):
+        name = "train.pretrained_checkpoint" if partial else "resume.checkpoint"
+        draft.put(name, " ".join(load.words), load, *partial)
+        draft.ask(name, f"import {load.text.partition(' ')[2]} with megacore import, and name it")
+    elif load is not None:
+        draft.ignore(load, "a run resumes from its own newest checkpoint")
+    if weights is not None:
+        draft.put("train.pretrained_checkpoint", " ".join(weights.words), weights)
+        draft.ask("train.pretrained_checkpoint", "import it with megacore import, and name it")
+    for flag, reason in {
+        "--finetune": "there is nothing to load",
+        "--no-load-optim": "a run resumes its own checkpoints completely",
+        "--no-load-rng": "a run resumes its own checkpoints completely",
+        "--no-load-lr-state": "a run's schedule is that of its configuration",
+        "--reset-iteration": "a run counts its own iterations",
+        "--universal-checkpoint": "any layout loads any checkpoint",
+        "--load-tag": "it names a checkpoint's directory",
+        "--ckpt-step": "it names a checkpoint's directory",
+    }.items():
+        setting = settings.get(flag)
+        if setting is not None and flag not in draft.done:
+            draft.ignore(setting, reason)

@@ -1,0 +1,293 @@
+"""Rules of translation tables, and the draft of a configuration that they fill.
+
+A table maps the name of a setting to a rule. After its program's module has applied the table,
+each setting is in exactly one place of the draft: a value, without effect, refused, or a question.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megacore.adopt.settings import Setting
+from megacore.foreign.files import nearest, read_number
+
+
+class Entry(NamedTuple):
+    """Value of the configuration, and where it comes from."""
+
+    value: Any
+    origin: str
+    """Settings it comes from, or the default of the other program."""
+
+
+class Refused(NamedTuple):
+    """Setting that has no equivalent here."""
+
+    setting: str
+    feature: str
+    """Feature that is absent here, or what is wrong with the value."""
+    nearest: str
+    """Nearest thing that exists."""
+
+    @property
+    def text(self) -> str:
+        """Sentence about the setting."""
+        return f"{self.setting}: {self.feature}; nearest: {self.nearest}"
+
+
+@dataclass
+class Draft:
+    """Configuration in the making."""
+
+    values: dict[str, Entry] = field(default_factory=dict)
+    """Values by dotted name."""
+    without_effect: list[tuple[Setting, str]] = field(default_factory=list)
+    """Settings that change nothing here, with the reason."""
+    refused: list[Refused] = field(default_factory=list)
+    questions: list[tuple[str, str]] = field(default_factory=list)
+    """Dotted name and question about a value that was not written, such as a path."""
+    missing: list[tuple[Setting, str]] = field(default_factory=list)
+    """Settings without a value that the configuration cannot do without, with the dotted name."""
+    remarks: list[str] = field(default_factory=list)
+    """Differences in behaviour that no setting states."""
+    done: set[str] = field(default_factory=set)
+    """Names of settings that have their place."""
+
+    def put(self, name: str, value: Any, *origins: Setting | str) -> None:
+        """Set a value that comes from these settings, or from a stated default."""
+        self.values[name] = Entry(value, ", ".join(map(str, origins)))
+        self.done |= {each.name for each in origins if isinstance(each, Setting)}
+
+    def ignore(self, setting: Setting, reason: str) -> None:
+        """Note a setting that changes nothing here."""
+        self.without_effect.append((setting, reason))
+        self.done.add(setting.name)
+
+    def refuse(self, setting: Setting | str, feature: str, near: str) -> None:
+        """Note a setting that has no equivalent here."""
+        self.refused.append(Refused(str(setting), feature, near))
+        if isinstance(setting, Setting):
+            self.done.add(setting.name)
+
+    def ask(self, name: str, question: str) -> None:
+        """Note a question about a value of the configuration."""
+        self.questions.append((name, question))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value that was set, else a default."""
+        return self.values[name].value if name in self.values else default
+
+
+class BadValueError(ValueError):
+    """Value that a setting cannot have."""
+
+
+def integer(text: Any) -> int:
+    """Return a whole number. Raises BadValueError."""
+    number = read_number(text)
+    if number is None or number != int(number):
+        raise BadValueError(f"{text} is no integer")
+    return int(number)
+
+
+def number(text: Any) -> float:
+    """Return a number. Raises BadValueError."""
+    value = read_number(text)
+    if value is None:
+        raise BadValueError(f"{text} is no number")
+    return float(value)
+
+
+def word(text: Any) -> str:
+    """Return text without quotes that a script put into it."""
+    return str(text).strip("'\"")
+
+
+def switch(text: Any) -> bool:
+    """Return true or false. Raises BadValueError."""
+    value = {"true": True, "false": False}.get(str(text).lower())
+    if value is None:
+        raise BadValueError(f"{text} is neither true nor false")
+    return value
+
+
+class To(NamedTuple):
+    """A value of the configuration with the same meaning."""
+
+    field: str
+    convert: Callable[[Any], Any] = word
+
+
+class On(NamedTuple):
+    """A flag without a value that sets a value of the configuration."""
+
+    field: str
+    value: Any = True
+
+
+class Choice(NamedTuple):
+    """A value of the configuration whose choices have other names; others are refused."""
+
+    field: str
+    choices: Mapping[str, Any]
+    feature: str
+    near: str
+
+
+class NoEffect(NamedTuple):
+    """A setting that changes nothing here."""
+
+    reason: str
+
+
+class Absent(NamedTuple):
+    """A feature that does not exist here."""
+
+    feature: str
+    near: str = "leave it out"
+    off: tuple[str, ...] = ()
+    """Values with which the setting requests nothing."""
+
+
+class Joint(NamedTuple):
+    """A setting that is translated together with others, by the program's module."""
+
+    purpose: str
+
+
+Rule = To | On | Choice | NoEffect | Absent | Joint
+Table = Mapping[str, Rule]
+_OFF = ("false", "none", "null", "0", "", "[]", "{}")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Table of a program: rules by name, and by pattern for families of settings."""
+
+    exact: Table
+    families: tuple[tuple[str, Rule], ...] = ()
+    """Regular expressions of names, tried in order after `exact`."""
+    booleans: frozenset[str] = frozenset()
+    """Flags that take no value."""
+
+    def rule(self, name: str) -> Rule | None:
+        """Return the rule of a setting; None if the program does not know it."""
+        if name in self.exact:
+            return self.exact[name]
+        for pattern, rule in self.families:
+            if re.fullmatch(pattern, name):
+                return rule
+        return None
+
+    def apply(self, setting: Setting, draft: Draft) -> None:
+        """Give a setting its place in the draft, except for a joint one."""
+        rule = self.rule(setting.name)
+        match rule:
+            case None:
+                draft.refuse(
+                    setting,
+                    "unknown here",
+                    nearest(setting.name, sorted(self.exact)).strip(" ()").replace("?", "")
+                    or "leave it out",
+                )
+            case On(name, value):
+                if isinstance(setting.value, bool) and not setting.value:
+                    draft.ignore(setting, "it requests nothing")
+                else:
+                    draft.put(name, value, setting)
+            case NoEffect(reason):
+                draft.ignore(setting, reason)
+            case Absent(feature, near, off):
+                if setting.unknown and off:
+                    draft.missing.append((setting, f"{feature}, which is absent here"))
+                    draft.done.add(setting.name)
+                elif _requests_nothing(setting, off):
+                    draft.ignore(setting, "its value requests nothing")
+                else:
+                    draft.refuse(setting, feature, near)
+            case To(name, convert):
+                self._convert(setting, name, convert, draft)
+            case Choice(name, choices, feature, near):
+                key = word(first(setting)).lower()
+                if setting.unknown:
+                    draft.missing.append((setting, name))
+                    draft.done.add(setting.name)
+                elif key in choices:
+                    draft.put(name, choices[key], setting)
+                else:
+                    draft.refuse(setting, feature, near)
+            case Joint():
+                pass
+
+    @staticmethod
+    def _convert(setting: Setting, name: str, convert: Callable[[Any], Any], draft: Draft) -> None:
+        if setting.unknown and convert is not word:
+            draft.missing.append((setting, name))
+            draft.done.add(setting.name)
+            return
+        try:
+            value = convert(first(setting))
+        except BadValueError as error:
+            draft.refuse(setting, str(error), "correct it")
+            return
+        draft.put(name, value, setting)
+        if setting.unknown:
+            draft.ask(name, f"{setting} has no value: which?")
+
+    def finish(self, settings: "list[Setting]", draft: Draft) -> None:
+        """Refuse the joint settings for which the program's module found no place.
+
+        A setting that is done and named nowhere is listed as without effect.
+        """
+        named = [entry.origin for entry in draft.values.values()]
+        named += [str(setting) for setting, _ in (*draft.without_effect, *draft.missing)]
+        named += [refused.setting for refused in draft.refused] + draft.remarks
+        text = "\n".join(named)
+        for setting in settings:
+            if setting.name not in draft.done and not draft.missing:
+                rule = self.rule(setting.name)
+                purpose = rule.purpose if isinstance(rule, Joint) else "it was not translated"
+                draft.refuse(setting, f"{purpose}, which it does not decide here", "leave it out")
+            elif setting.name in draft.done and not names(text, setting.name):
+                draft.ignore(setting, "another setting decides the same")
+
+
+def first(setting: Setting) -> Any:
+    """Return a flag's first word, or a key's value."""
+    if isinstance(setting.value, list) and setting.name.startswith("-"):
+        return setting.value[0] if setting.value else ""
+    return setting.value
+
+
+def _requests_nothing(setting: Setting, off: tuple[str, ...]) -> bool:
+    text = " ".join(setting.words).lower()
+    if setting.name.startswith("-"):  # a flag without a value is a request
+        return bool(setting.words) and text in off
+    return text in (*_OFF, *off)
+
+
+def names(text: str, name: str) -> bool:
+    """Return True if a text contains the whole name of a setting."""
+    return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) is not None
+
+
+def sources(*settings: Setting | None, default: str = "") -> list[Setting | str]:
+    """Return the settings that are given; the stated default if there is none."""
+    present: list[Setting | str] = [setting for setting in settings if setting is not None]
+    return present or ([default] if default else [])
+
+
+def number_of(setting: Setting | None, draft: Draft, name: str) -> float | None:
+    """Return the number of a joint setting; None if it is absent or unknown."""
+    if setting is None:
+        return None
+    if setting.unknown:
+        draft.missing.append((setting, name))
+        draft.done.add(setting.name)
+        return None
+    try:
+        return number(first(setting))
+    except BadValueError as error:
+        draft.refuse(setting, str(error), "correct it")
+        return None

@@ -1,0 +1,576 @@
+"""Reader of training scripts: follows a shell script's assignments and branches, runs nothing.
+
+Structure comes from tree-sitter's grammar of bash, values from `megacore.adopt.words`. A condition
+that depends on the machine (files, hosts, output of programs) counts as false, with a remark.
+"""
+
+import contextlib
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megacore.adopt.conditions import Conditions, source_of
+from megacore.adopt.settings import Place, Setting
+from megacore.adopt.words import (
+    Expander,
+    Part,
+    Variables,
+    Word,
+    hide_placeholders,
+    show_placeholders,
+)
+from megacore.artifact.files import read_bytes
+from megacore.errors import ConfigError
+from megacore.foreign.files import nearest
+
+if TYPE_CHECKING:
+    from tree_sitter import Node, Parser
+
+SCRIPT_BYTES = 1 << 20
+"""Largest script in bytes."""
+_MOST_STATEMENTS = 50_000
+_MOST_DEPTH = 40
+_PREFIXES = frozenset({"nohup", "time", "exec", "sudo", "env", "numactl", "set", "stdbuf"})
+_SHELLS = frozenset({"bash", "sh", "zsh"})
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_MODULES = frozenset({"torch.distributed.launch", "torch.distributed.run", "deepspeed.launcher"})
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Command that starts a Python program."""
+
+    program: str
+    """Path of the program as written, or its module after `-m`."""
+    place: Place
+    launcher: tuple[Word, ...]
+    """Words before the program, with the launcher's options."""
+    arguments: tuple[Word, ...]
+    """Words after the program."""
+
+
+@dataclass
+class Script:
+    """Content of a script as far as it is known without running it."""
+
+    file: str
+    launches: list[Launch] = field(default_factory=list)
+    variables: Variables = field(default_factory=Variables)
+    commands: list[str] = field(default_factory=list)
+    """Names of all commands, in order, those in branches that are not taken included."""
+    text: str = ""
+    """Text of the script and of those that it sources or calls."""
+    remarks: list[str] = field(default_factory=list)
+    given: frozenset[str] = frozenset()
+    """Variables with a value from outside, which assignments do not change."""
+    hints: dict[str, str] = field(default_factory=dict)
+    """Comments at the end of assignments, by variable, such as `<Specify path>`."""
+
+
+def read_script(path: Path, given: Mapping[str, str] | None = None) -> Script:
+    """Read a script and the scripts that it sources or calls.
+
+    Args:
+        path: path of the script.
+        given: values of variables from outside; `1` is the script's first argument.
+
+    Raises:
+        ConfigError: the file cannot be read, or the parser is not installed.
+    """
+    script = Script(str(path), given=frozenset(given or {}))
+    place = Place("--set", 0)
+    for name, value in (given or {}).items():
+        script.variables.values[name] = Word((Part(value, place),))
+    positional = [script.variables.values[str(n)] for n in range(1, 10) if str(n) in (given or {})]
+    script.variables.values["@"] = [word for word in positional if isinstance(word, Word)]
+    _Reader(script, path, script.variables, 0).run(_text_of(path))
+    for name in script.given:
+        if not name.isdecimal() and not re.search(rf"\b{re.escape(name)}\b", script.text):
+            near = nearest(name, sorted(set(re.findall(r"[A-Za-z_]\w+(?==)", script.text))))
+            raise ConfigError(f"--set {name}=…: {path} has no variable of this name{near}")
+    return script
+
+
+def flags_of(words: tuple[Word, ...], booleans: frozenset[str] = frozenset()) -> Iterator[Setting]:
+    """Yield the flags of a command line with their values.
+
+    A word that follows a flag in `booleans` is no value of it. Words without a flag before them
+    are yielded with the name "" if they hold text.
+    """
+    name, place, values, unknown = "", Place("", 0), list[str](), False
+    for word in words:
+        text = word.text
+        is_flag = re.match(r"--?[A-Za-z]", text) and not (word.unknown and text.startswith("-$"))
+        if is_flag:
+            if name or values:
+                yield Setting(name, values, place, unknown)
+            name, sign, value = text.partition("=")
+            place, values = word.place, [value] if sign else []
+            unknown = word.unknown and bool(sign)
+        elif name in booleans or not name:
+            if name:
+                yield Setting(name, values, place, unknown)
+            name, values, unknown, place = "", [text], word.unknown, word.place
+            yield Setting(name, values, place, unknown)
+            values = []
+        else:
+            values.append(text)
+            unknown = unknown or word.unknown
+    if name or values:
+        yield Setting(name, values, place, unknown)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_bytes(path, SCRIPT_BYTES).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}: give another file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as a script: {error}") from error
+
+
+def _parser() -> "Parser":
+    try:
+        import tree_sitter_bash
+        from tree_sitter import Language, Parser
+    except ImportError as error:
+        raise ConfigError(
+            "tree-sitter and tree-sitter-bash are not installed, which read shell scripts: "
+            "pip install megacore[adopt]"
+        ) from error
+    return Parser(Language(tree_sitter_bash.language()))
+
+
+class _ExitError(Exception):
+    """End of a script by `exit`."""
+
+
+class _Reader:
+    """Walk over the statements of one script."""
+
+    def __init__(self, script: Script, path: Path, variables: Variables, depth: int) -> None:
+        self.script, self.path, self.depth = script, path, depth
+        self.variables = variables
+        self.expander = Expander(variables, str(path), str(path.parent))
+        self.conditions = Conditions(self.expander)
+        self.functions: dict[str, Node] = {}
+        self.steps = 0
+        self.returned = False
+
+    def run(self, text: str) -> None:
+        """Walk over a script's text; its `exit` ends the walk."""
+        self.script.text += text
+        hidden = hide_placeholders(text.replace("\r\n", "\n"))
+        for match in re.finditer(
+            r"^\s*(?:export\s+)?(\w+)=\S*[ \t]+#[ \t]*(.*\S)", hidden, re.MULTILINE
+        ):
+            self.script.hints.setdefault(match[1], show_placeholders(match[2]))
+        tree = _parser().parse(hidden.encode("utf-8"))
+        with contextlib.suppress(_ExitError):
+            self._all(tree.root_node.named_children)
+
+    def _all(self, nodes: "list[Node]") -> None:
+        for node in nodes:
+            self._statement(node)
+
+    def _statement(self, node: "Node") -> None:
+        self.steps += 1
+        if self.steps > _MOST_STATEMENTS:
+            raise ConfigError(
+                f"{self.path} has loops of more than {_MOST_STATEMENTS:,} statements: give a "
+                "script that only sets variables and starts a training"
+            )
+        match node.type:
+            case "variable_assignment":
+                self._assign(node)
+            case "variable_assignments" | "declaration_command":
+                self._all([c for c in node.named_children if c.type == "variable_assignment"])
+            case "command":
+                self._command(node)
+            case "redirected_statement":
+                self._redirected(node)
+            case "pipeline":
+                self._all(node.named_children)
+            case "list":
+                self._list(node)
+            case "if_statement":
+                self._if(node)
+            case "case_statement":
+                self._case(node)
+            case "for_statement":
+                self._for(node)
+            case "while_statement":
+                self._while(node)
+            case "function_definition":
+                name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+                if name is not None and body is not None:
+                    self.functions[source_of(name)] = body
+            case "compound_statement" | "subshell" | "do_group" | "ERROR" | "program":
+                if source_of(node).startswith("(("):
+                    self._arithmetic(source_of(node)[2:-2])
+                else:
+                    self._all(node.named_children)
+            case "negated_command":
+                self._all(node.named_children)
+            case _:
+                pass
+
+    def _assign(self, node: "Node") -> None:
+        target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        if target is None:
+            return
+        if source_of(target) in self.script.given:
+            return
+        name, appends = source_of(target), any(child.type == "+=" for child in node.children)
+        line = node.start_point[0] + 1
+        values = self.variables.values
+        if value is not None and value.type == "array":
+            words = [
+                word
+                for child in value.named_children
+                if child.type != "comment"
+                for word in self.expander.words(source_of(child), child.start_point[0] + 1)
+            ]
+            old = values.get(name, [])
+            values[name] = (
+                [*(old if isinstance(old, list) else [old]), *words] if appends else words
+            )
+            return
+        empty = Word((Part("", Place(str(self.path), line)),))
+        text = (
+            empty
+            if value is None
+            else self.expander.one(source_of(value), value.start_point[0] + 1)
+        )
+        if target.type == "subscript":
+            return
+        if appends:
+            before = values.get(name)
+            if isinstance(before, list):
+                values[name] = [*before, text]
+                return
+            text = Word((*(before.parts if before is not None else ()), *text.parts))
+        values[name] = text
+
+    def _arithmetic(self, text: str) -> None:
+        """Apply an assignment of `(( … ))` or `let`; other expressions change nothing."""
+        match = re.fullmatch(r"\s*(\w+)\s*(\+\+|--|[-+*/]?=)\s*(.*)", text, re.DOTALL)
+        if match is None:
+            return
+        name, sign, rest = match.groups()
+        expression = {"++": f"{name}+1", "--": f"{name}-1", "=": rest}.get(
+            sign, f"{name}{sign[0]}({rest})"
+        )
+        number = self.expander.number(expression)
+        place = Place(str(self.path), 0)
+        self.variables.values[name] = Word(
+            (Part(f"$(({expression}))" if number is None else str(number), place, number is None),)
+        )
+
+    def _list(self, node: "Node") -> None:
+        """Walk over `A && B` and `A || B`: a side that depends on the machine is walked over."""
+        children = node.children
+        first = children[0]
+        outcome = self.conditions.outcome(first)
+        self._statement(first)
+        for position in range(1, len(children) - 1, 2):
+            sign = children[position].type
+            if (sign == "&&" and outcome is False) or (sign == "||" and outcome is not False):
+                continue
+            self._statement(children[position + 1])
+
+    def _if(self, node: "Node") -> None:
+        branches = _branches(node)
+        for conditions, body in branches:
+            for condition in conditions:
+                self._names(condition)
+            self._names_of_all(body)
+        for conditions, body in branches:
+            outcome = self.conditions.outcome(conditions[-1]) if conditions else True
+            if outcome is None:
+                if any(_changes(child) for child in body):
+                    shown = " ".join(source_of(conditions[-1]).split())
+                    line = conditions[-1].start_point[0] + 1
+                    self.script.remarks.append(
+                        f"{self.path.name}:{line}: the condition {show_placeholders(shown)} "
+                        "depends on the machine and is taken as false"
+                    )
+                continue
+            if outcome:
+                self._all(body)
+                return
+
+    def _case(self, node: "Node") -> None:
+        subject = node.child_by_field_name("value")
+        if subject is None:
+            return
+        word = self.conditions.plain(subject)
+        for item in node.named_children:
+            if item.type != "case_item" or word is None:
+                continue
+            patterns = [source_of(child) for child in item.children_by_field_name("value")]
+            if any(fnmatch.fnmatchcase(word, pattern.strip("\"'")) for pattern in patterns):
+                values = item.children_by_field_name("value")
+                self._all([child for child in item.named_children if child not in values])
+                return
+
+    def _for(self, node: "Node") -> None:
+        variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
+        if variable is None or body is None:
+            return
+        words = [
+            word
+            for child in node.children_by_field_name("value")
+            for word in self.expander.words(source_of(child), child.start_point[0] + 1)
+        ]
+        for word in words[:1000]:
+            if not word.unknown:
+                self.variables.values[source_of(variable)] = word
+                self._statement(body)
+
+    def _while(self, node: "Node") -> None:
+        condition, body = node.child_by_field_name("condition"), node.child_by_field_name("body")
+        rounds = 0
+        while condition is not None and body is not None and self.conditions.outcome(condition):
+            self._statement(body)
+            rounds += 1
+            if rounds > 1000:
+                break
+
+    def _redirected(self, node: "Node") -> None:
+        """Walk over a command, and keep the text of a file that it writes."""
+        body = node.child_by_field_name("body")
+        target, document = None, None
+        for redirect in node.children_by_field_name("redirect"):
+            if redirect.type == "heredoc_redirect":
+                document = self._heredoc(redirect)
+                inner = redirect.children_by_field_name("redirect")
+            else:
+                inner = [redirect]
+            for each in inner:
+                place = each.child_by_field_name("destination")
+                if place is not None and source_of(each).lstrip("&12").startswith((">", ">|")):
+                    target = self.expander.one(source_of(place), place.start_point[0] + 1).text
+        if body is not None:
+            caller = source_of(body).split()[:1]
+            if document is not None and caller in (["sbatch"], ["bash"], ["sh"]) and target is None:
+                _Reader(self.script, self.path, self.variables.copy(), self.depth + 1).run(document)
+                return
+            document = self._output(body) if document is None else document
+            self._statement(body)
+        if target is not None and document is not None:
+            self.variables.files[Path(target).name] = document
+
+    def _heredoc(self, redirect: "Node") -> str | None:
+        parts = {child.type: child for child in redirect.children}
+        start, body = parts.get("heredoc_start"), parts.get("heredoc_body")
+        if start is None or body is None:
+            return None
+        text = source_of(body)
+        if "'" in source_of(start) or '"' in source_of(start):
+            return show_placeholders(text)
+        return self.expander.document(text, body.start_point[0] + 1)
+
+    def _output(self, body: "Node") -> str | None:
+        """Return the output of `sed s/…/…/` on a template, and of `echo`; None for others."""
+        commands = body.named_children if body.type == "pipeline" else [body]
+        text: str | None = None
+        for command in commands:
+            words = self._words(command)
+            names = [word.text for word in words]
+            if names[:1] == ["echo"]:
+                text = " ".join(name for name in names[1:] if name not in ("-e", "-n"))
+            elif names[:1] == ["cat"] and len(names) == 2:
+                text = self._file(names[1])
+            elif names[:1] == ["sed"]:
+                edits = [name for name in names[1:] if re.match(r"s(\W).*\1.*\1g?$", name)]
+                files = [name for name in names[1:] if name not in edits and name[:1] != "-"]
+                text = self._file(files[0]) if files else text
+                for edit in edits:
+                    old, new = edit.rstrip("g")[2:-1].split(edit[1], 1)
+                    text = None if text is None else _replaced(text, old, new, edit.endswith("g"))
+            else:
+                return None
+        return text
+
+    def _file(self, name: str) -> str | None:
+        """Return the text of a file that the script wrote or that lies next to it."""
+        written = self.variables.files.get(Path(name).name)
+        if written is not None:
+            return written
+        path = self._nearby(name)
+        return None if path is None else _text_of(path)
+
+    def _nearby(self, name: str) -> Path | None:
+        """Return a file by a path relative to the script's directory, or by its name there."""
+        clean = re.sub(r"\$\{?\w+\}?|\$\(.*?\)|`.*?`", "", name).lstrip("/")
+        for candidate in (Path(name), self.path.parent / clean, self.path.parent / Path(name).name):
+            with contextlib.suppress(OSError, ValueError):
+                if candidate.is_file():
+                    return candidate
+        return None
+
+    def _words(self, node: "Node") -> list[Word]:
+        return [
+            word
+            for child in node.named_children
+            if child.type not in ("variable_assignment", "file_redirect", "comment")
+            for word in self.expander.words(source_of(child), child.start_point[0] + 1)
+        ]
+
+    def _command(self, node: "Node") -> None:
+        self._names(node)
+        self._call(self._words(node))
+
+    def _call(self, words: list[Word]) -> None:
+        """Follow a command: another script, a function, or the start of a Python program."""
+        while words and (words[0].text in _PREFIXES or _ASSIGNMENT.match(words[0].text)):
+            words = words[1:]
+        if not words:
+            return
+        name = words[0].text
+        if name == "exit":
+            raise _ExitError
+        if name in ("source", ".") and len(words) > 1:
+            self._source_file(words[1].text)
+        elif name == "let":
+            self._arithmetic(" ".join(word.text for word in words[1:]))
+        elif name == "shift":
+            values = self.variables.values.get("@")
+            if isinstance(values, list):
+                self.variables.values["@"] = values[1:]
+        elif name == "eval":
+            self._line(words[1:])
+        elif name in self.functions and self.depth < _MOST_DEPTH:
+            self._function(name, words[1:])
+        elif not self._shell(words):
+            launch = _launch(words)
+            if launch is not None:
+                self.script.launches.append(launch)
+
+    def _shell(self, words: list[Word]) -> bool:
+        """Follow `bash FILE`, `sbatch FILE` and `sh -c TEXT`; return True if it was one."""
+        for position, word in enumerate(words[:-1]):
+            if word.text.rpartition("/")[2] not in _SHELLS:
+                continue
+            for number, option in enumerate(words[position + 1 :], position + 1):
+                if not option.text.startswith("-"):
+                    break
+                if re.fullmatch(r"-\w*c", option.text):
+                    self._line(words[number + 1 :])
+                    return True
+        scripts = [w for w in words if w.text.endswith((".sh", ".slurm", ".sbatch"))]
+        caller = words[0].text.rpartition("/")[2]
+        if scripts and (caller in (*_SHELLS, "sbatch", "srun") or words[0] is scripts[0]):
+            arguments = words[words.index(scripts[0]) + 1 :]
+            path = self._nearby(scripts[0].text)
+            if path is not None and self.depth < 8 and path.resolve() != self.path.resolve():
+                child = self.variables.copy()
+                child.values["@"] = list(arguments)
+                child.values |= {str(n + 1): word for n, word in enumerate(arguments)}
+                _Reader(self.script, path, child, self.depth + 1).run(_text_of(path))
+            return True
+        return False
+
+    def _line(self, words: list[Word]) -> None:
+        """Follow the commands in the text of `eval` or `sh -c`, divided at `;`, `&&` and `||`."""
+        command: list[Word] = []
+        is_target = False
+        for word in [part for each in words for part in each.fields()]:
+            redirects = re.fullmatch(r"[12&]?>{1,2}(.*)", word.text)
+            if word.text in (";", "&&", "||", "|", "&"):
+                self._call(command)
+                command = []
+            elif redirects is None and not is_target:
+                command.append(word)
+            is_target = redirects is not None and not redirects[1]
+        self._call(command)
+
+    def _function(self, name: str, arguments: list[Word]) -> None:
+        values = self.variables.values
+        saved = {key: values.get(key) for key in ("@", *map(str, range(1, 10)))}
+        values["@"] = arguments
+        values |= {str(number + 1): word for number, word in enumerate(arguments[:9])}
+        self.depth += 1
+        self._statement(self.functions[name])
+        self.depth -= 1
+        for key, value in saved.items():
+            if value is None:
+                values.pop(key, None)
+            else:
+                values[key] = value
+
+    def _source_file(self, name: str) -> None:
+        path = self._nearby(name)
+        if path is None or self.depth >= _MOST_DEPTH:
+            self.script.remarks.append(
+                f"{self.path.name}: {name} is sourced and was not found: give its values with --set"
+            )
+            return
+        reader = _Reader(self.script, path, self.variables, self.depth + 1)
+        reader.functions = self.functions
+        reader.run(_text_of(path))
+
+    def _names(self, node: "Node") -> None:
+        name = node.child_by_field_name("name") if node.type == "command" else None
+        if name is not None:
+            words = [source_of(child) for child in node.named_children]
+            self.script.commands.append(show_placeholders(" ".join(words))[:300])
+
+    def _names_of_all(self, nodes: "list[Node]") -> None:
+        for node in nodes:
+            self._names(node)
+            self._names_of_all(node.named_children)
+
+
+def _branches(node: "Node") -> "list[tuple[list[Node], list[Node]]]":
+    """Return the branches of an if: conditions and body; else has no conditions."""
+    branches: list[tuple[list[Node], list[Node]]] = [([], [])]
+    in_body = False
+    for child in node.children:
+        if child.type == "then":
+            in_body = True
+        elif child.type in ("elif_clause", "else_clause"):
+            branches += _branches(child)
+        elif child.is_named:
+            branches[0][1 if in_body or node.type == "else_clause" else 0].append(child)
+    return branches
+
+
+def _changes(node: "Node") -> bool:
+    """Return True if a statement assigns variables or starts a Python program."""
+    if node.type in ("variable_assignment", "declaration_command"):
+        return True
+    if node.type == "command" and ".py" in source_of(node):
+        return True
+    return any(_changes(child) for child in node.named_children)
+
+
+def _replaced(text: str, old: str, new: str, everywhere: bool) -> str:
+    """Return a text with `old` replaced in each line, as sed does it for plain patterns."""
+    if everywhere:
+        return text.replace(old, new)
+    return "\n".join(line.replace(old, new, 1) for line in text.split("\n"))
+
+
+def _launch(words: list[Word]) -> Launch | None:
+    """Return the start of a Python program in a command; None if there is none."""
+    texts = [word.text for word in words]
+    if texts[:1] and texts[0] in ("echo", "printf", "ls", "cp", "cat", "mv", "rm", "test", "["):
+        return None
+    for position, text in enumerate(texts):
+        if text.endswith(".py") and not text.startswith("-"):
+            return Launch(
+                text, words[position].place, tuple(words[:position]), tuple(words[position + 1 :])
+            )
+        if text == "-m" and position + 1 < len(texts) and texts[position + 1] not in _MODULES:
+            return Launch(
+                texts[position + 1],
+                words[position].place,
+                tuple(words[:position]),
+                tuple(words[position + 2 :]),
+            )
+    return None

@@ -1,0 +1,260 @@
+"""Translation of DeepSpeed's JSON and flags: ZeRO, precision, optimizer and schedule."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megacore.adopt.rules import Draft, first, number_of, word
+from megacore.adopt.settings import Place, Setting, Settings
+from megacore.config.deepspeed import FIELD_BY_KEY
+from megacore.foreign.deepspeed_keys import REFUSED
+from megacore.foreign.files import leaves
+
+JSON_VALUES = {
+    "gradient_clipping": "optim.clip_grad",
+    "optimizer.params.lr": "optim.lr",
+    "optimizer.params.eps": "optim.adam_eps",
+    "optimizer.params.weight_decay": "optim.weight_decay",
+    "optimizer.params.max_grad_norm": "optim.clip_grad",
+    "fp16.loss_scale_window": "optim.loss_scale.window",
+    "fp16.hysteresis": "optim.loss_scale.hysteresis",
+    "fp16.min_loss_scale": "optim.loss_scale.minimum",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "train_batch_size": "train.global_batch_size",
+}
+"""Keys of the JSON with the same meaning as a value of the configuration."""
+_STARTS_WITH = {
+    "curriculum_learning.": ("curriculum learning", "data.seq_length"),
+    "data_efficiency.": (
+        "data efficiency: sampling by difficulty, dropped tokens",
+        "the section data",
+    ),
+    "compression_training.": ("compression", "training of all weights"),
+    "sparse_attention.": ("sparse attention", "model.sliding_window"),
+    "elasticity.": ("elastic batches", "launch.nnodes MIN:MAX"),
+    "autotuning.": ("DeepSpeed's tuning", "megacore plan --search"),
+    "progressive_layer_drop.": ("dropped layers", "all layers"),
+    "amp.": ("Apex' mixed precision", "train.precision"),
+}
+"""Blocks that are refused if they are enabled: the feature and the nearest thing."""
+_SAME_RESULT = {
+    "prescale_gradients": "it changes the rounding of sums only",
+    "gradient_predivide_factor": "it changes the rounding of sums only",
+    "steps_per_print": "see train.log_interval",
+    "wall_clock_breakdown": "times are in events.jsonl",
+    "dump_state": "see events.jsonl",
+    "fp32_allreduce": "gradients are summed in fp32",
+    "communication_data_type": "see parallel.grad_reduce_dtype",
+    "zero_allow_untested_optimizer": "the optimizer is AdamW",
+    "zero_force_ds_cpu_optimizer": "see deepspeed.cpu_adam",
+    "fp16.fp16": "train.precision decides it",
+    "bf16.bf16": "train.precision decides it",
+    "fp16.type": "train.precision decides it",
+    "fp16.auto_cast": "models take token ids, which have no precision",
+    "fp16.consecutive_hysteresis": "overflows count since the scale last grew",
+    "data_types.grad_accum_dtype": "gradients accumulate in fp32",
+    "bf16.immediate_grad_update": "gradients accumulate in fp32",
+}
+_BLOCKS = (
+    "tensorboard.",
+    "wandb.",
+    "csv_monitor.",
+    "comms_logger.",
+    "flops_profiler.",
+    "comet.",
+    "aio.",
+    "activation_checkpointing.",
+    "checkpoint.",
+    "monitor_config.",
+)
+"""Blocks of reports and of memory, which change no result."""
+
+
+def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -> None:
+    """Set ZeRO from the flags of Megatron-DeepSpeed and its JSON."""
+    used, flag = settings.get("--deepspeed"), settings.get("--zero-stage")
+    path = settings.get("--deepspeed_config") or settings.get("--deepspeed-config")
+    cpu = settings.get("--cpu-optimizer")
+    if used is None and path is None and settings.program != "deepspeed":
+        for setting in (flag, cpu):
+            if setting is not None:
+                draft.ignore(setting, "it is read with --deepspeed only")
+        return
+    stage = number_of(flag, draft, "deepspeed.zero_stage")
+    if json is not None and path is not None:
+        read_json(draft, json, path.place, word(first(path)))
+    elif path is not None:
+        draft.remarks.append(
+            f"{path}: this file was not found; give it as another FILE, so that it is read too"
+        )
+    _scale(settings, draft)
+    if json is not None and "gradient_clipping" not in json and "optim.clip_grad" in draft.values:
+        draft.remarks.append(
+            f"{path} does not say gradient_clipping, so that DeepSpeed does not clip; here "
+            "--clip-grad counts: set optim.clip_grad to 0 to repeat the run"
+        )
+    origins: list[Setting | str] = [each for each in (flag, path, used) if each is not None]
+    if "deepspeed.zero_stage" in draft.values:
+        stage = draft.get("deepspeed.zero_stage")
+    offload = None
+    if cpu is not None:
+        offload = "cpu"
+        origins.append(cpu)
+    put_stage(draft, int(stage or 0), origins, offload)
+
+
+def _scale(settings: Settings, draft: Draft) -> None:
+    """Set what DeepSpeed does with the loss scale, which ignores Megatron's flags."""
+    for name in ("--loss-scale", "--initial-loss-scale"):
+        setting = settings.get(name)
+        if setting is not None:
+            if draft.values.get("optim.loss_scale.initial", ("", ""))[1] == str(setting):
+                del draft.values["optim.loss_scale.initial"]
+            draft.ignore(setting, "DeepSpeed's JSON decides the loss scale")
+    if "--fp16" in settings and "optim.loss_scale.initial" not in draft.values:
+        draft.put("optim.loss_scale.initial", 2.0**16, "DeepSpeed's default")
+
+
+def put_stage(
+    draft: Draft, stage: int, origins: list[Setting | str], offload: str | None = None
+) -> None:
+    """Set a ZeRO stage: 0 and 1 without offload are the engine native, others DeepSpeed's."""
+    draft.values.pop("deepspeed.zero_stage", None)
+    offload = offload or draft.get("deepspeed.offload_optimizer")
+    if stage <= 1 and offload in (None, "none"):
+        unused = [name for name in draft.values if name.startswith("deepspeed.")]
+        for name in unused:
+            origin = draft.values.pop(name).origin
+            draft.remarks.append(
+                f"{origin}: it tunes DeepSpeed's ZeRO, engine native does not need it"
+            )
+        if stage == 1:
+            draft.put("parallel.use_distributed_optimizer", True, *origins)
+            draft.remarks.append(
+                "ZeRO stage 1 is parallel.use_distributed_optimizer of engine native; engine "
+                "deepspeed runs it too"
+            )
+        else:
+            draft.put("engine", "native", *origins)
+        return
+    draft.put("engine", "deepspeed", *origins)
+    draft.put("deepspeed.zero_stage", max(1, stage), *origins)
+    if offload not in (None, "none"):
+        draft.put("deepspeed.offload_optimizer", offload, *origins)
+    if "parallel.use_distributed_optimizer" in draft.values and stage != 1:
+        entry = draft.values.pop("parallel.use_distributed_optimizer")
+        draft.remarks.append(f"{entry.origin}: ZeRO stage {stage} contains it")
+    for name in ("zero_stage",):
+        draft.done.add(name)
+
+
+def read_json(draft: Draft, content: Mapping[str, Any], place: Place, name: str) -> None:
+    """Give each key of DeepSpeed's JSON its place in the draft.
+
+    A value that a flag has set already is compared with it.
+    """
+    for key, value in leaves(content):
+        setting = Setting(key, value, place)
+        blocks = next(
+            (entry for start, entry in _STARTS_WITH.items() if key.startswith(start)), None
+        )
+        if blocks is not None:
+            block = content.get(key.split(".")[0])
+            enabled = isinstance(block, Mapping) and _enabled(block)
+            if not enabled:
+                draft.ignore(setting, "its block is not enabled")
+            elif blocks[0] not in {refused.feature for refused in draft.refused}:
+                draft.refuse(setting, *blocks)
+            else:
+                draft.ignore(setting, "its block is refused")
+        elif value in ("auto", None):
+            draft.ignore(setting, "the value is left to the configuration")
+        else:
+            try:
+                _key(draft, setting, content)
+            except (ValueError, TypeError):
+                if isinstance(value, str) and re.fullmatch(r"[A-Z_]+", value):
+                    draft.missing.append((setting, JSON_VALUES.get(key, key)))
+                    draft.done.add(key)
+                else:
+                    draft.refuse(setting, "its value cannot be read", "one number or true or false")
+
+
+def _enabled(block: Mapping[str, Any]) -> bool:
+    flags = [value for key, value in leaves(block) if key.rsplit(".", 1)[-1] == "enabled"]
+    return str(flags[0]).lower() == "true" if flags else bool(block)
+
+
+def _key(draft: Draft, setting: Setting, content: Mapping[str, Any]) -> None:
+    key, value = setting.name, setting.value
+    if key in ("fp16.enabled", "bf16.enabled"):
+        wanted = key.split(".")[0]
+        if str(value).lower() == "true":
+            kind = "bf16" if str(content.get("fp16", {}).get("type")) == "bfloat16" else wanted
+            draft.put("train.precision", kind, setting)
+        else:
+            draft.ignore(setting, "it requests nothing")
+    elif key == "zero_optimization.stage":
+        draft.put("deepspeed.zero_stage", int(value), setting)
+    elif key in ("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer.device"):
+        device = {"True": "cpu", "False": "none"}.get(str(value), str(value))
+        draft.put("deepspeed.offload_optimizer", device, setting)
+    elif key == "fp16.loss_scale":
+        if value:
+            for part in ("initial", "minimum"):
+                draft.put(f"optim.loss_scale.{part}", float(value), setting)
+            draft.put("optim.loss_scale.window", 10**9, setting)
+        else:
+            draft.ignore(setting, "0 requests the dynamic loss scale")
+    elif key == "fp16.initial_scale_power":
+        draft.put("optim.loss_scale.initial", 2.0 ** int(value), setting)
+    elif key == "optimizer.params.betas":
+        for position, beta in enumerate(value):
+            _same(draft, f"optim.adam_beta{position + 1}", beta, setting)
+    elif key == "optimizer.type":
+        if str(value).lower() in ("adam", "adamw"):
+            draft.ignore(setting, "the optimizer is AdamW")
+        else:
+            draft.refuse(setting, "other optimizers than AdamW", "AdamW")
+    elif key in JSON_VALUES:
+        amount = float(value)
+        whole = JSON_VALUES[key].startswith(("train.", "optim.loss_scale.w", "optim.loss_scale.h"))
+        _same(draft, JSON_VALUES[key], int(amount) if whole else amount, setting)
+    elif key in FIELD_BY_KEY:
+        size = int(value) if isinstance(value, float) and value == int(value) else value
+        draft.put(f"deepspeed.{FIELD_BY_KEY[key]}", size, setting)
+    elif key in _SAME_RESULT or key.startswith(_BLOCKS):
+        draft.ignore(setting, _SAME_RESULT.get(key, "it changes no result"))
+    elif key in REFUSED and value not in (False, *REFUSED[key].off):
+        draft.refuse(setting, REFUSED[key].reason, "leave it out")
+    elif (
+        key.startswith(("zero_optimization.", "scheduler.", "optimizer.params.")) or key in REFUSED
+    ):
+        reason = (
+            "the section optim has the schedule"
+            if key.startswith("scheduler")
+            else ("it changes memory and communication only")
+        )
+        draft.ignore(setting, reason)
+    elif re.fullmatch(
+        r"bf16\.(loss_scale|loss_scale_window|initial_scale_power|hysteresis|min_loss_scale)", key
+    ):
+        draft.ignore(setting, "bf16 needs no loss scale")
+    elif key == "gradient_accumulation_steps":
+        draft.ignore(setting, "it follows from the batch sizes")
+    else:
+        draft.refuse(setting, "unknown key of DeepSpeed's JSON", "see docs/deepspeed.md")
+
+
+def _same(draft: Draft, name: str, value: Any, setting: Setting) -> None:
+    """Set a value; DeepSpeed takes that of its JSON where a flag has another."""
+    entry = draft.values.get(name)
+    if entry is None:
+        draft.put(name, value, setting)
+    elif float(entry.value) == float(value):
+        draft.put(name, entry.value, entry.origin, setting)
+    else:
+        draft.remarks.append(
+            f"{setting} differs from {entry.origin}: {name} is {value}, which DeepSpeed takes"
+        )
+        draft.put(name, value, setting, entry.origin)

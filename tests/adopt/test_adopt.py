@@ -1,0 +1,412 @@
+"""Files of other programs become configurations that say where each value comes from."""
+
+import contextlib
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megacore.adopt.adopt import Adoption, adopt
+from megacore.adopt.megatron_flags import MEGATRON
+from megacore.adopt.neox_keys import NEOX
+from megacore.adopt.read import BOOLEANS
+from megacore.adopt.rules import names
+from megacore.config import RunConfig, load_config
+from megacore.errors import ConfigError
+from tests.adopt._samples import BERT, DEEPSPEED_SCRIPT, FILES, NANOTRON, NEOX_MODEL, NEOX_PATHS
+from tests.adopt._samples import MEGATRON as SCRIPT
+
+GOLDEN = Path(__file__).parent / "golden"
+GPT = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 "
+    "--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 "
+    "--global-batch-size 16 --train-iters 100 --lr 1e-4 --data-path /d/a --vocab-file /d/v.json "
+    "--merge-file /d/m.txt "
+)
+
+
+def adopted(tmp_path: Path, name: str, text: str, *more: str, **options: object) -> Adoption:
+    """Adopt a file with this text, together with further files of GPT-NeoX."""
+    path = tmp_path / name
+    path.write_text(text)
+    paths = [path]
+    for number, content in enumerate(more):
+        paths.append(tmp_path / f"more{number}{path.suffix}")
+        paths[-1].write_text(content)
+    return adopt(paths, **options)  # type: ignore[arg-type]
+
+
+def config_of(tmp_path: Path, result: Adoption) -> RunConfig:
+    """Load the written text with the loader of configurations."""
+    assert result.text, result.draft and [each.text for each in result.draft.refused]
+    target = tmp_path / "adopted.yaml"
+    target.write_text(result.text)
+    return load_config(str(target))
+
+
+def gpt(tmp_path: Path, flags: str, **options: object) -> Adoption:
+    return adopted(tmp_path, "gpt.sh", GPT + flags, **options)
+
+
+def config(tmp_path: Path, flags: str) -> RunConfig:
+    return config_of(tmp_path, gpt(tmp_path, flags))
+
+
+def refusals(result: Adoption) -> list[str]:
+    assert result.draft is not None
+    return [each.text for each in result.draft.refused]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_samples_become_the_golden_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    paths = [path]
+    if name == "neox.yml":
+        paths.append(tmp_path / "paths.yml")
+        paths[1].write_text(NEOX_PATHS)
+    result = adopt(paths)
+    assert result.outcome == "adopted"
+    assert result.text == (GOLDEN / f"{path.stem}.yaml").read_text()
+    assert config_of(tmp_path, result).model.num_layers > 0
+    assert result.comparison is not None
+    assert result.comparison.agrees
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_value_names_its_origin_and_no_setting_is_dropped(tmp_path: Path, name: str) -> None:
+    more = (NEOX_PATHS,) if name == "neox.yml" else ()
+    result = adopted(tmp_path, name, FILES[name], *more, partial=True)
+    values = [line for line in result.text.splitlines() if not line.startswith("#")]
+    leaves = [line for line in values if line.strip() and not line.rstrip().endswith(":")]
+    assert all("  # " in line for line in leaves)
+    assert result.settings is not None
+    for setting in result.settings:
+        assert names(result.text, setting.name), f"{setting} is nowhere"
+
+
+def test_unknown_and_absent_flags_are_refused_by_name_with_place_and_nearest(
+    tmp_path: Path,
+) -> None:
+    result = gpt(tmp_path, "\\\n --num-layerz 3 --num-experts 8 \\\n --fp8-format hybrid --bf16")
+    assert result.outcome == "refused"
+    assert result.text == ""
+    assert refusals(result) == [
+        "--num-layerz 3 (gpt.sh:2): unknown here; nearest: did you mean --num-layers",
+        "--num-experts 8 (gpt.sh:2): mixture of experts; nearest: a dense model: leave out the "
+        "flags of experts",
+        "--fp8-format hybrid (gpt.sh:3): fp8; nearest: train.precision bf16",
+    ]
+
+
+def test_partial_writes_the_rest_with_the_refused_flags_at_the_top(tmp_path: Path) -> None:
+    result = gpt(tmp_path, "--num-experts 8 --bf16", partial=True)
+    assert result.outcome == "refused"
+    assert "#   --num-experts 8 (gpt.sh:1): mixture of experts" in result.text
+    assert config_of(tmp_path, result).train.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "feature"),
+    [
+        ("--multi-latent-attention", "multi-latent attention"),
+        ("--context-parallel-size 2", "context parallelism"),
+        ("--squared-relu", "squared ReLU"),
+        ("--use-rope-scaling", "scaled rotary positions"),
+        ("--window-size 127,0 --window-attn-skip-freq 2", "windows in some layers only"),
+        ("--window-size 127,1", "a window after the token"),
+        ("--optimizer sgd", "other optimizers than AdamW"),
+        ("--mock-data", "made-up data"),
+        ("--tokenizer-type NullTokenizer", "token files without a tokenizer"),
+        ("--split 100,0,0", "an empty split"),
+        ("--position-embedding-type yarn", "positions yarn"),
+        ("--data-path a b c", "paths weighted by their size"),
+        ("--step-batch-size-schedule '0:8 1B:16 3B:64'", "batch sizes in uneven steps"),
+        ("--mamba-num-heads 4", "state-space layers"),
+        ("--grpo-group-size 2", "reinforcement learning"),
+        ("--use-megatron-fsdp", "FSDP"),
+        ("--recompute-granularity selective --recompute-modules mlp", "recomputation of these"),
+        ("--lr-decay-style exponential", "this schedule"),
+        ("--num-attention-heads x", "x is no integer"),
+        ("--micro-batch-size 3", "the result"),
+    ],
+)
+def test_every_class_of_absent_features_is_refused(
+    tmp_path: Path, flags: str, feature: str
+) -> None:
+    result = gpt(tmp_path, flags)
+    assert result.outcome in ("refused", "incomplete")
+    assert any(feature in text for text in refusals(result))
+
+
+def test_values_that_request_nothing_have_no_effect(tmp_path: Path) -> None:
+    flags = "--context-parallel-size 1 --num-experts 1 --optimizer adam --data-impl mmap"
+    assert gpt(tmp_path, flags).outcome == "adopted"
+
+
+@pytest.mark.parametrize(
+    ("flags", "activation", "width"),
+    [
+        ("", "gelu_tanh", 1024),
+        ("--no-bias-gelu-fusion", "gelu", 1024),
+        ("--disable-bias-linear", "gelu", 1024),
+        ("--openai-gelu", "gelu_tanh", 1024),
+        ("--swiglu", "swiglu", 640),
+        ("--swiglu --ffn-hidden-size 700", "swiglu", 700),
+    ],
+)
+def test_the_mlp_is_that_of_megatrons_arguments(
+    tmp_path: Path, flags: str, activation: str, width: int
+) -> None:
+    model = config(tmp_path, flags).model
+    assert (model.activation, model.ffn_hidden_size) == (activation, width)
+
+
+@pytest.mark.parametrize(
+    ("flags", "positions"),
+    [
+        ("", "learned_absolute"),
+        ("--position-embedding-type rope", "rope"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "rope"),
+        ("--position-embedding-type none --rotary-base 5000", "none"),
+        ("--no-position-embedding", "none"),
+    ],
+)
+def test_positions(tmp_path: Path, flags: str, positions: str) -> None:
+    assert config(tmp_path, flags).model.position_embedding_type == positions
+
+
+def test_defaults_are_megatrons(tmp_path: Path) -> None:
+    result = config(tmp_path, "")
+    assert result.optim.lr_decay_style == "linear"
+    assert result.train.precision == "fp32"
+    assert result.train.eval_iters == 100
+    assert result.checkpoint.save_interval == 100
+    assert result.data.split == "969,30,1"
+    assert not result.data.shuffle_documents
+    assert (result.model.hidden_dropout, result.optim.weight_decay) == (0.1, 0.01)
+
+
+def test_the_vocabulary_is_padded_as_megatron_pads_it(tmp_path: Path) -> None:
+    model = config(tmp_path, "--tensor-model-parallel-size 4").model
+    assert model.make_vocab_size_divisible_by == 512
+    assert model.padded_vocab_size(50257) == 50688
+
+
+def test_samples_are_iterations_with_the_growth_of_the_batch(tmp_path: Path) -> None:
+    text = GPT.replace("--train-iters 100", "").replace("size 16", "size 64")
+    flags = "--rampup-batch-size 16 16 480 --train-samples 1000 --lr-warmup-samples 64"
+    result = config_of(tmp_path, adopted(tmp_path, "gpt.sh", text + flags))
+    # 16 x 10, 32 x 5 and 48 x 4 samples (512), then 7 batches of 64.
+    assert result.train.train_iters == 26
+    assert result.train.rampup_batch_size is not None
+    assert result.lr_warmup_iters == 4
+
+
+def test_even_steps_of_the_batch_are_a_ramp_up(tmp_path: Path) -> None:
+    text = GPT.replace("--global-batch-size 16", "--step-batch-size-schedule '0:16 16K:32 32K:48'")
+    result = config_of(tmp_path, adopted(tmp_path, "gpt.sh", text))
+    rampup = result.train.rampup_batch_size
+    assert rampup is not None
+    assert (rampup.start, rampup.increment, rampup.samples) == (16, 16, 250)
+    assert result.train.global_batch_size == 48
+
+
+def test_hosts_are_added_where_a_replica_does_not_fit(tmp_path: Path) -> None:
+    result = gpt(tmp_path, "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4")
+    launch = config_of(tmp_path, result).launch
+    assert (launch.nproc_per_node, launch.nnodes, launch.hostfile) == (8, 2, "hostfile")
+    assert any("launch.nnodes is 2" in remark for remark in result.draft.remarks)  # type: ignore[union-attr]
+
+
+def test_checkpoints_from_elsewhere_become_questions(tmp_path: Path) -> None:
+    result = gpt(tmp_path, "--save /c/new --load /c/old --finetune")
+    assert config_of(tmp_path, result).train.pretrained_checkpoint == "/c/old"
+    assert any("megacore import" in text for _, text in result.draft.questions)  # type: ignore[union-attr]
+
+
+def test_missing_numbers_are_listed_with_their_variables(tmp_path: Path) -> None:
+    text = GPT.replace("--num-layers 4", "--num-layers $LAYERS")
+    result = adopted(tmp_path, "gpt.sh", text)
+    assert result.outcome == "incomplete"
+    assert [str(each[0]) for each in result.draft.missing] == ["--num-layers $LAYERS (gpt.sh:1)"]  # type: ignore[union-attr]
+    given = adopted(tmp_path, "gpt.sh", text, given={"LAYERS": "6"})
+    assert config_of(tmp_path, given).model.num_layers == 6
+
+
+def test_zero_1_is_native_and_zero_2_is_deepspeed(tmp_path: Path) -> None:
+    first = adopted(
+        tmp_path,
+        "ds.sh",
+        DEEPSPEED_SCRIPT.replace('"offload_optimizer": {"device": "cpu"},', "").replace(
+            "ZERO:-2", "ZERO:-1"
+        ),
+    )
+    assert config_of(tmp_path, first).parallel.use_distributed_optimizer
+    second = config_of(tmp_path, adopted(tmp_path, "ds.sh", DEEPSPEED_SCRIPT))
+    assert second.engine == "deepspeed"
+    assert (second.deepspeed.zero_stage, second.deepspeed.offload_optimizer) == (2, "cpu")
+    assert second.train.train_iters == math.ceil(300e6 / 1024 / 128)
+
+
+def test_curriculum_learning_of_the_json_is_refused(tmp_path: Path) -> None:
+    text = DEEPSPEED_SCRIPT.replace(
+        '"steps_per_print": 10', '"curriculum_learning": {"enabled": true}'
+    )
+    assert "curriculum learning" in refusals(adopted(tmp_path, "ds.sh", text))[0]
+
+
+def test_neox_gated_widths_are_neoxs(tmp_path: Path) -> None:
+    model = NEOX_MODEL.replace(
+        '"norm": "layernorm"',
+        '"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 32768, '
+        '"mlp_multiple_of": 256, "hidden_size_": 1',
+    ).replace('"hidden_size_": 1', '"rms_norm_epsilon": 1.0e-6')
+    result = adopted(tmp_path, "a.yml", model, NEOX_PATHS)
+    assert config_of(tmp_path, result).model.ffn_hidden_size == 11008
+
+
+def test_neox_first_weights_have_neoxs_deviations(tmp_path: Path) -> None:
+    methods = '"init_method": "small_init", "output_layer_init_method": "wang_init"'
+    text = NEOX_MODEL.replace('"norm": "layernorm"', methods)
+    model = config_of(tmp_path, adopted(tmp_path, "a.yml", text, NEOX_PATHS)).model
+    assert model.init_method_std == pytest.approx(math.sqrt(2 / (5 * 768)))
+    assert model.residual_init_std == pytest.approx(2 / 12 / math.sqrt(768))
+
+
+def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
+    asked = adopted(tmp_path, "a.yml", NEOX_MODEL, NEOX_PATHS)
+    assert "train.global_batch_size" in dict(asked.draft.questions)  # type: ignore[union-attr]
+    known = adopted(tmp_path, "a.yml", NEOX_MODEL, NEOX_PATHS, ranks=8)
+    result = config_of(tmp_path, known)
+    assert (result.train.global_batch_size, result.launch.nproc_per_node) == (128, 8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "feature"),
+    [
+        ('[["flash"], 12]', '[["mamba"], 12]', "attention of kind mamba"),
+        ('"norm": "layernorm"', '"output_layer_init_method": "orthogonal"', "initialization"),
+        ('"norm": "layernorm"', '"moe_num_experts": 8', "mixture of experts"),
+        ('"norm": "layernorm"', '"use_bias_in_mlp": false', "biases in some linear layers"),
+        ('"norm": "layernorm"', '"no_such_key": 8', "unknown here"),
+        ('"pos-emb": "rotary"', '"pos-emb": "sinusoidal"', "these positions"),
+    ],
+)
+def test_neox_features_that_are_absent(tmp_path: Path, old: str, new: str, feature: str) -> None:
+    result = adopted(tmp_path, "a.yml", NEOX_MODEL.replace(old, new), NEOX_PATHS)
+    assert any(feature in text for text in refusals(result))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "feature"),
+    [
+        ("rope_scaling: null", "rope_scaling: {factor: 2.0}", "scaled rotary"),
+        ("cosine", "1-sqrt", ""),
+        ("hf_dataset_or_datasets: some-team/stories", "dataset_folder: /d/a", "datatrove"),
+        ("init_method: {std: 0.025}", "init_method: {std: 0.025, use_mup: true}", "µP"),
+    ],
+)
+def test_nanotron_variants(tmp_path: Path, old: str, new: str, feature: str) -> None:
+    result = adopted(tmp_path, "a.yaml", NANOTRON.replace(old, new))
+    if feature:
+        assert any(feature in text for text in refusals(result))
+    else:
+        optim = config_of(tmp_path, result).optim
+        assert (optim.lr_decay_style, optim.lr_wsd_decay_iters) == ("WSD", 980)
+
+
+def test_deepspeeds_json_and_accelerates_yaml_alone(tmp_path: Path) -> None:
+    json = (
+        '{"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": true}, '
+        '"zero_optimization": {"stage": 3}}'
+    )
+    result = config_of(tmp_path, adopted(tmp_path, "ds.json", json))
+    assert (result.deepspeed.zero_stage, result.train.precision) == (3, "bf16")
+    pytest.importorskip("accelerate")
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\n"
+        "num_processes: 4\nnum_machines: 1\n"
+    )
+    result = config_of(tmp_path, adopted(tmp_path, "acc.yaml", text))
+    assert (result.launch.nproc_per_node, result.train.precision) == (4, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("a.sh", "python tools/preprocess_data.py --input x", "data preparation"),
+        ("a.sh", "python tools/run_text_generation_server.py --load x", "generation or inference"),
+        ("a.sh", "python tasks/main.py --task RACE", "fine-tuning"),
+        ("a.sh", "python pretrain_vlm.py --num-layers 2", "multimodal"),
+        ("a.sh", "echo hello", "starts no Python program"),
+        ("a.yaml", "foo: 1\n", "settings of none of"),
+        ("a.yml", "data_path: x\nvocab_file: y\n", "a part of a GPT-NeoX configuration"),
+    ],
+)
+def test_what_trains_no_language_model_is_named(
+    tmp_path: Path, name: str, text: str, what: str
+) -> None:
+    result = adopted(tmp_path, name, text)
+    assert result.outcome == "other"
+    assert what in result.other
+
+
+@pytest.mark.parametrize("value", ["x", "{a: 1}", "[2]", "1.0e+400", "-3"])
+@pytest.mark.parametrize("key", ['"hidden-size": 768', '"num-layers": 12'])
+def test_sizes_of_the_wrong_kind_are_one_sentence(tmp_path: Path, key: str, value: str) -> None:
+    text = NEOX_MODEL.replace(key, f"{key.partition(':')[0]}: {value}")
+    with contextlib.suppress(ConfigError):
+        assert adopted(tmp_path, "a.yml", text, NEOX_PATHS).outcome == "refused"
+
+
+def test_files_of_several_programs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two scripts"):
+        adopted(tmp_path, "a.sh", GPT, GPT)
+    with pytest.raises(ConfigError, match="belong to nanotron, neox"):
+        adopted(tmp_path, "a.yaml", NANOTRON, NEOX_MODEL)
+
+
+def test_a_fragment_of_flags_is_adopted_with_questions(tmp_path: Path) -> None:
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16 --swiglu"
+    )
+    result = adopted(tmp_path, "model.sh", f'MODEL_ARGS=" \\\n {flags} \\\n"\n')
+    assert result.outcome == "adopted"
+    names = [name for name, _ in result.draft.questions]  # type: ignore[union-attr]
+    assert {"train.train_iters", "train.global_batch_size", "data.source.prefix"} <= set(names)
+
+
+def test_the_count_of_parameters_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacore.models.parameters.parameter_count", lambda spec: 7)
+    result = gpt(tmp_path, "")
+    assert result.outcome == "refused"
+    assert "7 by ours" in refusals(result)[0]
+
+
+def test_tables_name_fields_that_exist(tmp_path: Path) -> None:
+    fields: set[str] = set()
+
+    def walk(prefix: str, section: object) -> None:
+        for name, info in section.model_fields.items():  # type: ignore[attr-defined]
+            inner = [info.annotation, *getattr(info.annotation, "__args__", ())]
+            fields.add(f"{prefix}{name}")
+            for kind in inner:
+                if hasattr(kind, "model_fields"):
+                    walk(f"{prefix}{name}.", kind)
+
+    walk("", RunConfig)
+    for rules in (MEGATRON, NEOX):
+        for name, rule in rules.exact.items():
+            field = getattr(rule, "field", None)
+            assert field is None or field in fields, f"{name} -> {field}"
+    assert {name for name in BOOLEANS if MEGATRON.rule(name) is None} == set()
+
+
+def test_yaml_values_survive_the_comments(tmp_path: Path) -> None:
+    result = adopted(tmp_path, "megatron.sh", SCRIPT)
+    assert yaml.safe_load(result.text)["optim"]["min_lr"] == 3e-5
+    assert adopted(tmp_path, "bert.sh", BERT).outcome == "adopted"

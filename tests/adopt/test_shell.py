@@ -1,0 +1,127 @@
+"""The shell reader gives the words that bash would give, with their lines, and runs nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from megacore.adopt.shell import Script, flags_of, read_script
+from megacore.errors import ConfigError
+
+
+def script_of(tmp_path: Path, text: str, **given: str) -> Script:
+    path = tmp_path / "train.sh"
+    path.write_text(text)
+    return read_script(path, given)
+
+
+def words_of(tmp_path: Path, text: str, **given: str) -> list[str]:
+    script = script_of(tmp_path, text, **given)
+    return [word.text for word in script.launches[0].arguments]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A=1\npython t.py --a $A ${A}2 '$A' \"$A b\"", ["--a", "1", "12", "$A", "1 b"]),
+        ("A='--x 1\n --y 2'\npython t.py $A", ["--x", "1", "--y", "2"]),
+        ('A=(--x 1)\nA+=(--y "2 3")\npython t.py ${A[@]}', ["--x", "1", "--y", "2", "3"]),
+        ('A=(--x "2 3")\npython t.py "${A[@]}"', ["--x", "2 3"]),
+        ('A=a\nA+=b\nA="$A c"\npython t.py $A', ["ab", "c"]),
+        ("python t.py ${A:-d} ${B-e} ${C:+f}", ["d", "e"]),
+        ("A=2\nB=$((A * 3 + ${A} / 2))\npython t.py $B $((2 ** 3)) $((7 % 4))", ["7", "8", "3"]),
+        (
+            "A=x/y.json\npython t.py ${A##*/} ${A%.json} ${A/x/z} ${#A}",
+            ["y.json", "x/y", "z/y.json", "8"],
+        ),
+        ("python t.py --a \\\n  1 \\\n  --b 2 # comment", ["--a", "1", "--b", "2"]),
+        ("if [ $# -gt 0 ]; then A=1; else A=2; fi\npython t.py $A", ["2"]),
+        ('A=true\nif [[ "$A" == "true" && 1 -lt 2 ]]; then B=1; fi\npython t.py $B', ["1"]),
+        ("A=b\ncase $A in a) B=1;; b|c) B=2;; *) B=3;; esac\npython t.py $B", ["2"]),
+        ('f() { local X=$1; Y="$X!"; }\nf q\npython t.py $Y', ["q!"]),
+        (
+            "A=''\nfor i in 1 2 3; do A=\"$A --n $i\"; done\npython t.py $A",
+            ["--n", "1", "--n", "2", "--n", "3"],
+        ),
+        ('C="python t.py --a 1 &> log.txt"\neval $C', ["--a", "1"]),
+        ('C="python -u t.py --a 1"\nsrun -l --output=x sh -c "$C"', ["--a", "1"]),
+        ("i=1\n((i++))\nlet i=i+5\npython t.py $i", ["7"]),
+        ("sbatch <<EOT\n#!/bin/bash\nsrun python t.py --a 1\nEOT", ["--a", "1"]),
+        ('D=$(dirname "x/y/z.sh")\npython t.py $D', ["x/y"]),
+    ],
+)
+def test_words_are_those_of_bash(tmp_path: Path, text: str, expected: list[str]) -> None:
+    assert words_of(tmp_path, text) == expected
+
+
+def test_each_word_names_its_line(tmp_path: Path) -> None:
+    script = script_of(
+        tmp_path, 'A="\n --x 1\n --y 2 "\nB=(\n --z\n 3)\npython t.py $A ${B[@]} --w\n'
+    )
+    lines = {setting.name: setting.place.line for setting in flags_of(script.launches[0].arguments)}
+    assert lines == {"--x": 2, "--y": 3, "--z": 5, "--w": 7}
+
+
+def test_placeholders_and_arguments_have_no_value_and_stay_as_written(tmp_path: Path) -> None:
+    script = script_of(tmp_path, "A=<Specify path>/b.json\nC=$1 #<path>\npython t.py --a $A --c $C")
+    settings = list(flags_of(script.launches[0].arguments))
+    assert [(s.name, s.words, s.unknown) for s in settings] == [
+        ("--a", ["<Specify path>/b.json"], True),
+        ("--c", ["$1"], True),
+    ]
+    assert script.hints == {"C": "<path>"}
+
+
+def test_given_values_replace_variables_arguments_and_assignments(tmp_path: Path) -> None:
+    text = "N=$(nvidia-smi | wc -l)\npython t.py $1 $N $OUTSIDE"
+    path = tmp_path / "train.sh"
+    path.write_text(text)
+    script = read_script(path, {"1": "a", "N": "8", "OUTSIDE": "b"})
+    assert [word.text for word in script.launches[0].arguments] == ["a", "8", "b"]
+
+
+def test_sourced_and_called_scripts_see_the_variables(tmp_path: Path) -> None:
+    (tmp_path / "config.sh").write_text('export FLAGS=" --size ${SIZE} "\n')
+    (tmp_path / "job.sh").write_text(
+        'CMD="python -u $CODE/pretrain.py ${FLAGS}"\nsrun sh -c "${CMD}"\n'
+    )
+    text = "SIZE=3\nCODE=/code\n. `pwd`/config.sh\nsbatch --export=FLAGS job.sh\nexit 0\n"
+    script = script_of(tmp_path, text)
+    assert script.launches[0].program == "/code/pretrain.py"
+    assert [word.text for word in script.launches[0].arguments] == ["--size", "3"]
+
+
+def test_files_that_a_script_writes_are_read(tmp_path: Path) -> None:
+    (tmp_path / "template.json").write_text('{"a": AA, "b": BB}')
+    text = (
+        'A=1\ncat <<EOT > $A.json\n{"a": $A}\nEOT\n'
+        'sed "s/AA/${A}/" template.json | sed "s/BB/true/" > other.json\n'
+    )
+    script = script_of(tmp_path, text)
+    assert script.variables.files == {"1.json": '{"a": 1}\n', "other.json": '{"a": 1, "b": true}'}
+
+
+def test_a_condition_on_the_machine_counts_as_false_with_a_remark(tmp_path: Path) -> None:
+    script = script_of(tmp_path, "if [ -d /data ]; then A=1; else A=2; fi\npython t.py $A")
+    assert [word.text for word in script.launches[0].arguments] == ["2"]
+    assert "train.sh:1" in script.remarks[0]
+    assert "[ -d /data ]" in script.remarks[0]
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    script_of(tmp_path, f"touch {target}\nA=$(touch {target})\n`touch {target}`\n(( A = 1 ))\n")
+    assert not target.exists()
+
+
+def test_an_endless_loop_ends(tmp_path: Path) -> None:
+    assert words_of(tmp_path, "while true; do A=1; done\npython t.py $A") == ["1"]
+    inner = "for i in $N; do for j in $N; do A=1; done; done"
+    with pytest.raises(ConfigError, match="loops of more than 50,000 statements"):
+        script_of(tmp_path, f"N='1 2 3 4 5 6 7 8 9'\nwhile true; do {inner}; done")
+
+
+@pytest.mark.parametrize(
+    "text", ["if [ -z ${A}]; then", "A=(((", "$((", "`", '"', "<<", "x() {", ""]
+)
+def test_broken_scripts_are_read_as_far_as_possible(tmp_path: Path, text: str) -> None:
+    assert script_of(tmp_path, text).launches == []
