@@ -6,7 +6,7 @@ cut off or zero. Each of these is a finding.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,10 @@ from megacore.checkpoint.format import reading
 from megacore.compare.report import Finding, listed
 from megacore.config.spec import ModelSpec
 from megacore.convert.hf.config import CONFIG_NAME, HfConfig
-from megacore.convert.hf.directory import Reader, tensor_readers
+from megacore.convert.hf.directory import Reader, tensor_readers, tied_as_in_files
 from megacore.convert.hf.forms import FORMS, HfForm, model_config, read_spec
 from megacore.convert.imported import OPENERS
-from megacore.convert.key_map import Entry, Shape
+from megacore.convert.key_map import KeyMap, Shape
 from megacore.convert.model_source import find_model, transformers_directory
 from megacore.convert.source import CheckpointTensors
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
@@ -256,6 +256,7 @@ def _transformers_side(directory: Path, values: Mapping[str, Any]) -> Side:
     hf_class, spec = read_spec(config)
     form = FORMS[config.get("model_type", str)]
     readers = tensor_readers(directory)
+    spec = tied_as_in_files(spec, form, readers)
     return Side(
         directory,
         "hf",
@@ -264,12 +265,13 @@ def _transformers_side(directory: Path, values: Mapping[str, Any]) -> Side:
         lambda spec: _read_form(form, readers, spec),
         _tokenizer(directory),
         values,
-        names_of=lambda spec, names: [
-            entry.ours
-            for entry in form.key_map(spec).entries
-            if not set(entry.theirs).isdisjoint(names)
-        ],
+        names_of=lambda spec, names: _containing(form.key_map(spec), names),
     )
+
+
+def _containing(table: KeyMap, names: Collection[str]) -> list[str]:
+    """Return our tensors that are in one of the other format's tensors `names`."""
+    return [ours for ours in table.our_shapes if not set(table.theirs(ours)).isdisjoint(names)]
 
 
 def _read_form(form: HfForm, readers: Mapping[str, Reader], spec: ModelSpec) -> Reading:
@@ -287,10 +289,7 @@ def _read_form(form: HfForm, readers: Mapping[str, Reader], spec: ModelSpec) -> 
             extra.append(name)
     problems = _left_over(extra)
     for copy, name in form.copies.items():
-        if copy in table.their_shapes:
-            if copy not in known and form.copies_left_out and name in known:
-                known[copy] = known[name]
-        elif copy in known:
+        if copy not in table.their_shapes and copy in known:
             reader = known.pop(copy)
             if name not in known:
                 known[name] = reader
@@ -298,66 +297,56 @@ def _read_form(form: HfForm, readers: Mapping[str, Reader], spec: ModelSpec) -> 
                 problems.append(_untied(copy, name))
     missing = [name for name in table.their_shapes if name not in known]
     problems += _absent(missing)
-    entries = {entry.ours: entry for entry in table.entries}
-    misshapen = _misshapen(entries.values(), known, table.their_shapes)
+    misshapen = _misshapen(table, known)
     problems += misshapen
-    tensors = _Merged(entries, known, table.their_shapes)
+    tensors = _Merged(table, known)
     wrong = {name for each in misshapen if each.cause not in REPAIRED for name in each.where}
-    unsound = frozenset(
-        entry.ours for entry in table.entries if not {*missing, *wrong}.isdisjoint(entry.theirs)
-    )
+    unsound = frozenset(_containing(table, {*missing, *wrong}))
     return Reading(spec, dict(table.our_shapes), tensors, tuple(problems), unsound)
 
 
 class _Merged(Mapping[str, Tensor]):
     """Mapping of our tensors, merged from the parts in files, each fitted to its shape."""
 
-    def __init__(
-        self,
-        entries: Mapping[str, Entry],
-        readers: Mapping[str, Reader],
-        shapes: Mapping[str, Shape],
-    ) -> None:
-        self._entries, self._readers, self._shapes = entries, readers, shapes
+    def __init__(self, table: KeyMap, readers: Mapping[str, Reader]) -> None:
+        self._table, self._readers = table, readers
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        parts = tuple(self._part(part) for part in entry.theirs)
-        return entry.layout.merge(parts).contiguous()
+        return self._table.merged(name, self._part)
 
     def _part(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+        shape = self._table.their_shapes[name]
         if name not in self._readers:
             return torch.zeros(shape)
         return fitted(self._readers[name]().float(), shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._table.our_shapes)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._table.our_shapes)
 
 
-def _misshapen(
-    entries: Any, readers: Mapping[str, Reader], shapes: Mapping[str, Shape]
-) -> list[Finding]:
+def _misshapen(table: KeyMap, readers: Mapping[str, Reader]) -> list[Finding]:
     """Return a finding for each kind of tensor whose shape is not that of the specification."""
     grouped: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
-        for name in entry.theirs:
-            if name not in readers:
+    checked: set[str] = set()
+    for ours in table.our_shapes:
+        for name in table.theirs(ours):
+            if name not in readers or name in checked:
                 continue
-            actual, shape = tuple(readers[name]().shape), shapes[name]
+            checked.add(name)
+            actual, shape = tuple(readers[name]().shape), table.their_shapes[name]
             if actual == shape:
                 continue
             if actual == tuple(reversed(shape)) and len(shape) == 2:
                 key = ("transposed", f"transposed: {actual} instead of {shape}")
-            elif entry.ours in VOCABULARY and actual[1:] == shape[1:]:
+            elif ours in VOCABULARY and actual[1:] == shape[1:]:
                 key = (
                     "vocabulary_padding",
                     f"{actual[0]:,} rows where config.json says vocab_size {shape[0]:,}",
                 )
-            elif "position" in entry.ours and actual[1:] == shape[1:]:
+            elif "position" in ours and actual[1:] == shape[1:]:
                 key = (
                     "position_table",
                     f"{actual[0]:,} positions where config.json says {shape[0]:,}",

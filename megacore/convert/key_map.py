@@ -147,10 +147,29 @@ class KeyMap:
         """Shape of each of our tensors."""
         self.their_shapes: dict[str, Shape] = {}
         """Shape of each tensor of the other format, in the order of `forward`."""
+        self._places: dict[str, tuple[Entry, Fused | None]] = {}
         for entry in entries:
+            fused = entry if isinstance(entry, Fused) else None
             for part in entry.parts if isinstance(entry, Fused) else (entry,):
                 _add_once(self.our_shapes, {part.ours: part.shape})
+                self._places[part.ours] = part, fused
             _add_once(self.their_shapes, entry.their_shapes())
+
+    def theirs(self, ours: str) -> tuple[str, ...]:
+        """Return the names in the other format of the tensors that contain one of ours."""
+        entry, fused = self._places[ours]
+        return entry.theirs if fused is None else (fused.name,)
+
+    def merged(self, ours: str, whole: Callable[[str], Tensor]) -> Tensor:
+        """Return one of our tensors, contiguous, from those that `whole` returns by their names."""
+        entry, fused = self._places[ours]
+        if fused is None:
+            parts = tuple(map(whole, entry.theirs))
+        else:
+            rows = whole(fused.name)[fused.rows()[ours]]
+            sizes = [shape[0] for shape in entry.their_shapes().values()]
+            parts = rows.split(sizes)  # type: ignore[no-untyped-call]
+        return entry.layout.merge(parts).contiguous()
 
     def forward(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield name and tensor of the other format, in the table's order.
@@ -192,33 +211,20 @@ class _Ours(Mapping[str, Tensor]):
 
     def __init__(self, table: KeyMap, theirs: Mapping[str, Tensor], where: str) -> None:
         self._table, self._theirs, self._where = table, theirs, where
-        self._entries: dict[str, tuple[Entry, Fused | None]] = {}
-        for entry in table.entries:
-            if isinstance(entry, Fused):
-                self._entries |= {part.ours: (part, entry) for part in entry.parts}
-            else:
-                self._entries[entry.ours] = (entry, None)
 
     def __getitem__(self, name: str) -> Tensor:
-        entry, fused = self._entries[name]
-        if fused is None:
-            parts = tuple(map(self._whole, entry.theirs))
-        else:
-            rows = self._whole(fused.name)[fused.rows()[name]]
-            sizes = [shape[0] for shape in entry.their_shapes().values()]
-            parts = rows.split(sizes)  # type: ignore[no-untyped-call]
-        tensor = entry.layout.merge(parts)
-        assert tuple(tensor.shape) == entry.shape, f"layout of {name} gives {tuple(tensor.shape)}"
-        return tensor.contiguous()
+        tensor = self._table.merged(name, self._whole)
+        assert tuple(tensor.shape) == self._table.our_shapes[name], f"layout of {name}"
+        return tensor
 
     def _whole(self, name: str) -> Tensor:
         return _taken(self._theirs, name, self._table.their_shapes[name], self._where)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._table.our_shapes)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._table.our_shapes)
 
 
 def translated(entry: Entry | Fused, ours: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Lazy access to the weights of a transformers directory by the names of our tables."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -51,13 +51,21 @@ def spec_of_directory(directory: Path) -> tuple[Counterpart, ModelSpec]:
             the files of a T5 are missing or damaged.
     """
     hf_class, spec = read_spec(HfConfig.read(directory))
-    model, form = spec.model, FORMS[hf_class.model_type]
-    if spec.family == "t5" and model.untie_embeddings_and_output_weights:
-        known = form.key_map(spec).their_shapes
-        if "lm_head.weight" not in {form.name_on_disk(name, known) for name in _readers(directory)}:
-            tied = {"untie_embeddings_and_output_weights": False, "scale_decoder_outputs": False}
-            spec = spec.model_copy(update={"model": model.model_copy(update=tied)})
-    return hf_class, spec
+    if spec.family != "t5":
+        return hf_class, spec
+    return hf_class, tied_as_in_files(spec, FORMS[hf_class.model_type], tensor_readers(directory))
+
+
+def tied_as_in_files(spec: ModelSpec, form: HfForm, names: Iterable[str]) -> ModelSpec:
+    """Return the spec with the head of a T5 tied unless the files' `names` contain its weights."""
+    model = spec.model
+    if spec.family != "t5" or not model.untie_embeddings_and_output_weights:
+        return spec
+    known = form.key_map(spec).their_shapes
+    if "lm_head.weight" in {form.name_on_disk(name, known) for name in names}:
+        return spec
+    tied = {"untie_embeddings_and_output_weights": False, "scale_decoder_outputs": False}
+    return spec.model_copy(update={"model": model.model_copy(update=tied)})
 
 
 class HfTensors(Mapping[str, Tensor]):
