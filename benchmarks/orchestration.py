@@ -4,8 +4,9 @@
 
 Each run is a separate process, started like `make pretrain`, in a new workspace. Work is the sum of
 the durations in the stages' manifests; the rest is imports, Prefect's server, tasks, supervision
-and MLflow's tables. The same training is then started alone, as a launcher starts a rank, to see
-how long a process takes to its first step. Python keeps compiled modules, as it does by default.
+and MLflow's tables. The same training is then started without the flow, as a launcher starts a
+rank, to see how long a process takes to its first step. Python keeps compiled modules, as it does
+by default.
 """
 
 import argparse
@@ -101,9 +102,9 @@ def work_seconds(workspace: Path) -> float:
 
 
 def first_step_seconds(workspace: Path, directory: Path) -> float:
-    """Start the training of `workspace` alone in `directory`; return the seconds to its first step.
+    """Start the training of `workspace` without a flow; return the seconds to its first step.
 
-    They begin before the process is started and end with the event of iteration 1.
+    The run's directory is `directory`. The seconds begin before the process is started and end with the event of iteration 1.
     """
     [job_file] = (workspace / "runs").glob("*/run.json")
     job = json.loads(job_file.read_text(encoding="utf-8"))
@@ -128,7 +129,7 @@ def first_step_seconds(workspace: Path, directory: Path) -> float:
 
 
 def main() -> int:
-    """Run the flow from nothing, then with everything cached, then the training alone."""
+    """Run the flow from nothing, then with everything cached, then the training without a flow."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

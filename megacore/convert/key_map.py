@@ -156,7 +156,7 @@ class KeyMap:
             _add_once(self.their_shapes, entry.their_shapes())
 
     def theirs(self, ours: str) -> tuple[str, ...]:
-        """Return the names in the other format of the tensors that contain one of ours."""
+        """Return the names in the other format of the tensors that contain our tensor."""
         entry, fused = self._places[ours]
         return entry.theirs if fused is None else (fused.name,)
 

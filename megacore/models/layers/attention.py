@@ -69,7 +69,7 @@ class _Attention(nn.Module):
         return ColumnParallelLinear(
             model.hidden_size,
             rows,
-            bias=model.add_bias_linear,
+            bias=model.qkv_bias,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             device=device,
