@@ -27,6 +27,19 @@ LLAMA = {
     "num_query_groups": 2,
     "add_bias_linear": False,
 }
+GEMMA2 = LLAMA | {
+    "norm_position": "sandwich",
+    "apply_layernorm_1p": True,
+    "sliding_window": 5,
+    "window_attn_skip_freq": 2,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
+OLMO2 = LLAMA | {
+    "norm_position": "reordered",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+}
 ALIBI = {"position_embedding_type": "alibi", "parallel_residual": True}
 T5 = {"position_embedding_type": "relative", "normalization": "rmsnorm"}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -35,12 +48,16 @@ SERIAL = {
     "gpt": Case(model=DROPOUT, train={"recompute": "full"}),
     "llama": Case(model=LLAMA, train={"recompute": "selective"}),
     "alibi": Case(model=ALIBI),
+    "gemma2": Case(model=GEMMA2),
+    "olmo2": Case(model=OLMO2),
     "bert": Case(model=DROPOUT, family="bert"),
     "t5": Case(model=T5, family="t5"),
 }
 TWO_RANKS = {
     "gpt": Case(TP2),
     "llama": Case(TP2 | SP, model=LLAMA),
+    "gemma2": Case(TP2, model=GEMMA2),
+    "olmo2": Case(TP2 | SP, model=OLMO2),
     "one group of keys": Case(TP2 | SP, model=LLAMA | {"num_query_groups": 1}),
 }
 
