@@ -115,7 +115,8 @@ def both(cases: dict[str, Case]) -> dict[str, tuple[dict[str, Any], dict[str, An
 
 def check(name: str, compiled: dict[str, Any], eager: dict[str, Any]) -> None:
     assert compiled["breaks"] == []
-    assert compiled["graphs"] == (2 if name == "t5" else 1)  # encoder and decoder
+    # T5's encoder and decoder; Gemma 2's layers with and without a window
+    assert compiled["graphs"] == (2 if name in ("t5", "gemma2") else 1)
     assert eager["graphs"] == 0
     assert len(compiled["losses"]) == len(eager["losses"]) > 0
     for loss, expected in zip(compiled["losses"], eager["losses"], strict=True):
@@ -127,7 +128,11 @@ def check(name: str, compiled: dict[str, Any], eager: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", "llama", "bert", "t5", pytest.param("alibi", marks=pytest.mark.slow)]
+    "name",
+    [
+        *("gpt", "llama", "bert", "t5", "gemma2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("alibi", "olmo2")),
+    ],
 )
 def test_a_layer_is_one_graph(name: str) -> None:
     check(name, case_result(SERIAL[name], True), case_result(SERIAL[name], False))
