@@ -104,7 +104,8 @@ def work_seconds(workspace: Path) -> float:
 def first_step_seconds(workspace: Path, directory: Path) -> float:
     """Start the training of `workspace` without a flow; return the seconds to its first step.
 
-    The run's directory is `directory`. The seconds begin before the process is started and end with the event of iteration 1.
+    The run's directory is `directory`. The seconds begin before the process is started and end
+    with the event of iteration 1.
     """
     [job_file] = (workspace / "runs").glob("*/run.json")
     job = json.loads(job_file.read_text(encoding="utf-8"))

@@ -169,6 +169,8 @@ class Counterpart:
     """True if the total width of all heads may differ from hidden_size."""
     tags: tuple[str, ...] = field(default=())
     """Tags of the model card."""
+    heads_divide_width: bool = False
+    """True if the class refuses a hidden_size that is not a multiple of the query heads."""
 
     def obstacles(self, model: ModelConfig) -> list[Obstacle]:
         """Return every value of `model` that this class does not support."""
@@ -191,6 +193,10 @@ class Counterpart:
         if not self.any_head_size and model.attention_size != model.hidden_size:
             supported = f"{model.hidden_size / model.num_attention_heads:g}"
             result.append(Obstacle("kv_channels", str(model.head_dim), supported))
+        heads, width = model.num_attention_heads, model.hidden_size
+        if self.heads_divide_width and width % heads:
+            divisor = next(count for count in range(heads, 0, -1) if width % count == 0)
+            result.append(Obstacle("num_attention_heads", str(heads), str(divisor)))
         if (
             model.position_embedding_type == "rope"
             and int(model.head_dim * model.rotary_percent) % 2
@@ -226,13 +232,13 @@ _AS_PHI3: tuple[str, str, Family] = ("Phi3ForCausalLM", "phi3", "gpt")
 COUNTERPARTS = (
     Counterpart("GPT2LMHeadModel", "gpt2", "gpt", _GPT2, tags=("gpt2",)),
     Counterpart(*_AS_PHI3, _PHI3 | {"rope_scaling": (LongRope,)}, True, tags=("phi3",)),
-    Counterpart("LlamaForCausalLM", "llama", "gpt", _LLAMA, True, True, ("llama",)),
+    Counterpart("LlamaForCausalLM", "llama", "gpt", _LLAMA, True, True, ("llama",), True),
     Counterpart("MistralForCausalLM", "mistral", "gpt", _MISTRAL, True, True, ("mistral",)),
     Counterpart("Qwen2ForCausalLM", "qwen2", "gpt", _QWEN2, True, True, ("qwen2",)),
     Counterpart("Qwen3ForCausalLM", "qwen3", "gpt", _QWEN3, True, True, ("qwen3",)),
     Counterpart(*_AS_PHI3, _PHI3, True, tags=("phi3",)),
     Counterpart("GPTNeoXForCausalLM", "gpt_neox", "gpt", _NEOX, tags=("gpt_neox",)),
-    Counterpart("Gemma2ForCausalLM", "gemma2", "gpt", _GEMMA2, True, True, ("gemma2",)),
+    Counterpart("Gemma2ForCausalLM", "gemma2", "gpt", _GEMMA2, True, True, ("gemma2",), True),
     Counterpart("Olmo2ForCausalLM", "olmo2", "gpt", _OLMO2, True, tags=("olmo2",)),
     Counterpart(
         "Starcoder2ForCausalLM", "starcoder2", "gpt", _STARCODER2, True, tags=("starcoder2",)

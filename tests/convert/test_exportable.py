@@ -99,6 +99,10 @@ LLAMA = {
             r"nearest, LlamaForCausalLM, has no model\.norm_position sandwich: set .* to pre",
         ),
         (LLAMA | {"final_logit_softcapping": 30.0}, r"_softcapping 30\.0: set .* to null"),
+        (
+            LLAMA | {"num_attention_heads": 5, "kv_channels": 8},
+            r"LlamaForCausalLM, has no model\.num_attention_heads 5: set .* to 4",
+        ),
         (LLAMA | {"scale_embeddings": True}, r"scale_embeddings true: set .* to false"),
         ({"kv_channels": 4}, r"has no model\.kv_channels 4: set model\.kv_channels to 8"),
     ],

@@ -291,6 +291,12 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
         ),
         ("gpt", {"activation": "geglu_tanh"}, "'geglu_tanh'"),
         ("gpt", {"qk_layernorm": True}, "qk_layernorm True"),
+        (
+            "gpt",
+            {"norm_position": "sandwich", "attn_logit_softcapping": 50.0},
+            r"norm_position 'sandwich', .*attn_logit_softcapping 50\.0",
+        ),
+        ("gpt", {"apply_layernorm_1p": True, "scale_embeddings": True}, "1p True, .*ings True"),
         ("llama", {"rotary_percent": 0.4}, r"rotary_percent 0\.4"),
         ("llama", {"rope_scaling": {"kind": "linear", "factor": 2.5}}, "rope_scaling LinearRope"),
         (

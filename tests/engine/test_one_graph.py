@@ -27,6 +27,19 @@ LLAMA = {
     "num_query_groups": 2,
     "add_bias_linear": False,
 }
+GEMMA2 = LLAMA | {
+    "norm_position": "sandwich",
+    "apply_layernorm_1p": True,
+    "sliding_window": 5,
+    "window_attn_skip_freq": 2,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
+OLMO2 = LLAMA | {
+    "norm_position": "reordered",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "projection",
+}
 ALIBI = {"position_embedding_type": "alibi", "parallel_residual": True}
 T5 = {"position_embedding_type": "relative", "normalization": "rmsnorm"}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -35,12 +48,16 @@ SERIAL = {
     "gpt": Case(model=DROPOUT, train={"recompute": "full"}),
     "llama": Case(model=LLAMA, train={"recompute": "selective"}),
     "alibi": Case(model=ALIBI),
+    "gemma2": Case(model=GEMMA2),
+    "olmo2": Case(model=OLMO2),
     "bert": Case(model=DROPOUT, family="bert"),
     "t5": Case(model=T5, family="t5"),
 }
 TWO_RANKS = {
     "gpt": Case(TP2),
     "llama": Case(TP2 | SP, model=LLAMA),
+    "gemma2": Case(TP2, model=GEMMA2),
+    "olmo2": Case(TP2 | SP, model=OLMO2),
     "one group of keys": Case(TP2 | SP, model=LLAMA | {"num_query_groups": 1}),
 }
 
@@ -98,7 +115,8 @@ def both(cases: dict[str, Case]) -> dict[str, tuple[dict[str, Any], dict[str, An
 
 def check(name: str, compiled: dict[str, Any], eager: dict[str, Any]) -> None:
     assert compiled["breaks"] == []
-    assert compiled["graphs"] == (2 if name == "t5" else 1)  # encoder and decoder
+    # T5's encoder and decoder; Gemma 2's layers with and without a window
+    assert compiled["graphs"] == (2 if name in ("t5", "gemma2") else 1)
     assert eager["graphs"] == 0
     assert len(compiled["losses"]) == len(eager["losses"]) > 0
     for loss, expected in zip(compiled["losses"], eager["losses"], strict=True):
@@ -110,7 +128,11 @@ def check(name: str, compiled: dict[str, Any], eager: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt", "llama", "bert", "t5", pytest.param("alibi", marks=pytest.mark.slow)]
+    "name",
+    [
+        *("gpt", "llama", "bert", "t5", "gemma2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("alibi", "olmo2")),
+    ],
 )
 def test_a_layer_is_one_graph(name: str) -> None:
     check(name, case_result(SERIAL[name], True), case_result(SERIAL[name], False))
