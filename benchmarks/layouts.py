@@ -50,9 +50,7 @@ def row_of(each: Contestant, reference: Contestant, precision: str) -> list[str]
     variant = VARIANTS[each.name]
     flops = step_flops(TransformerShape.of(variant.config(precision), VOCAB_SIZE), SAMPLES, "none")
     phases = [
-        "-"
-        if variant.ddp
-        else f"{max(rank['phases'].get(phase, 0.0) for rank in each.last):.1f}"
+        "-" if variant.ddp else f"{max(rank['phases'].get(phase, 0.0) for rank in each.last):.1f}"
         for phase in PHASES
     ]
     exposed = max(exposed_communication(rank["phases"]) for rank in each.last)
