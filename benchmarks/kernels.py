@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "bias_activation",
             "layer_norm",
             "bias_dropout_add",
+            "optimizer",
         ),
     ),
     "Wide GPT-2, few tokens": (FEW, ("optimizer", "layer_norm", "weight_gradient")),
