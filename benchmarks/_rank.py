@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks._entrants import CASES
+from benchmarks._nanogpt import NanoGpt
 from benchmarks._variants import ALL, SEQ_LENGTH, VOCAB_SIZE, Variant
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.engine.build import build_engine
+from megacore.engine.native import DTYPES
 from megacore.kernels.choice import choose_kernels
 from megacore.models.base import LM_LOSS
 from megacore.models.stage import Stage
@@ -70,19 +73,47 @@ def own_engine(variant: Variant, config: RunConfig, precision: str, timers: Time
     return step
 
 
-def torch_ddp(variant: Variant, config: RunConfig) -> Step:
-    """Return a function that makes a step with torch's DistributedDataParallel.
-
-    It trains the same model in fp32 with torch's fused AdamW.
-    """
+def torch_ddp(variant: Variant, config: RunConfig, precision: str) -> Step:
+    """Return a function that makes a step with torch's DistributedDataParallel and fused AdamW."""
     from torch.nn.parallel import DistributedDataParallel
     from torch.nn.utils import clip_grad_norm_
     from torch.optim import AdamW
 
+    same, half = variant.ddp == "same model", precision == "bf16"
+    model = _same_model(config, DTYPES[precision]) if same else _plain_model(precision)
+    wrapped = DistributedDataParallel(model)
+    weights = list(wrapped.parameters())
+    # As megacore's engine, which keeps fp32 copies of bf16 weights; a plain model has fp32 weights.
+    copies = [weight.detach().float() for weight in weights] if same and half else []
+    main = copies or weights
+    optimizer = AdamW(main, lr=1e-4, weight_decay=0.01, fused=True)
+    called = wrapped if same else torch.compile(wrapped)
+    batch = tokens(variant.samples).split(variant.micro_batch_size)[dist.get_rank()]
+
+    def step() -> object:
+        wrapped.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", enabled=half and not same, dtype=torch.bfloat16):
+            loss = called(batch)
+        loss.backward()
+        for copy, weight in zip(copies, weights, strict=False):
+            assert weight.grad is not None
+            copy.grad = weight.grad.float()
+        norm = clip_grad_norm_(main, 1.0)
+        optimizer.step()
+        if copies:
+            torch._foreach_copy_([weight.detach() for weight in weights], copies)
+        return float(loss.detach()), float(norm)
+
+    return step
+
+
+def _same_model(config: RunConfig, dtype: torch.dtype) -> torch.nn.Module:
+    """Return megacore's model, with weights in `dtype`, as a module that computes the loss."""
+
     class Loss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            kernels = choose_kernels(CPU, torch.float32, config=config.train.kernels)
+            kernels = choose_kernels(CPU, dtype, config=config.train.kernels)
             stage = Stage(
                 config, VOCAB_SIZE, ProcessMesh.serial(), special_tokens=TOKENS, kernels=kernels
             )
@@ -93,19 +124,23 @@ def torch_ddp(variant: Variant, config: RunConfig) -> Step:
             assert isinstance(losses, dict)
             return losses[LM_LOSS].mean()
 
-    wrapped = DistributedDataParallel(Loss())
-    optimizer = AdamW(wrapped.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    batch = tokens(variant.samples).split(variant.micro_batch_size)[dist.get_rank()]
+    return Loss().to(dtype)
 
-    def step() -> object:
-        optimizer.zero_grad(set_to_none=True)
-        loss = wrapped(batch)
-        loss.backward()
-        norm = clip_grad_norm_(wrapped.parameters(), 1.0)
-        optimizer.step()
-        return float(loss.detach()), float(norm)
 
-    return step
+def _plain_model(precision: str) -> torch.nn.Module:
+    """Return the model in nanoGPT's style as a module that computes the loss."""
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = NanoGpt(CASES[f"tiny-{precision}"])
+
+        def forward(self, batch: Tensor) -> Tensor:
+            loss = self.model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())[1]
+            assert loss is not None
+            return loss
+
+    return Loss()
 
 
 def measure(step: Step, steps: int, timers: Timers) -> dict[str, Any]:
@@ -136,8 +171,8 @@ def main(name: str, precision: str) -> None:
     timers = Timers(CPU)
     config = variant.config(precision)
     step = (
-        torch_ddp(variant, config)
-        if variant.torch_ddp
+        torch_ddp(variant, config, precision)
+        if variant.ddp
         else own_engine(variant, config, precision, timers)
     )
     for line in sys.stdin:

@@ -1,7 +1,7 @@
 """Variants of the same optimizer step, compared by `benchmarks/layouts.py`."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
@@ -27,9 +27,9 @@ class Variant:
     micro_batch_size: int
     """Samples of a micro batch; each variant has its own, since pipelines need many small ones."""
     parallel: dict[str, Any] = field(default_factory=dict)
-    torch_ddp: bool = False
-    """True if torch's DistributedDataParallel and AdamW train the same model, instead of megacore's
-    engine."""
+    ddp: Literal["same model", "plain model"] | None = None
+    """Model that torch's DistributedDataParallel and fused AdamW train, instead of megacore's
+    engine: megacore's, or the compiled one in nanoGPT's style."""
     samples: int = SAMPLES
     """Samples of a step on all ranks."""
 
@@ -69,7 +69,8 @@ VARIANTS = {
     "pp2 interleaved": Variant(2, 1, 1, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
     "dp2": Variant(2, 1, 4),
     "dp2 distributed optimizer": Variant(2, 1, 4, {"use_distributed_optimizer": True}),
-    "torch ddp": Variant(2, 1, 4, torch_ddp=True),
+    "torch ddp": Variant(2, 1, 4, ddp="same model"),
+    "torch ddp, plain model": Variant(2, 1, 4, ddp="plain model"),
 }
 
 WEAK = {f"dp{ranks}": Variant(ranks, 1, 4, samples=4 * ranks) for ranks in (1, 2, 4)}

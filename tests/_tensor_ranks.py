@@ -19,9 +19,10 @@ from megacore.models.layers.attention import SelfAttention
 from megacore.models.layers.mlp import MLP
 from megacore.observe.timers import Timers
 from megacore.parallel import collectives
-from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh, SharedMemory
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.parallel.rng import tensor_parallel_region
+from megacore.parallel.shared_memory import SharedMemory
 from megacore.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -296,6 +297,8 @@ def communication(tp: ParallelGroup) -> dict[str, dict[str, Tensor]]:
         closed = SharedMemory(tp.shared._group, tp.rank, tp.size)
         closed._possible = False  # like ranks on several hosts
         results["none to share"] = _collectives(replace(tp, shared=closed))
+        pieces = SharedMemory(tp.shared._group, tp.rank, tp.size, piece=1000)
+        results["pieces"] = _collectives(replace(tp, shared=pieces))
     return results
 
 

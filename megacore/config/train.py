@@ -62,7 +62,7 @@ class KernelsConfig(Section):
     an fp32 result, on GPUs only."""
     adamw: Literal["auto", "apex", "cpp", "plain"] = unkeyed("auto")
     """Update of the optimizer; plain is torch's fused AdamW."""
-    sum_of_squares: Literal["auto", "apex", "cpp", "plain"] = unkeyed("auto")
+    sum_of_squares: Literal["auto", "apex", "plain"] = unkeyed("auto")
     """Sum of squares of the gradients for their norm."""
 
     @classmethod

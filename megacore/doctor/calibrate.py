@@ -279,7 +279,8 @@ def _collectives(plan: Plan, device: Any) -> dict[str, list[list[float]]]:
     import torch.distributed as dist
 
     from megacore.parallel.collectives import all_reduce_
-    from megacore.parallel.mesh import ParallelGroup, SharedMemory
+    from megacore.parallel.mesh import ParallelGroup
+    from megacore.parallel.shared_memory import SharedMemory
 
     rank, world, clock = dist.get_rank(), dist.get_world_size(), _Clock(device)
     pair = dist.new_group([0, 1])

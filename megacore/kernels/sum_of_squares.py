@@ -1,7 +1,6 @@
 """Sum of squares of many flat tensors, for the global gradient norm."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -9,9 +8,7 @@ from torch import Tensor
 
 from megacore.kernels.implementation import (
     Implementation,
-    Setting,
     apex_obstacle,
-    cpp_obstacle,
     everywhere,
 )
 
@@ -55,21 +52,6 @@ def _load_apex() -> SumOfSquares:
     return total
 
 
-def _load_cpp() -> SumOfSquares:
-    from megacore.kernels.cpu.adam import sum_of_squares
-
-    def total(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-        flat = list(gradients)
-        return sum_of_squares(flat) if flat else torch.zeros((), dtype=torch.float64)
-
-    return total
-
-
-def _cpp_obstacle(setting: Setting) -> str | None:
-    """Return why the kernels cannot run in fp32; gradients are fp32 whatever the model's type."""
-    return cpp_obstacle(replace(setting, dtype=torch.float32))
-
-
 IMPLEMENTATIONS = (
     Implementation[SumOfSquares](
         "apex",
@@ -77,6 +59,5 @@ IMPLEMENTATIONS = (
         _load_apex,
         lambda setting: apex_obstacle(setting, "amp_C"),
     ),
-    Implementation[SumOfSquares]("cpp", "C++ with AVX-512", _load_cpp, _cpp_obstacle),
     Implementation[SumOfSquares]("plain", "torch", lambda: reference, everywhere),
 )

@@ -63,6 +63,9 @@ def start_all_reduce(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpTyp
     """Start `all_reduce_` asynchronously."""
     if group.size == 1:
         return Pending(group, (), lambda: x)
+    if op == SUM and (piece := _piece(x, group)):
+        pieces = torch.split(x.view(-1), piece // x.element_size())
+        return Pending(group, (), lambda: _sum_pieces(x, pieces, group))
     if op == SUM and (
         shared := _start_shared(x, group, lambda parts: _sum_into(x, parts, group.rank))
     ):
@@ -128,7 +131,7 @@ def _start_shared(
     Return None if the ranks cannot use shared memory.
     """
     memory = group.shared
-    parts = memory.put(x) if memory else None
+    parts = memory.put(x) if memory and not _piece(x, group) else None
     if memory is None or parts is None:
         return None
 
@@ -141,6 +144,19 @@ def _start_shared(
     if group.size == 2:
         return Pending(group, _swap(token, group)[1], finish)
     return Pending(group, [dist.all_reduce(token, group=group.group, async_op=True)], finish)
+
+
+def _piece(x: Tensor, group: ParallelGroup) -> int | None:
+    """Return the bytes of the pieces in which `x` is to be summed in shared memory, if it is."""
+    piece = group.shared.piece if group.shared else None
+    return piece if piece and x.numel() * x.element_size() > piece else None
+
+
+def _sum_pieces(x: Tensor, pieces: Sequence[Tensor], group: ParallelGroup) -> Tensor:
+    """Sum the pieces of `x` over the ranks, one after another, and return `x`."""
+    for piece in pieces:
+        start_all_reduce(piece, group).wait()
+    return x
 
 
 def _sum_into(x: Tensor, parts: Sequence[Tensor], rank: int) -> Tensor:

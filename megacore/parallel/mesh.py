@@ -1,14 +1,6 @@
-"""Process groups of a layout, built at launch and passed explicitly; there is no global state.
-
-The ranks of one host may share memory, so that their activations do not go through sockets. As in
-DeepSpeed and vLLM on CPUs (`csrc/cpu/comm/shm.cpp` and `csrc/cpu/shm.cpp` there), a rank writes its
-data into its own slot, notifies the others by a message, and reads their slots.
-"""
+"""Process groups of a layout, built at launch and passed explicitly; there is no global state."""
 
 import itertools
-import mmap
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,12 +9,12 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from megacore.errors import ParallelLayoutError
 from megacore.observe.timers import Timers
 from megacore.parallel.rank_layout import AXES, RankLayout
+from megacore.parallel.shared_memory import MessageMemory, SharedMemory
 
 CHANNELS = 4
 """Number of channels: one for each direction, from even and from odd stages."""
@@ -30,12 +22,11 @@ _CUDA_QUEUES = 8
 """Number of hardware queues that CUDA uses by default; at most 32."""
 _OTHER_STREAMS = 4
 """Streams besides those of the mesh: NCCL's own for setup, a profiler's, DeepSpeed's copies."""
-_TURNS = 2
-"""Slots of each rank, used in turn: one collective may be written while the last is still read."""
-_MIB = 1 << 20
-_SECRET = 8
-"""Number of bytes at the end of the file that identify it: on another host, the same process id may
-belong to another process."""
+_PIECE = 4 << 20
+"""Bytes of gradients that are summed at a time in shared memory."""
+_MOST_SUMMING = 4
+"""Largest group whose gradients are summed in shared memory. Each rank reads those of all others; a
+ring, as gloo's, moves less with more ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class ParallelGroup:
     timers: Timers | None = field(default=None, compare=False)
     """Timers of the time that this rank waits for the group's communication; None measures
     nothing."""
-    shared: "SharedMemory | None" = field(default=None, compare=False)
+    shared: SharedMemory | None = field(default=None, compare=False)
     """Memory through which the ranks can communicate; None if there is none."""
     key: int = field(init=False, compare=False)
     """Number of this object in the process, by which operators in compiled graphs name it."""
@@ -105,6 +96,8 @@ class ProcessMesh:
     """Four groups over the pipeline's ranks, for messages whose order must be independent (see
     `pipeline_parallel.executor`). If the back end matches messages by tag, all four are the same
     group."""
+    messages: MessageMemory | None = field(default=None, compare=False)
+    """Memory through which the pipeline's ranks can send messages; None if there is none."""
     timers: Timers | None = field(default=None, compare=False)
     """Timers of the phases of this rank's work; None measures nothing."""
 
@@ -151,20 +144,26 @@ class ProcessMesh:
             else SINGLE_RANK
             for axis, size in zip(AXES, layout.shape, strict=True)
         }
-        pipeline = layout.pipeline > 1
+        pipeline, cpu = layout.pipeline > 1, device_type == "cpu"
+        if cpu:
+            axes["tensor"] = _with_memory(axes["tensor"])
+            axes["data"] = _with_memory(axes["data"], _PIECE)
+        copies = _copies(layout, shared_stages, timers)
+        channels = _channels(layout, device_type) if pipeline else ()
         return cls(
             layout=layout,
             rank=rank,
             data_parallel=axes["data"],
             pipeline_parallel=axes["pipeline"],
-            tensor_parallel=_with_memory(axes["tensor"])
-            if device_type == "cpu"
-            else axes["tensor"],
+            tensor_parallel=axes["tensor"],
             model_parallel=_group(layout.groups("pipeline", "tensor"), "model", timers)
             if pipeline and layout.tensor > 1
             else axes["pipeline" if pipeline else "tensor"],
-            copies=_copies(layout, shared_stages, timers),
-            channels=_channels(layout, device_type) if pipeline else (),
+            copies={stages: _with_memory(group, _PIECE) for stages, group in copies.items()}
+            if cpu
+            else copies,
+            channels=channels,
+            messages=_message_memory(axes["pipeline"]) if cpu and pipeline else None,
             timers=timers,
         )
 
@@ -244,13 +243,25 @@ def _copies(
     return {stages: group for stages, group in groups.items() if group.size > 1}
 
 
-def _with_memory(group: ParallelGroup) -> ParallelGroup:
-    """Return the group with shared memory, which works if all its ranks are on one host."""
-    return (
-        replace(group, shared=SharedMemory(group.group, group.rank, group.size))
-        if group.group
-        else group
-    )
+def _with_memory(group: ParallelGroup, piece: int | None = None) -> ParallelGroup:
+    """Return the group with shared memory, which works if all its ranks are on one host.
+
+    With a `piece`, the memory is for gradients, and not for groups of many ranks.
+    """
+    if group.group is None or (piece and group.size > _MOST_SUMMING):
+        return group
+    return replace(group, shared=SharedMemory(group.group, group.rank, group.size, piece))
+
+
+def _message_memory(pipeline: ParallelGroup) -> MessageMemory | None:
+    """Return memory for the messages of a pipeline, if all its ranks can share memory. Collective.
+
+    A stage has at most about 2 pp unread messages for another (see `pipeline_parallel.schedules`);
+    more are sent through gloo.
+    """
+    assert pipeline.group is not None
+    possible = SharedMemory(pipeline.group, pipeline.rank, pipeline.size).is_possible()
+    return MessageMemory(2 * pipeline.size) if possible and MessageMemory.supported() else None
 
 
 def _channels(layout: RankLayout, device_type: str) -> tuple[dist.ProcessGroup, ...]:
@@ -285,83 +296,3 @@ def _open_channels(
                 dist.send(token, group=group, group_dst=destination)
             elif local_stage == destination:
                 dist.recv(token, group=group, group_src=source)
-
-
-class SharedMemory:
-    """Memory slots of the ranks of one group, which grow with the data.
-
-    If the ranks cannot share memory, `put` returns None. A slot is written again two collectives
-    later. By then every rank has read it, because every rank has started the collective in between,
-    and a rank ends one collective before it starts the next (`busy` is True until then).
-    """
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        """Create the slots without allocating memory."""
-        self._group, self._rank, self._size = group, rank, size
-        self._slots = torch.empty(_TURNS, size, 0, dtype=torch.uint8)
-        self._turn = 0
-        self._possible = hasattr(os, "memfd_create")
-        self.busy = False
-        """True if this rank has yet to read the last collective."""
-
-    def put(self, x: Tensor) -> Sequence[Tensor] | None:
-        """Write `x` into this rank's slot and return the slots of all ranks.
-
-        They may be read once all ranks have notified each other. Every rank must call this with a
-        tensor of the same shape. Returns None if the slots are busy or the ranks cannot share
-        memory; the collective must then send messages instead.
-        """
-        if self.busy or not self._possible:
-            return None
-        size = x.numel() * x.element_size()
-        if size > self._slots.shape[-1] and not self._grow(size):
-            return None
-        slots = self._slots[self._turn, :, :size].view(x.dtype).view(self._size, *x.shape)
-        slots[self._rank].copy_(x)
-        self._turn = (self._turn + 1) % _TURNS
-        self.busy = True
-        return slots.unbind(0)
-
-    def done(self) -> None:
-        """Release the slots: this rank has read the last collective."""
-        self.busy = False
-
-    def _grow(self, size: int) -> bool:
-        """Replace the slots by larger ones, in an anonymous file. Collective.
-
-        The first rank creates the file and the others open it. The kernel removes the file when the
-        last process that has it open ends, even by a crash.
-        """
-        capacity = -(-size // _MIB) * _MIB
-        length = _TURNS * self._size * capacity + _SECRET
-        secret, descriptor = secrets.randbits(62), -1
-        if self._rank == 0:
-            descriptor = os.memfd_create("megacore")
-            os.truncate(descriptor, length)
-            os.pwrite(descriptor, secret.to_bytes(_SECRET, "little"), length - _SECRET)
-        file_id = torch.tensor([os.getpid(), descriptor, secret])
-        dist.broadcast(file_id, group=self._group, group_src=0)
-        process, opened, expected = file_id.tolist()
-        memory = _map_file(process, opened, expected, length)
-        mapped = torch.tensor(memory is not None, dtype=torch.uint8)
-        dist.all_reduce(mapped, dist.ReduceOp.MIN, group=self._group)
-        if self._rank == 0:
-            os.close(descriptor)
-        self._possible = bool(mapped)
-        if memory is not None and self._possible:
-            slots = torch.frombuffer(memory, dtype=torch.uint8, count=length - _SECRET)
-            self._slots = slots.view(_TURNS, self._size, capacity)
-        return self._possible
-
-
-def _map_file(process: int, descriptor: int, secret: int, length: int) -> mmap.mmap | None:
-    """Map a file that is open in another process.
-
-    Return None if the process is on another host or not accessible.
-    """
-    try:
-        with open(f"/proc/{process}/fd/{descriptor}", "r+b") as file:
-            memory = mmap.mmap(file.fileno(), length)
-    except (OSError, ValueError):
-        return None
-    return memory if memory[length - _SECRET :] == secret.to_bytes(_SECRET, "little") else None

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.parallel.collectives import wait_phase
 from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.shared_memory import ADDRESS
 from megacore.pipeline_parallel.schedules import Direction, Message, Pass, Pipeline
 
 AHEAD = 2
@@ -28,6 +29,7 @@ class Mailbox:
 
     NCCL takes the messages of a process group in order. Messages that could be in different orders
     on the two sides therefore use different channels of the mesh. gloo matches messages by tag.
+    With shared memory, gloo carries only the address of a message, unless no slot is free.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Mailbox:
                 only for forward passes without backward passes, in which a stage may run ahead of
                 the next.
         """
-        self._mesh = mesh
+        self._mesh, self._memory = mesh, mesh.messages
         self._expected: Iterator[Message] = iter(expected)
         self._shape, self._dtype, self._device = shape, dtype, device
         self._backlog = backlog
@@ -67,6 +69,11 @@ class Mailbox:
         self._post()
         with self._mesh.time(wait_phase(self._mesh.pipeline_parallel)):
             work.wait()
+            if self._memory is None:
+                return tensor
+            address, tensor = tensor, self._empty(message)
+            if not self._memory.take(message.source, address, tensor):
+                self._start_receive(message, tensor, _tag(message, whole=True)).wait()
         return tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
@@ -76,11 +83,14 @@ class Mailbox:
         if self._backlog is not None and len(self._sent) >= self._backlog:
             self._wait_for_oldest()
         tensor = tensor.contiguous()
-        work = dist.isend(
-            tensor, group=self._channel(message), group_dst=message.destination, tag=message.number
-        )
-        assert work is not None
-        self._sent.append((tensor, work))
+        if self._memory is not None:
+            address = self._memory.put(message.destination, tensor)
+            self._start_send(
+                message, self._memory.no_address() if address is None else address, _tag(message)
+            )
+            if address is not None:
+                return
+        self._start_send(message, tensor, _tag(message, whole=True))
 
     def close(self) -> None:
         """Wait until all messages have been sent."""
@@ -96,15 +106,33 @@ class Mailbox:
             message = next(self._expected, None)
             if message is None:
                 return
-            tensor = torch.empty(self._shape(message), dtype=self._dtype, device=self._device)
-            work = dist.irecv(
-                tensor, group=self._channel(message), group_src=message.source, tag=message.number
-            )
-            assert work is not None
+            whole = self._memory is None
+            tensor = self._empty(message) if whole else torch.empty(ADDRESS, dtype=torch.int64)
+            work = self._start_receive(message, tensor, _tag(message, whole=whole))
             self._posted.append((message, tensor, work))
+
+    def _empty(self, message: Message) -> Tensor:
+        return torch.empty(self._shape(message), dtype=self._dtype, device=self._device)
+
+    def _start_send(self, message: Message, tensor: Tensor, tag: int) -> None:
+        work = dist.isend(
+            tensor, group=self._channel(message), group_dst=message.destination, tag=tag
+        )
+        assert work is not None
+        self._sent.append((tensor, work))
+
+    def _start_receive(self, message: Message, tensor: Tensor, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self._channel(message), group_src=message.source, tag=tag)
+        assert work is not None
+        return work
 
     def _channel(self, message: Message) -> dist.ProcessGroup:
         return self._mesh.channels[message.channel]
+
+
+def _tag(message: Message, *, whole: bool = False) -> int:
+    """Return the tag of a whole message, or of its address in shared memory."""
+    return 2 * message.number + whole
 
 
 class StageWork(Protocol):

@@ -18,12 +18,12 @@ def _inputs(ranks: Ranks) -> list[Tensor]:
 
 
 def _results(ranks: Ranks, transport: str) -> list[dict[str, Tensor]]:
-    if transport == "none to share" and len(ranks) == 1:
+    if transport in ("none to share", "pieces") and len(ranks) == 1:
         transport = "memory"
     return [rank["communication"][transport] for rank in ranks]
 
 
-WAYS = pytest.mark.parametrize("way", ["memory", "messages", "none to share"])
+WAYS = pytest.mark.parametrize("way", ["memory", "messages", "none to share", "pieces"])
 
 
 @WAYS

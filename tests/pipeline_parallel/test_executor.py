@@ -1,5 +1,6 @@
 """The executor with stages that compute by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,11 @@ def run_case(mesh: ProcessMesh, schedule: Schedule, *, training: bool) -> dict[s
 
 def run() -> dict[str, Any]:
     mesh = ProcessMesh.build(RankLayout(pipeline=2))
+    assert mesh.messages is not None
+    return {"memory": run_cases(mesh), "messages": run_cases(replace(mesh, messages=None))}
+
+
+def run_cases(mesh: ProcessMesh) -> dict[str, Any]:
     results = {}
     for name, (kind, micro_batches, chunks) in CASES.items():
         still_alive()
@@ -85,8 +91,13 @@ def run() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def transports() -> list[dict[str, Any]]:
     return run_distributed(2, run)
+
+
+@pytest.fixture(params=["memory", "messages"])
+def ranks(transports: list[dict[str, Any]], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return [results[request.param] for results in transports]
 
 
 def expected(micro_batches: int, chunks: int) -> tuple[dict[int, float], dict[int, float]]:

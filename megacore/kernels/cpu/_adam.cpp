@@ -23,7 +23,6 @@ using megacore::store;
 
 constexpr std::ptrdiff_t kLanes = 16;
 constexpr std::ptrdiff_t kBlock = 8192;   // elements of an update that a thread takes at a time
-constexpr std::ptrdiff_t kSummed = 4096;  // elements per partial sum
 constexpr __mmask16 kAll = 0xFFFF;
 // Bits of SSE's control register that flush denormal results and operands to zero.
 constexpr unsigned kFlushDenormals = 0x8040;
@@ -124,45 +123,6 @@ void adamw(const std::vector<Addresses>& tensors, const std::vector<std::ptrdiff
     }
 }
 
-// Add 16 squares to two vectors of 8 sums.
-inline __attribute__((always_inline)) void add_squares(__m512d* totals, __m512 x) {
-    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
-    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
-    totals[0] = _mm512_fmadd_pd(low, low, totals[0]);
-    totals[1] = _mm512_fmadd_pd(high, high, totals[1]);
-}
-
-// Sum in float64, in which squares of fp32 numbers neither overflow nor underflow.
-double sum_of_squares(const float* values, std::ptrdiff_t count) {
-    __m512d totals[8] = {};
-    std::ptrdiff_t i = 0;
-    for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-#pragma GCC unroll 4
-        for (int part = 0; part < 4; ++part)
-            add_squares(totals + 2 * part, load(values + i + part * kLanes));
-    }
-    for (; i < count; i += kLanes) add_squares(totals, load(values + i, first_lanes(count - i)));
-    for (int part = 1; part < 8; ++part) totals[0] = _mm512_add_pd(totals[0], totals[part]);
-    return _mm512_reduce_add_pd(totals[0]);
-}
-
-double sum_of_squares(const std::vector<std::uintptr_t>& tensors,
-                      const std::vector<std::ptrdiff_t>& sizes, int threads) {
-    const std::vector<Block> blocks = blocks_of(sizes, kSummed);
-    const auto count = static_cast<std::ptrdiff_t>(blocks.size());
-    std::vector<double> sums(blocks.size());
-#pragma omp parallel for                                                         \
-    num_threads(static_cast<int>(std::clamp<std::ptrdiff_t>(count, 1, threads))) \
-    schedule(dynamic, 8)
-    for (std::ptrdiff_t i = 0; i < count; ++i) {
-        const auto* values = reinterpret_cast<const float*>(tensors[blocks[i].tensor]);
-        sums[i] = sum_of_squares(values + blocks[i].first, blocks[i].count);
-    }
-    double total = 0;
-    for (const double sum : sums) total += sum;
-    return total;
-}
-
 }  // namespace
 MEGACORE_AVX512_END
 #endif
@@ -187,12 +147,6 @@ void add_adam(py::module_& module) {
             }
             adamw(tensors, sizes, Adam(step, lr, beta1, beta2, weight_decay, eps, divisor),
                   threads);
-        },
-        Unlocked());
-    module.def(
-        "sum_of_squares",
-        [](const List& tensors, const std::vector<std::ptrdiff_t>& sizes, int threads) {
-            return sum_of_squares(tensors, sizes, threads);
         },
         Unlocked());
 #endif

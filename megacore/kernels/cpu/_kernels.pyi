@@ -86,7 +86,6 @@ def adamw(
     threads: int,
     /,
 ) -> None: ...
-def sum_of_squares(tensors: Sequence[int], sizes: Sequence[int], threads: int, /) -> float: ...
 
 # attention
 # Address, then the strides of b, n and s.

@@ -26,8 +26,11 @@ using Pair = std::uint32_t;  // one column of two rows
 constexpr std::ptrdiff_t kLanes = 16;
 constexpr std::ptrdiff_t kTall = 8;    // columns of dy in a panel, rows of a tile
 constexpr std::ptrdiff_t kWide = 32;   // columns of x in a panel, and of a tile
-// Pairs of rows that are packed at a time, so that a task's panels stay in the cache.
-constexpr std::ptrdiff_t kMostPairs = 512;
+// Pairs of rows that are multiplied at a time, so that a panel of x stays in the first cache.
+constexpr std::ptrdiff_t kMostPairs = 256;
+// Parts of so many pairs that are packed at a time, so that a task's panels of dy stay in the second
+// cache.
+constexpr std::ptrdiff_t kMostParts = 4;
 constexpr std::ptrdiff_t kAlignment = 64;
 // Pairs between panels of dy, so that they do not conflict in the cache.
 constexpr std::ptrdiff_t kPadding = 16;
@@ -174,38 +177,52 @@ std::ptrdiff_t columns_per_task(std::ptrdiff_t columns, int threads) {
 
 void accumulate(float* main_grad, std::ptrdiff_t stride, const Matrix& dy, const Matrix& x,
                 int threads) {
-    const std::ptrdiff_t most = std::min(kMostPairs, (dy.rows + 1) / 2),
+    if (dy.rows == 0) return;
+    const std::ptrdiff_t all = (dy.rows + 1) / 2, most = std::min(kMostPairs, all),
                          panels = (x.columns + kWide - 1) / kWide;
+    const std::ptrdiff_t parts = std::min(kMostParts, (all + most - 1) / most);
     const std::ptrdiff_t step = columns_per_task(dy.columns, threads),
                          tasks = (dy.columns + step - 1) / step;
-    const std::ptrdiff_t spacing = most * kTall + kPadding, own = step / kTall * spacing;
-    const std::ptrdiff_t shared = panels * most * kWide;
+    const std::ptrdiff_t spacing = most * kTall + kPadding, tall_size = step / kTall * spacing;
+    const std::ptrdiff_t wide_size = panels * most * kWide, shared = parts * wide_size,
+                         own = parts * tall_size;
     const std::unique_ptr<Pair[], FreeAligned> memory(
         new (std::align_val_t{kAlignment}) Pair[static_cast<std::size_t>(shared + threads * own)]);
 #pragma omp parallel num_threads(threads)
-    for (std::ptrdiff_t row = 0; row < dy.rows; row += 2 * most) {
-        const std::ptrdiff_t pairs = std::min(most, (dy.rows - row + 1) / 2);
+    for (std::ptrdiff_t block = 0; block < dy.rows; block += 2 * parts * most) {
+        const std::ptrdiff_t end_row = std::min(dy.rows, block + 2 * parts * most),
+                             count = (end_row - block + 2 * most - 1) / (2 * most);
+        const auto row_of = [&](std::ptrdiff_t part) { return block + 2 * part * most; };
+        const auto pairs_of = [&](std::ptrdiff_t part) {
+            return std::min(most, (end_row - row_of(part) + 1) / 2);
+        };
         Pair* const wide = memory.get();
 #pragma omp for schedule(static)
-        for (std::ptrdiff_t panel = 0; panel < panels; ++panel) {
-            pack_wide(x, row, pairs, panel * kWide, wide + panel * pairs * kWide);
+        for (std::ptrdiff_t index = 0; index < count * panels; ++index) {
+            const std::ptrdiff_t part = index / panels, panel = index % panels;
+            pack_wide(x, row_of(part), pairs_of(part), panel * kWide,
+                      wide + part * wide_size + panel * most * kWide);
         }
         Pair* const tall = memory.get() + shared + thread_number() * own;
 #pragma omp for schedule(dynamic, 1)
         for (std::ptrdiff_t task = 0; task < tasks; ++task) {
             const std::ptrdiff_t first = task * step, end = std::min(first + step, dy.columns);
-            pack_tall(dy, row, pairs, first, end, spacing, tall);
+            for (std::ptrdiff_t part = 0; part < count; ++part) {
+                pack_tall(dy, row_of(part), pairs_of(part), first, end, spacing,
+                          tall + part * tall_size);
+            }
             const std::ptrdiff_t next = std::min(first + threads * step, dy.columns);
-            Ahead ahead(
-                dy, row, std::min(2 * pairs, dy.rows - row), next,
-                std::min(next + step, dy.columns),
-                panels * ((end - first + kTall - 1) / kTall) * ((pairs + kChunk - 1) / kChunk));
+            Ahead ahead(dy, block, end_row - block, next, std::min(next + step, dy.columns),
+                        panels * ((end - first + kTall - 1) / kTall) * count *
+                            ((most + kChunk - 1) / kChunk));
             for (std::ptrdiff_t panel = 0; panel < panels; ++panel) {
-                for (std::ptrdiff_t column = first; column < end; column += kTall) {
-                    add_tile(tall + (column - first) / kTall * spacing,
-                             wide + panel * pairs * kWide, pairs,
-                             main_grad + column * stride + panel * kWide, stride,
-                             std::min(end - column, kTall), x.columns - panel * kWide, ahead);
+                for (std::ptrdiff_t part = 0; part < count; ++part) {
+                    for (std::ptrdiff_t column = first; column < end; column += kTall) {
+                        add_tile(tall + part * tall_size + (column - first) / kTall * spacing,
+                                 wide + part * wide_size + panel * most * kWide, pairs_of(part),
+                                 main_grad + column * stride + panel * kWide, stride,
+                                 std::min(end - column, kTall), x.columns - panel * kWide, ahead);
+                    }
                 }
             }
         }

@@ -1,4 +1,4 @@
-"""AdamW over fp32 main weights, and the sum of squares of gradients, in C++.
+"""AdamW over fp32 main weights in C++.
 
 The update also rounds into the model's weights.
 """
@@ -67,17 +67,6 @@ def adamw_(
     )
 
 
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of contiguous fp32 tensors, a float64 scalar.
-
-    The result is bitwise the same for any number of threads.
-    """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
-    total: Tensor = torch.ops.megacore.sum_of_squares(tensors)
-    return total
-
-
 def _addresses(tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> list[int]:
     if len(tensors) != len(sizes):
         raise ConfigError(
@@ -107,10 +96,6 @@ def _fake_adamw_(
     divisor: float,
 ) -> None:
     pass
-
-
-def _fake_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.empty((), dtype=torch.float64)
 
 
 @operator(
@@ -150,12 +135,3 @@ def _adamw_(
         divisor,
         torch.get_num_threads(),
     )
-
-
-@operator("sum_of_squares(Tensor[] tensors) -> Tensor", _fake_sum_of_squares)
-def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    sizes = [tensor.numel() for tensor in tensors]
-    total = _kernels.sum_of_squares(
-        _addresses(tensors, sizes, torch.float32), sizes, torch.get_num_threads()
-    )
-    return torch.tensor(total, dtype=torch.float64)
