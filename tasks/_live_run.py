@@ -4,15 +4,19 @@ import logging
 import threading
 import time
 from contextvars import copy_context
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from prefect import get_run_logger
 from prefect.artifacts import create_link_artifact
 
+from megacore.observe.recorder import check_wandb
+from tasks._flow_config import FlowConfig
 from tasks._forward import Forwarder
 from tasks._mlflow import Tracking
 from tasks._publication import run_url, shown_by
+from tasks._wandb import WandbRun
 
 if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -30,14 +34,23 @@ class LiveRun:
     Like the forwarder it never makes the training wait or fail.
     """
 
-    def __init__(self, tracking: Tracking, forwarder: Forwarder, *, system_metrics: bool) -> None:
+    def __init__(
+        self,
+        tracking: Tracking,
+        forwarder: Forwarder,
+        *,
+        system_metrics: bool,
+        wandb: WandbRun | None = None,
+    ) -> None:
         """Initialize it without sending anything.
 
         Args:
             tracking: MLflow store.
             forwarder: forwarder of the run's events.
             system_metrics: measure CPU, memory, disk, network and GPUs of this host.
+            wandb: further receiver of the run's events.
         """
+        self._wandb = wandb
         self._tracking = tracking
         self._forwarder = forwarder
         self._metrics = SystemMetrics(tracking.uri) if system_metrics else None
@@ -46,6 +59,8 @@ class LiveRun:
     def poll(self) -> None:
         """Send the events since the last call; begin to measure when the run exists."""
         self._forwarder.poll()
+        if self._wandb is not None:
+            self._wandb.poll()
         run_id = self._forwarder.run_id
         if run_id is None:
             return
@@ -67,9 +82,26 @@ class LiveRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the measurements."""
+        """End the measurements and the attempt's wandb run."""
+        if self._wandb is not None:
+            self._wandb.finish(failed=error is not None)
         if self._metrics is not None:
             self._metrics.stop()
+
+
+def live_run(
+    tracking: Tracking, forwarder: Forwarder, config: FlowConfig, run_directory: Path
+) -> LiveRun:
+    """Return the live run that a configuration asks for. Raises ConfigError without wandb."""
+    settings = config.tracking.wandb
+    if settings is not None:
+        check_wandb()
+    return LiveRun(
+        tracking,
+        forwarder,
+        system_metrics=config.tracking.system_metrics,
+        wandb=None if settings is None else WandbRun(settings, run_directory, config),
+    )
 
 
 class SystemMetrics:

@@ -34,7 +34,7 @@ from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._forward import EVENTS_FILE, Forwarder
 from tasks._launch import TrainingMonitor
-from tasks._live_run import LiveRun
+from tasks._live_run import live_run
 from tasks._mlflow import Dataset, RunFacts, Tracking
 from tasks._parent import parent_of
 from tasks._retry import counted_failures, retry_condition
@@ -124,7 +124,7 @@ def _run(
     tracking = Tracking(Workspace.of(), config.tracking.experiment)
     forwarder = Forwarder(tracking, directory, config, run_facts(config, directory.name, examples))
     events = directory / EVENTS_FILE
-    live = LiveRun(tracking, forwarder, system_metrics=config.tracking.system_metrics)
+    live = live_run(tracking, forwarder, config, directory)
     monitor = TrainingMonitor(attempt_log(job), events, None, live, label="fine-tuning")
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
         finetune_stages.finetune(job, monitor.poll)

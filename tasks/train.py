@@ -28,7 +28,7 @@ from tasks._devices import devices
 from tasks._doctor import check_hosts
 from tasks._forward import Forwarder
 from tasks._launch import TrainingMonitor
-from tasks._live_run import LiveRun
+from tasks._live_run import live_run
 from tasks._mlflow import RunFacts, Tracking
 from tasks._resume import resumed_digest
 from tasks._retry import counted_failures, pretraining_may_retry
@@ -180,7 +180,7 @@ def _run(
     facts = run_facts(config, directory.name, tokens, index)
     forwarder = Forwarder(tracking, directory, config, facts)
     events = directory / "events.jsonl"
-    live = LiveRun(tracking, forwarder, system_metrics=config.tracking.system_metrics)
+    live = live_run(tracking, forwarder, config, directory)
     monitor = TrainingMonitor(stages.attempt_log(job), events, config.train.train_iters, live)
     with report_end(tracking, forwarder, events, job.attempt), live, monitor:
         stages.train(job, monitor.poll)

@@ -74,7 +74,7 @@ def repeat_options(arguments: list[str], names: Collection[str]) -> list[str]:
     repeated: list[str] = []
     current: str | None = None
     for position, argument in enumerate(arguments):
-        if argument.startswith("-") and not _is_number(argument):
+        if argument.startswith("-") and not is_number(argument):
             current = argument if argument in names else None
         elif current is not None and arguments[position - 1] != current:
             repeated.append(current)
@@ -82,7 +82,8 @@ def repeat_options(arguments: list[str], names: Collection[str]) -> list[str]:
     return repeated
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Return True for a number, which is a value even if it begins with a dash."""
     try:
         float(text)
     except ValueError:

@@ -1,6 +1,6 @@
 """`megacore tokenize`: conversion of documents to token files.
 
-The format is that of Megatron-LM's tools/preprocess_data.py.
+The format is that of Megatron-LM's tools/preprocess_data.py, whose options it takes as well.
 """
 
 import sys
@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from megacore.cli._options import VariadicCommand
+from megacore.cli._preprocess_data import translated
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,9 +30,16 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 
 
 class TokenizeCommand(VariadicCommand):
-    """The command `megacore tokenize`; --input takes several values."""
+    """The command `megacore tokenize`, which also takes the options of preprocess_data.py."""
 
-    variadic = ("--input",)
+    variadic = ("--input", "--json-key")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments in megacore's spelling; say which ones have no effect."""
+        arguments, notes = translated(args)
+        for note in notes:
+            sys.stderr.write(f"note: {note}\n")
+        return super().parse_args(ctx, arguments)
 
 
 def tokenize(
@@ -56,7 +64,10 @@ def tokenize(
     append_eod: Annotated[
         bool, typer.Option("--append-eod", help="end each document with the end-of-document token")
     ] = False,
-    json_key: Annotated[str, typer.Option(help="field or column that holds the text")] = "text",
+    json_key: Annotated[
+        list[str] | None,
+        typer.Option(help="field or column that holds the text; several: files of each"),
+    ] = None,
     split_sentences: Annotated[
         bool, typer.Option("--split-sentences", help="write one sequence per sentence")
     ] = False,
@@ -92,14 +103,31 @@ def tokenize(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace token files of that name")
     ] = False,
+    partitions: Annotated[
+        int,
+        typer.Option(
+            min=1, max=100_000, help="order documents as this number of Megatron-LM's partitions"
+        ),
+    ] = 1,
+    keep_sequential_samples: Annotated[
+        bool, typer.Option("--keep-sequential-samples", help="with --partitions: keep the order")
+    ] = False,
+    hf_as_megatron: Annotated[bool, typer.Option("--hf-as-megatron", hidden=True)] = False,
+    no_hf_special_tokens: Annotated[
+        bool, typer.Option("--no-hf-special-tokens", hidden=True)
+    ] = False,
 ) -> None:
-    """Convert documents to token files (.bin/.idx), in the order of the input."""
-    from megacore.config.data import DEFAULT_MAX_DOCUMENT_MB
+    """Convert documents to token files (.bin/.idx), in the order of the input.
+
+    Also takes the options of Megatron-LM's tools/preprocess_data.py, such as --json-keys and
+    --tokenizer-type.
+    """
+    from megacore.config.data import DEFAULT_MAX_DOCUMENT_MB, HfTokenizer
+    from megacore.tokenizer.build import as_in_megatron
     from megacore.tokenizer.files import Inputs, check_output, tokenize_files
     from megacore.tokenizer.files import output_prefix as name_of
     from megacore.tokenizer.tokenize import TokenizeOptions
 
-    started = time.monotonic()
     file_options = {
         "--vocab-file": vocab_file,
         "--merge-file": merge_file,
@@ -114,25 +142,48 @@ def tokenize(
         language=language,
         on_bad_line=on_bad_line,
         sentence_data=sentence_data,
+        partitions=1 if keep_sequential_samples else partitions,
     )
     _check_sentences(options)
-    _check_names(output_prefix, json_key)
-    target = name_of(output_prefix, json_key, options)
-    check_output(target, overwrite=overwrite)
-    inputs = Inputs.find(input, json_key)
-    options = _with_punkt(options)
-    with _progress(inputs.size) as progress:
-        counts = tokenize_files(
-            inputs,
+    targets: dict[str, Inputs] = {}
+    for key in dict.fromkeys(json_key or ["text"]):
+        _check_names(output_prefix, key)
+        target = name_of(output_prefix, key, options)
+        check_output(target, overwrite=overwrite)
+        targets[target] = Inputs.find(_separate(input), key)
+    if hf_as_megatron and isinstance(choice, HfTokenizer):
+        choice = as_in_megatron(
             choice,
-            target,
-            options,
-            workers=workers,
-            progress=progress,
-            document_bytes=(max_document_mb or DEFAULT_MAX_DOCUMENT_MB) * 10**6,
+            Path(output_prefix).parent / ".huggingface",
+            eod_token=eod_token,
+            special_tokens=not no_hf_special_tokens,
         )
-        size = progress.done
-    seconds = time.monotonic() - started
+    options = _with_punkt(options)
+    for target, inputs in targets.items():
+        started = time.monotonic()
+        with _progress(inputs.size) as progress:
+            counts = tokenize_files(
+                inputs,
+                choice,
+                target,
+                options,
+                workers=workers,
+                progress=progress,
+                document_bytes=(max_document_mb or DEFAULT_MAX_DOCUMENT_MB) * 10**6,
+            )
+        _report(target, counts, progress.done, time.monotonic() - started)
+
+
+def _separate(patterns: list[str]) -> list[str]:
+    """Return the paths and globs; several existing paths may be joined by commas, as in NeoX."""
+    separate: list[str] = []
+    for pattern in patterns:
+        parts = pattern.split(",")
+        separate += parts if all(Path(part).exists() for part in parts) else [pattern]
+    return separate
+
+
+def _report(target: str, counts: dict[str, int], size: int, seconds: float) -> None:
     skipped = f", {counts['skipped_lines']:,} lines skipped" if counts["skipped_lines"] else ""
     sys.stdout.write(
         f"{target}: {counts['documents']:,} documents, {counts['tokens']:,} tokens{skipped}, "

@@ -304,6 +304,10 @@ class MaskedLmConfig(Section):
     max_ngram: int = keyed(3, ge=1, le=10)
     """Maximum number of consecutive words that are selected together; a length n has a probability
     proportional to 1 / n (Megatron-LM). 1 selects single words (Devlin et al. 2018)."""
+    use_geometric_distribution: bool = keyed(False, omit_default=True)
+    """If true, the number of words that are selected together is instead drawn from a geometric
+    distribution with p = 0.2, at most `max_ngram` (Joshi et al. 2019; Megatron-LM's
+    masking_use_geometric_distribution)."""
     short_seq_prob: float = keyed(0.1, ge=0, le=1)
     """Fraction of samples with a shorter target length, drawn evenly from 2 tokens to the
     maximum."""

@@ -325,8 +325,27 @@ class ExportConfig(HubConfig):
     """Length of the sample text in tokens."""
 
 
+class WandbConfig(Section):
+    """Options of a run of Weights & Biases.
+
+    The API key is that of the environment variable WANDB_API_KEY or of `wandb login`.
+    """
+
+    project: str | None = unkeyed(None, min_length=1)
+    """Project of the run; null means the name of the MLflow experiment."""
+    entity: str | None = unkeyed(None, min_length=1)
+    """User or team that owns the project; null means the user's default."""
+    name: str | None = unkeyed(None, min_length=1)
+    """Name of the run; null means that of the MLflow run."""
+    tags: tuple[str, ...] = unkeyed(())
+    """Tags of the run."""
+    mode: Literal["online", "offline"] = unkeyed("online")
+    """online sends the rows while the run trains; offline writes them to `wandb/` in the run's
+    directory, for `wandb sync`."""
+
+
 class TrackingConfig(Section):
-    """Options of tracking with MLflow and TensorBoard."""
+    """Options of tracking with MLflow, TensorBoard and Weights & Biases."""
 
     experiment: str = unkeyed("pretrain")
     """Name of the MLflow experiment."""
@@ -335,6 +354,9 @@ class TrackingConfig(Section):
     tensorboard: bool = unkeyed(False)
     """If true, TensorBoard event files are written to `tensorboard/` in the run's directory.
     Pretraining only."""
+    wandb: WandbConfig | None = unkeyed(None)
+    """Run of Weights & Biases in addition to MLflow, such as `{project: my-project}`. Null means
+    none."""
     system_metrics: bool = unkeyed(True)
     """If true, MLflow measures CPU, memory, disk, network and GPUs of the flow's host every 10 s
     while the run trains."""

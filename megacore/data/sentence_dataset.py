@@ -83,9 +83,10 @@ class MaskedLmDataset(SentenceDataset):
     (https://github.com/NVIDIA/Megatron-LM, core/datasets/bert_dataset.py, masked_dataset.py): the
     sentences of a sample are divided in two at random, the halves are swapped with probability 1/2,
     tokens are removed from either end of the longer one until both fit, and words are drawn until
-    the fraction `masked_lm_prob` of the tokens is reached; a draw takes up to `max_ngram` words. In
-    contrast to Megatron core, the sentence task may also be that of the paper, in which the second
-    segment is, with probability 1/2, a random sample of another document.
+    the fraction `masked_lm_prob` of the tokens is reached; a draw takes up to `max_ngram` words,
+    a number proportional to 1 / n or geometric. In contrast to Megatron core, the sentence task may
+    also be that of the paper, in which the second segment is, with probability 1/2, a random sample
+    of another document.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ def masking_rules(config: MaskedLmConfig) -> MaskingRules:
         share=config.masked_lm_prob,
         whole_words=config.whole_word_masking,
         length_cumulative=(cumulative / cumulative[-1]).tolist(),
+        length_probability=_PROBABILITY if config.use_geometric_distribution else 0.0,
     )
 
 

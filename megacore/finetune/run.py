@@ -31,7 +31,7 @@ from megacore.observe.heartbeat import Heartbeat
 from megacore.observe.logging import logger
 from megacore.observe.recorder import Recorder
 from megacore.train.memory import in_use, translate_memory_errors
-from megacore.train.report import peak_memory_mb
+from megacore.train.report import memory_use
 from megacore.train.stop import StopLimits, StopReason, StopRequest
 
 
@@ -146,7 +146,7 @@ class Meter:
             samples_per_second=(progress.consumed_samples - self._samples) / seconds,
             tokens_per_second=(progress.consumed_tokens - self._tokens) / seconds,
             ms_per_iteration=1000 * seconds / steps,
-            memory_mb=peak_memory_mb(self._device),
+            memory_mb=memory_use(self._device).max_allocated,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
             eta_seconds=(self._schedule.total_steps - progress.iteration) * seconds / steps,

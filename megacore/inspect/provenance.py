@@ -3,7 +3,7 @@
 `documents.json`, written by the tokenize stage, lists the files in the order in which their
 documents were read. If documents were permuted afterwards, document i of the token files is the
 order[i]-th document read, where order is numpy's `RandomState(shuffle_seed)` shuffle of
-0 … documents - 1.
+0 … documents - 1, or that of `partitions`.
 """
 
 import os
@@ -25,6 +25,7 @@ from megacore.corpus.documents import parse_document
 from megacore.corpus.formats import BOM, decompress, file_format_of, open_file, unreadable
 from megacore.errors import DataFormatError
 from megacore.token_files.indexed_dataset import TOKENS_NAMES
+from megacore.token_files.indexed_dataset_writer import partition_order
 
 DOCUMENTS_NAME = "documents.json"
 FORMAT = 1
@@ -92,6 +93,8 @@ class Origins:
     """True if each sentence is a sequence."""
     tokenizer: dict[str, Any]
     """`directory` (or None), `eod_id`, `vocab_size` etc. of the tokenizer."""
+    partitions: int
+    """Number of partitions whose order the documents have (`partition_order`)."""
     prefix: str | None
     """Prefix of ready-made token files that were linked; the origins of their documents are not
     recorded here."""
@@ -116,6 +119,7 @@ class Origins:
                 append_eod=bool(values["append_eod"]),
                 split_sentences=bool(values["split_sentences"]),
                 tokenizer=dict(values["tokenizer"]),
+                partitions=_partitions(values),
                 prefix=None
                 if values.get("prefix") is None
                 else os.path.normpath(path.parent / str(values["prefix"])),
@@ -157,6 +161,8 @@ class Origins:
 
     @cached_property
     def _order(self) -> npt.NDArray[np.int64] | None:
+        if self.partitions > 1:
+            return partition_order(self.documents, self.partitions)
         if self.shuffle_seed is None:
             return None
         order = np.arange(self.documents)
@@ -186,6 +192,13 @@ def find_origins(prefix: str | Path, documents: int) -> Origins | None:
                 )
             return origins
     return None
+
+
+def _partitions(values: dict[str, Any]) -> int:
+    partitions = int(values.get("partitions", 1))
+    if partitions < 1:
+        raise ValueError(f"there cannot be {partitions} partitions")
+    return partitions
 
 
 def _origin_file(directory: Path, entry: dict[str, Any]) -> OriginFile:

@@ -1,10 +1,14 @@
-"""Log lines in the format of Megatron-LM."""
+"""Log lines in the format of Megatron-LM, which programs that read logs know.
+
+The fields up to the number of nan iterations have Megatron-LM's names and order. Those of
+Megatron-DeepSpeed follow, then further ones.
+"""
 
 import io
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
@@ -14,9 +18,13 @@ from megacore.redact import redact_log
 logger = logging.getLogger("megacore")
 """Parent of the library's loggers; users of the library configure it like any other logger."""
 
+memory_logger = logging.getLogger("megacore.memory")
+"""Logger of memory lines, which several ranks write."""
+
 PPL_TOLERANCE = 1e-4
 """Relative difference of two measurements of one perplexity above which they disagree."""
 
+_TIME = "%Y-%m-%d %H:%M:%S"
 MFU_NAMES = {"mfu": "of the vendor's peak", "mfu_measured": "of measured matmuls"}
 """Rate to which each MFU of a step event is relative."""
 
@@ -47,6 +55,8 @@ class StepReport:
     lr: float
     """Learning rate of the last update."""
     global_batch_size: int
+    seq_length: int
+    """Tokens of a sample."""
     lm_loss: float
     """Mean over the interval's iterations with a finite loss, and over data-parallel ranks, in nats
     per token."""
@@ -59,8 +69,11 @@ class StepReport:
     """Number of iterations with a NaN loss in this interval."""
     samples_per_second: float
     tokens_per_second: float
+    tokens_per_second_per_rank: float
     tflops: float
     """Rate per rank, including recomputation."""
+    model_tflops: float
+    """Rate per rank of the model's operations, without recomputation."""
     mfu: float | None
     """Model FLOPs utilization (Chowdhery et al. 2022) between 0 and 1, relative to the vendor's
     peak rate; None if that is unknown."""
@@ -82,20 +95,36 @@ class StepReport:
         return {**values, **further}
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one rank in MiB: of torch's allocator on a GPU, resident on a CPU."""
+
+    allocated: float
+    max_allocated: float
+    reserved: float
+    max_reserved: float
+    resident: bool = False
+    """True if all values are the resident memory of the process."""
+
+
 def configure_logging(rank: int) -> None:
-    """Log to standard output: on rank 0 from level INFO, on other ranks from level WARNING."""
+    """Log to standard output: on rank 0 from level INFO, on other ranks from level WARNING.
+
+    Memory lines are logged on every rank that writes them.
+    """
     handler = logging.StreamHandler(sys.stdout)
     prefix = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     redact_log(handler)
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    memory_logger.setLevel(logging.INFO)
     logger.propagate = False
 
 
 def step_line(report: StepReport, now: datetime | None = None) -> str:
     """Return the log line of one interval."""
-    time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
+    time = (now or datetime.now()).strftime(_TIME)
     values = {"mfu": report.mfu, "mfu_measured": report.mfu_measured}
     mfu = ", ".join(
         f"{100 * value:.1f}% {MFU_NAMES[name]}"
@@ -105,9 +134,9 @@ def step_line(report: StepReport, now: datetime | None = None) -> str:
     parts = [
         f"iteration {report.iteration:8d}/{report.train_iters:8d}",
         f"consumed samples: {report.consumed_samples:12d}",
-        f"consumed tokens: {report.consumed_tokens:14d}",
         f"elapsed time per iteration (ms): {report.ms_per_iteration:.1f}",
-        f"learning rate: {report.lr:.3E}",
+        f"throughput per GPU (TFLOP/s/GPU): {report.model_tflops:.3f}",
+        f"learning rate: {report.lr:.6E}",
         f"global batch size: {report.global_batch_size:5d}",
         f"lm loss: {report.lm_loss:.6E}",
         *(f"{display_name(name)}: {loss:.6E}" for name, loss in report.further_losses.items()),
@@ -115,9 +144,12 @@ def step_line(report: StepReport, now: datetime | None = None) -> str:
         f"grad norm: {report.grad_norm:.3f}",
         f"number of skipped iterations: {report.skipped_iterations:3d}",
         f"number of nan iterations: {report.nan_iterations:3d}",
-        f"samples/s: {report.samples_per_second:.2f}",
-        f"tokens/s: {report.tokens_per_second:.0f}",
+        f"consumed tokens: {report.consumed_tokens:12d}",
+        f"actual seqlen: {report.seq_length:5d}",
+        f"samples per second: {report.samples_per_second:.3f}",
+        f"tokens per gpu per second (tgs): {report.tokens_per_second_per_rank:.3f}",
         f"TFLOPs: {report.tflops:.3f}",
+        f"tokens/s: {report.tokens_per_second:.0f}",
         f"MFU: {mfu or 'unknown'}",
         f"exposed communication (ms): {report.exposed_communication_ms:.1f}",
         f"memory (MB): {report.memory_mb:.0f}",
@@ -130,6 +162,38 @@ def time_line(milliseconds: Mapping[str, float]) -> str:
     return "time (ms) | " + " | ".join(
         f"{phase}: {value:.1f}" for phase, value in milliseconds.items()
     )
+
+
+def memory_line(rank: int, iteration: int, memory: MemoryUse) -> str:
+    """Return the log line with the memory of one rank after `iteration` iterations.
+
+    On a CPU all values are resident memory, as in DeepSpeed's accelerator for CPUs, and the line
+    says so at its end.
+    """
+    source = " | all: resident memory of the process" if memory.resident else ""
+    return (
+        f"[Rank {rank}] (after {iteration} iterations) memory (MB) | "
+        f"allocated: {memory.allocated:.2f} | max allocated: {memory.max_allocated:.2f} | "
+        f"reserved: {memory.reserved:.2f} | max reserved: {memory.max_reserved:.2f}{source}"
+    )
+
+
+def datetime_line(moment: str, now: datetime | None = None) -> str:
+    """Return the log line with the time of a moment, such as "after training is done"."""
+    return f"[{moment}] datetime: {(now or datetime.now()).strftime(_TIME)} "
+
+
+def setup_lines(milliseconds: Sequence[Mapping[str, float]]) -> str:
+    """Return the log lines with the shortest and longest time of each part of the set-up.
+
+    Args:
+        milliseconds: time by part, of each rank.
+    """
+    lines = ["(min, max) time across ranks (ms):"]
+    for part in milliseconds[0]:
+        times = [rank[part] for rank in milliseconds]
+        lines.append(f"    {f'{part} ':.<48}: ({min(times):.2f}, {max(times):.2f})")
+    return "\n".join(lines)
 
 
 def validation_line(iteration: int, losses: Mapping[str, float]) -> str:

@@ -180,6 +180,15 @@ def check_tensorboard() -> None:
         )
 
 
+def check_wandb() -> None:
+    """Raise ConfigError if the package for `tracking.wandb` is missing."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            "tracking.wandb is given and the package wandb is not installed: install megacore with "
+            "its extra, `pip install -e .[wandb]`, or remove it"
+        )
+
+
 class TensorBoardWriter:
     """Writer of scalars by iteration, with the tags of Megatron-LM."""
 

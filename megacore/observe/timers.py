@@ -13,6 +13,17 @@ import torch
 from megacore.observe.heartbeat import WAIT, Heartbeat
 
 
+class SetupTimes(dict[str, float]):
+    """Milliseconds of each part of the set-up of this rank, by Megatron-LM's names."""
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Record the duration of the block as that of `part`."""
+        start = time.perf_counter()
+        yield
+        self[part] = (time.perf_counter() - start) * 1000.0
+
+
 def exposed_communication(milliseconds: Mapping[str, float]) -> float:
     """Return the milliseconds spent waiting for other ranks."""
     return sum(value for phase, value in milliseconds.items() if phase.endswith(WAIT))

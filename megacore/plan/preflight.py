@@ -18,7 +18,7 @@ from megacore.engine.deepspeed.operators import require_deepspeed
 from megacore.errors import ConfigError
 from megacore.hardware import Gpu, Hardware
 from megacore.models.parameters import parameter_count
-from megacore.observe.recorder import check_tensorboard
+from megacore.observe.recorder import check_tensorboard, check_wandb
 from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.advice import COUNT, Deployment, Saving, lighter_recompute, savings
 from megacore.plan.layouts import launched_ranks, layout_of, ranks_per_host
@@ -144,6 +144,8 @@ def preflight(config: RunConfig, vocab_size: int, hardware: Hardware) -> RunEsti
     )
     if config.tracking.tensorboard:
         check_tensorboard()
+    if config.tracking.wandb is not None:
+        check_wandb()
     if estimate.unseen is not None:
         return estimate
     check_device(config.train, hardware.device_type)

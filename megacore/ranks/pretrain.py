@@ -30,12 +30,19 @@ def pretrain(job: TrainJob) -> None:
         WorkspaceError: the run directory cannot be written.
     """
     with imports():
+        from megacore.checkpoint.collective import RankGroup
         from megacore.engine.build import build_engine
         from megacore.hardware import resolve_precision
         from megacore.kernels.choice import summary
         from megacore.observe.flops import Peaks
-        from megacore.observe.logging import configure_logging, logger
+        from megacore.observe.logging import (
+            configure_logging,
+            datetime_line,
+            logger,
+            setup_lines,
+        )
         from megacore.observe.recorder import Recorder
+        from megacore.observe.timers import SetupTimes
         from megacore.ranks.process import joined
         from megacore.train.loop import Trainer
         from megacore.train.memory import memory_errors
@@ -53,7 +60,11 @@ def pretrain(job: TrainJob) -> None:
             from megacore.engine.deepspeed.operators import load_operators
 
             compiled_adam = "cpu_adam" in load_operators(config)
-        with memory_errors(config, mesh.rank, TrainState(), vocab_size=job.vocab_size):
+        times = SetupTimes()
+        with (
+            times("model-and-optimizer-setup"),
+            memory_errors(config, mesh.rank, TrainState(), vocab_size=job.vocab_size),
+        ):
             engine = build_engine(
                 config,
                 job.vocab_size,
@@ -63,9 +74,14 @@ def pretrain(job: TrainJob) -> None:
                 precision=precision,
                 compiled_adam=compiled_adam,
             )
+        logger.info(datetime_line("after model, optimizer, and learning rate scheduler are built"))
         logger.info("kernels: %s", summary(engine.kernels))
         logger.info(peaks.description)
-        data = _datasets(job)
+        with times("train/valid/test-data-iterators-setup"):
+            data = _datasets(job)
+        logger.info(datetime_line("after dataloaders are built"))
+        ranks = RankGroup(None).everywhere(lambda: dict(times))
+        logger.info(setup_lines(ranks))
         board = config.tracking.tensorboard
         with Recorder(
             run_directory, attempt=job.attempt, rank=mesh.rank, tensorboard=board

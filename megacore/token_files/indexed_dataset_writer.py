@@ -242,6 +242,15 @@ class IndexedDatasetWriter:
         yield np.frombuffer(self._document_indices, np.int64).astype("<i8", copy=False).tobytes()
 
 
+def partition_order(documents: int, partitions: int) -> npt.NDArray[np.int64]:
+    """Return the order of documents that are dealt out to partitions, which are then joined.
+
+    Megatron-LM's tools/preprocess_data.py gives line i to partition i modulo `partitions`.
+    """
+    order = np.arange(documents)
+    return np.concatenate([order[first::partitions] for first in range(partitions)])
+
+
 def permute(
     dataset: IndexedDataset, order: npt.NDArray[np.int64], writer: IndexedDatasetWriter
 ) -> None:

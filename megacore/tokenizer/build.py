@@ -26,9 +26,10 @@ from megacore.config.data import (
 from megacore.config.keys import key_parameters
 from megacore.corpus.blocks import iterate_texts
 from megacore.corpus.formats import DOCUMENT_BYTES
-from megacore.errors import DataFormatError, DownloadError
+from megacore.errors import ConfigError, DataFormatError, DownloadError
 from megacore.tokenizer.load import (
     TOKENIZER_BYTES,
+    TOKENIZER_CONFIG_NAME,
     TOKENIZER_NAME,
     JsonTokenizer,
     Tokenizer,
@@ -295,7 +296,58 @@ def _digest(path: Path) -> str:
         ) from error
 
 
-def download_tokenizer(choice: HfTokenizer, cache_directory: Path) -> Path:
+def as_in_megatron(
+    choice: HfTokenizer, cache_directory: Path, *, eod_token: str | None, special_tokens: bool
+) -> HfTokenizer:
+    """Return a tokenizer that encodes documents as Megatron-LM's HuggingFaceTokenizer does.
+
+    Args:
+        choice: tokenizer.json of a file, directory or repository.
+        cache_directory: directory of downloads.
+        eod_token: token that ends a document; None means the tokenizer's eos_token, as
+            tokenizer_config.json names it.
+        special_tokens: True to refuse a tokenizer that adds special tokens to each text.
+
+    Raises:
+        ConfigError: the tokenizer adds special tokens, or does not name its eos_token.
+        DataFormatError: a file is missing or malformed.
+        DownloadError: the hub cannot be reached.
+    """
+    path = choice.local_file or download_tokenizer(choice, cache_directory)
+    backend = read_backend(path)
+    added = backend.encode("", add_special_tokens=True).tokens if special_tokens else []
+    if added:
+        raise ConfigError(
+            f"{choice.name} adds {' '.join(added)} to each text, which megacore does not write: "
+            "tokenize without them (--tokenizer-hf-no-include-special-tokens)"
+        )
+    if eod_token is None:
+        settings = (
+            path.with_name(TOKENIZER_CONFIG_NAME)
+            if choice.local_file is not None
+            else download_tokenizer(choice, cache_directory, TOKENIZER_CONFIG_NAME)
+        )
+        eod_token = _eos_token(settings)
+    return choice.model_copy(update={"eod_token": eod_token})
+
+
+def _eos_token(path: Path) -> str:
+    """Return the eos_token of a tokenizer_config.json. Raises ConfigError."""
+    try:
+        token = read_json(path)["eos_token"]
+        token = token["content"] if isinstance(token, dict) else token
+    except (OSError, ValueError, KeyError, TypeError):
+        token = None
+    if not isinstance(token, str):
+        raise ConfigError(
+            f"{path} does not name the eos_token that ends a document: give it as --eod-token"
+        )
+    return token
+
+
+def download_tokenizer(
+    choice: HfTokenizer, cache_directory: Path, file: str = TOKENIZER_NAME
+) -> Path:
     """Return the path of a hub tokenizer's file in `cache_directory`, downloading it if needed.
 
     Raises DataFormatError, DownloadError.
@@ -315,14 +367,14 @@ def download_tokenizer(choice: HfTokenizer, cache_directory: Path) -> Path:
         return Path(
             hf_hub_download(
                 choice.name,
-                TOKENIZER_NAME,
+                file,
                 revision=choice.revision,
                 cache_dir=str(cache_directory),
             )
         )
     except LocalEntryNotFoundError as error:
         raise DownloadError(
-            f"{TOKENIZER_NAME} of {name} cannot be downloaded: the hub cannot be reached: check "
+            f"{file} of {name} cannot be downloaded: the hub cannot be reached: check "
             "the network, or give a local file as data.tokenizer.name"
         ) from error
     except (
@@ -333,9 +385,7 @@ def download_tokenizer(choice: HfTokenizer, cache_directory: Path) -> Path:
     ) as error:
         raise DataFormatError(
             f"data.tokenizer.name {name} is neither a local file nor a repository of the hub with "
-            f"a {TOKENIZER_NAME}"
+            f"a {file}"
         ) from error
     except OSError as error:
-        raise DownloadError(
-            f"{TOKENIZER_NAME} of {name} cannot be downloaded: {error}: try again"
-        ) from error
+        raise DownloadError(f"{file} of {name} cannot be downloaded: {error}: try again") from error

@@ -27,7 +27,12 @@ from megacore.corpus.formats import DOCUMENT_BYTES
 from megacore.corpus.local_files import list_files
 from megacore.corpus.segments import Segment, jsonl_segments
 from megacore.errors import ConfigError
-from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
+from megacore.token_files.indexed_dataset import IndexedDataset
+from megacore.token_files.indexed_dataset_writer import (
+    IndexedDatasetWriter,
+    partition_order,
+    permute,
+)
 from megacore.tokenizer.build import fingerprint, open_tokenizer
 from megacore.tokenizer.records import DOCUMENTS_NAME
 from megacore.tokenizer.tokenize import (
@@ -123,10 +128,11 @@ def tokenize_files(
         def done(writer: IndexedDatasetWriter) -> None:
             digests.update(writer.sha256)
 
+        tokens = folder / ("tokens" if options.partitions == 1 else "read")
         counts, files = write_tokens(
             inputs.segments,
             tokenizer,
-            folder / "tokens",
+            tokens,
             options,
             workers=workers,
             progress=progress,
@@ -135,6 +141,11 @@ def tokenize_files(
         )
         counts["vocab_size"] = tokenizer.vocab_size
         check_tokens(counts, ", ".join(dict.fromkeys(segment.path for segment in inputs.segments)))
+        if options.partitions > 1:
+            dataset = IndexedDataset(tokens)
+            with IndexedDatasetWriter(folder / "tokens", dataset.dtype) as writer:
+                permute(dataset, partition_order(dataset.documents, options.partitions), writer)
+            done(writer)
         record = documents_facts(files, tokenizer, _readable(choice), options, None)
         write_json(folder / f"tokens.{DOCUMENTS_NAME}", record)
         key = StageKey.of("tokenize", VERSION, _parameters(inputs, choice, options))
@@ -163,6 +174,8 @@ def _readable(choice: Choice) -> Path | None:
 
 def _parameters(inputs: Inputs, choice: Choice, options: TokenizeOptions) -> dict[str, Any]:
     values = asdict(options)
+    if options.partitions == 1:
+        del values["partitions"]
     values["sentence_data"] = None if options.sentence_data is None else str(options.sentence_data)
     files = [[segment.path, os.path.getsize(segment.path)] for segment in inputs.segments]
     return {

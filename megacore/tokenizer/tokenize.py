@@ -75,6 +75,8 @@ class TokenizeOptions:
     """Language of the Punkt model."""
     on_bad_line: Literal["stop", "skip"] = "stop"
     """Treatment of a line without a document: raise an error, or skip and count it."""
+    partitions: int = 1
+    """Number of partitions whose order the documents have (`partition_order`)."""
     sentence_data: Path | None = None
     """Directory with Punkt's models (`download_punkt`)."""
 
@@ -254,10 +256,12 @@ def documents_facts(
     Paths are absolute if `directory` is None. `tokenizer_path` is the directory or file of the
     tokenizer, or None if it has neither.
     """
+    partitions = {} if options.partitions == 1 else {"partitions": options.partitions}
     return documents_record(
         files,
         {
             "shuffle_seed": options.shuffle_seed,
+            **partitions,
             "append_eod": options.append_eod,
             "split_sentences": options.split_sentences,
             "tokenizer": {

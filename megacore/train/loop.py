@@ -22,6 +22,7 @@ from megacore.engine.base import Engine, Update
 from megacore.errors import DataFormatError, LossError
 from megacore.hardware import Hardware
 from megacore.observe.flops import Peaks, TransformerShape
+from megacore.observe.logging import datetime_line, logger, memory_line, memory_logger
 from megacore.observe.recorder import Recorder
 from megacore.observe.timers import Timers
 from megacore.parallel.mesh import ProcessMesh
@@ -31,7 +32,7 @@ from megacore.train.evaluate import Evaluation, evaluate, evaluate_split
 from megacore.train.loss_check import BadBatch, LossCheck
 from megacore.train.memory import memory_errors
 from megacore.train.profile import IterationProfiler
-from megacore.train.report import RateMeter
+from megacore.train.report import RateMeter, memory_use
 from megacore.train.state import TrainState
 from megacore.train.step import Stepper, reader
 from megacore.train.stop import StopReason, StopRequest
@@ -103,6 +104,7 @@ class Trainer:
         )
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peaks=peaks)
+        self._reports_memory = mesh.data_parallel.rank == 0
         self.state = TrainState()
         required = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
         if len(datasets.train) < required:
@@ -138,6 +140,7 @@ class Trainer:
             try:
                 reason = self._train()
                 self._checkpoints.wait()
+                logger.info(datetime_line("after training is done"))
             finally:
                 self._checkpoints.close()
                 self._profiler.close()
@@ -151,6 +154,7 @@ class Trainer:
     def _train(self) -> StopReason | None:
         """Iterate to the end and return the reason of an early stop."""
         remaining = max(0, self._config.train.train_iters - self.state.iteration)
+        logger.info(datetime_line("before the start of training step"))
         with PrefetchingIterator(
             self._read, self._stepper.upcoming(self.state, remaining)
         ) as batches:
@@ -266,6 +270,10 @@ class Trainer:
             state, update, self._engine.loss_scale, self._engine.device
         )
         self._recorder.step(report, milliseconds)
+        if self._reports_memory:  # once per attempt, when the optimizer's state exists
+            self._reports_memory = False
+            memory = memory_use(self._engine.device)
+            memory_logger.info(memory_line(self._mesh.rank, state.iteration, memory))
         if state.iteration % self._config.train.log_interval == 0:
             interval.clear()
 

@@ -1,10 +1,12 @@
 """Throughput and other metrics of a log interval."""
 
+import os
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -12,7 +14,7 @@ from megacore.config.run import RunConfig
 from megacore.engine.base import Update
 from megacore.models.base import LM_LOSS
 from megacore.observe.flops import Peaks, TransformerShape, step_flops
-from megacore.observe.logging import StepReport
+from megacore.observe.logging import MemoryUse, StepReport
 from megacore.observe.timers import Timers, exposed_communication
 from megacore.optim.param_schedule import LrSchedule
 from megacore.pipeline_parallel.partition import chunks_of
@@ -20,6 +22,7 @@ from megacore.plan.throughput import recomputed_layers
 from megacore.train.state import TrainState
 
 _MIB = 1 << 20
+_STATM = Path("/proc/self/statm")
 
 
 class RateMeter:
@@ -48,6 +51,7 @@ class RateMeter:
         self._schedule = LrSchedule.of(config)
         chunks = chunks_of(config, shape.vocab_size)
         recomputed = recomputed_layers(chunks, config.train.recompute_num_layers)
+        self._ranks = ranks
         # Per sample and rank, since a ramp-up changes the batch size.
         self._hardware_tflop = (
             step_flops(shape, 1, config.train.recompute, *recomputed) / ranks / 1e12
@@ -85,7 +89,9 @@ class RateMeter:
         samples = (state.consumed_samples - self._consumed_samples) / iterations
         seq_length = self._config.data.seq_length
         milliseconds = self._timers.take(iterations)
-        vendor, measured = self._utilization(self._model_tflop * samples / seconds)
+        tokens_per_second = samples * seq_length / seconds
+        model_tflops = self._model_tflop * samples / seconds
+        vendor, measured = self._utilization(model_tflops)
         report = StepReport(
             iteration=state.iteration,
             train_iters=self._config.train.train_iters,
@@ -94,18 +100,21 @@ class RateMeter:
             ms_per_iteration=seconds * 1000.0,
             lr=self._schedule.at(state.applied_iterations),
             global_batch_size=len(update.losses) * self._config.train.micro_batch_size,
+            seq_length=seq_length,
             lm_loss=state.interval.mean(LM_LOSS),
             loss_scale=loss_scale,
             grad_norm=update.grad_norm,
             skipped_iterations=state.interval.skipped_iterations,
             nan_iterations=state.interval.nan_iterations,
             samples_per_second=samples / seconds,
-            tokens_per_second=samples * seq_length / seconds,
+            tokens_per_second=tokens_per_second,
+            tokens_per_second_per_rank=tokens_per_second / self._ranks,
             tflops=self._hardware_tflop * samples / seconds,
+            model_tflops=model_tflops,
             mfu=vendor,
             mfu_measured=measured,
             exposed_communication_ms=exposed_communication(milliseconds),
-            memory_mb=peak_memory_mb(device),
+            memory_mb=memory_use(device).max_allocated,
             further_losses={
                 name: state.interval.mean(name) for name in update.terms if name != LM_LOSS
             },
@@ -124,9 +133,20 @@ class RateMeter:
         return None if vendor is None else rate / vendor, rate / self._peaks.measured
 
 
-def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak memory of this process in MiB: allocated on the GPU, or resident."""
+def memory_use(device: torch.device) -> MemoryUse:
+    """Return the memory of this process, without waiting for the device."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _MIB
+        return MemoryUse(
+            torch.cuda.memory_allocated(device) / _MIB,
+            torch.cuda.max_memory_allocated(device) / _MIB,
+            torch.cuda.memory_reserved(device) / _MIB,
+            torch.cuda.max_memory_reserved(device) / _MIB,
+        )
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _MIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _MIB
+    try:
+        pages = int(_STATM.read_text(encoding="ascii").split()[1])
+        now = pages * os.sysconf("SC_PAGE_SIZE") / _MIB
+    except OSError:  # only Linux has the file
+        now = peak
+    return MemoryUse(now, max(now, peak), now, max(now, peak), resident=True)

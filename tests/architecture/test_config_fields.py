@@ -204,7 +204,7 @@ ALL_MAY_CHANGE = (
         "KernelsConfig",
     ),
     *("ProfileConfig", "EvaluateConfig", "ZeroShotConfig", "ExportConfig", "TrackingConfig"),
-    "HubConfig",
+    *("WandbConfig", "HubConfig"),
     *("FinetuneLaunchConfig", "FinetuneCheckpointConfig", "FindBatchSizeConfig"),
 )
 RUN_AND_INPUTS = frozenset(

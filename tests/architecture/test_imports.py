@@ -42,6 +42,7 @@ ONLY_IN = {
     "rouge_score": ("megacore/finetune/",),
     "sklearn": ("megacore/finetune/",),
     "scipy": ("megacore/finetune/",),
+    "wandb": ("tasks/_wandb.py",),
     "datasets": ("megacore/corpus/", "megacore/finetune/"),
 }
 

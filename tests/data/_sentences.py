@@ -109,6 +109,7 @@ def bert_row(
     share: float = 0.15,
     whole_words: bool = True,
     ngram: int = 3,
+    geometric: bool = False,
     pairs: bool = True,
 ) -> list[int]:
     """Return a row of the BERT data set (bert_dataset.py of Megatron core)."""
@@ -141,6 +142,8 @@ def bert_row(
             read[place] = random.randint(0, len(words.continues))
 
     def draw_length() -> int:
+        if geometric:
+            return min(random.geometric(0.2), ngram)
         return int(random.choice(numbers, p=probability / probability.sum()))
 
     draw_spans(

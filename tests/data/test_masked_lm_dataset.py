@@ -55,6 +55,8 @@ def open_dataset(
         ({"max_ngram": 1, "masked_lm_prob": 0.3}, True, 2**31 - 5),
         ({"whole_word_masking": False, "max_ngram": 5}, True, 7),
         ({"masked_lm_prob": 0.05}, False, 1234),
+        ({"use_geometric_distribution": True, "max_ngram": 10, "masked_lm_prob": 0.3}, True, 1234),
+        ({"use_geometric_distribution": True, "whole_word_masking": False}, False, 7),
     ],
 )
 def test_samples_equal_the_reference(
@@ -75,6 +77,7 @@ def test_samples_equal_the_reference(
             share=masked_lm.masked_lm_prob,
             whole_words=masked_lm.whole_word_masking,
             ngram=masked_lm.max_ngram,
+            geometric=masked_lm.use_geometric_distribution,
             pairs=pairs,
         )
         for number, (first, end, target) in enumerate(rows.tolist())

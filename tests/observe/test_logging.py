@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 
 from megacore.observe.logging import (
+    MemoryUse,
     StepReport,
     configure_logging,
+    memory_line,
+    memory_logger,
     perplexity,
+    setup_lines,
     step_line,
     time_line,
     validation_line,
@@ -30,6 +34,7 @@ REPORT = StepReport(
     ms_per_iteration=343.21,
     lr=3.984375e-6,
     global_batch_size=64,
+    seq_length=1024,
     lm_loss=9.44,
     loss_scale=262144.0,
     grad_norm=2.5,
@@ -37,7 +42,9 @@ REPORT = StepReport(
     nan_iterations=0,
     samples_per_second=186.5,
     tokens_per_second=190955.1,
+    tokens_per_second_per_rank=47738.775,
     tflops=70.0,
+    model_tflops=52.5,
     mfu=0.1683,
     mfu_measured=0.21,
     exposed_communication_ms=12.34,
@@ -48,11 +55,13 @@ REPORT = StepReport(
 def test_step_line_has_megatrons_format() -> None:
     assert step_line(REPORT, datetime(2026, 1, 2, 3, 4, 5)) == (
         " [2026-01-02 03:04:05] iteration      100/  500000 | consumed samples:         6400 | "
-        "consumed tokens:        6553600 | elapsed time per iteration (ms): 343.2 | learning rate: "
-        "3.984E-06 | global batch size:    64 | lm loss: 9.440000E+00 | loss scale: 262144.0 | "
-        "grad norm: 2.500 | number of skipped iterations:  15 | number of nan iterations:   0 | "
-        "samples/s: 186.50 | tokens/s: 190955 | TFLOPs: 70.000 | MFU: 16.8% of the vendor's "
-        "peak, 21.0% of measured matmuls | exposed communication (ms): 12.3 | memory (MB): 31000 |"
+        "elapsed time per iteration (ms): 343.2 | throughput per GPU (TFLOP/s/GPU): 52.500 | "
+        "learning rate: 3.984375E-06 | global batch size:    64 | lm loss: 9.440000E+00 | "
+        "loss scale: 262144.0 | grad norm: 2.500 | number of skipped iterations:  15 | "
+        "number of nan iterations:   0 | consumed tokens:      6553600 | actual seqlen:  1024 | "
+        "samples per second: 186.500 | tokens per gpu per second (tgs): 47738.775 | "
+        "TFLOPs: 70.000 | tokens/s: 190955 | MFU: 16.8% of the vendor's peak, 21.0% of measured "
+        "matmuls | exposed communication (ms): 12.3 | memory (MB): 31000 |"
     )
 
 
@@ -93,13 +102,31 @@ def test_time_line_lists_the_phases_in_milliseconds() -> None:
     assert time_line({"data": 1.0, "update": 2.25}) == "time (ms) | data: 1.0 | update: 2.2"
 
 
+def test_memory_line_says_if_the_memory_is_that_of_the_process() -> None:
+    line = "[Rank 3] (after 10 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.50 | "
+    line += "reserved: 3.00 | max reserved: 4.00"
+    assert memory_line(3, 10, MemoryUse(1.0, 2.5, 3.0, 4.0)) == line
+    resident = memory_line(3, 10, MemoryUse(1.0, 2.5, 3.0, 4.0, resident=True))
+    assert resident == f"{line} | all: resident memory of the process"
+
+
+def test_setup_lines_have_the_shortest_and_longest_time_of_the_ranks() -> None:
+    assert setup_lines([{"model": 2.0, "data": 30.0}, {"model": 1.25, "data": 40.0}]) == (
+        "(min, max) time across ranks (ms):\n"
+        f"    model {42 * '.'}: (1.25, 2.00)\n"
+        f"    data {43 * '.'}: (30.00, 40.00)"
+    )
+
+
 @pytest.fixture
 def library_logger() -> Iterator[logging.Logger]:
     """Provide megacore's logger and restore its settings after the test."""
     logger = logging.getLogger("megacore")
     settings = (logger.handlers, logger.level, logger.propagate)
+    memory_level = memory_logger.level
     yield logger
     logger.handlers, logger.level, logger.propagate = settings
+    memory_logger.setLevel(memory_level)
 
 
 def test_rank_0_logs_information_and_other_ranks_only_warnings(
@@ -109,7 +136,10 @@ def test_rank_0_logs_information_and_other_ranks_only_warnings(
         configure_logging(rank)
         logging.getLogger("megacore.train.loop").info("info of %d", rank)
         logging.getLogger("megacore.checkpoint.format").warning("warning of %d", rank)
-    assert capsys.readouterr().out == "info of 0\nwarning of 0\nrank 1: warning of 1\n"
+        memory_logger.info("memory of %d", rank)
+    assert capsys.readouterr().out == (
+        "info of 0\nwarning of 0\nmemory of 0\nrank 1: warning of 1\nrank 1: memory of 1\n"
+    )
 
 
 def test_characters_that_a_terminal_lacks_are_printed_as_escapes() -> None:

@@ -264,10 +264,12 @@ def test_impossible_layouts_are_refused_with_the_numbers() -> None:
         resolve_launch(conf("gpt2-345m-8gpu"), Hardware(16, 64 * GIB, (A100,)))
 
 
-def test_tensorboard_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_of_trackers_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tensorboard is not installed.*\.\[tensorboard\]"):
         preflight(conf("gpt2-tiny", tracking__tensorboard=True), 8192, CPU)
+    with pytest.raises(ConfigError, match=r"wandb is not installed.*\.\[wandb\]"):
+        preflight(conf("gpt2-tiny", tracking__wandb={}), 8192, CPU)
     preflight(conf("gpt2-tiny"), 8192, CPU)
 
 

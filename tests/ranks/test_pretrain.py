@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from megacore.models.build import build_model
 from megacore.observe.heartbeat import read_heartbeats
 from megacore.parallel.mesh import ProcessMesh
 from tests.launch._processes import none_alive, wait_until
+from tests.ranks import _megatron_log
 from tests.train import _runs
 
 TIMEOUT = 240
@@ -47,8 +50,7 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     _runs.job(run, data, run_directory, ranks=2).write(job_file)
     result = start("pretrain", job_file, 2)
     assert result.returncode == 0, result.stderr
-    assert " validation loss at iteration 6 | lm loss value: " in result.stdout
-    assert result.stdout.count("iteration        1/       6 |") == 1
+    check_log(result.stdout, run_directory, ranks=2)
     assert _runs.events(run_directory)[-1]["reason"] == "finished"
     assert not list((run_directory / "exit").glob("*.json"))
     beats = read_heartbeats(run_directory / "exit")
@@ -77,6 +79,44 @@ def test_two_ranks_train_and_score_their_checkpoints(data: Path, tmp_path: Path)
     assert remaining == {"job.json", "torchrun"} | results
     scores = json.loads((output / "iter_0000006.json").read_text(encoding="utf-8"))
     check_scores(scores, run_directory, data)
+
+
+def check_log(log: str, run_directory: Path, *, ranks: int) -> None:
+    """Compare what programs read from a log of Megatron with the run's events."""
+    steps = _runs.events(run_directory, "step")
+    lines = list(_megatron_log.LINE.finditer(log))
+    assert len(lines) == len(steps) == 6
+    for step, line in zip(steps, lines, strict=True):
+        for name, text in line.groupdict().items():
+            if name != "time":
+                assert float(text) == pytest.approx(step[name], rel=1e-3, abs=0.051), name
+        assert float(line["lm_loss"]) == pytest.approx(step["lm_loss"], rel=1e-6)
+    for name, expression in _megatron_log.FIELDS.items():
+        values = [float(text) for text in re.findall(expression, log)]
+        assert values == pytest.approx([step[name] for step in steps], rel=1e-3, abs=1e-3), name
+    rates = [step["tokens_per_second"] / ranks for step in steps]
+    assert [step["tokens_per_second_per_rank"] for step in steps] == pytest.approx(rates)
+    assert all(0 < step["model_tflops"] <= step["tflops"] for step in steps)
+
+    (memory,) = _megatron_log.MEMORY.findall(log)  # of the ranks of the first replica
+    assert memory[:2] == ("0", "1")
+    assert float(memory[3]) == pytest.approx(steps[0]["memory_mb"], rel=0.2)
+    assert 0 < float(memory[2]) <= float(memory[3])
+    times = {
+        name: (float(low), float(high)) for name, low, high in _megatron_log.SETUP.findall(log)
+    }
+    assert list(times) == ["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"]
+    assert all(0 < low <= high for low, high in times.values())
+    (started,) = _megatron_log.START.finditer(log)
+    assert datetime.strptime(started[1].strip(), "%Y-%m-%d %H:%M:%S") <= datetime.now()
+    assert log.index("time across ranks (ms)") < started.start() < lines[0].start()
+    evaluations = [
+        (event["iteration"], event["lm_loss"])
+        for event in _runs.events(run_directory, "evaluation")
+    ]
+    values = [(int(at), float(loss)) for at, loss, _ in _megatron_log.VALIDATION.findall(log)]
+    assert [at for at, _ in values] == [at for at, _ in evaluations]
+    assert [loss for _, loss in values] == pytest.approx([loss for _, loss in evaluations])
 
 
 def check_scores(scores: dict[str, float], run_directory: Path, data: Path) -> None:

@@ -48,6 +48,7 @@ def test_key_of_gpt_has_no_sentence_options(tmp_path: Path) -> None:
     ("name", "section", "change"),
     [
         ("bert-tiny", "masked_lm", {"data.masked_lm.masked_lm_prob": 0.2}),
+        ("bert-tiny", "masked_lm", {"data.masked_lm.use_geometric_distribution": True}),
         ("bert-tiny", "masked_lm", {"model.bert_binary_head": False}),
         ("t5-tiny", "span_corruption", {"data.span_corruption.noise_density": 0.1}),
     ],

@@ -191,6 +191,8 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "TrainConfig.profile": [{"from": 1, "to": 2}],
         "TrainConfig.rampup_batch_size": [{"start": 4, "increment": 4, "samples": 60}],
         "TrainConfig.skip_samples": [["4"]],
+        "TrackingConfig.wandb": [{}],
+        "WandbConfig.tags": [["tag"]],
         "ResumeConfig.checkpoint": [files("b/checkpoint")],
         "ResumeConfig.override": [["optim.lr"]],
         "ZeroShotConfig.wikitext": [words],
@@ -391,7 +393,7 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
         base("gpt2-tiny", train__rampup_batch_size=rampup, train__pretrained_checkpoint=checkpoint),
         "train",
     )
-    yield base("gpt2-tiny", train__precision="fp32"), "train"
+    yield base("gpt2-tiny", train__precision="fp32", tracking__wandb={}), "train tracking"
     yield base("gpt2-tiny", resume__checkpoint=checkpoint, train__recompute="full"), "resume train"
     parts = {"launch__nproc_per_node": 4, "parallel__pipeline_model_parallel_size": 2}
     yield base("gpt2-tiny", **parts, parallel__tensor_model_parallel_size=2), "parallel"
@@ -438,6 +440,7 @@ def finetune_bases(files: Files) -> Iterator[tuple[FinetuneConfig, str]]:
         ({"model": local, "data": rows, "task": pairs, "launch": zero2}, "data task launch"),
         ({"data": {"source": {"kind": "hub", "dataset": "some/rows"}}}, "model data task"),
         ({"data": held_out, "launch": {"hostfile": files("a/hosts")}}, "launch"),
+        ({"data": held_out, "tracking": {"wandb": {}}}, "tracking"),
     ):
         yield parse_finetune_config(minimal() | sections, origin="test"), names
 

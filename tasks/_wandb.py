@@ -1,0 +1,207 @@
+"""Forwarding of a training's events to Weights & Biases.
+
+Row n of the wandb run is the n-th event in `events.jsonl` that is a point of a curve, the first for
+each (kind, iteration), with MLflow's names. A resumed online run continues after the rows that the
+server has, a resumed offline run after those of `wandb.json` in the run directory. Training never
+waits: deliveries run in a thread, and failed ones are tried again later, with one warning.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacore.artifact.files import read_json, write_json
+from megacore.config.train import WandbConfig
+from megacore.errors import TrackingError
+from megacore.observe.events import EventReader
+from megacore.redact import redact, redact_values
+from tasks._flow_config import FlowConfig
+from tasks._forward import BY_TOKENS, CURVES, EVENTS_FILE, points_of
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+STATE_FILE = "wandb.json"
+"""Name of the file in the run directory with the wandb run's id and the number of its rows."""
+_STEPS = ("iteration", "consumed_tokens")
+"""Columns by which curves are drawn: the first by default."""
+_INTERVAL = 2.0
+_FIRST_BACKOFF = 5.0
+_LONGEST_BACKOFF = 300.0
+_INIT_TIMEOUT = 60.0
+_FINISH_TIMEOUT = 15.0
+_LONGEST_STOP = 20.0
+"""Seconds that an ending attempt waits for the last rows."""
+_log = logging.getLogger("prefect.megacore")
+
+
+def row_of(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of an event by MLflow's names; empty if it is no point of a curve."""
+    if event["kind"] not in CURVES:
+        return {}
+    points = points_of(event)
+    values = {point.key: point.value for point in points if not point.key.endswith(BY_TOKENS)}
+    steps = {name: event[name] for name in _STEPS if name in event}
+    return steps | values if values else {}
+
+
+class WandbRun:
+    """Sender of a run directory's events to its wandb run."""
+
+    def __init__(
+        self,
+        settings: WandbConfig,
+        run_directory: Path,
+        config: FlowConfig,
+        *,
+        interval: float = _INTERVAL,
+    ) -> None:
+        """Initialize the sender without reading or sending anything.
+
+        Args:
+            settings: section `tracking.wandb`.
+            run_directory: directory of events.jsonl.
+            config: configuration that is recorded with the run.
+            interval: minimum number of seconds between two deliveries.
+        """
+        self._settings = settings
+        self._directory = run_directory
+        self._config = config
+        self._interval = interval
+        self._run: Run | None = None
+        self._worker: threading.Thread | None = None
+        self._due = 0.0
+        self._failures = 0
+        self._warned = False
+        self._restart()
+
+    def poll(self) -> None:
+        """Start a delivery when one is due; return at once and never raise."""
+        if not self._busy() and time.monotonic() >= self._due:
+            self._start(self._attempt)
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Deliver the last events and end the attempt; wait a limited time and never raise."""
+        end = time.monotonic() + _LONGEST_STOP
+        if self._worker is not None:
+            self._worker.join(_LONGEST_STOP)
+        if not self._busy():
+            self._start(lambda: self._finish(failed))
+            assert self._worker is not None
+            self._worker.join(max(0.0, end - time.monotonic()))
+        if self._busy():
+            self._warn("it did not take the last rows in time")
+
+    def _busy(self) -> bool:
+        return self._worker is not None and self._worker.is_alive()
+
+    def _start(self, action: Any) -> None:
+        self._worker = threading.Thread(target=action, name="wandb-forwarder", daemon=True)
+        self._worker.start()
+
+    def _restart(self) -> None:
+        """Read the events from the beginning: rows that were sent are only counted."""
+        self._offset = self._number = self._next = 0
+        self._seen: set[tuple[str, int]] = set()
+
+    def _attempt(self) -> None:
+        try:
+            self._deliver()
+        except Exception as error:  # tracking must not end a training
+            self._warn(f"{type(error).__name__}: {error}")
+            self._close(failed=True)
+            self._due = time.monotonic() + min(_FIRST_BACKOFF * 2**self._failures, _LONGEST_BACKOFF)
+            self._failures += 1
+        else:
+            self._failures = 0
+            self._due = time.monotonic() + self._interval
+
+    def _finish(self, failed: bool) -> None:
+        self._attempt()
+        self._close(failed=failed)
+
+    def _close(self, *, failed: bool) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            with suppress(Exception):
+                run.finish(exit_code=int(failed))
+
+    def _warn(self, reason: str) -> None:
+        """Log one warning per attempt."""
+        if not self._warned:
+            self._warned = True
+            _log.warning("wandb: %s; training continues, and rows are sent later", redact(reason))
+
+    def _deliver(self) -> None:
+        """Send all complete events in this thread."""
+        if self._run is None:
+            self._restart()
+            self._run = self._open()
+        sent = self._next
+        try:
+            for event, end in EventReader(self._directory / EVENTS_FILE, self._offset):
+                identity = (event["kind"], int(event.get("iteration") or 0))
+                row = {} if identity in self._seen else row_of(event)
+                if row:
+                    if self._number >= self._next:
+                        self._run.log(row, step=self._number, commit=True)
+                        self._next = self._number + 1
+                    self._number += 1
+                    self._seen.add(identity)
+                self._offset = end
+        finally:
+            if self._next != sent:
+                write_json(self._state, {"run_id": self._run.id, "rows": self._next})
+
+    @property
+    def _state(self) -> Path:
+        return self._directory / STATE_FILE
+
+    def _open(self) -> "Run":
+        """Create or continue the wandb run. Raises TrackingError without an API key."""
+        import wandb
+
+        settings = self._settings
+        online = settings.mode == "online"
+        if online and not wandb.login(prompt=False):
+            raise TrackingError(
+                "there is no API key: set WANDB_API_KEY or run `wandb login`, or set "
+                "tracking.wandb.mode to offline"
+            )
+        try:
+            state = read_json(self._state)
+        except FileNotFoundError:
+            state = {"run_id": secrets.token_hex(8), "rows": 0}
+            write_json(self._state, state)
+        tracking = self._config.tracking
+        run = wandb.init(
+            project=settings.project or tracking.experiment,
+            entity=settings.entity,
+            name=settings.name or f"{self._config.name}-{self._directory.name[:8]}",
+            tags=list(settings.tags),
+            id=str(state["run_id"]),
+            resume="allow" if online else None,
+            mode=settings.mode,
+            dir=str(self._directory),
+            config=redact_values(self._config.model_dump(mode="json")),
+            reinit="create_new",
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_job_creation=True,
+                save_code=False,
+                x_disable_meta=True,  # it contains the command and the user's name
+                x_disable_stats=not tracking.system_metrics,
+                init_timeout=_INIT_TIMEOUT,
+                finish_timeout=_FINISH_TIMEOUT,
+            ),
+        )
+        run.define_metric("*", step_metric=_STEPS[0])
+        self._next = int(run.step) if online else int(state["rows"])
+        return run
