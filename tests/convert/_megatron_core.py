@@ -179,8 +179,9 @@ def core_tensors(spec: ModelSpec, ours: Mapping[str, Tensor]) -> Iterator[tuple[
             for norm in ("q_layernorm", "k_layernorm") if model.qk_layernorm else ():
                 name = f"self_attention.{norm}.{end}"
                 yield f"{new}.{name}", ours[f"{old}.{name}"]
-        for end in ends:
+        for end in ("weight", "bias") if model.qkv_bias else ("weight",):
             yield f"{new}.self_attention.linear_qkv.{end}", _qkv(spec, ours, old, end)
+        for end in ends:
             dense, up = ours[f"{old}.self_attention.dense.{end}"], f"{old}.mlp.dense_h_to_4h"
             yield f"{new}.self_attention.linear_proj.{end}", dense
             halves = [f"{up}_gate.{end}"] if model.gated else []
