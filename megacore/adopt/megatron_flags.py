@@ -52,17 +52,18 @@ ROPE_SCALING: dict[str, Rule] = {
     "--use-rope-scaling": _SCALING,
     "--rope-scaling-factor": _SCALING,
     "--rotary-seq-len-interpolation-factor": _SCALING,
-} | dict.fromkeys(
-    (
-        "--rotary-scaling-factor",
-        "--yarn-original-max-position-embeddings",
-        "--yarn-beta-fast",
-        "--yarn-beta-slow",
-        "--mscale",
-        "--mscale-all-dim",
+    **dict.fromkeys(
+        (
+            "--rotary-scaling-factor",
+            "--yarn-original-max-position-embeddings",
+            "--yarn-beta-fast",
+            "--yarn-beta-slow",
+            "--mscale",
+            "--mscale-all-dim",
+        ),
+        _OTHER_SCALING,
     ),
-    _OTHER_SCALING,
-)
+}
 """Flags of scaled rotary positions. Those of YaRN are for multi-latent attention."""
 
 MODEL: dict[str, Rule] = {

@@ -18,7 +18,7 @@ QUERY_NORMS = {"qk_layernorm": True, "kv_channels": 16}
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt", "gpt-gated", "gpt-sizes", "llama", "llama3", "linear-rope", "no-positions"),
+        *("gpt", "gpt-gated", "gpt-sizes", "llama", "llama3", "no-positions"),
         *("bert", "bert-no-binary-head"),
     ],
 )
