@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megacore.config.rope import LinearRope
 from megacore.convert.imported import import_model, open_from_nanotron
+from megacore.convert.nanotron import read_nanotron
 from megacore.convert.source import load_weights
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._nanotron import nanotron_config, nanotron_parameters, write_nanotron
@@ -51,6 +53,16 @@ def test_half_precision_a_tied_head_and_qwen2_are_read(tmp_path: Path) -> None:
     assert foreign.kind == "nanotron Qwen2"
     assert "half precision" in foreign.remarks[0]
     assert import_model(foreign, tmp_path, tmp_path / "imported").name == "iter_0000030"
+
+
+def test_divided_positions_are_read_where_nanotron_computes_them(tmp_path: Path) -> None:
+    qwen2 = {"is_llama_config": False, "is_qwen2_config": True, "_use_qkv_packed": True}
+    factor = {"rope_seq_len_interpolation_factor": 4.0}
+    written(tmp_path / "qwen2", lambda parameters: None, **qwen2, **factor)
+    scaling = read_nanotron(tmp_path / "qwen2").spec.model.rope_scaling
+    assert scaling == LinearRope(kind="linear", factor=4.0)
+    written(tmp_path / "llama", lambda parameters: None, **factor)
+    assert "rope_seq_len_interpolation_factor 4.0" in refusal(tmp_path / "llama", ConversionError)
 
 
 def refusal(root: Path, error: type[MegacoreError] = CheckpointError) -> str:
