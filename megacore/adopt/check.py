@@ -48,6 +48,8 @@ class ForeignModel:
     batch: int
     """Samples of the first step."""
     qk_norm: bool = False
+    qkv_bias: bool = False
+    """Biases of queries, keys and values, also without `attention_bias`."""
     binary_head: bool = False
     parallel_norms: int = 2
     """Norms of a layer."""
@@ -64,7 +66,8 @@ class ForeignModel:
         norm = h * (2 if self.norm_bias else 1)
         up = 2 if self.gated else 1
         attention = h * (q + 2 * kv) + q * h
-        attention += (q + 2 * kv + h) * self.attention_bias
+        attention += (q + 2 * kv) * (self.attention_bias or self.qkv_bias)
+        attention += h * self.attention_bias
         if self.qk_norm:
             attention += 2 * self.head_size * (2 if self.norm_bias else 1)
         mlp = h * up * self.inner + self.inner * h + (up * self.inner + h) * self.mlp_bias
@@ -206,6 +209,7 @@ def megatron_model(settings: Settings, family: str, replicas: int | None) -> For
             * count("--tensor-model-parallel-size", 1),
             batch=batch,
             qk_norm="--qk-layernorm" in settings,
+            qkv_bias="--add-qkv-bias" in settings,
             binary_head=family == "bert" and "--bert-no-binary-head" not in settings,
         )
     except (BadValueError, ValueError, ArithmeticError, IndexError):

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from megacore.adopt.data import put_data, put_tokenizer
+from megacore.adopt.megatron_attention import put_rope_scaling, put_window
 from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.rules import Draft, first, integer, number_of, sources, word
 from megacore.adopt.settings import Place, Setting, Settings
@@ -66,15 +67,17 @@ def _model(settings: Settings, draft: Draft, family: str, default: str) -> None:
             else:
                 draft.ignore(setting, "Megatron reads it with --group-query-attention only")
     one_plus = settings.get("--apply-layernorm-1p")
-    if one_plus is not None:
+    if one_plus is not None and family == "gpt":
+        draft.put("model.apply_layernorm_1p", True, one_plus)
+    elif one_plus is not None:
         draft.ignore(one_plus, "weights of norms are not decayed: it is the same function")
-    window = settings.get("--window-size")
-    if window is not None:
-        sizes = " ".join(window.words).strip("()'\" ").replace(",", " ").split()
-        if len(sizes) == 2 and sizes[1] == "0" and sizes[0].isdecimal():
-            draft.put("model.sliding_window", int(sizes[0]) + 1, window)
-        else:
-            draft.refuse(window, "a window after the token", "model.sliding_window")
+    bias = settings.get("--add-qkv-bias")
+    if bias is not None and "--disable-bias-linear" in settings:
+        draft.put("model.add_qkv_bias", True, bias)
+    elif bias is not None:
+        draft.ignore(bias, "all linear layers have biases")
+    put_window(settings, draft)
+    put_rope_scaling(settings, draft)
     if family == "t5" and "model.init_method_std" in draft.values:
         std = settings.get("--init-method-std")
         del draft.values["model.init_method_std"]

@@ -15,6 +15,7 @@ from megacore.adopt.rules import (
 
 _BATCH = Joint("it decides batch sizes and the length of the run")
 _SCHEDULE = Joint("it decides the learning-rate schedule")
+_SCALING = Joint("it decides how rotary positions are scaled")
 _WIDTH = Joint("it decides the MLP's width and activation")
 _POSITIONS = Joint("it decides the position embedding")
 _DATA = Joint("it decides the data")
@@ -36,6 +37,9 @@ _FOR_EXPERTS = NoEffect("it is for experts, of which there are none without --nu
 _DENSE = "a dense model: leave out the flags of experts"
 _EXPERTS = Absent("mixture of experts", _DENSE)
 _NO_FP8 = Absent("fp8", "train.precision bf16")
+_OTHER_SCALING = Absent(
+    "this scaling of rotary positions", "model.rope_scaling of kind yarn", ("1", "1.0")
+)
 _NO_MLA = Absent("multi-latent attention", "grouped-query attention, model.num_query_groups")
 _NO_SSM = Absent("state-space layers (Mamba)", "family gpt")
 _INFERENCE = NoEffect("it is for inference; here: megacore generate")
@@ -44,30 +48,23 @@ _NO_RETRIEVAL = Absent("retrieval models (ICT, RETRO, REALM)", "family bert")
 _NO_DISTILLATION = Absent("distillation", "training on the data itself")
 _NO_RL = Absent("reinforcement learning", "pretraining or the flow finetune")
 
-ROPE_SCALING: dict[str, Rule] = dict.fromkeys(
-    (
-        "--use-rope-scaling",
-        "--rope-scaling-factor",
-        "--rotary-seq-len-interpolation-factor",
-        "--rotary-scaling-factor",
-        "--yarn-original-max-position-embeddings",
-        "--yarn-beta-fast",
-        "--yarn-beta-slow",
-        "--mscale",
-        "--mscale-all-dim",
+ROPE_SCALING: dict[str, Rule] = {
+    "--use-rope-scaling": _SCALING,
+    "--rope-scaling-factor": _SCALING,
+    "--rotary-seq-len-interpolation-factor": _SCALING,
+    **dict.fromkeys(
+        (
+            "--rotary-scaling-factor",
+            "--yarn-original-max-position-embeddings",
+            "--yarn-beta-fast",
+            "--yarn-beta-slow",
+            "--mscale",
+            "--mscale-all-dim",
+        ),
+        _OTHER_SCALING,
     ),
-    Absent("scaled rotary positions (model.rope_scaling)", "model.rotary_base", ("1", "1.0")),
-)
-"""Flags that are refused until the configuration has model.rope_scaling."""
-NEWER_MODELS: dict[str, Rule] = {
-    "--add-qkv-bias": Absent("biases of q, k and v alone", "model.add_bias_linear"),
-    "--window-attn-skip-freq": Absent(
-        "windows in some layers only", "model.sliding_window, in all layers"
-    ),
-    "--attn-logit-softcapping": Absent("capped attention logits", "model.qk_layernorm"),
-    "--final-logit-softcapping": Absent("capped logits", "train.z_loss"),
 }
-"""Flags that are refused until the configuration has the fields of Qwen2 and Gemma 2."""
+"""Flags of scaled rotary positions. Those of YaRN are for multi-latent attention."""
 
 MODEL: dict[str, Rule] = {
     "--num-layers": To("model.num_layers", integer),
@@ -102,6 +99,7 @@ MODEL: dict[str, Rule] = {
     "--qk-layernorm": On("model.qk_layernorm"),
     "--qk-l2-norm": Absent("L2 norms of queries and keys", "model.qk_layernorm"),
     "--disable-bias-linear": On("model.add_bias_linear", False),
+    "--add-qkv-bias": Joint("it decides the biases of queries, keys and values"),
     "--untie-embeddings-and-output-weights": On("model.untie_embeddings_and_output_weights"),
     "--position-embedding-type": _POSITIONS,
     "--use-rotary-position-embeddings": _POSITIONS,
@@ -116,6 +114,7 @@ MODEL: dict[str, Rule] = {
     "--relative-attention-num-buckets": To("model.relative_attention_num_buckets", integer),
     "--relative-attention-max-distance": To("model.relative_attention_max_distance", integer),
     "--window-size": Joint("it decides the attention's window"),
+    "--window-attn-skip-freq": Joint("it decides the layers with a window"),
     "--softmax-type": Absent("this softmax", "the plain softmax", ("vanilla",)),
     "--max-position-embeddings": To("model.max_position_embeddings", integer),
     "--hidden-dropout": To("model.hidden_dropout", number),
@@ -559,7 +558,7 @@ RARE: tuple[tuple[str, Rule], ...] = (
     (r"--exit-signal-handler-.*", NoEffect("a signal always makes a run save and end")),
     (
         r"--(no-)?yarn-.*|--beta-(fast|slow)|--original-max-position-embeddings|--mrope-section",
-        Absent("scaled rotary positions (model.rope_scaling)", "model.rotary_base"),
+        _OTHER_SCALING,
     ),
 )
 """Families of flags that scripts rarely have."""
@@ -573,7 +572,6 @@ MEGATRON = Rules(
         **DATA,
         **DEEPSPEED,
         **ROPE_SCALING,
-        **NEWER_MODELS,
     },
     FAMILIES + RARE,
 )

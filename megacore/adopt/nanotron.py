@@ -16,6 +16,7 @@ from megacore.adopt.rules import (
     To,
     integer,
     number,
+    number_of,
     sources,
     word,
 )
@@ -27,6 +28,10 @@ _KERNEL = NoEffect("it changes speed or memory only; kernels are chosen by train
 _IDS = NoEffect("special tokens are those of the tokenizer")
 _MODEL, _RATE = "model.model_config.", "optimizer.learning_rate_scheduler."
 _STAGES = Joint("it decides the data")
+_UNREAD_SCALING = Absent(
+    "scaled rotary positions, which nanotron itself does not compute from this key",
+    "model.rope_scaling",
+)
 
 TABLE: dict[str, Rule] = {
     f"{_MODEL}num_hidden_layers": To("model.num_layers", integer),
@@ -41,15 +46,11 @@ TABLE: dict[str, Rule] = {
         "model.activation", {"silu": "swiglu", "gelu": "geglu"}, "this activation", "silu"
     ),
     f"{_MODEL}tie_word_embeddings": Joint("it decides the head"),
-    f"{_MODEL}rope_scaling": Absent(
-        "scaled rotary positions (model.rope_scaling)", "model.rotary_base"
-    ),
-    f"{_MODEL}rope_seq_len_interpolation_factor": Absent(
-        "scaled rotary positions (model.rope_scaling)", "model.rotary_base"
-    ),
+    f"{_MODEL}rope_scaling": _UNREAD_SCALING,
+    f"{_MODEL}rope_seq_len_interpolation_factor": Joint("it decides the rotary positions"),
     f"{_MODEL}rope_interleaved": Absent("interleaved rotary pairs", "rope_interleaved: false"),
     f"{_MODEL}interleaved_rotary": Absent("interleaved rotary pairs", "interleaved_rotary: false"),
-    f"{_MODEL}attention_bias": Absent("biases of q, k and v alone", "model.add_bias_linear"),
+    f"{_MODEL}attention_bias": Joint("it decides the biases of queries, keys and values"),
     f"{_MODEL}sliding_window_size": To("model.sliding_window", integer),
     f"{_MODEL}no_rope_layer": Absent("rotary positions in some layers only", "rope in all layers"),
     f"{_MODEL}z_loss_enabled": Joint("it decides the z-loss"),
@@ -144,7 +145,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
     (r"model\.init_method\..*", Absent("this initialization", "model.init_method.std")),
     (
         rf"{_MODEL}rope_scaling\..*",
-        Absent("scaled rotary positions (model.rope_scaling)", "model.rotary_base"),
+        _UNREAD_SCALING,
     ),
     (r"data\..*", Absent("nanotron's old form of data", "data_stages")),
     (r"doremi\..*", Absent("weights of domains that are learned", "data.blend")),
@@ -168,6 +169,7 @@ def translate(settings: Settings) -> Draft:
     for setting in settings:
         NANOTRON.apply(setting, draft)
     _model(settings, draft)
+    _qwen2(settings, draft)
     _layout(settings, draft)
     _schedule(settings, draft)
     _data(settings, draft)
@@ -233,6 +235,31 @@ def _model(settings: Settings, draft: Draft) -> None:
         divisible or DEFAULT,
         *([f"x {tensor} tensor-parallel ranks"] if tensor > 1 else []),
     )
+
+
+def _qwen2(settings: Settings, draft: Draft) -> None:
+    """Set what only nanotron's Qwen2 computes: biases of q, k and v, and divided positions."""
+    is_qwen2 = bool(_value(settings, f"{_MODEL}is_qwen2_config", False))
+    near = "model_config with is_qwen2_config: true"
+    bias = settings.get(f"{_MODEL}attention_bias")
+    if bias is not None and not bias.value:
+        draft.ignore(bias, "it requests nothing")
+    elif bias is not None and is_qwen2:
+        draft.put("model.add_qkv_bias", True, bias)
+    elif bias is not None:
+        draft.refuse(bias, "biases of q, k and v, which nanotron's Llama lacks", near)
+    factor = settings.get(f"{_MODEL}rope_seq_len_interpolation_factor")
+    if factor is None:
+        return
+    if factor.value is None:
+        draft.ignore(factor, "it requests nothing")
+    elif is_qwen2 and _value(settings, f"{_MODEL}_use_qkv_packed", True):
+        divisor = number_of(factor, draft, "model.rope_scaling.factor")
+        if divisor is not None:
+            draft.put("model.rope_scaling.kind", "linear", factor)
+            draft.put("model.rope_scaling.factor", divisor, factor)
+    else:
+        draft.refuse(factor, "divided positions, which this model of nanotron lacks", near)
 
 
 def _layout(settings: Settings, draft: Draft) -> None:
@@ -446,6 +473,7 @@ def nanotron_model(settings: Settings, batch: int) -> ForeignModel | None:
             attention_bias=False,
             mlp_bias=False,
             norm_bias=False,
+            qkv_bias=bool(_value(settings, f"{_MODEL}attention_bias", False)),
             untied=not _value(settings, f"{_MODEL}tie_word_embeddings", False),
             positions=0,
             sequence=int(_value(settings, "tokens.sequence_length", 0)),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megacore.artifact.files import read_json, regular
 from megacore.config.model import ModelConfig, check_model
+from megacore.config.rope import LinearRope
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.key_map import Shape, interleaved_rows
 from megacore.convert.megatron.args import padded
@@ -37,7 +38,6 @@ _OFF = (
     "moe_config",
     "no_rope_layer",
     "rope_scaling",
-    "rope_seq_len_interpolation_factor",
     "sliding_window_size",
 )
 """Settings that are imported only with a false value or null."""
@@ -133,6 +133,9 @@ def _spec(config: Mapping[str, Any], kind: str, where: Path) -> ModelSpec:
     used = [f"{name} {config[name]!r}" for name in _OFF if config.get(name)]
     if config.get("rope_interleaved") and kind == "Qwen2" and not config.get("_use_qkv_packed"):
         used.append("rope_interleaved True without _use_qkv_packed")
+    factor = config.get("rope_seq_len_interpolation_factor")
+    if factor and not (kind == "Qwen2" and config.get("_use_qkv_packed")):
+        used.append(f"rope_seq_len_interpolation_factor {factor!r} without Qwen2's _use_qkv_packed")
     if used:
         raise ConversionError(f"{where} was trained with {', '.join(used)}, which is not read")
     activation = config.get("hidden_act", "silu")
@@ -152,6 +155,7 @@ def _spec(config: Mapping[str, Any], kind: str, where: Path) -> ModelSpec:
             layernorm_epsilon=config["rms_norm_eps"],
             position_embedding_type="rope",
             rotary_base=config["rope_theta"],
+            rope_scaling=LinearRope(kind="linear", factor=factor) if factor else None,
             add_bias_linear=False,
             untie_embeddings_and_output_weights=not config["tie_word_embeddings"],
             max_position_embeddings=config["max_position_embeddings"],

@@ -113,8 +113,13 @@ def test_partial_writes_the_rest_with_the_refused_flags_at_the_top(tmp_path: Pat
         ("--multi-latent-attention", "multi-latent attention"),
         ("--context-parallel-size 2", "context parallelism"),
         ("--squared-relu", "squared ReLU"),
-        ("--use-rope-scaling", "scaled rotary positions"),
-        ("--window-size 127,0 --window-attn-skip-freq 2", "windows in some layers only"),
+        ("--position-embedding-type rope --yarn-beta-fast 16", "this scaling of rotary positions"),
+        (
+            "--position-embedding-type rope --use-rope-scaling "
+            "--rotary-seq-len-interpolation-factor 2",
+            "two scalings at once",
+        ),
+        ("--window-size 127,0 --window-attn-skip-freq [1,0,1,1]", "a list of layers"),
         ("--window-size 127,1", "a window after the token"),
         ("--optimizer sgd", "other optimizers than AdamW"),
         ("--mock-data", "made-up data"),
@@ -138,6 +143,66 @@ def test_every_class_of_absent_features_is_refused(
     result = gpt(tmp_path, flags)
     assert result.outcome in ("refused", "incomplete")
     assert any(feature in text for text in refusals(result))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--use-rope-scaling", {"kind": "llama3", "factor": 8.0}),
+        ("--use-rope-scaling --rope-scaling-factor 32", {"kind": "llama3", "factor": 32.0}),
+        ("--rotary-seq-len-interpolation-factor 4", {"kind": "linear", "factor": 4.0}),
+        ("--rotary-seq-len-interpolation-factor 1", None),
+        ("--rope-scaling-factor 32", None),
+    ],
+)
+def test_scaled_rotary_positions(
+    tmp_path: Path, flags: str, expected: dict[str, object] | None
+) -> None:
+    model = config(tmp_path, f"--position-embedding-type rope {flags}").model
+    scaling = model.rope_scaling
+    shown = None if scaling is None else {"kind": scaling.kind, "factor": scaling.factor}  # type: ignore[union-attr]
+    assert shown == expected
+
+
+def test_scalings_without_rotary_positions_have_no_effect(tmp_path: Path) -> None:
+    assert config(tmp_path, "--use-rope-scaling").model.rope_scaling is None
+
+
+def test_biases_of_queries_keys_and_values_are_counted(tmp_path: Path) -> None:
+    result = gpt(tmp_path, "--disable-bias-linear --add-qkv-bias")
+    assert config_of(tmp_path, result).model.add_qkv_bias
+    without = gpt(tmp_path, "--disable-bias-linear")
+    assert result.comparison is not None
+    assert without.comparison is not None
+    assert result.comparison.agrees
+    more = result.comparison.parameters[0] - without.comparison.parameters[0]
+    assert more == 4 * 3 * 256
+    assert not config(tmp_path, "--add-qkv-bias").model.add_qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("flags", "window", "skip"),
+    [
+        ("--window-size 127,0", 128, None),
+        ("--window-size (127,0) --window-attn-skip-freq 2", 128, 2),
+        ("--window-size 127,0 --window-attn-skip-freq 1", None, None),
+        ("--window-attn-skip-freq 2", None, None),
+    ],
+)
+def test_windows_are_megatrons(
+    tmp_path: Path, flags: str, window: int | None, skip: int | None
+) -> None:
+    model = config(tmp_path, flags.replace("(127,0)", "'(127,0)'")).model
+    assert (model.sliding_window, model.window_attn_skip_freq) == (window, skip)
+
+
+def test_norms_are_parametrized_and_placed_as_in_megatron(tmp_path: Path) -> None:
+    result = gpt(tmp_path, "--apply-layernorm-1p --qk-layernorm")
+    model = config_of(tmp_path, result).model
+    assert model.apply_layernorm_1p
+    assert model.qk_layernorm
+    assert result.comparison is not None
+    assert result.comparison.agrees
 
 
 def test_values_that_request_nothing_have_no_effect(tmp_path: Path) -> None:
@@ -315,6 +380,23 @@ def test_nanotron_variants(tmp_path: Path, old: str, new: str, feature: str) -> 
     else:
         optim = config_of(tmp_path, result).optim
         assert (optim.lr_decay_style, optim.lr_wsd_decay_iters) == ("WSD", 980)
+
+
+def test_nanotrons_qwen2_has_biases_and_divided_positions(tmp_path: Path) -> None:
+    options = "rope_scaling: null\n    attention_bias: true"
+    options += "\n    rope_seq_len_interpolation_factor: 4"
+    text = NANOTRON.replace("rope_scaling: null", options)
+    llama = refusals(adopted(tmp_path, "a.yaml", text))
+    assert any("biases of q, k and v" in each for each in llama)
+    assert any("divided positions" in each for each in llama)
+    text = text.replace("is_llama_config: true", "is_qwen2_config: true")
+    result = adopted(tmp_path, "b.yaml", text)
+    model = config_of(tmp_path, result).model
+    assert model.add_qkv_bias
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.model_dump() == {"kind": "linear", "factor": 4.0}
+    assert result.comparison is not None
+    assert result.comparison.agrees
 
 
 def test_deepspeeds_json_and_accelerates_yaml_alone(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megacore.config.rope import LinearRope, Llama3Rope, RopeScaling
 from megacore.config.spec import ModelSpec
 from tests.convert._megatron import megatron_spec, weights
 
@@ -102,6 +103,16 @@ class Planner(DefaultSavePlanner):
         return object
 
 
+def _rope_args(scaling: RopeScaling | None) -> dict[str, Any]:
+    match scaling:
+        case Llama3Rope(factor=factor):
+            return {"use_rope_scaling": True, "rope_scaling_factor": factor}
+        case LinearRope(factor=factor):
+            return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": int(factor)}
+        case _:
+            return {"use_rope_scaling": False, "rope_scaling_factor": 8.0}
+
+
 def core_args(spec: ModelSpec, /, *, tensor: int = 1, **changes: Any) -> argparse.Namespace:
     """Return the arguments with which Megatron core builds the model."""
     model = spec.model
@@ -124,13 +135,15 @@ def core_args(spec: ModelSpec, /, *, tensor: int = 1, **changes: Any) -> argpars
         "bias_gelu_fusion": model.activation == "gelu_tanh",
         "openai_gelu": False,
         "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": False,
+        "add_qkv_bias": model.qkv_bias,
+        **_rope_args(model.rope_scaling),
         "qk_layernorm": model.qk_layernorm,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "init_method_std": model.init_method_std,
         "window_size": (model.sliding_window - 1, 0) if model.sliding_window else None,
+        "window_attn_skip_freq": model.window_attn_skip_freq,
         "softmax_type": "vanilla",
         "num_experts": None,
         "special_tokens": None,
@@ -166,8 +179,9 @@ def core_tensors(spec: ModelSpec, ours: Mapping[str, Tensor]) -> Iterator[tuple[
             for norm in ("q_layernorm", "k_layernorm") if model.qk_layernorm else ():
                 name = f"self_attention.{norm}.{end}"
                 yield f"{new}.{name}", ours[f"{old}.{name}"]
-        for end in ends:
+        for end in ("weight", "bias") if model.qkv_bias else ("weight",):
             yield f"{new}.self_attention.linear_qkv.{end}", _qkv(spec, ours, old, end)
+        for end in ends:
             dense, up = ours[f"{old}.self_attention.dense.{end}"], f"{old}.mlp.dense_h_to_4h"
             yield f"{new}.self_attention.linear_proj.{end}", dense
             halves = [f"{up}_gate.{end}"] if model.gated else []

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.config.rope import LinearRope, Llama3Rope, RopeScaling
 from megacore.convert.imported import import_model, open_from_megatron
 from megacore.convert.source import CheckpointTensors
 from tests.convert._megatron_core import ITERATION, core_args, core_state, write_core, written_core
@@ -16,7 +17,10 @@ QUERY_NORMS = {"qk_layernorm": True, "kv_channels": 16}
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt", "gpt-gated", "gpt-sizes", "llama", "no-positions", "bert", "bert-no-binary-head"],
+    [
+        *("gpt", "gpt-gated", "gpt-sizes", "llama", "llama3", "no-positions"),
+        *("bert", "bert-no-binary-head"),
+    ],
 )
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_element_has_its_place(tmp_path: Path, name: str, tensor: int) -> None:
@@ -46,6 +50,7 @@ def test_every_element_has_its_place(tmp_path: Path, name: str, tensor: int) -> 
         ("llama", {"model": QUERY_NORMS, "tensor": 2}),
         ("gpt", {"model": {"qk_layernorm": True}}),
         ("llama", {"model": {"sliding_window": 7}}),
+        ("llama", {"model": {"sliding_window": 7, "window_attn_skip_freq": 2}}),
     ],
 )
 def test_every_version_of_the_form_is_read(
@@ -57,6 +62,27 @@ def test_every_version_of_the_form_is_read(
     assert opened.tensors.keys() == ours.keys()
     assert opened.spec.model.qk_layernorm == spec.model.qk_layernorm
     assert opened.spec.model.sliding_window == spec.model.sliding_window
+    assert opened.spec.model.window_attn_skip_freq == spec.model.window_attn_skip_freq
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"use_rope_scaling": True}, Llama3Rope(kind="llama3", factor=8.0)),
+        (
+            {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+            Llama3Rope(kind="llama3", factor=32.0),
+        ),
+        ({"rotary_seq_len_interpolation_factor": 4}, LinearRope(kind="linear", factor=4.0)),
+        ({"rotary_seq_len_interpolation_factor": 1}, None),
+    ],
+)
+def test_scaled_rotary_positions_are_those_of_the_args(
+    tmp_path: Path, args: dict[str, Any], expected: RopeScaling | None
+) -> None:
+    _, ours, spec = written_core(tmp_path / "base", "llama")
+    write_core(tmp_path / "scaled", core_state(spec, ours), core_args(spec, **args))
+    assert open_from_megatron(tmp_path / "scaled").spec.model.rope_scaling == expected
 
 
 def test_half_precision_is_read_as_float32_with_a_remark(tmp_path: Path) -> None:

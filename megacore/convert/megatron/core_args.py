@@ -45,7 +45,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spec": (),
     "squared_relu": (),
     "use_mup": (),
-    "window_attn_skip_freq": (),
 }
 """Arguments that our models support only with a false value, null or one of these values. Each
 changes what the model computes."""
@@ -67,8 +66,6 @@ def core_spec(
         for name, neutral in NEUTRAL.items()
         if args.get(name) and args[name] not in neutral
     ]
-    if args.get("add_qkv_bias") and not args.get("add_bias_linear", True):
-        used.append("add_qkv_bias True without other biases")
     if used:
         raise ConversionError(
             f"{where} was trained with {', '.join(used)}, which no model of megacore has"
@@ -85,7 +82,10 @@ def core_spec(
 
 
 def _window(args: Mapping[str, Any], where: Path) -> dict[str, int]:
-    """Return our sliding_window, which counts the token itself and its window's left part."""
+    """Return our sliding_window, which counts the token itself and its window's left part.
+
+    Every n-th layer has no window, here as in Megatron core, with window_attn_skip_freq n.
+    """
     window = args.get("window_size")
     if not window:
         return {}
@@ -104,7 +104,15 @@ def _window(args: Mapping[str, Any], where: Path) -> dict[str, int]:
             f"{where} was trained with window_size {tuple(window)!r}, in which tokens attend to "
             "later ones, which no GPT of megacore does"
         )
-    return {} if left < 0 else {"sliding_window": left + 1}
+    skip = args.get("window_attn_skip_freq")
+    if skip is not None and (type(skip) is not int or skip < 1):
+        raise ConversionError(
+            f"{where} was trained with window_attn_skip_freq {skip!r}: models of megacore have a "
+            "window in all layers, or in all but every n-th"
+        )
+    if left < 0 or skip == 1:
+        return {}
+    return {"sliding_window": left + 1} | ({"window_attn_skip_freq": skip} if skip else {})
 
 
 def core_remarks(args: Mapping[str, Any]) -> tuple[str, ...]:
