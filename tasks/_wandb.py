@@ -124,6 +124,11 @@ class WandbRun:
     def _finish(self, failed: bool) -> None:
         self._attempt()
         self._close(failed=failed)
+        with suppress(Exception):
+            import wandb
+
+            # Its service writes files after a run's end, and may be killed with this process.
+            wandb.teardown()
 
     def _close(self, *, failed: bool) -> None:
         run, self._run = self._run, None

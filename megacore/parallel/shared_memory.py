@@ -188,9 +188,18 @@ class MessageMemory:
         descriptor = _create_file(secret, length)  # open, for the receiver, as long as the slots
         identity = (os.getpid(), descriptor, secret, length)
         slots = _Slots(mmap.mmap(descriptor, length), self._count, capacity, identity)
-        weakref.finalize(slots, os.close, descriptor)
+        weakref.finalize(slots, _close_if_read, descriptor, slots.memory, self._count)
         self._outgoing[destination] = slots
         return slots
+
+
+def _close_if_read(descriptor: int, memory: mmap.mmap, count: int) -> None:
+    """Close the file of a sender's slots, unless the receiver has yet to read one of them.
+
+    It may not have mapped the file yet. Such a file stays until this process ends.
+    """
+    if not any(memory[:count]):
+        os.close(descriptor)
 
 
 def _create_file(secret: int, length: int) -> int:

@@ -186,6 +186,9 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "DataConfig.split": ["5,3,2"],
         "DataConfig.fim": [{"rate": 0.3}],
         "ModelConfig.max_position_embeddings": [4096],
+        "ModelConfig.rope_scaling": [{"kind": "linear", "factor": 2.0}],
+        "LongRope.short_factor": [[2.0] * 16],
+        "LongRope.long_factor": [[2.0] * 16],
         **{f"FimConfig.{name}_token": ["<x>"] for name in ("prefix", "middle", "suffix")},
         "TrainConfig.pretrained_checkpoint": [files("b/checkpoint")],
         "TrainConfig.profile": [{"from": 1, "to": 2}],
@@ -229,6 +232,8 @@ def kinds(files: Files) -> list[dict[str, Any]]:
         {"kind": "train-wordpiece"},
         {"kind": "train-wordpiece", "vocab_extra_ids": 200},
         {"kind": "hf", "name": "some/other"},
+        {"kind": "linear", "factor": 3.0},
+        {"kind": "llama3", "factor": 3.0},
         {"kind": "files", "train": rows},
         {"kind": "hub", "dataset": "some/others"},
         {"kind": "causal_lm"},
@@ -398,6 +403,30 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
     parts = {"launch__nproc_per_node": 4, "parallel__pipeline_model_parallel_size": 2}
     yield base("gpt2-tiny", **parts, parallel__tensor_model_parallel_size=2), "parallel"
     yield base("llama-tiny"), "model"
+    factors = [1.0] * 16
+    for scaling in (
+        {"kind": "linear", "factor": 2.0},
+        {"kind": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
+        {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        {
+            "kind": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 2.0,
+        },
+        {"kind": "llama3", "factor": 2.0},
+        {
+            "kind": "longrope",
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": factors,
+            "long_factor": factors,
+        },
+    ):
+        yield base("llama-tiny", model__rope_scaling=scaling), "model"
+    windows = {"model__sliding_window": 64, "model__window_attn_skip_freq": 2}
+    yield base("llama-tiny", model__qk_layernorm=True, **windows), "model"
     yield base("bert-tiny", data__tokenizer=words), "model data"
     yield base("bert-tiny", data__tokenizer={"kind": "train-wordpiece"}), "data"
     yield base("t5-tiny", data__tokenizer__vocab_extra_ids=100, **parts), "model data parallel"

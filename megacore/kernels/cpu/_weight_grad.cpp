@@ -28,8 +28,8 @@ constexpr std::ptrdiff_t kTall = 8;    // columns of dy in a panel, rows of a ti
 constexpr std::ptrdiff_t kWide = 32;   // columns of x in a panel, and of a tile
 // Pairs of rows that are multiplied at a time, so that a panel of x stays in the first cache.
 constexpr std::ptrdiff_t kMostPairs = 256;
-// Parts of so many pairs that are packed at a time, so that a task's panels of dy stay in the second
-// cache.
+// Parts of that many pairs that are packed at a time, so that a task's panels of dy stay in the
+// second cache.
 constexpr std::ptrdiff_t kMostParts = 4;
 constexpr std::ptrdiff_t kAlignment = 64;
 // Pairs between panels of dy, so that they do not conflict in the cache.
