@@ -309,9 +309,12 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     ):
         if key not in settings:
             draft.put(name, default, DEFAULT)
+    _linear(settings, draft)
     fraction = settings.get("lr_decay_fraction")
     share = number_of(fraction, draft, "optim.lr_decay_iters")
-    if fraction is not None and share is not None:
+    if fraction is not None and "optim.lr_decay_iters" in draft.values:
+        draft.ignore(fraction, "lr_decay_iters decides it")
+    elif fraction is not None and share is not None:
         draft.put("optim.lr_decay_iters", int(share * draft.get("train.train_iters", 0)), fraction)
     factor = settings.get("checkpoint_factor")
     interval = number_of(factor, draft, "checkpoint.save_interval")
@@ -322,6 +325,21 @@ def _schedule(settings: Settings, draft: Draft) -> None:
     recompute = settings.get("checkpoint_activations")
     if recompute is not None:
         draft.put("train.recompute", "full" if recompute.value else "none", recompute)
+
+
+def _linear(settings: Settings, draft: Draft) -> None:
+    """Refuse a linear decay that ends above zero: NeoX decays to zero and stops at min_lr."""
+    lowest = settings.get("min_lr")
+    if (
+        lowest is not None
+        and draft.get("optim.min_lr", 0.0) > 0
+        and draft.get("optim.lr_decay_style") == "linear"
+    ):
+        draft.refuse(
+            settings.get("lr_decay_style") or lowest,
+            f"a linear decay to 0 that stops at min_lr {draft.get('optim.min_lr')}",
+            "lr_decay_style cosine, or min_lr 0",
+        )
 
 
 def _data(settings: Settings, draft: Draft) -> None:
@@ -424,7 +442,6 @@ def neox_model(settings: Settings, replicas_batch: int) -> ForeignModel | None:
             multiple=int(_value(settings, "make_vocab_size_divisible_by", 128))
             * int(_value(settings, "model_parallel_size", 1)),
             batch=replicas_batch,
-            qk_norm=bool(_value(settings, "use_qk_layernorm", False)),
         )
     except (ValueError, TypeError, ArithmeticError):
         return None

@@ -51,7 +51,9 @@ TABLE: dict[str, Rule] = {
     "layernorm_epsilon": Joint("it decides the norms' epsilon"),
     "rms_norm_epsilon": Joint("it decides the norms' epsilon"),
     "scalenorm_epsilon": NoEffect("it is for scalenorm"),
-    "use_qk_layernorm": To("model.qk_layernorm", switch),
+    "use_qk_layernorm": Absent(
+        "one norm that queries and keys share", "model.qk_layernorm, a norm for each"
+    ),
     "pos_emb": Choice(
         "model.position_embedding_type",
         {"learned": "learned_absolute", "rotary": "rope", "alibi": "alibi", "none": "none"},

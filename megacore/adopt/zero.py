@@ -68,6 +68,11 @@ _BLOCKS = (
     "monitor_config.",
 )
 """Blocks of reports and of memory, which change no result."""
+_OWN = {
+    "optimizer": "the program passes its own optimizer",
+    "scheduler": "the program passes its own schedule (old versions of DeepSpeed took the JSON's)",
+}
+"""Blocks that DeepSpeed does not read if a program passes these objects itself."""
 
 
 def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -> None:
@@ -82,7 +87,7 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
         return
     stage = number_of(flag, draft, "deepspeed.zero_stage")
     if json is not None and path is not None:
-        read_json(draft, json, path.place, word(first(path)))
+        read_json(draft, json, path.place, word(first(path)), own_optimizer=True)
     elif path is not None:
         draft.remarks.append(
             f"{path}: this file was not found; give it as another FILE, so that it is read too"
@@ -148,10 +153,24 @@ def put_stage(
         draft.done.add(name)
 
 
-def read_json(draft: Draft, content: Mapping[str, Any], place: Place, name: str) -> None:
+def read_json(
+    draft: Draft,
+    content: Mapping[str, Any],
+    place: Place,
+    name: str,
+    *,
+    own_optimizer: bool = False,
+) -> None:
     """Give each key of DeepSpeed's JSON its place in the draft.
 
     A value that a flag has set already is compared with it.
+
+    Args:
+        draft: draft to fill.
+        content: the JSON.
+        place: where the JSON is named.
+        name: name of the JSON.
+        own_optimizer: True if the program gives DeepSpeed its own optimizer and schedule.
     """
     for key, value in leaves(content):
         setting = Setting(key, value, place)
@@ -167,6 +186,8 @@ def read_json(draft: Draft, content: Mapping[str, Any], place: Place, name: str)
                 draft.refuse(setting, *blocks)
             else:
                 draft.ignore(setting, "its block is refused")
+        elif own_optimizer and key.startswith(("optimizer.", "scheduler.")):
+            draft.ignore(setting, _OWN[key.split(".")[0]])
         elif value in ("auto", None):
             draft.ignore(setting, "the value is left to the configuration")
         else:

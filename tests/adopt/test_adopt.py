@@ -322,6 +322,17 @@ def test_curriculum_learning_of_the_json_is_refused(tmp_path: Path) -> None:
     assert "curriculum learning" in refusals(adopted(tmp_path, "ds.sh", text))[0]
 
 
+def test_megatron_passes_its_own_optimizer_to_deepspeed(tmp_path: Path) -> None:
+    own = '"optimizer": {"type": "Lion", "params": {"lr": 7.0, "betas": [0.1, 0.2]}}'
+    text = DEEPSPEED_SCRIPT.replace(
+        '"steps_per_print": 10', f'{own}, "scheduler": {{"type": "WarmupLR"}}'
+    )
+    result = adopted(tmp_path, "ds.sh", text)
+    optim = config_of(tmp_path, result).optim
+    assert (optim.lr, optim.adam_beta1, optim.adam_beta2) == (3e-4, 0.9, 0.999)
+    assert "the program passes its own optimizer" in result.text
+
+
 def test_neox_gated_widths_are_neoxs(tmp_path: Path) -> None:
     model = NEOX_MODEL.replace(
         '"norm": "layernorm"',
@@ -357,11 +368,21 @@ def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
         ('"norm": "layernorm"', '"use_bias_in_mlp": false', "biases in some linear layers"),
         ('"norm": "layernorm"', '"no_such_key": 8', "unknown here"),
         ('"pos-emb": "rotary"', '"pos-emb": "sinusoidal"', "these positions"),
+        ('"norm": "layernorm"', '"use_qk_layernorm": true', "one norm that queries and keys share"),
+        ('"lr-decay-style": "cosine"', '"lr-decay-style": "linear"', "stops at min_lr 6e-05"),
+        ('"lr-decay-style": "cosine", ', "", "stops at min_lr 6e-05"),
     ],
 )
 def test_neox_features_that_are_absent(tmp_path: Path, old: str, new: str, feature: str) -> None:
     result = adopted(tmp_path, "a.yml", NEOX_MODEL.replace(old, new), NEOX_PATHS)
     assert any(feature in text for text in refusals(result))
+
+
+def test_neox_takes_iterations_of_decay_before_a_fraction(tmp_path: Path) -> None:
+    text = NEOX_MODEL.replace('"warmup"', '"lr_decay_fraction": 0.5, "warmup"')
+    assert config_of(tmp_path, adopted(tmp_path, "a.yml", text)).optim.lr_decay_iters == 1000
+    text = text.replace('"lr-decay-iters": 1000, ', "")
+    assert config_of(tmp_path, adopted(tmp_path, "a.yml", text)).optim.lr_decay_iters == 500
 
 
 @pytest.mark.parametrize(
