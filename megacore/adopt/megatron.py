@@ -44,6 +44,7 @@ def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
     _precision(settings, draft, default)
     _recompute(settings, draft)
     _intervals(settings, draft, default)
+    _mean(settings, draft)
     _start(settings, draft)
     put_data(settings, draft, family, default)
     put_tokenizer(settings, draft, family)
@@ -542,18 +543,37 @@ def _intervals(settings: Settings, draft: Draft, default: str) -> None:
             draft.ignore(setting, "Megatron reads it with --profile only")
 
 
+def _mean(settings: Settings, draft: Draft) -> None:
+    """Set the mean of the loss over a batch; only masked tokens make a difference."""
+    each, masked = settings.get("--calculate-per-token-loss"), settings.get("--eod-mask-loss")
+    if each is not None and masked is not None:
+        draft.refuse(
+            each, f"a mean over the tokens of the batch with {masked}", "one of the two flags"
+        )
+    elif each is not None:
+        draft.ignore(each, "without masked tokens both means are the same")
+
+
 def _start(settings: Settings, draft: Draft) -> None:
     """Set what a run starts from; its own checkpoints are found by themselves."""
     save, load = settings.get("--save"), settings.get("--load")
     weights = settings.get("--pretrained-checkpoint")
     if save is not None:
         draft.ignore(save, "a run has its place in the workspace, runs/KEY")
-    partial = [
+    restart = [
         setting
-        for flag in ("--finetune", "--no-load-optim", "--reset-iteration")
+        for flag in ("--finetune", "--reset-iteration")
         if (setting := settings.get(flag)) is not None
     ]
+    without = settings.get("--no-load-optim")
+    partial = restart + ([] if without is None else [without])
     if load is not None and (save is None or load.words != save.words):
+        if without is not None and not restart:
+            draft.refuse(
+                without,
+                f"it continues the iterations of {load} without the optimizer's state",
+                "--finetune, which starts from the weights",
+            )
         name = "train.pretrained_checkpoint" if partial else "resume.checkpoint"
         draft.put(name, " ".join(load.words), load, *partial)
         draft.ask(name, f"import {load.text.partition(' ')[2]} with megacore import, and name it")

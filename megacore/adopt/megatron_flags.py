@@ -125,7 +125,9 @@ MODEL: dict[str, Rule] = {
         "another deviation of embeddings", "model.init_method_std"
     ),
     "--make-vocab-size-divisible-by": Joint("it decides the padding of the vocabulary"),
-    "--padded-vocab-size": NoEffect("the size follows from the tokenizer and its padding"),
+    "--padded-vocab-size": Absent(
+        "a padded size of one's own", "model.make_vocab_size_divisible_by"
+    ),
     "--bert-no-binary-head": On("model.bert_binary_head", False),
     "--apply-residual-connection-post-layernorm": Absent(
         "residual connections after the norm", "model.norm_position post, for BERT"
@@ -179,6 +181,9 @@ TRAINING: dict[str, Rule] = {
     "--end-weight-decay": To("optim.end_weight_decay", number),
     "--weight-decay-incr-style": To("optim.weight_decay_incr_style"),
     "--apply-wd-to-qk-layernorm": Absent("decay of norms", "no decay of norms"),
+    "--no-weight-decay-cond-type": Absent(
+        "weight decay of other weights", "decay of all matrices, but not of norms and biases"
+    ),
     "--clip-grad": To("optim.clip_grad", number),
     "--adam-beta1": To("optim.adam_beta1", number),
     "--adam-beta2": To("optim.adam_beta2", number),
@@ -208,7 +213,7 @@ TRAINING: dict[str, Rule] = {
     "--grad-reduce-in-bf16": On("parallel.grad_reduce_dtype", "bf16"),
     "--fp16-lm-cross-entropy": NoEffect("the loss is always computed in fp32"),
     "--disable-bf16-reduced-precision-matmul": NoEffect("products accumulate in fp32"),
-    "--calculate-per-token-loss": NoEffect("without masked tokens both means are the same"),
+    "--calculate-per-token-loss": Joint("it decides the mean of the loss"),
     "--seed": To("seed", integer),
     "--data-parallel-random-init": Absent("different replicas", "replicas with the same weights"),
     "--eval-interval": To("train.eval_interval", integer),
@@ -403,6 +408,7 @@ DEEPSPEED: dict[str, Rule] = {
 }
 
 FAMILIES: tuple[tuple[str, Rule], ...] = (
+    (r"--export-kd-.*|--logits-load-.*", _NO_DISTILLATION),
     (r"--(kd-.*|.*-teacher)", NoEffect("it is for distillation, which --kd or --mos turns on")),
     (r"--fp[48]-(param|format|hybrid|e4m3).*|--fp8|--fp4.*|--first-last-layers-bf16", _NO_FP8),
     (r"--(no-)?fp8-.*", NoEffect("it is for fp8, which --fp8-format turns on")),
@@ -445,7 +451,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         NoEffect("it is for FSDP, which --use-megatron-fsdp turns on"),
     ),
     (
-        r"--(log|tensorboard|timing|wandb|one-logger|app-tag|otel|no-one-logger|straggler|no-log).*"
+        r"--(log-|tensorboard|timing|wandb|one-logger|app-tag|otel|no-one-logger|straggler|no-log).*"
         r"|--(logging-level|enable-one-logger|no-barrier.*|memory-snapshot-path"
         r"|record-memory-history|use-pytorch-profiler|profile-ranks|nvtx-ranges)",
         _LOGGING,
@@ -468,7 +474,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         r"flash-decode|manual-gc|empty-unused|cuda-graph|enable-cuda-graph|external-cuda-graph|"
         r"te-rng-tracker|use-te-rng|cpu-offloading|fine-grained|use-precision-aware|main-grads-dtype|"
         r"no-check-for-nan|check-for|rerun-mode|error-injection|gc-|use-transformer-engine-op|"
-        r"no-weight-decay-cond|batch-invariant|force-balance|squared-relu-fusion).*",
+        r"batch-invariant|force-balance|squared-relu-fusion).*",
         _SPEED,
     ),
     (

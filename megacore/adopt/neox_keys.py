@@ -162,6 +162,7 @@ TABLE: dict[str, Rule] = {
     "launcher": Joint("it decides the launcher"),
     "optimizer": _ZERO,
     "curriculum_learning": _ZERO,
+    "deepspeed_extra_args": Absent("keys passed on to DeepSpeed", "the same keys at the top"),
     "use_mup": _MUP,
     "autotuning": Absent("DeepSpeed's tuning", "megacore plan --search"),
     "autotuning_config": NoEffect("it is for autotuning"),
@@ -176,7 +177,10 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
     ),
     (r"te_(columnparallel|rowparallel|layernorm_mlp|mha)", _TE),
     (r"te_fp8_.*", NoEffect("it is for TransformerEngine's layers")),
-    (r"moe_.*|expert_interval", NoEffect("it is for experts, which moe_num_experts turns on")),
+    (
+        r"moe_.*|expert_interval|use_tutel",
+        NoEffect("it is for experts, which moe_num_experts turns on"),
+    ),
     (
         r"mamba_.*|dim_att|head_size|ffn_dim",
         NoEffect("it is for Mamba and RWKV, which attention_config turns on"),
@@ -192,8 +196,8 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         _KERNEL,
     ),
     (
-        r"(use_|wandb_|comet_|tensorboard|log_|profile|memory_prof|gradient_noise|steps_per_print|wall_clock|"
-        r"git_hash|peak_theo|dump_state|char_level|comms_logger|flops_profiler|deepspeed_extra_args).*",
+        r"(use_wandb|use_comet|use_shared_fs|wandb_|comet_|tensorboard|log_|profile|memory_prof|gradient_noise|steps_per_print|wall_clock|"
+        r"git_hash|peak_theo|dump_state|char_level|comms_logger|flops_profiler).*",
         _LOGGING,
     ),
     (

@@ -133,6 +133,14 @@ def test_partial_writes_the_rest_with_the_refused_flags_at_the_top(tmp_path: Pat
         ("--use-megatron-fsdp", "FSDP"),
         ("--recompute-granularity selective --recompute-modules mlp", "recomputation of these"),
         ("--lr-decay-style exponential", "this schedule"),
+        ("--save /b --load /a --no-load-optim", "it continues the iterations of --load /a"),
+        ("--padded-vocab-size 51200", "a padded size of one's own"),
+        ("--export-kd-teacher-load /t", "distillation"),
+        ("--export-kd-cfg /t.yaml", "distillation"),
+        ("--logits-load-dir /t", "distillation"),
+        ("--logits-load-kd-loss-alpha 0.5", "distillation"),
+        ("--no-weight-decay-cond-type qwen3_next", "weight decay of other weights"),
+        ("--eod-mask-loss --calculate-per-token-loss", "a mean over the tokens of the batch"),
         ("--num-attention-heads x", "x is no integer"),
         ("--micro-batch-size 3", "the result"),
     ],
@@ -208,6 +216,7 @@ def test_norms_are_parametrized_and_placed_as_in_megatron(tmp_path: Path) -> Non
 def test_values_that_request_nothing_have_no_effect(tmp_path: Path) -> None:
     flags = "--context-parallel-size 1 --num-experts 1 --optimizer adam --data-impl mmap"
     assert gpt(tmp_path, flags).outcome == "adopted"
+    assert gpt(tmp_path, "--calculate-per-token-loss --log-throughput").outcome == "adopted"
 
 
 @pytest.mark.parametrize(
@@ -367,6 +376,8 @@ def test_neox_batches_need_the_number_of_gpus(tmp_path: Path) -> None:
         ('"norm": "layernorm"', '"moe_num_experts": 8', "mixture of experts"),
         ('"norm": "layernorm"', '"use_bias_in_mlp": false', "biases in some linear layers"),
         ('"norm": "layernorm"', '"no_such_key": 8', "unknown here"),
+        ('"norm": "layernorm"', '"use_no_such_key": true', "unknown here"),
+        ('"norm": "layernorm"', '"deepspeed_extra_args": {"amp": 1}', "passed on to DeepSpeed"),
         ('"pos-emb": "rotary"', '"pos-emb": "sinusoidal"', "these positions"),
         ('"norm": "layernorm"', '"use_qk_layernorm": true', "one norm that queries and keys share"),
         ('"lr-decay-style": "cosine"', '"lr-decay-style": "linear"', "stops at min_lr 6e-05"),
