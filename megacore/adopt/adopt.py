@@ -12,7 +12,7 @@ from megacore.adopt.read import Source, read_source
 from megacore.adopt.rules import Draft, Refused
 from megacore.adopt.settings import Place, Settings
 from megacore.adopt.write import to_yaml, values_of
-from megacore.adopt.zero import put_stage, read_json
+from megacore.adopt.zero import put_scale, put_stage, read_json
 from megacore.config.load import name_of, parse_config
 from megacore.errors import ConfigError
 
@@ -142,6 +142,8 @@ def _settings_only(source: Source) -> Draft:
     place = Place(settings.entry, 1)
     if settings.program == "deepspeed":
         read_json(draft, source.json or {}, place, settings.entry)
+        if draft.get("train.precision") == "fp16":
+            put_scale(draft)
         stage = draft.values.get("deepspeed.zero_stage")
         put_stage(
             draft, int(stage.value) if stage else 0, [stage.origin if stage else settings.entry]

@@ -11,6 +11,7 @@ from megacore.adopt.megatron_flags import MEGATRON
 from megacore.adopt.rules import Draft, first, integer, number_of, sources, word
 from megacore.adopt.settings import Place, Setting, Settings
 from megacore.adopt.zero import put_zero
+from megacore.foreign.files import read_number
 
 NAMES = {"megatron": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 FAMILIES = {"pretrain_gpt": "gpt", "pretrain_bert": "bert", "pretrain_t5": "t5"}
@@ -40,6 +41,7 @@ def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
     put_zero(settings, draft, json)
     put_launch(settings, draft)
     _batches(settings, draft)
+    _compare_batches(settings, draft, json or {})
     _schedule(settings, draft, default)
     _precision(settings, draft, default)
     _recompute(settings, draft)
@@ -308,6 +310,25 @@ def _batches(settings: Settings, draft: Draft) -> None:
         for iterations, setting in lengths:
             if setting.name not in draft.done:
                 draft.ignore(setting, f"its {iterations} iterations are not reached")
+
+
+def _compare_batches(settings: Settings, draft: Draft, json: Mapping[str, Any]) -> None:
+    """Refuse batch sizes of DeepSpeed's JSON that contradict the flags."""
+    path = settings.get("--deepspeed_config") or settings.get("--deepspeed-config")
+    micro, total = (draft.values.get(f"train.{part}_batch_size") for part in ("micro", "global"))
+    if path is None or micro is None or total is None:
+        return
+    replicas = data_parallel_size(settings, draft)
+    steps = None if replicas is None else total.value / (micro.value * replicas)
+    for key, expected, origin in (
+        ("train_micro_batch_size_per_gpu", micro.value, micro.origin),
+        ("train_batch_size", total.value, total.origin),
+        ("gradient_accumulation_steps", steps, total.origin),
+    ):
+        value = read_number(json.get(key))
+        if value is not None and expected is not None and value != expected:
+            setting = Setting(key, json[key], path.place)
+            draft.refuse(setting, f"it contradicts {origin}", "the same batch in both")
 
 
 def _require(settings: Settings, draft: Draft) -> None:

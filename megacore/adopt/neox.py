@@ -15,7 +15,7 @@ from megacore.adopt.rules import (
     word,
 )
 from megacore.adopt.settings import Place, Setting, Settings
-from megacore.adopt.zero import put_stage, read_json
+from megacore.adopt.zero import put_scale, put_stage, read_json
 
 DEFAULT = "GPT-NeoX's default"
 _STRAIGHT = frozenset({"global", "flash"})
@@ -240,6 +240,8 @@ def _layout(settings: Settings, draft: Draft) -> None:
     named = settings.get("precision")
     if named is not None and named.name not in draft.done:
         draft.ignore(named, "its block says the same")
+    if draft.get("train.precision") == "fp16":
+        put_scale(draft)
 
 
 def _batches(settings: Settings, draft: Draft) -> None:

@@ -8,7 +8,7 @@ from megacore.adopt.rules import Draft, first, number_of, word
 from megacore.adopt.settings import Place, Setting, Settings
 from megacore.config.deepspeed import FIELD_BY_KEY
 from megacore.foreign.deepspeed_keys import REFUSED
-from megacore.foreign.files import leaves
+from megacore.foreign.files import leaves, read_number
 
 JSON_VALUES = {
     "gradient_clipping": "optim.clip_grad",
@@ -68,6 +68,19 @@ _BLOCKS = (
     "monitor_config.",
 )
 """Blocks of reports and of memory, which change no result."""
+_SCALE_FLAGS = {
+    "--loss-scale": "initial",
+    "--initial-loss-scale": "initial",
+    "--min-loss-scale": "minimum",
+    "--loss-scale-window": "window",
+    "--hysteresis": "hysteresis",
+}
+_DYNAMIC = frozenset(
+    f"fp16.{key}"
+    for key in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+)
+_SCALE_DEFAULTS = {"initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
+"""DeepSpeed's loss scale of fp16 without keys in the JSON."""
 _OWN = {
     "optimizer": "the program passes its own optimizer",
     "scheduler": "the program passes its own schedule (old versions of DeepSpeed took the JSON's)",
@@ -86,13 +99,15 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
                 draft.ignore(setting, "it is read with --deepspeed only")
         return
     stage = number_of(flag, draft, "deepspeed.zero_stage")
+    _ignore_scales(settings, draft)
     if json is not None and path is not None:
         read_json(draft, json, path.place, word(first(path)), own_optimizer=True)
     elif path is not None:
         draft.remarks.append(
             f"{path}: this file was not found; give it as another FILE, so that it is read too"
         )
-    _scale(settings, draft)
+    if draft.get("train.precision", "fp16" if "--fp16" in settings else "") == "fp16":
+        put_scale(draft)
     if json is not None and "gradient_clipping" not in json and "optim.clip_grad" in draft.values:
         draft.remarks.append(
             f"{path} does not say gradient_clipping, so that DeepSpeed does not clip; here "
@@ -108,16 +123,20 @@ def put_zero(settings: Settings, draft: Draft, json: Mapping[str, Any] | None) -
     put_stage(draft, int(stage or 0), origins, offload)
 
 
-def _scale(settings: Settings, draft: Draft) -> None:
-    """Set what DeepSpeed does with the loss scale, which ignores Megatron's flags."""
-    for name in ("--loss-scale", "--initial-loss-scale"):
+def _ignore_scales(settings: Settings, draft: Draft) -> None:
+    """Take back the loss scale of Megatron's flags, which DeepSpeed does not read."""
+    for name, part in _SCALE_FLAGS.items():
         setting = settings.get(name)
         if setting is not None:
-            if draft.values.get("optim.loss_scale.initial", ("", ""))[1] == str(setting):
-                del draft.values["optim.loss_scale.initial"]
+            draft.values.pop(f"optim.loss_scale.{part}", None)
             draft.ignore(setting, "DeepSpeed's JSON decides the loss scale")
-    if "--fp16" in settings and "optim.loss_scale.initial" not in draft.values:
-        draft.put("optim.loss_scale.initial", 2.0**16, "DeepSpeed's default")
+
+
+def put_scale(draft: Draft) -> None:
+    """Set what the JSON does not say about the loss scale of fp16 to DeepSpeed's defaults."""
+    for part, value in _SCALE_DEFAULTS.items():
+        if f"optim.loss_scale.{part}" not in draft.values:
+            draft.put(f"optim.loss_scale.{part}", value, "DeepSpeed's default")
 
 
 def put_stage(
@@ -227,6 +246,8 @@ def _key(draft: Draft, setting: Setting, content: Mapping[str, Any]) -> None:
             draft.put("optim.loss_scale.window", 10**9, setting)
         else:
             draft.ignore(setting, "0 requests the dynamic loss scale")
+    elif key in _DYNAMIC and read_number(content.get("fp16", {}).get("loss_scale")):
+        draft.ignore(setting, "the loss scale is constant")
     elif key == "fp16.initial_scale_power":
         draft.put("optim.loss_scale.initial", 2.0 ** int(value), setting)
     elif key == "optimizer.params.betas":

@@ -342,6 +342,37 @@ def test_megatron_passes_its_own_optimizer_to_deepspeed(tmp_path: Path) -> None:
     assert "the program passes its own optimizer" in result.text
 
 
+def test_deepspeeds_loss_scale_wins_over_the_flags(tmp_path: Path) -> None:
+    flags = "--hysteresis 4 --min-loss-scale 64 --loss-scale-window 7 --initial-loss-scale 8"
+    text = DEEPSPEED_SCRIPT.replace("--hysteresis 2", flags)
+    text = text.replace(', "initial_scale_power": 11', ', "loss_scale_window": 500')
+    scale = config_of(tmp_path, adopted(tmp_path, "ds.sh", text)).optim.loss_scale
+    shown = (scale.initial, scale.window, scale.hysteresis, scale.minimum)
+    assert shown == (2.0**16, 500, 2, 1.0)
+    constant = text.replace('"loss_scale": 0', '"loss_scale": 128')
+    scale = config_of(tmp_path, adopted(tmp_path, "ds.sh", constant)).optim.loss_scale
+    assert (scale.initial, scale.minimum, scale.window) == (128, 128, 10**9)
+    neox = NEOX_MODEL.replace(', "initial_scale_power": 12', "")
+    assert config_of(tmp_path, adopted(tmp_path, "a.yml", neox)).optim.loss_scale.initial == 2.0**16
+    alone = adopted(tmp_path, "ds.json", '{"fp16": {"enabled": true}, "train_batch_size": 8}')
+    assert config_of(tmp_path, alone).optim.loss_scale.initial == 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "both"),
+    [
+        ('batch_size_per_gpu": $MBS', 'batch_size_per_gpu": 2', "--micro-batch-size 4"),
+        ('train_batch_size": $GBS', 'train_batch_size": 64', "--global-batch-size 128"),
+        ('"steps_per_print": 10', '"gradient_accumulation_steps": 2', "--global-batch-size 128"),
+    ],
+)
+def test_batches_of_the_json_that_contradict_the_flags_are_refused(
+    tmp_path: Path, old: str, new: str, both: str
+) -> None:
+    refused = refusals(adopted(tmp_path, "ds.sh", DEEPSPEED_SCRIPT.replace(old, new)))
+    assert any(new.strip('"').replace('"', "") in text and both in text for text in refused)
+
+
 def test_neox_gated_widths_are_neoxs(tmp_path: Path) -> None:
     model = NEOX_MODEL.replace(
         '"norm": "layernorm"',
