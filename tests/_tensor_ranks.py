@@ -319,6 +319,12 @@ def _collectives(tp: ParallelGroup) -> dict[str, Tensor]:
     for number in (4, 0, 2, 1, 3):
         results[f"flight {number}"] = flights[number].wait()
     results["maximum"] = collectives.all_reduce_(x.clone(), tp, collectives.MAX)
+    for early in (True, False):
+        small = random("small", 60) * (tp.rank + 0.1)
+        large = random("large", 4000) / (tp.rank + 0.3)
+        pending = collectives.start_all_reduce(small, tp) if early else None
+        results[f"beside another {early}"] = collectives.all_reduce(large, tp)
+        (pending or collectives.start_all_reduce(small, tp)).wait()
     # Each call has another size and type than the previous one: the memory grows and the turns
     # stay in order.
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64) * 3):

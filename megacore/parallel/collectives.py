@@ -63,9 +63,15 @@ def start_all_reduce(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpTyp
     """Start `all_reduce_` asynchronously."""
     if group.size == 1:
         return Pending(group, (), lambda: x)
-    if op == SUM and (piece := _piece(x, group)):
-        pieces = torch.split(x.view(-1), piece // x.element_size())
-        return Pending(group, (), lambda: _sum_pieces(x, pieces, group))
+    if op == SUM and group.shared and group.shared.piece:
+        # Only when it is waited for, whatever its size: which sums find the memory free, and so the
+        # order of additions, would otherwise depend on the order in which they were started.
+        return Pending(group, (), lambda: _sum_pieces(x, group))
+    return _start_sum(x, group, op)
+
+
+def _start_sum(x: Tensor, group: ParallelGroup, op: dist.ReduceOp.RedOpType) -> Pending:
+    """Start a reduction, in shared memory if possible and if it is a sum."""
     if op == SUM and (
         shared := _start_shared(x, group, lambda parts: _sum_into(x, parts, group.rank))
     ):
@@ -83,7 +89,9 @@ def start_all_gather(x: Tensor, group: ParallelGroup, dim: int) -> Pending:
     """Start `all_gather` asynchronously."""
     if group.size == 1:
         return Pending(group, (), lambda: x)
-    if shared := _start_shared(x, group, lambda parts: torch.cat(list(parts), dim)):
+    if not _is_for_sums(group) and (
+        shared := _start_shared(x, group, lambda parts: torch.cat(list(parts), dim))
+    ):
         return shared
     local, dim = x.contiguous(), dim % x.dim()
     if _swaps(x, group):
@@ -108,7 +116,9 @@ def start_reduce_scatter(x: Tensor, group: ParallelGroup, dim: int) -> Pending:
     if group.size == 1:
         return Pending(group, (), lambda: x)
     assert x.shape[dim] % group.size == 0
-    if shared := _start_shared(x, group, lambda parts: _sum_of_parts(parts, group.rank, dim)):
+    if not _is_for_sums(group) and (
+        shared := _start_shared(x, group, lambda parts: _sum_of_parts(parts, group.rank, dim))
+    ):
         return shared
     parts = x.chunk(group.size, dim)
     if _swaps(x, group):
@@ -131,7 +141,7 @@ def _start_shared(
     Return None if the ranks cannot use shared memory.
     """
     memory = group.shared
-    parts = memory.put(x) if memory and not _piece(x, group) else None
+    parts = memory.put(x) if memory else None
     if memory is None or parts is None:
         return None
 
@@ -146,16 +156,17 @@ def _start_shared(
     return Pending(group, [dist.all_reduce(token, group=group.group, async_op=True)], finish)
 
 
-def _piece(x: Tensor, group: ParallelGroup) -> int | None:
-    """Return the bytes of the pieces in which `x` is to be summed in shared memory, if it is."""
-    piece = group.shared.piece if group.shared else None
-    return piece if piece and x.numel() * x.element_size() > piece else None
+def _is_for_sums(group: ParallelGroup) -> bool:
+    """Return True if the group's shared memory is for sums only, which are made in pieces."""
+    return group.shared is not None and group.shared.piece is not None
 
 
-def _sum_pieces(x: Tensor, pieces: Sequence[Tensor], group: ParallelGroup) -> Tensor:
-    """Sum the pieces of `x` over the ranks, one after another, and return `x`."""
-    for piece in pieces:
-        start_all_reduce(piece, group).wait()
+def _sum_pieces(x: Tensor, group: ParallelGroup) -> Tensor:
+    """Sum the contiguous `x` over the ranks piece by piece, and return it."""
+    assert group.shared is not None
+    assert group.shared.piece is not None
+    for piece in torch.split(x.view(-1), group.shared.piece // x.element_size()):
+        _start_sum(piece, group, SUM).wait()
     return x
 
 

@@ -246,11 +246,13 @@ def _copies(
 def _with_memory(group: ParallelGroup, piece: int | None = None) -> ParallelGroup:
     """Return the group with shared memory, which works if all its ranks are on one host.
 
-    With a `piece`, the memory is for gradients, and not for groups of many ranks.
+    With a `piece`, the memory is for gradients, and not for groups of many ranks. Their sums are
+    not started before they are waited for, so ranks that cannot share memory have none. Collective.
     """
     if group.group is None or (piece and group.size > _MOST_SUMMING):
         return group
-    return replace(group, shared=SharedMemory(group.group, group.rank, group.size, piece))
+    memory = SharedMemory(group.group, group.rank, group.size, piece)
+    return group if piece and not memory.is_possible() else replace(group, shared=memory)
 
 
 def _message_memory(pipeline: ParallelGroup) -> MessageMemory | None:

@@ -12,6 +12,7 @@ import platform
 import secrets
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,8 @@ class SharedMemory:
     ) -> None:
         """Create the slots without allocating memory.
 
-        With a `piece`, sums of more bytes are made piece by piece, when they are waited for.
+        With a `piece`, the memory is for sums, which are made in pieces of as many bytes when they
+        are waited for.
         """
         self.piece = piece
         self._group, self._rank, self._size = group, rank, size
@@ -62,6 +64,8 @@ class SharedMemory:
         if self.busy or not self._possible:
             return None
         size = x.numel() * x.element_size()
+        if not size:
+            return None
         if size > self._slots.shape[-1] and not self._grow(size):
             return None
         slots = self._slots[self._turn, :, :size].view(x.dtype).view(self._size, *x.shape)
@@ -87,14 +91,15 @@ class SharedMemory:
         length = _TURNS * self._size * capacity + _SECRET
         secret, descriptor = secrets.randbits(62), -1
         if self._rank == 0:
-            descriptor = _create_file(secret, length)
+            with suppress(OSError):  # the others then find no file
+                descriptor = _create_file(secret, length)
         file_id = torch.tensor([os.getpid(), descriptor, secret])
         dist.broadcast(file_id, group=self._group, group_src=0)
         process, opened, expected = file_id.tolist()
         memory = _map_file(process, opened, expected, length)
         mapped = torch.tensor(memory is not None, dtype=torch.uint8)
         dist.all_reduce(mapped, dist.ReduceOp.MIN, group=self._group)
-        if self._rank == 0:
+        if descriptor >= 0:
             os.close(descriptor)
         self._possible = bool(mapped)
         if memory is not None and self._possible:
@@ -151,10 +156,15 @@ class MessageMemory:
         slots = self._outgoing.get(destination)
         flags = slots.memory[: self._count] if slots else b""
         size = x.numel() * x.element_size()
+        if not size:
+            return None
         if slots is None or slots.capacity < size:
             if any(flags):
                 return None  # the receiver has yet to map the present file
-            slots, flags = self._create(destination, size), bytes(self._count)
+            try:
+                slots, flags = self._create(destination, size), bytes(self._count)
+            except OSError:  # no memory or descriptor is left
+                return None
         slot = flags.find(0)
         if slot == _NO_SLOT:
             return None
@@ -187,7 +197,12 @@ class MessageMemory:
         length, secret = _MIB + self._count * capacity + _SECRET, secrets.randbits(62)
         descriptor = _create_file(secret, length)  # open, for the receiver, as long as the slots
         identity = (os.getpid(), descriptor, secret, length)
-        slots = _Slots(mmap.mmap(descriptor, length), self._count, capacity, identity)
+        try:
+            memory = mmap.mmap(descriptor, length)
+        except OSError:
+            os.close(descriptor)
+            raise
+        slots = _Slots(memory, self._count, capacity, identity)
         weakref.finalize(slots, _close_if_read, descriptor, slots.memory, self._count)
         self._outgoing[destination] = slots
         return slots
@@ -203,10 +218,17 @@ def _close_if_read(descriptor: int, memory: mmap.mmap, count: int) -> None:
 
 
 def _create_file(secret: int, length: int) -> int:
-    """Create an anonymous file that ends with the secret; return its descriptor."""
+    """Create an anonymous file that ends with the secret; return its descriptor.
+
+    Raises OSError if the system refuses it.
+    """
     descriptor = os.memfd_create("megacore")
-    os.truncate(descriptor, length)
-    os.pwrite(descriptor, secret.to_bytes(_SECRET, "little"), length - _SECRET)
+    try:
+        os.truncate(descriptor, length)
+        os.pwrite(descriptor, secret.to_bytes(_SECRET, "little"), length - _SECRET)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -35,6 +35,13 @@ def test_sums_have_the_same_bits_on_every_rank(ranks: Ranks, way: str) -> None:
         assert torch.equal(result["maximum"], _inputs(ranks)[-1])
 
 
+def test_bits_of_sums_in_pieces_do_not_depend_on_other_sums_that_have_started(
+    ranks: Ranks,
+) -> None:
+    for result in _results(ranks, "pieces"):
+        assert torch.equal(result["beside another True"], result["beside another False"])
+
+
 @WAYS
 def test_parts_are_gathered_and_sums_are_scattered_along_any_dimension(
     ranks: Ranks, way: str
