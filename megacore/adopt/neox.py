@@ -392,7 +392,14 @@ def _start(settings: Settings, draft: Draft) -> None:
     if save is not None:
         draft.ignore(save, "a run has its place in the workspace, runs/KEY")
     tuning = tune is not None and bool(tune.value)
+    without = settings.get("no_load_optim")
     if load is not None and (tuning or save is None or load.value != save.value):
+        if without is not None and without.value and not tuning:
+            draft.refuse(
+                without,
+                f"it continues the iterations of load: {load.value} without its optimizer",
+                "train.pretrained_checkpoint starts at iteration 0, as finetune: true does",
+            )
         name = "train.pretrained_checkpoint" if tuning else "resume.checkpoint"
         draft.put(name, str(load.value), load, *([tune] if tune is not None and tuning else []))
         draft.ask(name, f"import {load.value} with megacore import, and name it")
