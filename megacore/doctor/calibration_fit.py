@@ -279,7 +279,11 @@ def _fit_links(machine: Machine, measured: Measured) -> Machine:
 
 def _link(messages: Sequence[float], sizes: Sequence[float], times: Sequence[float]) -> Link:
     latency, inverse = least_squares([messages, sizes], times)
-    return Link(gbs=1 / inverse / _GIGA if inverse else _ENDLESS, latency_us=latency * 1e6)
+    if not inverse:  # noise hid the growth with size: the largest message bounds the rate
+        size, seconds = max(zip(sizes, times, strict=True))
+        inverse = seconds / size
+        latency = min(time / count for count, time in zip(messages, times, strict=True))
+    return Link(gbs=1 / inverse / _GIGA, latency_us=latency * 1e6)
 
 
 def _passes(machine: Machine, plan: Plan) -> list[float]:

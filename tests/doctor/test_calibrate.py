@@ -1,5 +1,6 @@
 """Calibration: the fit recovers the rates of a machine, and the written file can be read."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,14 @@ def test_fit_predicts_the_times_that_it_was_given() -> None:
     ]
     assert predictions[1].compute == pytest.approx(predictions[0].compute, rel=0.01)
     assert predictions[1].optimizer == pytest.approx(predictions[0].optimizer, rel=0.01)
+
+
+def test_a_link_whose_times_do_not_grow_with_size_has_its_largest_messages_rate() -> None:
+    measured, noise = times_of(known()), [[4, 90e-6], [16384, 70e-6], [65536, 80e-6]]
+    links = dict.fromkeys(("shared", "sockets", "message"), noise)
+    fitted = fit(replace(measured, collectives=links), CPU_PLAN, load_machine("cpu"), ["made up"])
+    assert fitted.node.gbs == pytest.approx(65536 / 80e-6 / 1e9, rel=1e-3)
+    assert fitted.node.latency_us == pytest.approx(35, rel=1e-3)  # two messages in 70 us
 
 
 def test_the_written_file_is_a_hardware_file(
