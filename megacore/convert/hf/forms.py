@@ -16,8 +16,7 @@ from megacore.convert.hf import gemma2, neox, olmo2, starcoder2
 from megacore.convert.hf import gpt2 as hf_gpt2
 from megacore.convert.hf import llama as hf_llama
 from megacore.convert.hf import t5 as hf_t5
-from megacore.convert.hf.config import HfConfig
-from megacore.convert.hf.without_effect import WITHOUT_EFFECT, WITHOUT_EFFECT_IN
+from megacore.convert.hf.config import WITHOUT_EFFECT, WITHOUT_EFFECT_IN, HfConfig
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
 from megacore.foreign.files import shortened
