@@ -31,7 +31,6 @@ from megacore.convert.key_map import (
     linear,
     norm,
     output_layer,
-    queries_keys_values,
     self_attention,
 )
 from megacore.errors import ConversionError
@@ -61,46 +60,42 @@ def key_map(spec: ModelSpec, model_type: str = "llama") -> KeyMap:
 
 
 def _llama(spec: ModelSpec, ours: str, theirs: str, *, fused: bool = False) -> Entries:
+    """Return the entries of a layer; `fused` is Phi-3's one projection of each input."""
     model = spec.model
-    hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
+    hidden, inner = model.hidden_size, model.ffn_size
     attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
     mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
     if fused:
-        projections = fused_queries_keys_values(spec, attention, f"{their_attention}.qkv_proj")
-        gates: tuple[Entry | Fused, ...] = fused_rows(
-            (f"{mlp}.dense_h_to_4h_gate", f"{mlp}.dense_h_to_4h"),
-            f"{their_mlp}.gate_up_proj",
-            (inner, hidden),
-        )
-    else:
-        names = (f"{their_attention}.{part}_proj" for part in "qkv")
-        projections = queries_keys_values(spec, attention, *names)
-        gates = (
-            *linear(
-                f"{mlp}.dense_h_to_4h_gate", f"{their_mlp}.gate_proj", (inner, hidden), bias=bias
+        shape, gates = (hidden, model.attention_size), ("dense_h_to_4h_gate", "dense_h_to_4h")
+        projections: Entries = [
+            *fused_queries_keys_values(spec, attention, f"{their_attention}.qkv_proj"),
+            *linear(f"{attention}.dense", f"{their_attention}.o_proj", shape, bias=False),
+        ]
+        mlp_entries: Entries = [
+            *fused_rows(
+                tuple(f"{mlp}.{name}" for name in gates),
+                f"{their_mlp}.gate_up_proj",
+                (inner, hidden),
             ),
-            *linear(f"{mlp}.dense_h_to_4h", f"{their_mlp}.up_proj", (inner, hidden), bias=bias),
-        )
+            *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.down_proj", (hidden, inner), bias=False),
+        ]
+    else:
+        projections = self_attention(spec, attention, their_attention)
+        mlp_entries = gated_mlp(spec, mlp, their_mlp)
     entries: list[Entry | Fused] = [
         *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
         *projections,
-        *linear(
-            f"{attention}.dense",
-            f"{their_attention}.o_proj",
-            (hidden, model.attention_size),
-            bias=bias,
-        ),
         *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
-        *gates,
-        *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.down_proj", (hidden, inner), bias=bias),
+        *mlp_entries,
     ]
     if model.qk_layernorm:
-        entries += norm(
-            spec, f"{attention}.q_layernorm", f"{their_attention}.q_norm", model.head_dim
-        )
-        entries += norm(
-            spec, f"{attention}.k_layernorm", f"{their_attention}.k_norm", model.head_dim
-        )
+        for part in "qk":
+            entries += norm(
+                spec,
+                f"{attention}.{part}_layernorm",
+                f"{their_attention}.{part}_norm",
+                model.head_dim,
+            )
     return entries
 
 
