@@ -44,7 +44,7 @@ def check_resumed(config: RunConfig) -> None:
 
     Raises ConfigError, CheckpointError.
     """
-    from megacore.checkpoint.format import check_same_model, read_spec
+    from megacore.checkpoint.spec import check_same_model, read_spec
     from megacore.config.spec import ModelSpec
 
     if resumed_digest(config) is None:
@@ -113,7 +113,7 @@ def _resume_advice(
 
 
 def _has_this_model(checkpoint: Path, config: RunConfig) -> bool:
-    from megacore.checkpoint.format import check_same_model, read_spec
+    from megacore.checkpoint.spec import check_same_model, read_spec
     from megacore.config.spec import ModelSpec
 
     try:

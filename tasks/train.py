@@ -82,7 +82,7 @@ def check_pretrained(config: RunConfig) -> None:
     A checkpoint of another architecture does not fit. Its vocabulary is compared with the tokenizer
     when training starts. Raises ConfigError, CheckpointError.
     """
-    from megacore.checkpoint.format import check_same_model, read_spec
+    from megacore.checkpoint.spec import check_same_model, read_spec
     from megacore.config.spec import ModelSpec
 
     if pretrained_digest(config) is None:

@@ -10,7 +10,8 @@ from prefect.states import State
 
 from megacore.artifact import Artifact, StageKey, Workspace, file_digest
 from megacore.artifact.files import read_object, write_json
-from megacore.checkpoint.format import iteration_of, read_spec
+from megacore.checkpoint.format import iteration_of
+from megacore.checkpoint.spec import read_spec
 from megacore.cluster.hosts.elastic import choose_hosts
 from megacore.config import RunConfig
 from megacore.config.keys import key_parameters

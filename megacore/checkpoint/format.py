@@ -27,11 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from megacore.artifact.files import read_json, regular, unreadable, write_json
 from megacore.artifact.manifest import file_digest
-from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -412,105 +409,3 @@ def read_state(directory: Path, name: str = STATE_NAME) -> dict[str, Any]:
             f"{path} holds {type(state).__name__}, not an object: use another checkpoint"
         )
     return state
-
-
-MODEL_KEY = "model"
-"""Key of the checkpoint's state: the model, as JSON."""
-_RESOLVED = {
-    "num_query_groups": "query_groups",
-    "kv_channels": "head_dim",
-    "ffn_hidden_size": "ffn_size",
-    "num_decoder_layers": "decoder_layers",
-    "query_pre_attn_scalar": "attention_scalar",
-}
-"""Fields that may be unset, with the property that gives the effective value."""
-_FREE = frozenset(
-    {
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-        "residual_init_std",
-        "make_vocab_size_divisible_by",
-    }
-)
-"""Fields that matter only for training, or only for the number of rows, which is compared
-separately."""
-
-
-def read_spec(checkpoint: Path) -> ModelSpec:
-    """Return the specification of the model in a checkpoint.
-
-    Raises CheckpointError if its state cannot be read or does not contain the model.
-    """
-    state = read_state(checkpoint)
-    if MODEL_KEY not in state:
-        raise CheckpointError(
-            f"{checkpoint / STATE_NAME} does not say which model its weights are of: it was "
-            "written by an earlier version of megacore, which has to read it too"
-        )
-    try:
-        return ModelSpec.model_validate(state[MODEL_KEY])
-    except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(map(str, (MODEL_KEY, *first["loc"])))
-        raise CheckpointError(
-            f"{checkpoint / STATE_NAME} holds no model that this version of megacore knows "
-            f"({location}: {first['msg']}): read it with the version that wrote it"
-        ) from error
-
-
-def check_same_model(checkpoint: Path, saved_spec: ModelSpec, current_spec: ModelSpec) -> None:
-    """Refuse the weights of a model other than `current_spec`.
-
-    Fields that matter only for training may differ, as well as the length of a model without a
-    position table. A vocabulary may be smaller than one that is as large as its padded table: such
-    a checkpoint does not tell which rows are padding.
-
-    Raises CheckpointError with both sides of every difference.
-    """
-    differing = [
-        f"{name} is {_shown(saved)} there and {_shown(current)} here"
-        for name, saved, current in _pairs(saved_spec, current_spec)
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{checkpoint} is of another model: {', '.join(differing)}: use a "
-            "checkpoint of this model, or change the configuration"
-        )
-
-
-def _pairs(saved_spec: ModelSpec, current_spec: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each field that must be the same and is not."""
-    if saved_spec.family != current_spec.family:
-        yield "family", saved_spec.family, current_spec.family
-        return
-    unpadded = (
-        saved_spec.vocab_size == saved_spec.padded_vocab_size == current_spec.padded_vocab_size
-    )
-    if saved_spec.vocab_size != current_spec.vocab_size and not unpadded:
-        yield (
-            "the vocabulary",
-            f"{saved_spec.vocab_size} entries",
-            f"{current_spec.vocab_size} entries",
-        )
-    elif saved_spec.padded_vocab_size != current_spec.padded_vocab_size:
-        yield (
-            "the padded vocabulary",
-            f"{saved_spec.padded_vocab_size} entries",
-            f"{current_spec.padded_vocab_size} entries",
-        )
-    free = set(_FREE)
-    if current_spec.model.position_embedding_type != "learned_absolute":
-        free.add("max_position_embeddings")
-    if current_spec.family != "t5":
-        free.add("num_decoder_layers")
-    for name in type(current_spec.model).model_fields:
-        saved, current = (
-            getattr(spec.model, _RESOLVED.get(name, name)) for spec in (saved_spec, current_spec)
-        )
-        if name not in free and saved != current:
-            yield f"model.{name}", saved, current
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,9 +15,10 @@ from torch import Tensor
 import megacore
 from megacore.artifact.files import check_output, staged, write_json
 from megacore.artifact.manifest import file_digest
-from megacore.checkpoint.format import MODEL_KEY, directory_name
+from megacore.checkpoint.format import directory_name
 from megacore.checkpoint.save import save_checkpoint
 from megacore.checkpoint.shard import DeferredTensor
+from megacore.checkpoint.spec import MODEL_KEY
 from megacore.config.spec import ModelSpec
 from megacore.convert.source import PREFIX
 from megacore.convert.tokenizers import adopt_tokenizer, with_special_tokens

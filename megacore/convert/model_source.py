@@ -8,9 +8,9 @@ from megacore.checkpoint.format import (
     METADATA_NAME,
     checkpoint_directories,
     complete_checkpoints,
-    read_spec,
     verify,
 )
+from megacore.checkpoint.spec import read_spec
 from megacore.config.model import Family
 from megacore.errors import CheckpointError, ConfigError, DataFormatError
 from megacore.jobs.model import ModelSource

@@ -10,18 +10,16 @@ from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY, WEIGHTS_PR
 from megacore.checkpoint.background import CheckpointSaver, SaveFinished
 from megacore.checkpoint.collective import RankGroup, latest_complete_together, verify_together
 from megacore.checkpoint.format import (
-    MODEL_KEY,
     Marker,
-    check_same_model,
     complete_checkpoints,
     directory_name,
     finite_or_none,
     iteration_of,
-    read_spec,
     read_state,
     reading,
 )
 from megacore.checkpoint.retain import apply_retention, remove_stale
+from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.engine.base import Engine

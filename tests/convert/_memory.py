@@ -29,7 +29,7 @@ def main(checkpoint: str, output: str, dtype: str) -> None:
     """Export twice; code and caches that the first export loads are not counted."""
     import torch
 
-    from megacore.checkpoint.format import read_spec
+    from megacore.checkpoint.spec import read_spec
     from megacore.convert.hf.write import write_model
     from megacore.convert.source import CheckpointTensors
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megacore.artifact.files import write_json
-from megacore.checkpoint.format import read_spec, verify
+from megacore.checkpoint.format import verify
 from megacore.checkpoint.load import load_checkpoint, read_tensors
+from megacore.checkpoint.spec import read_spec
 from megacore.convert.deepspeed.read import read_deepspeed
 from megacore.convert.imported import import_model, open_from_deepspeed
 from megacore.errors import CheckpointError, ConversionError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint.format import read_spec
+from megacore.checkpoint.spec import read_spec
 from megacore.convert import load_model, open_export
 from megacore.convert.exported import export_hf, open_source
 from megacore.convert.hf.directory import HfTensors

@@ -12,9 +12,10 @@ import yaml
 
 from megacore.artifact import Manifest, StageKey, build_artifact, open_artifact
 from megacore.artifact.manifest import MANIFEST_NAME
-from megacore.checkpoint.format import MODEL_KEY, latest_complete, read_spec, read_state, verify
+from megacore.checkpoint.format import latest_complete, read_state, verify
 from megacore.checkpoint.load import read_tensors
 from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.spec import MODEL_KEY, read_spec
 from megacore.config.hostfile import read_hostfile
 from megacore.config.load import load_config, read_config
 from megacore.config.spec import ModelSpec

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint.format import read_spec
 from megacore.checkpoint.load import read_state, read_tensors
 from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.spec import read_spec
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.errors import CheckpointError

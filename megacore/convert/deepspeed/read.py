@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.format import STATE_NAME, read_spec
+from megacore.checkpoint.format import STATE_NAME
+from megacore.checkpoint.spec import read_spec
 from megacore.config.spec import ModelSpec
 from megacore.convert.deepspeed.files import Saved, checkpoint_directory, saved_files
 from megacore.convert.deepspeed.parts import (
