@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from megacore.artifact.files import read_json
 from megacore.checkpoint.format import MARKER_NAME, METADATA_NAME
 from megacore.checkpoint.load import CheckpointReader
-from megacore.checkpoint.shard import TensorShard
+from megacore.checkpoint.shard import Rectangle, TensorShard, overlap
 from megacore.config.model import Family
 from megacore.config.spec import ModelSpec
 from megacore.convert.inert import load_inert, load_inert_bytes
@@ -43,7 +43,6 @@ from megacore.convert.megatron.table import (
     core_name,
     core_slots,
 )
-from megacore.convert.rectangles import Rectangle, overlap
 from megacore.errors import CheckpointError, ConversionError
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
