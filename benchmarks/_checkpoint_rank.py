@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.checkpoint.background import CheckpointSaver, SaveFinished
+from megacore.checkpoint.background import CheckpointSaver, SaveFinished, Shares, rectangles_of
 from megacore.checkpoint.collective import RankGroup, verify_together
 from megacore.checkpoint.load import load_checkpoint
-from megacore.checkpoint.staging import Shares, rectangles_of
 
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 LAYERS = 12

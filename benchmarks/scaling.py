@@ -24,8 +24,7 @@ from benchmarks._variants import PIPELINES, SEQ_LENGTH, WEAK, Variant
 from benchmarks._verdict import Check, table, verdict
 from benchmarks.layouts import start
 from megacore.observe.timers import exposed_communication
-from megacore.pipeline_parallel.schedules import build_schedule
-from megacore.pipeline_parallel.simulate import simulate
+from megacore.pipeline_parallel.schedules import build_schedule, simulate
 
 PARTS = ("weak", "bubble", "data")
 WEAK_GOAL = 0.8

@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from megacore.adopt.data import put_data, put_tokenizer
-from megacore.adopt.megatron_attention import put_rope_scaling, put_window
 from megacore.adopt.megatron_flags import MEGATRON
+from megacore.adopt.megatron_model import ignore_rotary, put_model
 from megacore.adopt.rules import Draft, first, integer, number_of, sources, word
 from megacore.adopt.settings import Place, Setting, Settings
 from megacore.adopt.zero import put_zero
@@ -36,7 +36,7 @@ def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
         MEGATRON.apply(setting, draft)
     default = f"{NAMES[settings.program]}'s default"
     _require(settings, draft)
-    _model(settings, draft, family, default)
+    put_model(settings, draft, family, default)
     _layout(settings, draft)
     put_zero(settings, draft, json)
     put_launch(settings, draft)
@@ -50,136 +50,9 @@ def translate(settings: Settings, json: Mapping[str, Any] | None) -> Draft:
     _start(settings, draft)
     put_data(settings, draft, family, default)
     put_tokenizer(settings, draft, family)
-    _not_rope(settings, draft)
+    ignore_rotary(settings, draft)
     MEGATRON.finish(list(settings), draft)
     return draft
-
-
-def _model(settings: Settings, draft: Draft, family: str, default: str) -> None:
-    _positions(settings, draft, family, default)
-    _mlp(settings, draft, default)
-    groups, grouped = settings.get("--num-query-groups"), settings.get("--group-query-attention")
-    if groups is not None and grouped is not None:
-        count = number_of(groups, draft, "model.num_query_groups")
-        if count is not None:
-            draft.put("model.num_query_groups", int(count), groups, grouped)
-    for setting in (groups, grouped):
-        if setting is not None and setting.name not in draft.done:
-            if setting is grouped:
-                draft.put("model.num_query_groups", 1, grouped, default)
-            else:
-                draft.ignore(setting, "Megatron reads it with --group-query-attention only")
-    one_plus = settings.get("--apply-layernorm-1p")
-    if one_plus is not None and family == "gpt":
-        draft.put("model.apply_layernorm_1p", True, one_plus)
-    elif one_plus is not None:
-        draft.ignore(one_plus, "weights of norms are not decayed: it is the same function")
-    bias = settings.get("--add-qkv-bias")
-    if bias is not None and "--disable-bias-linear" in settings:
-        draft.put("model.add_qkv_bias", True, bias)
-    elif bias is not None:
-        draft.ignore(bias, "all linear layers have biases")
-    put_window(settings, draft)
-    put_rope_scaling(settings, draft)
-    if family == "t5" and "model.init_method_std" in draft.values:
-        std = settings.get("--init-method-std")
-        del draft.values["model.init_method_std"]
-        if std is not None:
-            draft.refuse(std, "a chosen deviation for T5", "T5's own, which follow from its widths")
-    for name in ("--mask-prob", "--short-seq-prob"):
-        setting = settings.get(name)
-        if setting is None:
-            continue
-        section = {"bert": "data.masked_lm", "t5": "data.span_corruption"}.get(family)
-        key = "short_seq_prob" if name == "--short-seq-prob" else "masked_lm_prob"
-        key = "noise_density" if key == "masked_lm_prob" and family == "t5" else key
-        value = number_of(setting, draft, f"{section}.{key}")
-        if section is None:
-            draft.ignore(setting, "it is for BERT and T5")
-        elif value is not None:
-            draft.put(f"{section}.{key}", value, setting)
-
-
-def _positions(settings: Settings, draft: Draft, family: str, default: str) -> None:
-    kind, rotary = (
-        settings.get("--position-embedding-type"),
-        settings.get("--use-rotary-position-embeddings"),
-    )
-    alibi, none = (
-        settings.get("--use-alibi-position-embeddings"),
-        settings.get("--no-position-embedding"),
-    )
-    value, origins = "learned_absolute", [each for each in (kind, rotary, alibi, none) if each]
-    if kind is not None:
-        value = word(first(kind))
-    if rotary is not None:
-        value = "rope"
-    elif alibi is not None:
-        value = "alibi"
-    elif none is not None and kind is None:
-        value = "none"
-    known = {"gpt": ("learned_absolute", "rope", "alibi", "none"), "bert": ("learned_absolute",)}
-    if value not in known.get(family, ("relative",)):
-        near = {"t5": "relative", "bert": "learned_absolute"}.get(family, "rope")
-        name = origins[0] if origins else f"--position-embedding-type {value} ({default})"
-        draft.refuse(
-            name, f"positions {value} in family {family}", f"model.position_embedding_type {near}"
-        )
-        draft.done |= {each.name for each in origins}
-        draft.put("model.position_embedding_type", near, "the nearest of what is refused")
-        return
-    draft.put("model.position_embedding_type", value, *sources(*origins, default=default))
-
-
-def _not_rope(settings: Settings, draft: Draft) -> None:
-    """Note rotary flags without effect where the positions are others."""
-    if draft.get("model.position_embedding_type") == "rope":
-        return
-    for flag, name in (
-        ("--rotary-base", "model.rotary_base"),
-        ("--rotary-position-embeddings-theta", "model.rotary_base"),
-        ("--rotary-percent", "model.rotary_percent"),
-    ):
-        setting = settings.get(flag)
-        if setting is not None and name in draft.values:
-            del draft.values[name]
-            draft.ignore(setting, "the model has no rotary positions")
-
-
-def _mlp(settings: Settings, draft: Draft, default: str) -> None:
-    """Set activation and width as Megatron's arguments are completed.
-
-    The fused GELU with bias is the tanh approximation, PyTorch's own is exact.
-    """
-    swiglu, openai = settings.get("--swiglu"), settings.get("--openai-gelu")
-    unfused, exact = settings.get("--no-bias-gelu-fusion"), settings.get("--onnx-safe")
-    no_bias = settings.get("--disable-bias-linear")
-    used: list[Setting | str] = []
-    if swiglu is not None:
-        activation, used = "swiglu", [swiglu]
-    elif openai is not None:
-        activation, used = "gelu_tanh", [openai]
-    elif exact is not None:
-        activation, used = "gelu", [exact]
-    elif unfused is not None or no_bias is not None:
-        activation = "gelu"
-        used = [each for each in (unfused, no_bias) if each is not None]
-    else:
-        activation, used = "gelu_tanh", [f"{default}: the fused GELU"]
-    draft.put("model.activation", activation, *used)
-    for each in (openai, unfused, exact):
-        if each is not None and each.name not in draft.done:
-            draft.ignore(each, f"the activation is {activation}")
-    width = settings.get("--ffn-hidden-size")
-    hidden = draft.get("model.hidden_size")
-    if width is not None:
-        size = number_of(width, draft, "model.ffn_hidden_size")
-        if size is not None:
-            draft.put("model.ffn_hidden_size", int(size), width)
-    elif hidden is not None:
-        size = int((4 * hidden * 2 / 3) / 64) * 64 if activation == "swiglu" else 4 * hidden
-        rule = "int(8/3 h / 64) x 64" if activation == "swiglu" else "4 h"
-        draft.put("model.ffn_hidden_size", size, f"{default}: {rule}")
 
 
 def _layout(settings: Settings, draft: Draft) -> None:

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.adopt.conditions import Conditions, source_of
 from megacore.adopt.settings import Place, Setting
 from megacore.adopt.words import (
+    Conditions,
     Expander,
     Part,
     Variables,
     Word,
     hide_placeholders,
     show_placeholders,
+    source_of,
 )
 from megacore.artifact.files import read_bytes
 from megacore.errors import ConfigError

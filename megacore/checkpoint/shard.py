@@ -117,3 +117,16 @@ def _within(
     """Yield the rectangles of elements start..stop of one row."""
     for offsets, sizes in rectangles(start, stop, shape[1:]):
         yield [row, *offsets], [1, *sizes]
+
+
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+"""First element and lengths of a rectangle in a tensor."""
+
+
+def overlap(parts: Sequence[Rectangle]) -> bool:
+    """Return True if two rectangles have a common element."""
+    return any(
+        all(max(a, b) < min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True))
+        for index, first in enumerate(parts)
+        for second in parts[:index]
+    )

@@ -3,12 +3,17 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megacore.cli.workspace import WorkspaceOption
 from megacore.errors import ConfigError, MegacoreError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megacore.compare.report import Finding, Report
 
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -62,7 +67,6 @@ def compare(
     """
     os.environ.update(_QUIET)
     from megacore.artifact.files import write_json
-    from megacore.cli._compare_text import show
     from megacore.compare import compare_paths
     from megacore.compare.models import Options
 
@@ -84,7 +88,7 @@ def compare(
         raise typer.Exit(NOT_COMPARABLE) from None
     if json_file is not None:
         write_json(json_file, report.to_json())
-    show(report)
+    _show(report)
     if not report.equal:
         raise typer.Exit(1)
 
@@ -95,3 +99,78 @@ def _ids(sample: str) -> tuple[int, ...]:
         return tuple(int(part) for part in sample.replace(",", " ").split())
     except ValueError:
         raise ConfigError(f"--tokens is {sample!r}: give ids, as in --tokens '15 7 300'") from None
+
+
+_EFFECTS = {
+    "all": "explains the difference",
+    "part": "explains a part",
+    "nothing": "no effect on the probe",
+    "not tested": "",
+}
+_ORDER = {"all": 0, "part": 1, "not tested": 2, "nothing": 3}
+
+
+def _show(report: "Report") -> None:
+    """Print a report: both sides, the differences with their causes, the numbers, the verdict."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    for name, side in (("A", report.a), ("B", report.b)):
+        console.print(f"{name}: {_side(side)}", markup=False)
+    if report.differences:
+        _differences(console, report)
+    if report.kind == "models":
+        _model_facts(console, report.facts)
+    for remark in report.remarks:
+        console.print(f"note: {remark.sentence}", markup=False)
+    console.print(report.verdict(), markup=False, style="bold")
+
+
+def _side(side: dict[str, Any]) -> str:
+    facts = [f"{key} {value}" for key, value in side.items() if key != "path" and value is not None]
+    return f"{side['path']} ({', '.join(facts)})"
+
+
+def _differences(console: "Console", report: "Report") -> None:
+    findings = sorted(report.differences, key=lambda finding: _ORDER[finding.explains])
+    if not sys.stdout.isatty():
+        for finding in findings:
+            effect = _EFFECTS[finding.explains]
+            more = f" [{effect}]" if effect else ""
+            console.print(
+                f"{finding.subject}: {_cause(finding)}: {finding.sentence}{more}", markup=False
+            )
+        return
+    from rich.table import Table
+
+    table = Table()
+    for column in ("of", "cause", "difference", "correction"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        table.add_row(
+            finding.subject, _cause(finding), finding.sentence, _EFFECTS[finding.explains]
+        )
+    console.print(table, markup=False)
+
+
+def _cause(finding: "Finding") -> str:
+    return finding.cause.replace("_", " ")
+
+
+def _model_facts(console: "Console", facts: dict[str, Any]) -> None:
+    weights, logits = facts.get("weights"), facts.get("logits")
+    if weights is not None:
+        differing = len(weights["differing"])
+        console.print(
+            f"weights: {weights['tensors'] - differing:,} of {weights['tensors']:,} common tensors "
+            f"are equal, {len(weights['only_in_a'])} are only in A, "
+            f"{len(weights['only_in_b'])} only in B",
+            markup=False,
+        )
+    if logits is not None:
+        console.print(
+            f"logits: largest difference {logits['max_abs_difference']:.3g} (largest logit "
+            f"{logits['largest_logit']:.3g}), the same most probable token at "
+            f"{logits['same_choice']:.1%} of the positions",
+            markup=False,
+        )

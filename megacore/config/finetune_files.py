@@ -14,9 +14,8 @@ from typing import Any
 from megacore.config.finetune import FinetuneTrainConfig
 from megacore.errors import ConfigError
 from megacore.foreign.accelerate import named_json, read_accelerate
-from megacore.foreign.claims import Claim
 from megacore.foreign.deepspeed_claims import read_deepspeed
-from megacore.foreign.files import read_settings_json, read_yaml
+from megacore.foreign.files import Claim, read_settings_json, read_yaml
 
 FILES = "files"
 """Key of the validation context for the names of the files that were read."""

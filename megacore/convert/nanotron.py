@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megacore.artifact.files import read_json, regular
+from megacore.checkpoint.shard import overlap
 from megacore.config.model import ModelConfig, check_model
 from megacore.config.rope import LinearRope
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.key_map import Shape, interleaved_rows
 from megacore.convert.megatron.args import padded
-from megacore.convert.rectangles import overlap
 from megacore.errors import CheckpointError, ConversionError
 
 CONFIG_NAME = "model_config.json"

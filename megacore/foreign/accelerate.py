@@ -11,8 +11,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any
 
-from megacore.foreign.claims import Claim
-from megacore.foreign.files import nearest, read_number
+from megacore.foreign.files import Claim, nearest, read_number
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "None", "NO", {}, [], [""], ["None"])
 """Values with which a key requests nothing."""

@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megacore.foreign.claims import Claim
 from megacore.foreign.deepspeed import AcceptedKeys, read_keys
 from megacore.foreign.deepspeed_keys import AUTO, REFUSED, Key, Refused, definitions
-from megacore.foreign.files import leaves, nested
+from megacore.foreign.files import Claim, leaves, nested
 
 STAGES = {"zero2": 2, "zero3": 3, "zero3-offload": 3}
 """ZeRO stage of each value of `launch.distributed`."""

@@ -16,8 +16,13 @@ from torch import Tensor, nn
 
 from megacore.checkpoint.shard import TensorShard
 from megacore.config.optim import OptimConfig
-from megacore.data_parallel.buckets import Piece, start_all_gather_, sum_of_ranks
-from megacore.data_parallel.grad_sync import Bucket, GradSync
+from megacore.data_parallel.grad_sync import (
+    Bucket,
+    GradSync,
+    Piece,
+    start_all_gather_,
+    sum_of_ranks,
+)
 from megacore.kernels.adamw import AdamTensors, Hyperparameters
 from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.parallel.collectives import Pending

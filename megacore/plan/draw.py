@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError, WorkspaceError
-from megacore.pipeline_parallel.schedules import Direction
-from megacore.pipeline_parallel.simulate import Span, Timeline
+from megacore.pipeline_parallel.schedules import Direction, Span, Timeline
 from megacore.plan.memory import GIB
 
 if TYPE_CHECKING:

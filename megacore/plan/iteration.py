@@ -17,8 +17,7 @@ from megacore.config.spec import ModelSpec
 from megacore.models.parameters import chunk_sizes
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
-from megacore.pipeline_parallel.schedules import build_schedule
-from megacore.pipeline_parallel.simulate import Timeline, simulate
+from megacore.pipeline_parallel.schedules import Timeline, build_schedule, simulate
 from megacore.plan.machine import MEASURED, Machine
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
 

@@ -11,8 +11,7 @@ from megacore.errors import ParallelLayoutError
 from megacore.hardware import Hardware
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
-from megacore.pipeline_parallel.schedules import max_in_flight
-from megacore.pipeline_parallel.simulate import Timeline
+from megacore.pipeline_parallel.schedules import Timeline, max_in_flight
 from megacore.plan.advice import Deployment, lighter_recompute
 from megacore.plan.layouts import layout_of, ranks_per_host
 from megacore.plan.machine import Machine

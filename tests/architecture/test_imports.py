@@ -26,7 +26,7 @@ LIGHT = (
     "megacore.launch.supervise",
     "megacore.observe.events",
     "megacore.pipeline_parallel.partition",
-    "megacore.pipeline_parallel.simulate",
+    "megacore.pipeline_parallel.schedules",
     "megacore.tokenizer",
 )
 """Modules that a task imports only to look something up, or that run next to the training."""

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megacore.checkpoint.save import save_checkpoint
 from megacore.convert.imported import import_model, open_from_megatron
-from megacore.convert.megatron.core_args import NEUTRAL
+from megacore.convert.megatron.core import NEUTRAL
 from megacore.errors import CheckpointError, ConversionError, MegacoreError
 from tests.convert._megatron import megatron_spec, weights
 from tests.convert._megatron_core import (

@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -11,11 +14,25 @@ from typing import Any
 
 import pytest
 
-from megacore.cluster.hosts.ssh import HostResult
+from megacore.cluster.hosts.ssh import HostResult, Ssh
 from megacore.config.launch import LaunchConfig
-from megacore.doctor.between import endpoint_of
-from megacore.doctor.examine import _requests, contact_of, environment_of
+from megacore.doctor.examine import (
+    ALL_PAIRS,
+    RANDOM_ROUNDS,
+    _requests,
+    contact_of,
+    endpoint_of,
+    environment_of,
+    measure_pairs,
+    pairs_of,
+    rounds_of,
+    try_ports,
+)
+from megacore.doctor.facts import Facts
+from megacore.doctor.network import ports
+from megacore.doctor.protocol import NOT_BEGUN
 from megacore.doctor.subject import RunData, Subject
+from tests.doctor._made import facts, gpu_host, probe
 from tests.hosts._rig import Rig, hosts, require_rig
 
 MEGACORE = [sys.executable, "-c", "from megacore.cli import main; main()"]
@@ -207,3 +224,228 @@ def test_endpoint_is_split_into_host_and_port() -> None:
     assert endpoint_of(None) == (None, None)
     assert endpoint_of("10.0.0.1:29500") == ("10.0.0.1", 29500)
     assert endpoint_of("head") == ("head", None)
+
+
+SECONDS = {"latency": 1e-4, "mb_1": 1e-3, "mb_64": 0.05}
+
+
+def reply(host: str, *lines: dict[str, Any], code: int = 0, errors: str = "") -> HostResult:
+    return HostResult(
+        host, code, b"".join(json.dumps(line).encode() + b"\n" for line in lines), errors
+    )
+
+
+def record_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Record the requests of each step by host; the hosts answer nothing."""
+    requests: list[dict[str, Any]] = []
+
+    def run(
+        ssh: Ssh, hosts: list[str], words: list[str], *, stdin: dict[str, bytes], timeout: float
+    ) -> list[HostResult]:
+        requests.append({host: json.loads(text) for host, text in stdin.items()})
+        return [HostResult(host, 1, b"", "") for host in hosts]
+
+    monkeypatch.setattr("megacore.doctor.examine.run_on_hosts", run)
+    return requests
+
+
+def all_reached(*hosts: Any) -> Facts:
+    """Return facts in which all hosts reached each other."""
+    base = facts(*hosts)
+    return Facts(
+        **{
+            **vars(base),
+            "reach": {host: {"value": {"listens": None, "reached": {}}} for host in base.hosts},
+        }
+    )
+
+
+def test_pair_has_the_times_of_its_first_host() -> None:
+    results = {
+        "a": reply("a", {"check": "0", "value": SECONDS, "peer": "b", "rank": 0}),
+        "b": reply("b", {"check": "0", "value": SECONDS | {"mb_64": 9.0}, "peer": "a", "rank": 1}),
+    }
+    (pair,) = pairs_of(results, [("a", "b")], facts(probe("a"), probe("b")))
+    assert (pair.latency, pair.mb_64, pair.problem) == (1e-4, 0.05, None)
+    assert pair.bandwidth() == pytest.approx(1.28)
+
+
+@pytest.mark.parametrize(
+    ("results", "problem"),
+    [
+        ((reply("a"), reply("b")), "it ended without a message"),
+        (
+            (reply("a", code=1, errors="Traceback: no"), reply("b")),
+            "the command ended with code 1: Traceback: no",
+        ),
+        (
+            (reply("a", {"check": "store", "problem": "address in use"}), reply("b")),
+            "address in use",
+        ),
+        (
+            (reply("a"), reply("b", {"check": "0", "problem": "refused\nby peer", "peer": "a"})),
+            "refused by peer",
+        ),
+        ((HostResult("a", 0, b'a warning\n{"che', ""), reply("b")), "it ended without a message"),
+    ],
+    ids=["silent", "died", "store", "other side", "cut off"],
+)
+def test_pair_that_was_not_measured_has_a_problem(
+    results: tuple[HostResult, HostResult], problem: str
+) -> None:
+    hosts = facts(probe("a"), probe("b"))
+    (pair,) = pairs_of({result.host: result for result in results}, [("a", "b")], hosts)
+    assert (pair.problem, pair.bandwidth()) == (problem, None)
+
+
+def test_pairs_meet_at_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = record_requests(monkeypatch)
+    ends = time.monotonic() + 50
+    measured = measure_pairs(
+        all_reached(probe("a"), probe("b", network={"address": "10.0.0.2"})),
+        Ssh(),
+        ends,
+        {"X": "1"},
+    )
+    a, b = requests[0]["a"], requests[0]["b"]
+    assert a["rounds"] == [
+        {"peer": "b", "address": "10.0.0.9", "port": 4002, "rank": 0, "backend": "gloo"}
+    ]
+    assert b["rounds"] == [a["rounds"][0] | {"peer": "a", "rank": 1}]
+    assert (a["environment"], a["interface"], a["local"]) == ({"X": "1"}, "eth0", False)
+    assert [pair.problem for pair in measured.pairs] == [
+        "the command ended with code 1: no message"
+    ]
+
+
+def test_gpu_hosts_use_nccl_and_measure_two_local_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = record_requests(monkeypatch)
+    hosts = all_reached(gpu_host("a"), gpu_host("b"), probe("c"))
+    hosts = Facts(**{**vars(hosts), "hosts": {"a": 8, "b": 8, "c": 1}})
+    measured = measure_pairs(hosts, Ssh(), time.monotonic() + 50, {})
+    backends = {(pair.first, pair.second): pair.backend for pair in measured.pairs}
+    assert backends == {
+        ("a", "a"): "nccl",
+        ("b", "b"): "nccl",
+        ("a", "b"): "nccl",
+        ("a", "c"): "gloo",
+        ("b", "c"): "gloo",
+    }
+    assert [requests[0][host]["local"] for host in "abc"] == [True, True, False]
+
+
+def test_pairs_without_enough_time_are_reported_as_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = record_requests(monkeypatch)
+    measured = measure_pairs(all_reached(probe("a"), probe("b")), Ssh(), time.monotonic() + 5, {})
+    assert requests == []
+    assert [pair.problem for pair in measured.pairs] == [NOT_BEGUN]
+
+
+def test_hosts_without_torch_are_left_out_of_the_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = record_requests(monkeypatch)
+    hosts = all_reached(probe("a"), probe("b"), probe("c", torch=None))
+    measured = measure_pairs(hosts, Ssh(), time.monotonic() + 50, {})
+    assert set(requests[0]) == {"a", "b"}
+    assert [(pair.first, pair.second) for pair in measured.pairs] == [("a", "b")]
+
+
+def test_ports_without_enough_time_are_a_warning_for_all_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = record_requests(monkeypatch)
+    tried = try_ports(facts(probe("a"), probe("b")), Ssh(), time.monotonic() + 5)
+    assert requests == []
+    assert {host: answer["problem"] for host, answer in tried.reach.items()} == {
+        "a": NOT_BEGUN,
+        "b": NOT_BEGUN,
+    }
+    finding = ports(tried)
+    assert finding is not None
+    assert (finding.verdict, finding.hosts) == ("warning", ("a", "b"))
+
+
+def test_ports_have_a_shorter_time_limit_than_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that gets no answer must still report the hosts that it reached."""
+    requests = record_requests(monkeypatch)
+    try_ports(facts(probe("a"), probe("b")), Ssh(), time.monotonic() + 9)
+    assert 3.0 < requests[0]["a"]["seconds"] <= 5.0
+
+
+def test_hosts_connect_to_the_first_and_the_next_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = record_requests(monkeypatch)
+    names = [f"h{number:02d}" for number in range(20)]
+    tried = try_ports(facts(*map(probe, names)), Ssh(), time.monotonic() + 50)
+    assert set(requests[0]["h05"]["targets"]) == {"h00", "h06"}
+    assert set(requests[0]["h00"]["targets"]) == {"h01"}
+    assert set(requests[0]["h19"]["targets"]) == {"h00"}
+    assert (requests[0]["h00"]["expected"], requests[0]["h05"]["expected"]) == (19, 1)
+    assert tried.master == "h00"
+    assert set(tried.reach) == set(names)
+
+
+def test_ports_are_tried_by_a_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        request = {
+            "host": "a",
+            "port": taken,
+            "expected": 1,
+            "targets": {"b": ["127.0.0.1", taken]},
+            "seconds": 5,
+        }
+        result = subprocess.run(
+            [sys.executable, "-m", "megacore.doctor.peers", "ports"],
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=30,
+            check=True,
+        )
+    value = json.loads(result.stdout)["value"]
+    assert value["listens"] == "Address already in use"
+    assert value["reached"]["b"]["problem"] is None
+
+
+def names(count: int) -> list[str]:
+    return [f"h{number:02d}" for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    "count", [0, 1, 2, 3, 4, 5, 8, ALL_PAIRS - 1, ALL_PAIRS, ALL_PAIRS + 1, 24, 65]
+)
+def test_no_host_is_in_two_pairs_of_a_round(count: int) -> None:
+    rounds = rounds_of(names(count))
+    for pairs in rounds:
+        assert pairs
+        assert max(Counter(host for pair in pairs for host in pair).values()) == 1
+    all_pairs = [pair for pairs in rounds for pair in pairs]
+    assert len(set(all_pairs)) == len(all_pairs)
+    # A pair meets at its first host.
+    assert all(first < second for first, second in all_pairs)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, ALL_PAIRS])
+def test_few_hosts_all_meet_in_the_fewest_rounds(count: int) -> None:
+    rounds = rounds_of(names(count))
+    assert sum(map(len, rounds)) == count * (count - 1) // 2
+    assert len(rounds) == (count if count % 2 else count - 1)
+
+
+@pytest.mark.parametrize("count", [ALL_PAIRS + 1, 40, 101])
+def test_many_hosts_meet_their_neighbours_and_random_others(count: int) -> None:
+    rounds = rounds_of(names(count))
+    assert len(rounds) <= 3 + RANDOM_ROUNDS
+    met = Counter(host for pairs in rounds for pair in pairs for host in pair)
+    assert set(met) == set(names(count))
+    assert min(met.values()) >= 3
+    all_pairs = {pair for pairs in rounds for pair in pairs}
+    assert {
+        ("h00", "h01"),
+        (f"h{count - 2:02d}", f"h{count - 1:02d}"),
+        ("h00", f"h{count - 1:02d}"),
+    } <= all_pairs

@@ -266,7 +266,7 @@ def _evaluate(config: Any, engine: Any, mesh: Any, record: Record) -> None:
 
 def _save(engine: Any, record: Record) -> None:
     """Copy the tensors of a checkpoint to the host."""
-    from megacore.checkpoint.staging import HostBuffers, rectangles_of
+    from megacore.checkpoint.background import HostBuffers, rectangles_of
 
     buffers = HostBuffers()
     memory = fake_cuda.real_tensors(HostBuffers, "_allocate")

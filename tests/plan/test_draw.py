@@ -9,8 +9,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from megacore.errors import ConfigError, WorkspaceError
-from megacore.pipeline_parallel.schedules import build_schedule
-from megacore.pipeline_parallel.simulate import Timeline, simulate
+from megacore.pipeline_parallel.schedules import Timeline, build_schedule, simulate
 from megacore.plan.draw import draw, schedule_figure
 
 INTERLEAVED = simulate(build_schedule("1f1b", 4, 8, 2))

@@ -8,8 +8,7 @@ import pytest
 
 from megacore.config import load_config
 from megacore.pipeline_parallel.partition import chunks_of
-from megacore.pipeline_parallel.schedules import build_schedule
-from megacore.pipeline_parallel.simulate import simulate
+from megacore.pipeline_parallel.schedules import build_schedule, simulate
 from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Link, Machine, load_machine

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,12 +12,11 @@ from megacore.config.model import MOST_LAYERS, Family, ModelConfig, check_model
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.convert.counterparts import COUNTERPARTS, Counterpart, by_architecture, counterpart
 from megacore.convert.hf import bert as hf_bert
-from megacore.convert.hf import gemma2, neox, olmo2, starcoder2
 from megacore.convert.hf import gpt2 as hf_gpt2
 from megacore.convert.hf import llama as hf_llama
+from megacore.convert.hf import neox
 from megacore.convert.hf import t5 as hf_t5
-from megacore.convert.hf.config import HfConfig
-from megacore.convert.hf.without_effect import WITHOUT_EFFECT, WITHOUT_EFFECT_IN
+from megacore.convert.hf.config import WITHOUT_EFFECT, WITHOUT_EFFECT_IN, HfConfig
 from megacore.convert.key_map import KeyMap
 from megacore.errors import ConversionError
 from megacore.foreign.files import shortened
@@ -67,20 +66,15 @@ class HfForm:
         return name
 
 
-def _llama_like(module: ModuleType) -> HfForm:
-    """Return the format of a class whose weights have Llama's prefix and head."""
-    return HfForm(
-        module.key_map,
-        module.write_config,
-        module.read_config,
-        module.module_pairs,
-        prefix="model.",
-        copies={"lm_head.weight": "model.embed_tokens.weight"},
-        ignored=r"\.rotary_emb\.inv_freq$",
-    )
-
-
-_LLAMA = _llama_like(hf_llama)
+_LLAMA = HfForm(
+    hf_llama.key_map,
+    hf_llama.write_config,
+    hf_llama.read_config,
+    hf_llama.module_pairs,
+    prefix="model.",
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=r"\.rotary_emb\.inv_freq$",
+)
 _BERT = HfForm(
     hf_bert.key_map,
     hf_bert.write_config,
@@ -109,10 +103,10 @@ FORMS: Mapping[str, HfForm] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "phi3": replace(_LLAMA, key_map=hf_llama.fused_key_map),
-    "gemma2": _llama_like(gemma2),
-    "olmo2": _llama_like(olmo2),
-    "starcoder2": _llama_like(starcoder2),
+    **{
+        model_type: replace(_LLAMA, key_map=partial(hf_llama.key_map, model_type=model_type))
+        for model_type in ("phi3", "gemma2", "olmo2", "starcoder2")
+    },
     "gpt_neox": HfForm(
         neox.key_map,
         neox.write_config,

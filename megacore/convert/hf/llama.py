@@ -2,12 +2,19 @@
 
 These are LlamaForCausalLM, MistralForCausalLM with a sliding window (Jiang et al. 2023),
 Qwen2ForCausalLM with biases of queries, keys and values (Yang et al. 2024), Qwen3ForCausalLM with
-normalized queries and keys (Yang et al. 2025), and Phi3ForCausalLM with fused projections (Abdin et
-al. 2024).
+normalized queries and keys (Yang et al. 2025), Phi3ForCausalLM with fused projections (Abdin et al.
+2024), Gemma2ForCausalLM with norms before and after each branch (Riviere et al. 2024),
+Olmo2ForCausalLM with norms after each branch (Walsh et al. 2024), and Starcoder2ForCausalLM with
+LayerNorm and a plain MLP (Lozhkov et al. 2024). They share names of modules and keys of
+config.json.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from megacore.config.model import MOST_LAYERS
 from megacore.config.rope import LongRope
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import counterpart
@@ -20,75 +27,149 @@ from megacore.convert.key_map import (
     embedding,
     fused_queries_keys_values,
     fused_rows,
+    gated_mlp,
     linear,
     norm,
     output_layer,
-    queries_keys_values,
+    self_attention,
 )
+from megacore.errors import ConversionError
+
+Entries = Sequence[Entry | Fused]
+
+_SANDWICH_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+"""transformers' names of our norms before and after each branch. Our `post_attention_layernorm` is
+before the MLP, as in Megatron-LM; transformers' is after attention."""
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def key_map(spec: ModelSpec) -> KeyMap:
-    """Build the table of a model with rotary positions, RMSNorm and a gated MLP."""
-    return _table(spec, fused=False)
-
-
-def fused_key_map(spec: ModelSpec) -> KeyMap:
-    """Build the table of Phi-3, which fuses the projections that read the same input."""
-    return _table(spec, fused=True)
-
-
-def _table(spec: ModelSpec, *, fused: bool) -> KeyMap:
+def key_map(spec: ModelSpec, model_type: str = "llama") -> KeyMap:
+    """Build the table of the weights of a class."""
+    layer_entries = _LAYERS.get(model_type, _llama)
     entries: list[Entry | Fused] = [embedding(spec, "model.embed_tokens.weight")]
     for layer in range(spec.model.num_layers):
-        ours, theirs = f"encoder.layers.{layer}", f"model.layers.{layer}"
-        entries += _layer_entries(spec, ours, theirs, fused=fused)
+        entries += layer_entries(spec, f"encoder.layers.{layer}", f"model.layers.{layer}")
     entries += norm(spec, "encoder.final_layernorm", "model.norm")
     entries += output_layer(spec, "lm_head.weight")
     return KeyMap(tuple(entries))
 
 
-def _layer_entries(spec: ModelSpec, ours: str, theirs: str, *, fused: bool) -> list[Entry | Fused]:
+def _llama(spec: ModelSpec, ours: str, theirs: str, *, fused: bool = False) -> Entries:
+    """Return the entries of a layer; `fused` is Phi-3's one projection of each input."""
     model = spec.model
-    hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
+    hidden, inner = model.hidden_size, model.ffn_size
     attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
     mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
     if fused:
-        projections = fused_queries_keys_values(spec, attention, f"{their_attention}.qkv_proj")
-        gates: tuple[Entry | Fused, ...] = fused_rows(
-            (f"{mlp}.dense_h_to_4h_gate", f"{mlp}.dense_h_to_4h"),
-            f"{their_mlp}.gate_up_proj",
-            (inner, hidden),
-        )
-    else:
-        names = (f"{their_attention}.{part}_proj" for part in "qkv")
-        projections = queries_keys_values(spec, attention, *names)
-        gates = (
-            *linear(
-                f"{mlp}.dense_h_to_4h_gate", f"{their_mlp}.gate_proj", (inner, hidden), bias=bias
+        shape, gates = (hidden, model.attention_size), ("dense_h_to_4h_gate", "dense_h_to_4h")
+        projections: Entries = [
+            *fused_queries_keys_values(spec, attention, f"{their_attention}.qkv_proj"),
+            *linear(f"{attention}.dense", f"{their_attention}.o_proj", shape, bias=False),
+        ]
+        mlp_entries: Entries = [
+            *fused_rows(
+                tuple(f"{mlp}.{name}" for name in gates),
+                f"{their_mlp}.gate_up_proj",
+                (inner, hidden),
             ),
-            *linear(f"{mlp}.dense_h_to_4h", f"{their_mlp}.up_proj", (inner, hidden), bias=bias),
-        )
+            *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.down_proj", (hidden, inner), bias=False),
+        ]
+    else:
+        projections = self_attention(spec, attention, their_attention)
+        mlp_entries = gated_mlp(spec, mlp, their_mlp)
     entries: list[Entry | Fused] = [
         *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
         *projections,
-        *linear(
-            f"{attention}.dense",
-            f"{their_attention}.o_proj",
-            (hidden, model.attention_size),
-            bias=bias,
-        ),
         *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
-        *gates,
-        *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.down_proj", (hidden, inner), bias=bias),
+        *mlp_entries,
     ]
     if model.qk_layernorm:
-        entries += norm(
-            spec, f"{attention}.q_layernorm", f"{their_attention}.q_norm", model.head_dim
-        )
-        entries += norm(
-            spec, f"{attention}.k_layernorm", f"{their_attention}.k_norm", model.head_dim
-        )
+        for part in "qk":
+            entries += norm(
+                spec,
+                f"{attention}.{part}_layernorm",
+                f"{their_attention}.{part}_norm",
+                model.head_dim,
+            )
     return entries
+
+
+def _gemma2(spec: ModelSpec, ours: str, theirs: str) -> Entries:
+    entries: list[Entry] = []
+    for our_name, their_name in _SANDWICH_NORMS.items():
+        entries += norm(spec, f"{ours}.{our_name}", f"{theirs}.{their_name}")
+    entries += self_attention(spec, f"{ours}.self_attention", f"{theirs}.self_attn")
+    return [*entries, *gated_mlp(spec, f"{ours}.mlp", f"{theirs}.mlp")]
+
+
+def _olmo2(spec: ModelSpec, ours: str, theirs: str) -> Entries:
+    """Return the entries of a layer with norms of whole queries and keys."""
+    model = spec.model
+    attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
+    keys = model.query_groups * model.head_dim
+    return [
+        *self_attention(spec, attention, their_attention),
+        *norm(spec, f"{attention}.q_layernorm", f"{their_attention}.q_norm", model.attention_size),
+        *norm(spec, f"{attention}.k_layernorm", f"{their_attention}.k_norm", keys),
+        *norm(spec, f"{ours}.post_self_attn_layernorm", f"{theirs}.post_attention_layernorm"),
+        *gated_mlp(spec, f"{ours}.mlp", f"{theirs}.mlp"),
+        *norm(spec, f"{ours}.post_mlp_layernorm", f"{theirs}.post_feedforward_layernorm"),
+    ]
+
+
+def _starcoder2(spec: ModelSpec, ours: str, theirs: str) -> Entries:
+    model = spec.model
+    hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
+    mlp, their_mlp = f"{ours}.mlp", f"{theirs}.mlp"
+    return [
+        *norm(spec, f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
+        *norm(spec, f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
+        *self_attention(spec, f"{ours}.self_attention", f"{theirs}.self_attn"),
+        *linear(f"{mlp}.dense_h_to_4h", f"{their_mlp}.c_fc", (inner, hidden), bias=bias),
+        *linear(f"{mlp}.dense_4h_to_h", f"{their_mlp}.c_proj", (hidden, inner), bias=bias),
+    ]
+
+
+_LAYERS: Mapping[str, Callable[[ModelSpec, str, str], Entries]] = {
+    "phi3": partial(_llama, fused=True),
+    "gemma2": _gemma2,
+    "olmo2": _olmo2,
+    "starcoder2": _starcoder2,
+}
+"""Functions that return the entries of a layer by `model_type`, where they are not Llama's."""
+
+
+def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
+    """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
+    pairs = [("embedding", "model.embed_tokens")]
+    for layer in range(spec.model.num_layers):
+        ours, theirs = f"encoder.layers.{layer}", f"model.layers.{layer}"
+        attention = (f"{ours}.self_attention", f"{theirs}.self_attn")
+        mlp = (f"{ours}.mlp", f"{theirs}.mlp")
+        norms = {
+            our_name: (f"{ours}.{our_name}", f"{theirs}.{their_name}")
+            for our_name, their_name in _SANDWICH_NORMS.items()
+        }
+        match spec.model.norm_position:
+            case "sandwich":
+                before, after, before_mlp, after_mlp = norms.values()
+                pairs += [before, attention, after, before_mlp, mlp, after_mlp]
+            case "reordered":
+                after, after_mlp = norms["post_self_attn_layernorm"], norms["post_mlp_layernorm"]
+                pairs += [attention, after, mlp, after_mlp]
+            case _:
+                before, before_mlp = (
+                    (f"{ours}.{name}", f"{theirs}.{name}")
+                    for name in ("input_layernorm", "post_attention_layernorm")
+                )
+                pairs += [before, attention, before_mlp, mlp]
+        pairs.append((ours, theirs))
+    return [*pairs, ("encoder.final_layernorm", "model.norm")]
 
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
@@ -97,17 +178,18 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
     The values of rotary positions are those of both transformers 4 and 5.
     """
     model, eod = spec.model, spec.special_tokens.eod
+    model_type = counterpart(spec.family, model).model_type
+    of = _CLASSES[model_type]
     values = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.query_groups,
-        "head_dim": model.head_dim,
-        "hidden_act": THEIR_ACTIVATION[model.activation],
+        of.activation_key: THEIR_ACTIVATION[model.activation],
         **write_rope(spec),
         "initializer_range": model.init_method_std,
-        "rms_norm_eps": model.layernorm_epsilon,
+        of.epsilon_key: model.layernorm_epsilon,
         "attention_dropout": model.attention_dropout,
         "bos_token_id": eod,
         "eos_token_id": eod,
@@ -121,21 +203,41 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "sliding_window": window,
         "max_window_layers": model.num_layers if window is None else 0,
     }
-    match counterpart(spec.family, model).model_type:
+    if model_type not in ("phi3", "olmo2", "starcoder2"):
+        values["head_dim"] = model.head_dim
+    match model_type:
         case "llama":
-            return values | {
-                "attention_bias": model.add_bias_linear,
-                "mlp_bias": model.add_bias_linear,
-            }
+            bias = model.add_bias_linear
+            return values | {"attention_bias": bias, "mlp_bias": bias}
         case "mistral":
             return values | {"sliding_window": window}
         case "phi3":
-            del values["head_dim"]
             return values | _phi3(spec)
         case "qwen2":
             return values | windows
-        case _:
+        case "qwen3":
             return values | {"attention_bias": False} | windows
+        case "olmo2":
+            return values | {"attention_bias": False}
+        case "starcoder2":
+            dropout = model.hidden_dropout
+            return values | {
+                "use_bias": model.add_bias_linear,
+                "sliding_window": window,
+                "residual_dropout": dropout,
+                "embedding_dropout": dropout,
+            }
+        case _:
+            kinds = (_SLIDING if model.has_window(n) else _FULL for n in range(model.num_layers))
+            return values | {
+                "attention_bias": False,
+                "query_pre_attn_scalar": model.attention_scalar,
+                "attn_logit_softcapping": model.attn_logit_softcapping,
+                "final_logit_softcapping": model.final_logit_softcapping,
+                # Gemma2Config wants a window even if no layer has it.
+                "sliding_window": window or spec.max_position_embeddings,
+                "layer_types": list(kinds),
+            }
 
 
 def _phi3(spec: ModelSpec) -> dict[str, Any]:
@@ -154,6 +256,68 @@ def _phi3(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class _Class:
+    """Names and defaults of keys in a class's config.json, where classes differ."""
+
+    positions: int
+    """Default of `max_position_embeddings`."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that occur in published files, with the only value that models here have."""
+    groups: int | None = None
+    """Default of `num_key_value_heads`; None stands for the number of heads."""
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    gated: bool = True
+    epsilon_key: str = "rms_norm_eps"
+    epsilon: float = 1e-6
+    init_std: float = 0.02
+    """Default of `initializer_range`."""
+    tied: bool = False
+    """Default of `tie_word_embeddings`."""
+
+
+_CLASSES: Mapping[str, _Class] = {
+    "llama": _Class(2048, {"pretraining_tp": 1, "rope_interleaved": False}),
+    "mistral": _Class(131072, groups=8),
+    "qwen2": _Class(32768, {"use_mrope": False}, groups=32),
+    "qwen3": _Class(32768, {"attention_bias": False}, groups=32),
+    "phi3": _Class(
+        4096,
+        {
+            "resid_pdrop": 0.0,  # ours would drop the embedding too
+            "attention_bias": False,
+            "mlp_bias": False,
+            "lm_head_bias": False,
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+        },
+        epsilon=1e-5,
+    ),
+    "gemma2": _Class(
+        8192,
+        {"attention_bias": False, "use_bidirectional_attention": False},
+        groups=4,
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        tied=True,
+    ),
+    "olmo2": _Class(2048, {"attention_bias": False}, epsilon=1e-5),
+    "starcoder2": _Class(
+        4096,
+        {"mlp_type": "default", "norm_type": "layer_norm"},
+        groups=2,
+        activation="gelu_pytorch_tanh",
+        gated=False,
+        epsilon_key="norm_epsilon",
+        epsilon=1e-5,
+        init_std=0.018042,
+        tied=True,
+    ),
+}
+"""Classes by `model_type`."""
+
+
 def read_config(config: HfConfig) -> dict[str, Any]:
     """Translate config.json to values of `ModelConfig`.
 
@@ -161,68 +325,98 @@ def read_config(config: HfConfig) -> dict[str, Any]:
         ConversionError: if our models do not support a value.
     """
     model_type = config.get("model_type", str)
+    of = _CLASSES[model_type]
+    for key, value in of.fixed.items():
+        config.refuse_unless(key, value)
     heads = config.get("num_attention_heads", int)
     hidden = config.get("hidden_size", int)
-    bias = model_type == "llama" and config.get("attention_bias", bool, False)
-    for key, value in _FIXED[model_type].items():
-        config.refuse_unless(key, value)
-    if model_type == "llama":
-        config.refuse_unless("mlp_bias", bias)
-    head_dim = config.optional("head_dim", int)
-    if head_dim is None:
-        head_dim = 128 if model_type == "qwen3" else hidden // max(heads, 1)
     return {
         "num_layers": config.get("num_hidden_layers", int),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": _groups(config, model_type, heads),
-        "kv_channels": head_dim,
+        "kv_channels": _head_dim(config, model_type, hidden // max(heads, 1)),
         "ffn_hidden_size": config.get("intermediate_size", int),
-        "activation": config.activation("hidden_act", "silu", gated=True),
+        "activation": config.activation(of.activation_key, of.activation, gated=of.gated),
         "normalization": "rmsnorm",
-        **read_rope(config, _POSITIONS[model_type]),
-        "sliding_window": _window(config, model_type),
-        "qk_layernorm": model_type == "qwen3",
-        "add_bias_linear": bias,
-        "add_qkv_bias": model_type == "qwen2",
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, False),
+        **read_rope(config, of.positions),
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, of.tied),
         "hidden_dropout": 0.0,
         "attention_dropout": config.get("attention_dropout", float, 0.0),
-        "init_method_std": config.get("initializer_range", float, 0.02),
-        "layernorm_epsilon": config.get(
-            "rms_norm_eps", float, 1e-5 if model_type == "phi3" else 1e-6
-        ),
+        "init_method_std": config.get("initializer_range", float, of.init_std),
+        "layernorm_epsilon": config.get(of.epsilon_key, float, of.epsilon),
+        **_own_values(config, model_type),
     }
 
 
-_FIXED: dict[str, dict[str, Any]] = {
-    "llama": {"pretraining_tp": 1, "rope_interleaved": False},
-    "mistral": {},
-    "qwen2": {"use_mrope": False},
-    "qwen3": {"attention_bias": False},
-    "phi3": {
-        "resid_pdrop": 0.0,  # ours would drop the embedding too
-        "attention_bias": False,
-        "mlp_bias": False,
-        "lm_head_bias": False,
-        "full_attn_mod": 1,
-        "interpolate_factor": 1,
-    },
-}
-"""Keys that occur in published files, with the only value that models here have."""
-_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "phi3": 4096}
-"""Defaults of `max_position_embeddings` by `model_type`."""
-_GROUPS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-"""Defaults of `num_key_value_heads` by `model_type`, where not the number of heads."""
+def _own_values(config: HfConfig, model_type: str) -> dict[str, Any]:
+    """Return the values of `ModelConfig` that only some classes have."""
+    match model_type:
+        case "llama":
+            bias = config.get("attention_bias", bool, False)
+            config.refuse_unless("mlp_bias", bias)
+            return {"add_bias_linear": bias}
+        case "olmo2":
+            return {
+                "norm_position": "reordered",
+                "qk_layernorm": True,
+                "qk_layernorm_scope": "projection",
+            }
+        case "starcoder2":
+            dropout = config.get("residual_dropout", float, 0.0)
+            config.refuse_unless("embedding_dropout", dropout)
+            return {
+                "normalization": "layernorm",
+                "sliding_window": config.optional("sliding_window", int),
+                "add_bias_linear": config.get("use_bias", bool, True),
+                "hidden_dropout": dropout,
+            }
+        case "gemma2":
+            layers = config.get("num_hidden_layers", int)
+            # more are refused later
+            window, skip = _gemma2_windows(config, min(layers, MOST_LAYERS))
+            return {
+                "apply_layernorm_1p": True,
+                "norm_position": "sandwich",
+                "sliding_window": window,
+                "window_attn_skip_freq": skip,
+                "query_pre_attn_scalar": config.get("query_pre_attn_scalar", int, 256),
+                "attn_logit_softcapping": _cap(config, "attn_logit_softcapping", 50.0),
+                "final_logit_softcapping": _cap(config, "final_logit_softcapping", 30.0),
+                "scale_embeddings": True,
+            }
+        case _:
+            return {
+                "sliding_window": _window(config, model_type),
+                "qk_layernorm": model_type == "qwen3",
+                "add_qkv_bias": model_type == "qwen2",
+            }
 
 
 def _groups(config: HfConfig, model_type: str, heads: int) -> int:
-    """Return the number of key-value heads; null means one for each query head."""
-    key = "num_key_value_heads"
+    """Return the number of key-value heads; in most classes, null means one for each query head."""
+    key, default = "num_key_value_heads", _CLASSES[model_type].groups
+    if model_type in ("gemma2", "starcoder2"):
+        return config.get(key, int, default)
     groups = config.optional(key, int)
     if groups is None:
-        return heads if key in config.values else _GROUPS.get(model_type, heads)
+        return heads if default is None or key in config.values else default
     return groups
+
+
+def _head_dim(config: HfConfig, model_type: str, derived: int) -> int:
+    """Return the size of a head, which some classes only derive from the widths."""
+    match model_type:
+        case "olmo2" | "starcoder2":
+            config.refuse_unless("head_dim", derived)
+            return derived
+        case "gemma2":
+            return config.get("head_dim", int, 256)
+    head_dim = config.optional("head_dim", int)
+    if head_dim is None:
+        return 128 if model_type == "qwen3" else derived
+    return head_dim
 
 
 def _window(config: HfConfig, model_type: str) -> int | None:
@@ -231,8 +425,6 @@ def _window(config: HfConfig, model_type: str) -> int | None:
     Qwen2 and Qwen3 have it from layer `max_window_layers` on, or in the layers that `layer_types`
     names.
     """
-    if model_type == "llama":
-        return None
     window = config.optional("sliding_window", int)
     if model_type == "phi3":
         return window
@@ -258,19 +450,33 @@ def _window(config: HfConfig, model_type: str) -> int | None:
     return window if first <= 0 else None
 
 
-_SLIDING = "sliding_attention"
+def _cap(config: HfConfig, key: str, default: float) -> float | None:
+    """Return a soft cap: null is none, a missing one the class's default."""
+    return config.optional(key, float) if key in config.values else default
 
 
-def module_pairs(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Return corresponding modules (ours, theirs) with equal outputs, in execution order."""
-    pairs = [("embedding", "model.embed_tokens")]
-    for layer in range(spec.model.num_layers):
-        ours, theirs = f"encoder.layers.{layer}", f"model.layers.{layer}"
-        pairs += [
-            (f"{ours}.input_layernorm", f"{theirs}.input_layernorm"),
-            (f"{ours}.self_attention", f"{theirs}.self_attn"),
-            (f"{ours}.post_attention_layernorm", f"{theirs}.post_attention_layernorm"),
-            (f"{ours}.mlp", f"{theirs}.mlp"),
-            (ours, theirs),
-        ]
-    return [*pairs, ("encoder.final_layernorm", "model.norm")]
+def _gemma2_windows(config: HfConfig, layers: int) -> tuple[int | None, int | None]:
+    """Return `sliding_window` and `window_attn_skip_freq`.
+
+    Raises:
+        ConversionError: if the layers with a window form no pattern that our models support.
+    """
+    window = config.optional("sliding_window", int) if "sliding_window" in config.values else 4096
+    kinds = config.optional("layer_types", list)
+    if kinds is None:
+        kinds = [_FULL if (layer + 1) % 2 == 0 else _SLIDING for layer in range(layers)]
+    if kinds == [_FULL] * layers:
+        return None, None
+    if window is None:
+        raise ConversionError(
+            f"{config.path} has layers of type {_SLIDING!r} and no sliding_window: give it"
+        )
+    first = kinds.index(_FULL) + 1 if _FULL in kinds else layers + 1
+    skip = None if first > layers else first
+    pattern = [_FULL if skip and (layer + 1) % skip == 0 else _SLIDING for layer in range(layers)]
+    if kinds != pattern or skip == 1:
+        raise ConversionError(
+            f"{config.path} has layer_types {kinds!r}, which models here lack: only {layers} "
+            f"layers in which every n-th one is {_FULL!r} and the others {_SLIDING!r} can be read"
+        )
+    return window, skip

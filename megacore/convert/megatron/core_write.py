@@ -33,8 +33,7 @@ from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import SUPPORTED_FIELDS, unsupported_fields
 from megacore.convert.megatron.args import NORMS, POSITIONS, args_of
 from megacore.convert.megatron.core import COMMON_NAME, CONFIG_NAME
-from megacore.convert.megatron.core_table import core_name, core_slots
-from megacore.convert.megatron.table import Slot
+from megacore.convert.megatron.table import Slot, core_name, core_slots
 from megacore.errors import ConversionError
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -1,4 +1,4 @@
-"""Values of Gemma 2's, OLMo 2's and StarCoder2's config.json: used, or refused by name."""
+"""Values of config.json of Llama's relatives: used, or refused by name."""
 
 from typing import Any
 
