@@ -20,7 +20,6 @@ def pack_until_overflow_int64(
     seq_length: int,
     extra: int,
 ) -> npt.NDArray[np.int64]: ...
-
 def count_best_fit(
     lengths: npt.NDArray[np.int32], seq_length: int, extra: int
 ) -> tuple[int, int]: ...

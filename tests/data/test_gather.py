@@ -18,7 +18,9 @@ from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data._config import run_config
 from tests.data._reference import samples_of
 
-PACKINGS = ("packed", "pack_until_overflow", "unpacked")
+WHOLE = ("pack_until_overflow", "unpacked")
+CONSECUTIVE = ("packed", *WHOLE)
+"""Packings with which a sample is one range of the document index."""
 DTYPES = ("u1", "i1", "i2", "u2", "i4", "i8")
 LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30).filter(
     lambda lengths: sum(lengths) > 12
@@ -44,7 +46,7 @@ def write(prefix: Path, lengths: Sequence[int], dtype: str) -> None:
     lengths=LENGTHS,
     dtype=st.sampled_from(DTYPES),
     seq_length=st.integers(1, 11),
-    packing=st.sampled_from(PACKINGS),
+    packing=st.sampled_from(CONSECUTIVE),
     extra=st.booleans(),
     keep_partial=st.booleans(),
     requested=st.integers(1, 40),
@@ -99,7 +101,7 @@ def test_gathered_samples_equal_the_reference(
 @given(
     lengths=LENGTHS,
     seq_length=st.integers(1, 11),
-    packing=st.sampled_from(PACKINGS[1:]),
+    packing=st.sampled_from(WHOLE),
     extra=st.integers(0, 1),
 )
 def test_least_samples_is_a_lower_bound_of_an_epoch(

@@ -1,6 +1,7 @@
 """Masks and positions compared with a loop over documents, and their effect on a model."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def masks_by_loop(
     size = len(tokens)
     sees = [[k <= j for k in range(size)] for j in range(size)]
     positions = list(range(size))
-    for at in (i for i, token in enumerate(tokens) if token == EOD):
+    padding_follows = [token >= 0 > after for token, after in pairwise([*tokens, 0])]
+    for at in (i for i, token in enumerate(tokens) if token == EOD or padding_follows[i]):
         for j in range(at + 1, size):
             positions[j] = j - at - 1
             for k in range(at + 1):
