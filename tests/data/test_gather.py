@@ -156,7 +156,7 @@ NUMBERS = st.one_of(
     rows=st.lists(st.tuples(NUMBERS, NUMBERS), min_size=5, max_size=5),
     shuffle=st.lists(NUMBERS, min_size=4, max_size=4),
     pointers=st.lists(NUMBERS, max_size=8),
-    whole_documents=st.booleans(),
+    packing=st.sampled_from(("packed", "whole", "best_fit")),
     extra=st.integers(0, 1),
 )
 def test_damaged_maps_never_cause_writes_outside_the_row(
@@ -164,7 +164,7 @@ def test_damaged_maps_never_cause_writes_outside_the_row(
     rows: list[tuple[int, int]],
     shuffle: list[int],
     pointers: list[int],
-    whole_documents: bool,
+    packing: str,
     extra: int,
 ) -> None:
     gatherer = small_gatherer(
@@ -172,7 +172,8 @@ def test_damaged_maps_never_cause_writes_outside_the_row(
         document_index=np.array(documents, np.int64),
         sample_index=np.array(rows, np.int64),
         shuffle_index=np.array(shuffle, np.int64),
-        whole_documents=whole_documents,
+        whole_documents=packing != "packed",
+        best_fit=packing == "best_fit",
         extra=extra,
         short_last=True,
     )
@@ -199,6 +200,7 @@ def test_each_sample_is_copied_to_its_row() -> None:
         {"shuffle_index": np.zeros(8, np.uint32)[::2]},
         {"shuffle_index": np.zeros(2, np.uint32)},
         {"extra": 2},
+        {"best_fit": True},
         {"seq_length": 0},
     ],
 )
