@@ -52,7 +52,7 @@ def show_index(report: dict[str, Any]) -> None:
         _line(f"data set {number}: {member['prefix']}: {splits}")
     for split, count in report["samples"].items():
         share = report["padding"].get(split)
-        padding = "" if share is None else f", {100 * share:.3g} % padding"
+        padding = "" if share is None or not count else f", {100 * share:.3g} % padding"
         _line(f"{split}: {counted(count, 'sample')}{padding}")
 
 

@@ -223,7 +223,7 @@ def _summary(entry: Mapping[str, Any]) -> str:
     text = f"{entry['samples']:,} samples of "
     text += f"{entry['documents']:,} documents, " if "documents" in entry else ""
     text += f"{entry['sequences']:,} sequences with {entry['tokens']:,} tokens"
-    padding = f", {100 * entry['padding']:.3g} % padding" if "padding" in entry else ""
+    padding = f", {100 * entry['padding']:.3g} % padding" if entry.get("padding") else ""
     if "members" in entry:
         return f"{text}{padding}" + "".join(
             f"\n  {member['prefix']}: {member['drawn']:,} drawn" for member in entry["members"]
