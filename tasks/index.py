@@ -149,12 +149,18 @@ def report_epochs(config: RunConfig, index: Artifact) -> str:
 
 
 def epochs_summary(config: RunConfig, index: Artifact) -> str:
-    """Return the epochs of the training as markdown, with a warning if they are too many."""
+    """Return the epochs of the training as markdown, with a warning if they are too many.
+
+    For samples of whole documents it includes the share of padding.
+    """
     epochs = epochs_of(config, index)
     warning = epochs.warning()
     sentence, warning = (
         re.sub(r"([*_`\[\]<>])", r"\\\1", text or "") for text in (epochs.sentence(), warning)
     )
+    padding = index.counts["train"].get("padding")
+    if padding is not None:
+        sentence += f"; {100 * padding:.3g} % of the tokens of its samples are padding"
     return f"{sentence}\n" + (f"\n**Warning:** {warning}\n" if warning else "")
 
 
@@ -208,4 +214,6 @@ def _map_bytes(config: RunConfig, tokens: Artifact) -> int:
         return 12 * (train + valid)
     in_epoch = max(1, tokens.counts["tokens"] // config.data.seq_length)
     epochs = -(-train // in_epoch)
-    return epochs * (4 * tokens.counts["documents"] + 12 * in_epoch)
+    # Best fit has another entry for each full piece of a document.
+    sample = 16 if config.data.packing == "best_fit" else 12
+    return epochs * (4 * tokens.counts["documents"] + sample * in_epoch)

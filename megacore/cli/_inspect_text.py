@@ -51,7 +51,9 @@ def show_index(report: dict[str, Any]) -> None:
         )
         _line(f"data set {number}: {member['prefix']}: {splits}")
     for split, count in report["samples"].items():
-        _line(f"{split}: {counted(count, 'sample')}")
+        share = report["padding"].get(split)
+        padding = "" if share is None or not count else f", {100 * share:.3g} % padding"
+        _line(f"{split}: {counted(count, 'sample')}{padding}")
 
 
 def show_sample(report: dict[str, Any], *, full: bool) -> None:

@@ -69,9 +69,10 @@ def index(
         typer.Option(help="gpt: program whose order of samples is used"),
     ] = "megatron",
     packing: Annotated[
-        Literal["packed", "pack_until_overflow", "unpacked"],
+        Literal["packed", "best_fit", "pack_until_overflow", "unpacked"],
         typer.Option(
-            help="gpt: documents end to end, whole ones as long as they fit, or one per sample"
+            help="gpt: documents end to end; whole ones combined by best fit, or in order as long "
+            "as they fit; or one per sample"
         ),
     ] = "packed",
     add_extra_token: Annotated[
@@ -222,11 +223,12 @@ def _summary(entry: Mapping[str, Any]) -> str:
     text = f"{entry['samples']:,} samples of "
     text += f"{entry['documents']:,} documents, " if "documents" in entry else ""
     text += f"{entry['sequences']:,} sequences with {entry['tokens']:,} tokens"
+    padding = f", {100 * entry['padding']:.3g} % padding" if entry.get("padding") else ""
     if "members" in entry:
-        return text + "".join(
+        return f"{text}{padding}" + "".join(
             f"\n  {member['prefix']}: {member['drawn']:,} drawn" for member in entry["members"]
         )
-    epochs = f"{entry['epochs']} epoch{'' if entry['epochs'] == 1 else 's'}"
+    epochs = f"{entry['epochs']} epoch{'' if entry['epochs'] == 1 else 's'}{padding}"
     return (
         f"{text}, {epochs}"
         f"{', the last one shuffled by itself' if entry.get('separate_final_epoch') else ''}"

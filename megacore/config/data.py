@@ -375,12 +375,14 @@ class DataConfig(Section):
     rules that need no download."""
     language: str = keyed("english", key="punkt", pattern=r"^[a-z_]+$")
     """Language of the Punkt model: its English name in lower case, such as `german`."""
-    packing: Literal["packed", "pack_until_overflow", "unpacked"] = keyed(
+    packing: Literal["packed", "best_fit", "pack_until_overflow", "unpacked"] = keyed(
         "packed", key=("index", "run")
     )
-    """Division of documents into samples: packed cuts the concatenated documents at equal lengths,
-    pack_until_overflow fills a sample with complete documents as long as they fit, unpacked takes
-    one document per sample."""
+    """Division of documents into samples: packed cuts the concatenated documents at equal lengths;
+    best_fit divides only documents longer than a sample, and combines pieces so that they fill
+    samples best (Ding et al. 2024, arXiv:2404.10830); pack_until_overflow fills a sample with
+    complete documents in their order as long as they fit; unpacked takes one document per
+    sample."""
     index_style: Literal["megatron", "neox"] = keyed("megatron", key=("index", "run"))
     """Order of the samples: megatron, or neox, which has no separate final epoch and therefore
     allows a run to be extended."""

@@ -20,6 +20,24 @@ def pack_until_overflow_int64(
     seq_length: int,
     extra: int,
 ) -> npt.NDArray[np.int64]: ...
+def count_best_fit(
+    lengths: npt.NDArray[np.int32], seq_length: int, extra: int
+) -> tuple[int, int]: ...
+
+class _BestFit(Protocol):
+    def __call__(
+        self,
+        lengths: npt.NDArray[np.int32],
+        order: npt.NDArray[np.int32],
+        seq_length: int,
+        extra: int,
+        first: int,
+        entries: npt.NDArray[np.int32],
+        rows: npt.NDArray[Any],
+    ) -> None: ...
+
+pack_best_fit_int32: _BestFit
+pack_best_fit_int64: _BestFit
 
 class Gatherer:
     def __init__(
@@ -34,6 +52,7 @@ class Gatherer:
         extra: int,
         whole_documents: bool,
         short_last: bool,
+        best_fit: bool = False,
     ) -> None: ...
     def gather(
         self,

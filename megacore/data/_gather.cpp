@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "_arrays.h"
+#include "_best_fit.h"
 
 namespace py = pybind11;
 
@@ -46,11 +47,13 @@ struct Run {
 class Gatherer {
   public:
     // extra: 1 if a sample has a token beyond seq_length, else 0. whole_documents: true if samples
-    // end at the ends of documents; they are then cut or padded to the length of a sample.
-    // Otherwise only the last sample may be short, if short_last.
+    // end at the ends of documents; they are then cut or padded to the length of a sample. With
+    // best_fit also, a sample ends before the next one's first document, and its documents after
+    // the first begin with their rests (see Pieces). Otherwise only the last sample may be short,
+    // if short_last.
     Gatherer(py::array tokens, const py::array& pointers, const py::array& document_index,
              const py::array& sample_index, const py::array& shuffle_index, std::int64_t seq_length,
-             std::int64_t extra, bool whole_documents, bool short_last)
+             std::int64_t extra, bool whole_documents, bool short_last, bool best_fit)
         : owner_(std::move(tokens)),
           widen_(widen_of(owner_)),
           tokens_(static_cast<const char*>(owner_.data())),
@@ -64,10 +67,14 @@ class Gatherer {
           capacity_(seq_length + extra),
           extra_(extra),
           whole_documents_(whole_documents),
-          short_last_(short_last) {
+          short_last_(short_last),
+          best_fit_(best_fit),
+          pieces_{seq_length, extra} {
         if (seq_length < 1 || extra < 0 || extra > 1) {
             throw std::invalid_argument("seq_length must be positive, extra 0 or 1");
         }
+        if (best_fit && !whole_documents)
+            throw std::invalid_argument("best_fit packs whole documents");
         if (owner_.ndim() != 1 || !(owner_.flags() & py::array::c_style)) {
             throw std::invalid_argument("tokens must be a contiguous one-dimensional array");
         }
@@ -153,7 +160,7 @@ class Gatherer {
         place.first = starts_[2 * place.sample];
         place.offset = starts_[2 * place.sample + 1];
         place.last = starts_[2 * place.sample + 2];
-        place.end = starts_[2 * place.sample + 3];
+        place.end = best_fit_ ? 0 : starts_[2 * place.sample + 3];
         if (place.first < 0 || place.offset < 0 || place.last < 0 || place.end < 0 ||
             place.end > count_)
             return false;
@@ -178,16 +185,18 @@ class Gatherer {
                 document + 1 < pointers_.size() ? pointers_[document + 1] / width_ : count_;
             if (start < 0 || next < start || next > count_) return false;
             const std::int64_t end = at == place.last && place.end >= 0 ? place.end : next - start;
+            const bool is_rest = best_fit_ && at > place.first;
+            if (is_rest) begin = pieces_.rest(next - start);
             if (begin > end || end > next - start) return false;
             std::int64_t tokens = end - begin;
             if (tokens > capacity_ - filled) {
-                if (!whole_documents_) return false;
+                if (!whole_documents_ || is_rest) return false;
                 tokens = capacity_ - filled;
             }
             if (tokens > 0)
                 runs.push_back({tokens_ + (start + begin) * width_, tokens, target + filled});
             filled += tokens;
-            if (whole_documents_ && filled == capacity_) break;
+            if (whole_documents_ && !best_fit_ && filled == capacity_) break;
         }
         const bool may_be_short =
             whole_documents_ || (short_last_ && place.sample + 1 == order_.size());
@@ -238,6 +247,8 @@ class Gatherer {
     std::int64_t extra_;
     bool whole_documents_;
     bool short_last_;
+    bool best_fit_;
+    megacore::Pieces pieces_;
 };
 
 // Returns rows (position in the document index, token offset there): the start of each sample of
@@ -295,15 +306,62 @@ Array<T> pack_until_overflow(const Array<std::int32_t>& lengths,
     return Array<T>({count, static_cast<py::ssize_t>(2)}, data, owner);
 }
 
+void check_best_fit(const Array<std::int32_t>& lengths, std::int64_t seq_length,
+                    std::int64_t extra) {
+    if (lengths.ndim() != 1) throw std::invalid_argument("lengths must be one-dimensional");
+    if (seq_length < 1 || extra < 0 || extra > 1)
+        throw std::invalid_argument("seq_length must be positive, extra 0 or 1");
+}
+
+// Returns (samples, pieces) of an epoch of these sequences.
+std::pair<std::int64_t, std::int64_t> count_best_fit(const Array<std::int32_t>& lengths,
+                                                     std::int64_t seq_length, std::int64_t extra) {
+    check_best_fit(lengths, seq_length, extra);
+    const std::int32_t* values = lengths.data();
+    const std::int64_t count = lengths.size();
+    py::gil_scoped_release release;
+    const megacore::BestFitCounts counts =
+        megacore::count_best_fit(values, count, {seq_length, extra});
+    return {counts.samples, counts.pieces};
+}
+
+// Packs the sequences of an epoch into `entries` [pieces] and `rows` [samples, 2].
+template <typename T>
+void pack_best_fit(const Array<std::int32_t>& lengths, const Array<std::int32_t>& order,
+                   std::int64_t seq_length, std::int64_t extra, std::int64_t first,
+                   Array<std::int32_t>& entries, Array<T>& rows) {
+    check_best_fit(lengths, seq_length, extra);
+    if (order.ndim() != 1 || entries.ndim() != 1 || rows.ndim() != 2 || rows.shape(1) != 2)
+        throw std::invalid_argument("order and entries have one dimension, rows [samples, 2]");
+    const std::int32_t* length_of = lengths.data();
+    const std::int64_t sequences = lengths.size();
+    const std::int32_t* document_at = order.data();
+    const std::int64_t count = order.size();
+    const megacore::BestFitCounts expected{rows.shape(0), entries.size()};
+    std::int32_t* entry = entries.mutable_data();
+    T* row = rows.mutable_data();
+    py::gil_scoped_release release;
+    megacore::pack_best_fit(length_of, sequences, document_at, count, {seq_length, extra}, expected,
+                            first, entry, row);
+}
+
+template <typename T>
+void define_best_fit(py::module_& module, const char* name) {
+    module.def(name, &pack_best_fit<T>, py::arg("lengths").noconvert(),
+               py::arg("order").noconvert(), py::arg("seq_length"), py::arg("extra"),
+               py::arg("first"), py::arg("entries").noconvert(), py::arg("rows").noconvert());
+}
+
 }  // namespace
 
 void add_gather(py::module_& module) {
     py::class_<Gatherer>(module, "Gatherer")
         .def(py::init<py::array, const py::array&, const py::array&, const py::array&,
-                      const py::array&, std::int64_t, std::int64_t, bool, bool>(),
+                      const py::array&, std::int64_t, std::int64_t, bool, bool, bool>(),
              py::kw_only(), py::arg("tokens"), py::arg("pointers"), py::arg("document_index"),
              py::arg("sample_index"), py::arg("shuffle_index"), py::arg("seq_length"),
-             py::arg("extra"), py::arg("whole_documents"), py::arg("short_last"))
+             py::arg("extra"), py::arg("whole_documents"), py::arg("short_last"),
+             py::arg("best_fit") = false)
         .def("gather", &Gatherer::gather, py::arg("indices").noconvert(),
              py::arg("out").noconvert(), py::arg("rows").noconvert() = py::none());
     module.def("pack_until_overflow_int32", &pack_until_overflow<std::int32_t>,
@@ -312,4 +370,8 @@ void add_gather(py::module_& module) {
     module.def("pack_until_overflow_int64", &pack_until_overflow<std::int64_t>,
                py::arg("lengths").noconvert(), py::arg("document_index").noconvert(),
                py::arg("seq_length"), py::arg("extra"));
+    module.def("count_best_fit", &count_best_fit, py::arg("lengths").noconvert(),
+               py::arg("seq_length"), py::arg("extra"));
+    define_best_fit<std::int32_t>(module, "pack_best_fit_int32");
+    define_best_fit<std::int64_t>(module, "pack_best_fit_int64");
 }

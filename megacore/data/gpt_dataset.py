@@ -60,6 +60,7 @@ class GPTDataset(MappedDataset):
             extra=int(add_extra_token),
             whole_documents=packing != "packed",
             short_last=keeps_partial,
+            best_fit=packing == "best_fit",
         )
 
     def __len__(self) -> int:

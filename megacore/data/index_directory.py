@@ -11,12 +11,13 @@ For samples of whole sentences, `{train,valid,test}_sentence_index.npy` replaces
 drop_last_partial, and for samples of sentences `sentences` (kind, minimum_sentences,
 short_seq_prob); `members`, each with its prefix (relative to the directory) and its weight in each
 of its splits; `blends`, for each split the numbers of its members in the order in which the dataset
-index numbers them; `samples` per split. Maps are checked when they are read.
+index numbers them; `samples` per split, and for samples of whole documents `padding`, its share of
+their tokens. Maps are checked when they are read.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,9 @@ class IndexDescription:
     """Number of samples of each split."""
     single: bool
     """True if there is one data set, with its maps directly in the directory and no blend."""
+    padding: Mapping[str, float] = field(default_factory=dict)
+    """Share of padding in the tokens of each split's samples, 0 … 1; empty for samples without
+    padding and for maps of an older version."""
 
     @property
     def counting_map(self) -> str:
@@ -99,7 +103,11 @@ def save_maps(maps: IndexMaps, directory: str | Path, split_name: str) -> None:
 
 
 def write_description(
-    directory: str | Path, mixture: Mixture, options: IndexOptions, samples: Mapping[str, int]
+    directory: str | Path,
+    mixture: Mixture,
+    options: IndexOptions,
+    samples: Mapping[str, int],
+    padding: Mapping[str, float] | None = None,
 ) -> None:
     """Write `index.json`. Raises WorkspaceError."""
     numbers = {prefix: number for number, prefix in enumerate(mixture.prefixes)}
@@ -125,6 +133,7 @@ def write_description(
             if mixture.of(name)
         },
         "samples": dict(samples),
+        **({"padding": dict(padding)} if padding else {}),
     }
     write_json(Path(directory, INDEX_NAME), content)
 
@@ -146,8 +155,11 @@ def read_description(directory: str | Path) -> IndexDescription:
         )
         blends = {name: tuple(map(int, numbers)) for name, numbers in content["blends"].items()}
         samples = {name: int(count) for name, count in content["samples"].items()}
+        padding = {name: float(share) for name, share in content.get("padding", {}).items()}
         options = _options(content)
-        description = IndexDescription(options, members, blends, samples, bool(content["single"]))
+        description = IndexDescription(
+            options, members, blends, samples, bool(content["single"]), padding
+        )
         _check(description)
     except FileNotFoundError as error:
         raise DataFormatError(f"{path} does not exist: build the index maps first") from error

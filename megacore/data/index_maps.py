@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from megacore.artifact.files import workspace_errors
 from megacore.data import _compiled as helpers
+from megacore.data.best_fit import build_best_fit
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     INDEX_NAME,
@@ -54,6 +55,8 @@ from megacore.data.index_plans import (
     EpochPlan,
     MemberPlan,
     SplitPlan,
+    pack_sample_index,
+    padding_share,
     plan_epochs,
     plan_splits,
     write_blend,
@@ -147,7 +150,11 @@ def build_index_maps(
             else write_blend(directory, mixture, name, plan.division, members)
         )
     write_description(
-        directory, mixture, options, {name: entry["samples"] for name, entry in counts.items()}
+        directory,
+        mixture,
+        options,
+        {name: entry["samples"] for name, entry in counts.items()},
+        {name: entry["padding"] for name, entry in counts.items() if "padding" in entry},
     )
     return counts
 
@@ -170,6 +177,8 @@ def build_split(
     than the computation of the entries, so a second thread makes half of these accesses.
     """
     random_state = helpers.RandomState(seed)
+    if packing == "best_fit":
+        return build_best_fit(lengths, first, last, plan.epochs, seq_length, seed, extra)
     sequences, middle = last - first, (first + last) // 2
     epochs = np.empty((plan.epochs, sequences), np.int32)
     with ThreadPoolExecutor(1, "index-memory") as second:
@@ -191,8 +200,6 @@ def build_split(
             build(lengths, document_index, seq_length, plan.samples, extra, partial, out=rows)
             order, before_final = numbered(), plan.samples_before_final_epoch
         else:
-            from megacore.data.index_plans import pack_sample_index
-
             rows = pack_sample_index(lengths, document_index, seq_length, packing, extra)
             order, before_final = _in_order(len(rows) - 1), len(rows) - 1
     _shuffle_apart(order, before_final, random_state)
@@ -283,7 +290,7 @@ def _build_member(
         style=options.style,
     )
     save_maps(maps, folder, split_name)
-    return {
+    counts: dict[str, Any] = {
         "number": member.number,
         "sequences": member.last - member.first,
         "tokens": member.tokens,
@@ -291,3 +298,7 @@ def _build_member(
         "epochs": plan.epochs,
         "separate_final_epoch": plan.separate_final_epoch,
     }
+    if options.packing != "packed":
+        part = lengths[member.first : member.last]
+        counts["padding"] = padding_share(part, maps, plan.epochs, options)
+    return counts

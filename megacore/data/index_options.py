@@ -18,7 +18,7 @@ from megacore.errors import ConfigError
 SPLIT_NAMES = ("train", "valid", "test")
 """Names of the splits in the order of the weights."""
 IndexStyle = Literal["megatron", "neox"]
-Packing = Literal["packed", "pack_until_overflow", "unpacked"]
+Packing = Literal["packed", "best_fit", "pack_until_overflow", "unpacked"]
 SentenceModel = Literal["bert", "t5"]
 MAX_MEMBERS = 2**15 - 1
 """Maximum number of data sets of a blend, which numbers them with an i16."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data import _compiled
-from megacore.data.index_directory import BLEND_MAP_NAMES, map_path, save_array
+from megacore.data.index_directory import BLEND_MAP_NAMES, IndexMaps, map_path, save_array
 from megacore.data.index_options import (
     SPLIT_NAMES,
     IndexOptions,
@@ -216,6 +216,9 @@ def _plan_epochs(
     requested: int | None,
 ) -> EpochPlan:
     tokens = dataset.count_tokens(first, last)
+    if options.packing == "best_fit":
+        lengths = np.require(dataset.lengths[first:last], np.int32, ["C", "A"])
+        return plan_best_fit(lengths, options.seq_length, options.extra, requested)
     if options.packing == "packed":
         return plan_epochs(
             tokens,
@@ -317,6 +320,9 @@ def write_blend(
         for member, entry, count in zip(mixture.of(split_name), members, drawn, strict=True)
     ]
     sums = {name: sum(entry[name] for entry in entries) for name in _SUMMED if name in entries[0]}
+    if members and "padding" in members[0]:
+        padding = sum(entry["padding"] * entry["drawn"] for entry in entries)
+        sums["padding"] = round(padding / max(1, len(dataset_index)), 6)
     return {**sums, "samples": len(dataset_index), "members": entries}
 
 
@@ -367,6 +373,19 @@ def plan_whole_documents(
     return EpochPlan(epochs, False, total, total)
 
 
+def plan_best_fit(
+    lengths: npt.NDArray[np.int32], seq_length: int, extra: int, samples: int | None
+) -> EpochPlan:
+    """Plan the least number of epochs that yields `samples` samples packed by best fit.
+
+    Each epoch has the same number of samples, because it depends only on the lengths, of which at
+    least one is positive. If `samples` is None, plan one epoch.
+    """
+    per_epoch, _ = _compiled.count_best_fit(lengths, seq_length, extra)
+    epochs = 1 if samples is None else max(1, -(-samples // per_epoch))
+    return EpochPlan(epochs, False, epochs * per_epoch, epochs * per_epoch)
+
+
 def pack_sample_index(
     lengths: npt.NDArray[np.int32],
     document_index: npt.NDArray[np.int32],
@@ -399,7 +418,7 @@ def pack_sample_index(
         packing: "pack_until_overflow" or "unpacked".
         extra: 1 if a sample reads one token beyond seq_length as its last label, else 0.
     """
-    assert packing != "packed"
+    assert packing in ("pack_until_overflow", "unpacked")
     wide = len(document_index) > INT32_MAX
     if packing == "pack_until_overflow":
         pack = _compiled.pack_until_overflow_int64 if wide else _compiled.pack_until_overflow_int32
@@ -420,6 +439,29 @@ def least_samples(
     With "unpacked" the number of samples is exactly `sequences`.
     """
     return sequences if packing == "unpacked" else -(-tokens // (seq_length + extra))
+
+
+def padding_share(
+    lengths: npt.NDArray[np.int32], maps: IndexMaps, epochs: int, options: IndexOptions
+) -> float:
+    """Return the share of padding in the seq_length + extra tokens of all samples, 0 … 1.
+
+    `lengths` are the lengths of the split's sequences; the samples are of whole documents.
+    """
+    room = options.seq_length + options.extra
+    samples = len(maps.shuffle_index)
+    if not samples:
+        return 0.0
+    read = epochs * int(lengths.sum(dtype=np.int64))
+    match options.packing:
+        case "best_fit":  # each further piece of a document repeats its first `extra` tokens
+            documents = epochs * int(np.count_nonzero(lengths))
+            read += options.extra * (len(maps.document_index) - documents)
+        case "pack_until_overflow":
+            read += options.extra * int(np.count_nonzero(maps.sample_index[:, 1]))
+        case _:
+            read = epochs * int(np.minimum(lengths, room).sum(dtype=np.int64))
+    return round(1 - read / (samples * room), 6)
 
 
 def shares(weights: Sequence[float], style: IndexStyle = "megatron") -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore.data.best_fit import piece_counts, rest_starts
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
     INDEX_NAME,
@@ -172,11 +173,13 @@ def _parts(
     """Return the ranges between two rows of the sample index, or None if the rows are invalid."""
     (first, offset), (last, end) = rows
     options = index.options
-    packed = options.packing == "packed"
+    packed, best_fit = options.packing == "packed", options.packing == "best_fit"
     room = options.seq_length + options.extra
     # A sample of whole documents ends before the next row's document.
-    stop = last + 1 if packed or last == first else last
+    stop = last + 1 if packed or (last == first and not best_fit) else last
     if not 0 <= first <= last or stop > len(document) or offset < 0 or end < 0:
+        return None
+    if best_fit and first == last:
         return None
     parts = []
     for position in range(first, stop):
@@ -184,6 +187,10 @@ def _parts(
         if not 0 <= sequence < len(dataset):
             return None
         length = int(dataset.lengths[sequence])
+        if best_fit and position > first:
+            offset = int(rest_starts(np.asarray(length), options.seq_length, options.extra))
+            if length - offset > room:
+                return None
         until = end + options.extra if position == last else length
         until = min(until, offset + room) if not packed else until
         if not offset <= until <= length:
@@ -215,6 +222,63 @@ def open_map(path: Path) -> npt.NDArray[Any]:
 def _check_number(path: Path, number: int, count: int) -> None:
     if not 0 <= number < count:
         raise DataFormatError(f"{path} has no sample {number}: it has {count}, numbered from 0")
+
+
+def pieces_of(dataset: IndexedDataset, options: IndexOptions) -> npt.NDArray[np.int64]:
+    """Return how often an epoch's document index contains each sequence."""
+    if options.packing == "best_fit":
+        return piece_counts(dataset.lengths, options.seq_length, options.extra)
+    return np.ones(len(dataset), np.int64)
+
+
+def check_best_fit(
+    path: Path,
+    rows: npt.NDArray[Any],
+    document: npt.NDArray[Any],
+    dataset: IndexedDataset,
+    options: IndexOptions,
+    epochs: int,
+) -> None:
+    """Check that the samples fit seq_length and contain each piece of each document once per epoch.
+
+    `rows` is the sample index at `path`, `document` the document index. Raises DataFormatError.
+    """
+    length, room = options.seq_length, options.seq_length + options.extra
+    rests = rest_starts(dataset.lengths, length, options.extra)
+    starts_sum = np.zeros(len(dataset), np.int64)
+    for start in range(0, len(rows) - 1, _BLOCK):
+        block = rows[start : start + _BLOCK + 1].astype(np.int64)
+        firsts = block[:-1, 0] - block[0, 0]
+        empty = np.flatnonzero(np.diff(block[:, 0]) < 1)
+        if len(empty):
+            raise DataFormatError(
+                f"{path}: sample {start + int(empty[0])} has no documents: build the index maps "
+                "again"
+            )
+        sequences = document[block[0, 0] : block[-1, 0]]
+        begins = rests[sequences]
+        begins[firsts] = block[:-1, 1]
+        left = dataset.lengths[sequences] - begins
+        # A piece at the start may be full, before the rest of its document.
+        single = firsts[begins[firsts] < rests[sequences[firsts]]]
+        left[single] = np.minimum(left[single], room)
+        tokens = np.add.reduceat(left, firsts)
+        wrong = np.flatnonzero(tokens > room)
+        if len(wrong):
+            raise DataFormatError(
+                f"{path}: sample {start + int(wrong[0])} has {tokens[wrong[0]]} tokens of "
+                f"{room}: the maps were built for other tokens; build them again"
+            )
+        np.add.at(starts_sum, sequences, begins)
+    full = rests // length
+    used = np.zeros(len(dataset), np.bool_)
+    used[document] = True
+    uneven = np.flatnonzero(used & (starts_sum != epochs * length * full * (full + 1) // 2))
+    if len(uneven):
+        raise DataFormatError(
+            f"{path} does not have each piece of sequence {int(uneven[0])} of {dataset.prefix} "
+            "once in each epoch: build the index maps again"
+        )
 
 
 def check_sentence_map(

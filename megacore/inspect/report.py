@@ -78,6 +78,7 @@ def report_index(directory: Path) -> JsonReport:
             for member in index.members
         ],
         "samples": _by_split(index.samples),
+        "padding": _by_split(index.padding),
     }
 
 

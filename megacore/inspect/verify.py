@@ -39,10 +39,12 @@ from megacore.data.index_directory import (
 from megacore.data.index_options import SPLIT_NAMES, IndexOptions
 from megacore.errors import ArtifactError, CheckpointError, DataFormatError, FileAccessError
 from megacore.inspect.index import (
+    check_best_fit,
     check_sentence_map,
     describe_index,
     is_index_directory,
     open_map,
+    pieces_of,
 )
 from megacore.inspect.provenance import find_origins
 from megacore.inspect.tokens import count_empty, counted, find_prefixes
@@ -464,9 +466,9 @@ def _delete(path: Path) -> str:
 def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions) -> str:
     """Check the maps of a split and return a summary in one clause. Raises DataFormatError.
 
-    The document index must contain every sequence of the split equally often; with packed documents
-    the rows of the sample index must be seq_length tokens apart; the shuffle index must contain
-    each sample once. Memory: 8 bytes per sequence and one per sample.
+    The document index must contain every sequence of the split equally often, with best fit every
+    piece; with packed documents the rows of the sample index must be seq_length tokens apart; the
+    shuffle index must contain each sample once. Memory: 1 byte per sample, 8 to 32 per sequence.
     """
     paths = [map_path(directory, split, name) for name in MAP_NAMES]
     document, rows, shuffle = (open_map(path) for path in paths)
@@ -475,22 +477,24 @@ def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: In
             f"{paths[1]} has {len(rows)} rows, {paths[2].name} {len(shuffle)} samples; it should "
             "have one row more: build the index maps again"
         )
-    epochs = _check_document_index(paths[0], document, dataset)
+    epochs = _check_document_index(paths[0], document, dataset, pieces_of(dataset, options))
     _check_rows(paths[1], rows, document, dataset)
     if options.packing == "packed":
         _check_distances(paths[1], rows, document, dataset, options)
+    elif options.packing == "best_fit":
+        check_best_fit(paths[1], rows, document, dataset, options, epochs)
     _check_permutation(paths[2], shuffle)
     if not len(shuffle) and not len(document):
         return "no samples"
     parts = (
         counted(len(shuffle), "sample"),
-        counted(len(document), "sequence"),
+        counted(len(document), "piece" if options.packing == "best_fit" else "sequence"),
         counted(epochs, "epoch"),
     )
     return "{}, {} in {}, each sample once".format(*parts)
 
 
-def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) -> int:
+def _check_document_index(path: Path, document: Map, dataset: IndexedDataset, pieces: Map) -> int:
     """Return the number of epochs: how often the document index contains each sequence."""
     counts = np.zeros(len(dataset), np.int64)
     for block in _blocks(document):
@@ -504,14 +508,15 @@ def _check_document_index(path: Path, document: Map, dataset: IndexedDataset) ->
     used = np.flatnonzero(counts)
     if not len(used):
         return 0
-    first, last, epochs = int(used[0]), int(used[-1]), int(counts[used[0]])
-    uneven = np.flatnonzero(counts[first : last + 1] != epochs)
+    first, last = int(used[0]), int(used[-1])
+    epochs = int(counts[first]) // max(1, int(pieces[first]))
+    uneven = np.flatnonzero(counts[first : last + 1] != epochs * pieces[first : last + 1])
     if len(uneven):
         sequence = first + int(uneven[0])
         raise DataFormatError(
             f"{path} has sequence {sequence} {counts[sequence]} times, but sequence {first} "
-            f"{epochs} times: each epoch has every sequence of the split once; build the index "
-            "maps again"
+            f"{counts[first]} times: each epoch has every sequence of the split once, with "
+            "best_fit every piece of it; build the index maps again"
         )
     return epochs
 

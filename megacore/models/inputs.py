@@ -1,7 +1,8 @@
 """Conversion of batches of ids to model inputs: tokens, labels, positions and masks.
 
 The rules for documents are Megatron-LM's (https://github.com/NVIDIA/Megatron-LM,
-core/datasets/gpt_dataset.py): a document ends with its <|endoftext|>, inclusive; -1 is padding.
+core/datasets/gpt_dataset.py): a document ends with its <|endoftext|>, inclusive; -1 is padding,
+which is a document of its own.
 """
 
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ class MaskRules:
         if self.reset_position_ids or self.reset_attention_mask:
             begins = torch.zeros_like(tokens, dtype=torch.bool)
             begins[:, 1:] = tokens[:, :-1] == self.eod_id
+            if self.padded:
+                begins[:, 1:] |= (tokens[:, 1:] < 0) & (tokens[:, :-1] >= 0)
             if self.reset_position_ids:
                 positions = _positions(begins)
             if self.reset_attention_mask:

@@ -18,7 +18,9 @@ from megacore.token_files.indexed_dataset_writer import IndexedDatasetWriter
 from tests.data._config import run_config
 from tests.data._reference import samples_of
 
-PACKINGS = ("packed", "pack_until_overflow", "unpacked")
+WHOLE = ("pack_until_overflow", "unpacked")
+CONSECUTIVE = ("packed", *WHOLE)
+"""Packings with which a sample is one range of the document index."""
 DTYPES = ("u1", "i1", "i2", "u2", "i4", "i8")
 LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=30).filter(
     lambda lengths: sum(lengths) > 12
@@ -44,7 +46,7 @@ def write(prefix: Path, lengths: Sequence[int], dtype: str) -> None:
     lengths=LENGTHS,
     dtype=st.sampled_from(DTYPES),
     seq_length=st.integers(1, 11),
-    packing=st.sampled_from(PACKINGS),
+    packing=st.sampled_from(CONSECUTIVE),
     extra=st.booleans(),
     keep_partial=st.booleans(),
     requested=st.integers(1, 40),
@@ -99,7 +101,7 @@ def test_gathered_samples_equal_the_reference(
 @given(
     lengths=LENGTHS,
     seq_length=st.integers(1, 11),
-    packing=st.sampled_from(PACKINGS[1:]),
+    packing=st.sampled_from(WHOLE),
     extra=st.integers(0, 1),
 )
 def test_least_samples_is_a_lower_bound_of_an_epoch(
@@ -154,7 +156,7 @@ NUMBERS = st.one_of(
     rows=st.lists(st.tuples(NUMBERS, NUMBERS), min_size=5, max_size=5),
     shuffle=st.lists(NUMBERS, min_size=4, max_size=4),
     pointers=st.lists(NUMBERS, max_size=8),
-    whole_documents=st.booleans(),
+    packing=st.sampled_from(("packed", "whole", "best_fit")),
     extra=st.integers(0, 1),
 )
 def test_damaged_maps_never_cause_writes_outside_the_row(
@@ -162,7 +164,7 @@ def test_damaged_maps_never_cause_writes_outside_the_row(
     rows: list[tuple[int, int]],
     shuffle: list[int],
     pointers: list[int],
-    whole_documents: bool,
+    packing: str,
     extra: int,
 ) -> None:
     gatherer = small_gatherer(
@@ -170,7 +172,8 @@ def test_damaged_maps_never_cause_writes_outside_the_row(
         document_index=np.array(documents, np.int64),
         sample_index=np.array(rows, np.int64),
         shuffle_index=np.array(shuffle, np.int64),
-        whole_documents=whole_documents,
+        whole_documents=packing != "packed",
+        best_fit=packing == "best_fit",
         extra=extra,
         short_last=True,
     )
@@ -197,6 +200,7 @@ def test_each_sample_is_copied_to_its_row() -> None:
         {"shuffle_index": np.zeros(8, np.uint32)[::2]},
         {"shuffle_index": np.zeros(2, np.uint32)},
         {"extra": 2},
+        {"best_fit": True},
         {"seq_length": 0},
     ],
 )

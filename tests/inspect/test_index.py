@@ -45,7 +45,7 @@ def check_every_sample(
 
 
 @pytest.mark.parametrize("extra", [True, False])
-@pytest.mark.parametrize("packing", ["packed", "pack_until_overflow", "unpacked"])
+@pytest.mark.parametrize("packing", ["packed", "best_fit", "pack_until_overflow", "unpacked"])
 def test_parts_of_samples_equal_what_training_reads(
     tmp_path: Path, packing: Any, extra: bool
 ) -> None:

@@ -14,6 +14,7 @@ from megacore.checkpoint.format import FileRecord, Marker
 from megacore.data.index_directory import map_path
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.errors import ArtifactError, DataFormatError
+from megacore.inspect import index as index_checks
 from megacore.inspect import verify as verify_maps
 from megacore.inspect.verify import Check, Damage, Unchecked, examine, verify
 from megacore.token_files.indexed_dataset import write_members
@@ -147,12 +148,14 @@ def test_a_directory_without_known_files_is_refused(tmp_path: Path) -> None:
         results(tmp_path)
 
 
-@pytest.fixture(params=["packed", "pack_until_overflow", "unpacked", "one token less", "neox"])
+@pytest.fixture(
+    params=["packed", "best_fit", "pack_until_overflow", "unpacked", "one token less", "neox"]
+)
 def index(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return index maps of several epochs with their tokens; checks read them in small blocks."""
     monkeypatch.setattr(verify_maps, "_BLOCK", 4)
     kind = request.param
-    packing = kind if kind in ("pack_until_overflow", "unpacked") else "packed"
+    packing = kind if kind in ("best_fit", "pack_until_overflow", "unpacked") else "packed"
     options = IndexOptions(
         "6,3",
         SEQ_LENGTH,
@@ -230,6 +233,34 @@ def test_samples_of_another_length_are_refused(
     with pytest.raises(
         DataFormatError, match=rf"sample {inside} begins {inside * SEQ_LENGTH - 1} tokens into"
     ):
+        results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda rows: rows.__setitem__(1, rows[0]), "sample 0 has no documents"),
+        (lambda rows: rows.__setitem__((1, 0), 3), r"sample 0 has \d+ tokens of 16: the maps"),
+        (lambda rows: rows.__setitem__((-2, 1), 0), "does not have each piece of sequence 4 of"),
+    ],
+)
+def test_samples_that_best_fit_does_not_give_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[np.ndarray], None],
+    message: str,
+) -> None:
+    monkeypatch.setattr(index_checks, "_BLOCK", 4)
+    # The rests 10, 9, 8, 7, 5, 3 fill three samples, six further ones are full.
+    prefix = write_tokens(tmp_path / "a", [5, 9, 7, 3, 100, 8])
+    options = IndexOptions("1", 15, seed=3, packing="best_fit")
+    build_index_maps(Mixture.single(prefix), tmp_path, options, (18, 0, 0))
+    assert "18 samples, 24 pieces in 2 epochs" in results(tmp_path)["train maps 0"]
+    path = map_path(tmp_path, "train", "sample")
+    rows = np.load(path)
+    damage(rows)
+    np.save(path, rows)
+    with pytest.raises(DataFormatError, match=message):
         results(tmp_path)
 
 

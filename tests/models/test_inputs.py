@@ -1,6 +1,7 @@
 """Masks and positions compared with a loop over documents, and their effect on a model."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def masks_by_loop(
     size = len(tokens)
     sees = [[k <= j for k in range(size)] for j in range(size)]
     positions = list(range(size))
-    for at in (i for i, token in enumerate(tokens) if token == EOD):
+    padding_follows = [token >= 0 > after for token, after in pairwise([*tokens, 0])]
+    for at in (i for i, token in enumerate(tokens) if token == EOD or padding_follows[i]):
         for j in range(at + 1, size):
             positions[j] = j - at - 1
             for k in range(at + 1):
@@ -110,12 +112,25 @@ def test_each_rule_applies_separately() -> None:
     assert documents.documents.tolist() == [[0, 0, 1]]  # type: ignore[union-attr]
 
 
+def test_padding_is_a_document_of_its_own_with_valid_ids_and_no_loss() -> None:
+    # A document without an end, as fill-in-the-middle may leave one, is followed by padding.
+    model_input = rules().read(torch.tensor([[1, 2, EOD, 4, 5, -1, -1, -1]]))
+    assert model_input.documents is not None
+    assert model_input.documents.tolist() == [[0, 0, 0, 1, 1, 2, 2]]
+    assert model_input.position_ids is not None
+    assert model_input.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    assert model_input.tokens.tolist() == [[1, 2, EOD, 4, 5, 0, 0]]
+    assert model_input.loss_mask is not None
+    assert model_input.loss_mask.tolist() == [[True, True, False, True, False, False, False]]
+
+
 @pytest.mark.parametrize(
     ("values", "padded"),
     [
         ({}, False),
         ({"eod_mask_loss": True}, False),
         ({"packing": "unpacked"}, True),
+        ({"packing": "best_fit"}, True),
         ({"add_extra_token": False}, True),
         ({"drop_last_partial": False}, True),
         ({"fim": {}}, True),

@@ -8,9 +8,10 @@ import pytest
 from megacore.artifact import Artifact
 from megacore.config import RunConfig, load_config
 from megacore.data.index_directory import read_description
+from megacore.data.index_maps import build_index_maps
 from megacore.data.index_options import SentenceOptions
 from megacore.data.sentence_maps import build_sentence_maps
-from tasks.index import index_key, index_options, mixture, requested_samples
+from tasks.index import epochs_summary, index_key, index_options, mixture, requested_samples
 from tests.data._sentences import write_lengths
 
 
@@ -79,3 +80,22 @@ def test_stage_builds_the_requested_samples(tmp_path: Path) -> None:
         == description.samples["train"]
         >= 2 * run.train.global_batch_size
     )
+
+
+def test_stage_packs_by_best_fit_and_its_summary_says_the_padding(tmp_path: Path) -> None:
+    artifact, directory = tokens(tmp_path), tmp_path / "maps"
+    directory.mkdir()
+    values = {"data__seq_length": 8, "train__train_iters": 2, "train__eval_iters": 1}
+    run = config("gpt2-tiny", data__packing="best_fit", **values)
+    counts = build_index_maps(
+        mixture(run, artifact), directory, index_options(run), requested_samples(run)
+    )
+    assert counts["train"]["samples"] >= 2 * run.train.global_batch_size
+    padding = counts["train"]["padding"]
+    assert 0 < padding < 0.2
+    index = Artifact(stage="index", key="k", digest="d", path=str(directory), counts=counts)
+    assert f"; {100 * padding:.3g} % of the tokens of its samples are padding" in epochs_summary(
+        run, index
+    )
+    packed = config("gpt2-tiny", **values)
+    assert index_key(run, artifact).key != index_key(packed, artifact).key

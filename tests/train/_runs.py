@@ -84,7 +84,12 @@ def write_data(directory: Path, run: RunConfig) -> Path:
     build_index_maps(
         Mixture.single(str(prefix)),
         directory / "index",
-        IndexOptions(split=run.data.split_weights, seq_length=run.data.seq_length, seed=run.seed),
+        IndexOptions(
+            split=run.data.split_weights,
+            seq_length=run.data.seq_length,
+            seed=run.seed,
+            packing=run.data.packing,
+        ),
         (SAMPLES, 8, None),
     )
     return prefix
@@ -133,7 +138,13 @@ def trainer(
         precision=run.train.precision,
     )
     train, valid = (
-        GPTDataset(data / "tokens_text_document", data / "index", name, run.data.seq_length)
+        GPTDataset(
+            data / "tokens_text_document",
+            data / "index",
+            name,
+            run.data.seq_length,
+            packing=run.data.packing,
+        )
         for name in ("train", "valid")
     )
     valid_pass = one_epoch(

@@ -99,3 +99,29 @@ def test_one_rank_resumes_checkpoints_of_two_ranks(runs: Path, data: Path, tmp_p
         shutil.copytree(runs / name / "whole", tmp_path / name)
         _runs.train(until(ITERATIONS + 1, {}, **DROPOUT), data, tmp_path / name, attempt=2)
         assert _runs.events(tmp_path / name, "start")[-1]["resumed_from"] == ITERATIONS
+
+
+PACKED = {"packing": "best_fit", "reset_attention_mask": True, "reset_position_ids": True}
+
+
+def packed_by_best_fit(parallel: dict[str, Any]) -> RunConfig:
+    run = until(ITERATIONS, parallel)
+    return run.model_copy(update={"data": run.data.model_copy(update=PACKED)})
+
+
+def train_packed(data: Path, root: Path) -> None:
+    """Train on documents packed by best fit in each layout."""
+    for name, layout in LAYOUTS.items():
+        _runs.train(packed_by_best_fit(layout), data, root / name)
+        still_alive()
+
+
+def test_documents_packed_by_best_fit_give_the_serial_losses_in_each_layout(tmp_path: Path) -> None:
+    serial = packed_by_best_fit({})
+    data = tmp_path / "data"
+    _runs.write_data(data, serial)
+    _runs.train(serial, data, tmp_path / "serial")
+    run_distributed(2, train_packed, data, tmp_path)
+    expected = _runs.losses(tmp_path / "serial")
+    for name in LAYOUTS:
+        assert _runs.losses(tmp_path / name) == pytest.approx(expected, abs=1e-5)

@@ -88,6 +88,17 @@ def test_run_resumed_from_another_runs_checkpoint_is_bit_identical(
     assert _runs.events(tmp_path / "other", "start")[-1]["resumed_from"] == 6
 
 
+def test_run_with_documents_packed_by_best_fit_resumes_bit_identically(tmp_path: Path) -> None:
+    packed = {"packing": "best_fit", "reset_attention_mask": True, "reset_position_ids": True}
+    values = _runs.config().data.model_dump() | packed
+    _runs.write_data(tmp_path, run(data=values))
+    _runs.train(run(6, data=values), tmp_path, tmp_path / "whole")
+    for attempt, iterations in enumerate((3, 6), 1):
+        _runs.train(run(iterations, data=values), tmp_path, tmp_path / "resumed", attempt)
+    assert _runs.events(tmp_path / "resumed", "start")[-1]["resumed_from"] == 3
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed", 6)
+
+
 def test_another_runs_checkpoint_with_keyed_changes_is_refused(
     data: Path, half: Path, tmp_path: Path
 ) -> None:

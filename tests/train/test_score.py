@@ -33,6 +33,7 @@ MASKS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_los
 DATA: dict[str, dict[str, object]] = {
     "packed": {"split": SPLIT, **MASKS},
     "whole documents": {"split": SPLIT, **MASKS, "packing": "pack_until_overflow"},
+    "best fit": {"split": SPLIT, **MASKS, "packing": "best_fit"},
 }
 WEIGHTS = (0.7, 0.3)
 
