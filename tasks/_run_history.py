@@ -55,8 +55,8 @@ class Attempt:
     """Reason in its `exit` event; None if it was killed or is still running."""
     phases: list[dict[str, float]] = field(default_factory=list)
     """Milliseconds per iteration of its step events by phase, and in all (`total`)."""
-    largest_batch: int = 0
-    """Samples per iteration of these events."""
+    largest_batch: tuple[int, int] = (0, 0)
+    """Samples per iteration of these events, and tokens of a sequence."""
     times: list[float] = field(default_factory=list)
     """Times of its step events, in Unix seconds."""
     iterations: list[int] = field(default_factory=list)
@@ -68,8 +68,11 @@ class Attempt:
         return max(0.0, self.end - self.start)
 
     def add_phases(self, event: Mapping[str, Any]) -> None:
-        """Add the times of a step event; those of a ramp-up's smaller batches do not count."""
-        batch = event.get("global_batch_size", 0)
+        """Add the times of a step event.
+
+        Those of a ramp-up's smaller batches and of a schedule's shorter sequences do not count.
+        """
+        batch = event.get("global_batch_size", 0), event.get("seq_length", 0)
         if not event.get("phase_ms") or batch < self.largest_batch:
             return
         if batch > self.largest_batch:

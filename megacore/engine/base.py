@@ -83,13 +83,17 @@ class Engine(Protocol):
         """Names of the losses whose sum is minimized, `lm_loss` first."""
         ...
 
-    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+    def forward_backward(
+        self, batches: Iterator[Tensor], seeds: Sequence[int], *, seq_length: int | None = None
+    ) -> None:
         """Accumulate the gradient of one global batch.
 
         Args:
             batches: ids [b, width] on the engine's device for each of this rank's micro batches; -1
                 is padding.
             seeds: dropout seed of each micro batch; their number is the number of micro batches.
+            seq_length: tokens of each sequence, into which the batches are already cut; None means
+                data.seq_length.
         """
         ...
 

@@ -81,7 +81,9 @@ class NativeEngine(StageEngine):
         """Factor on the loss before backward; 1 unless the precision is fp16."""
         return self._scaler.scale if self._scaler else 1.0
 
-    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+    def forward_backward(
+        self, batches: Iterator[Tensor], seeds: Sequence[int], *, seq_length: int | None = None
+    ) -> None:
         """Accumulate the gradient of one global batch: ids [b, width] for each seed."""
         for sync in self._syncs:
             sync.zero()
@@ -90,7 +92,9 @@ class NativeEngine(StageEngine):
         if self._graph is not None:
             self._losses = self._graph.run(batches, seeds, scale)
         else:
-            self._losses = self._stage.train_pass(batches, seeds, self._syncs, scale=scale)
+            self._losses = self._stage.train_pass(
+                batches, seeds, self._syncs, scale=scale, seq_length=seq_length
+            )
 
     def _passes(self, batch: Tensor, seed: int, scale: Tensor) -> Tensor:
         """Run forward and backward of one micro batch, and return its mean losses [terms].

@@ -131,13 +131,17 @@ class Stage:
         """
         return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.for_every_stage
 
-    def hidden_shape(self, samples: int, chunk: int) -> torch.Size:
+    def hidden_shape(
+        self, samples: int, chunk: int, seq_length: int | None = None
+    ) -> torch.Size:
         """Return the shape [b, s(/t), h] of the hidden states that the model's `chunk` takes.
 
-        T5's decoder chunks also pass on the encoder's output: [b, (s_e + s_d)(/t), h].
+        T5's decoder chunks also pass on the encoder's output: [b, (s_e + s_d)(/t), h]. Samples cut
+        into sequences of `seq_length` tokens (l) have the shape [b s / l, l(/t), h].
         """
         data, parallel = self._config.data, self._config.parallel
-        length = data.seq_length
+        length = seq_length or data.seq_length
+        samples *= data.seq_length // length
         if self._parts[chunk - 1].decoder_layers:
             length += data.span_corruption.decoder_seq_length
         if parallel.sequence_parallel:
@@ -152,6 +156,7 @@ class Stage:
         *,
         scale: float | Tensor,
         complete: bool = True,
+        seq_length: int | None = None,
     ) -> list[Tensor]:
         """Run forward and backward passes of all micro batches of an iteration, or of some.
 
@@ -165,6 +170,7 @@ class Stage:
                 scalar tensor in a CUDA graph, which would store a number.
             complete: False if these are not all micro batches of the iteration, so that none of
                 their backward passes starts the synchronization.
+            seq_length: tokens of each sequence; None means data.seq_length.
 
         Returns:
             The mean losses [terms] of each micro batch in the order of `loss_names`, on the last
@@ -173,7 +179,9 @@ class Stage:
         work = _Training(self, batches, seeds, syncs, scale, complete=complete)
         samples = self._config.train.micro_batch_size
         self._executor().run(
-            self._training_passes(len(seeds)), work, lambda message: self._shape(message, samples)
+            self._training_passes(len(seeds)),
+            work,
+            lambda message: self._shape(message, samples, seq_length),
         )
         return work.losses
 
@@ -207,9 +215,12 @@ class Stage:
                 chunk.train()
         return work.total
 
-    def _shape(self, message: Message, samples: int) -> torch.Size:
+    def _shape(
+        self, message: Message, samples: int, seq_length: int | None = None
+    ) -> torch.Size:
         """Return the shape of hidden states, or of their gradient for the previous chunk."""
-        return self.hidden_shape(samples, message.chunk + (message.direction is Direction.BACKWARD))
+        chunk = message.chunk + (message.direction is Direction.BACKWARD)
+        return self.hidden_shape(samples, chunk, seq_length)
 
     def _training_passes(self, micro_batches: int) -> tuple[Pass, ...]:
         """Return this rank's passes, built once for each number of micro batches.

@@ -276,7 +276,9 @@ class DeepSpeedEngine(DeepSpeedBase):
         )
         return engine, optimizer
 
-    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+    def forward_backward(
+        self, batches: Iterator[Tensor], seeds: Sequence[int], *, seq_length: int | None = None
+    ) -> None:
         """Accumulate the gradient of one global batch: ids [b, width] for each seed."""
         engine, mesh = self._engine, self._mesh
         self._set_batch(len(seeds))
