@@ -135,6 +135,8 @@ class RunHistory:
         self.attempts: list[Attempt] = []
         self.checkpoints: dict[int, SavedCheckpoint] = {}
         self.warnings: list[dict[str, Any]] = []
+        self.by_position: dict[int, list[dict[str, float]]] = {}
+        """Start, loss and tokens of each range of positions, by iteration of the checkpoint."""
         self._values: dict[str, dict[int, float]] = {
             name: {} for curves in CURVES.values() for name in curves
         }
@@ -240,6 +242,8 @@ class RunHistory:
         iteration = int(event["iteration"])
         checkpoint = self.checkpoints.setdefault(iteration, SavedCheckpoint(iteration))
         if event["kind"] == "perplexity":
+            if event.get("by_position"):
+                self.by_position.setdefault(iteration, event["by_position"])
             checkpoint.valid_ppl = _number(event.get("valid_ppl"))
         elif event["kind"] == "checkpoint":
             self._add_values(event, iteration, {})

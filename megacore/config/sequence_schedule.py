@@ -34,9 +34,7 @@ class SequenceSchedule:
 
     def at(self, consumed_samples: int) -> int:
         """Return the length of the sequences of the global batch at `consumed_samples`."""
-        return next(
-            length for first, length in reversed(self.phases) if first <= consumed_samples
-        )
+        return next(length for first, length in reversed(self.phases) if first <= consumed_samples)
 
     def samples_by_length(self, batch: BatchSchedule, start: int, stop: int) -> dict[int, int]:
         """Return the samples of each length in the global batches from `start` up to `stop`.

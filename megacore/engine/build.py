@@ -122,9 +122,7 @@ class Compiler:
         self.works = self.failed is None
         """True if the compiler works on this machine."""
 
-    def compile_layers(
-        self, chunks: Sequence[nn.Module], *, dynamic: bool | None = None
-    ) -> str:
+    def compile_layers(self, chunks: Sequence[nn.Module], *, dynamic: bool | None = None) -> str:
         """Compile every transformer layer of some chunks of a model on its first call.
 
         Layers stay uncompiled if the compiler does not work.

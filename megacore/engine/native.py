@@ -146,9 +146,9 @@ class NativeEngine(StageEngine):
         )
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum of each loss over the target tokens and their number: fp64 [terms, 2].
+        """Return the sum of each loss and its number of values, and `lm_loss` by position.
 
-        Dropout is off.
+        fp64 [terms + POSITION_BUCKETS, 2]. Dropout is off.
         """
         return self._stage.loss_sum(batches, sizes)
 

@@ -43,7 +43,7 @@ def until(
         "reset_position_ids": True,
         "eod_mask_loss": True,
     }
-    train = _runs.config().train.model_dump() | {"train_iters": train_iters, "eval_interval": 100}
+    train = _runs.config().train.model_dump() | {"train_iters": train_iters, "eval_interval": 1}
     return _runs.config(
         engine,
         data=data | sections.pop("data", {}),
@@ -99,6 +99,16 @@ def serial(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return list(_runs.losses(directory).values())
 
 
+def loss_by_position(run_directory: Path) -> list[float]:
+    """Return the last loss of each position, whose mean must be the validation loss."""
+    *_, event = _runs.events(run_directory, "perplexity")
+    rows = event["by_position"]
+    assert [row["start"] for row in rows] == list(range(_runs.SEQ_LENGTH))
+    mean = sum(row["loss"] * row["tokens"] for row in rows) / sum(row["tokens"] for row in rows)
+    assert mean == pytest.approx(event["valid_loss"], abs=1e-6)
+    return [row["loss"] for row in rows]
+
+
 def test_every_label_is_predicted_once_from_the_tokens_before_it() -> None:
     batch = torch.arange(2 * 13).reshape(2, 13)
     pieces = cut(batch, 4)
@@ -152,6 +162,9 @@ def test_every_layout_sees_the_same_sequences(
     data: Path, serial: list[float], tmp_path: Path
 ) -> None:
     run_distributed(2, train_in_all_layouts, data, tmp_path)
+    positions = [loss_by_position(tmp_path / name) for name in LAYOUTS]
+    assert positions[1] == pytest.approx(positions[0], rel=1e-5)
+    assert positions[2] == pytest.approx(positions[0], rel=1e-5)
     for name in (*LAYOUTS, "changing"):
         assert list(_runs.losses(tmp_path / name).values()) == pytest.approx(serial, rel=1e-5), name
 
@@ -162,6 +175,7 @@ def test_deepspeed_trains_the_same_sequences(
 ) -> None:
     run_distributed(2, train_with_deepspeed, data, tmp_path)
     for name in DEEPSPEED:
+        loss_by_position(tmp_path / name)
         assert list(_runs.losses(tmp_path / name).values()) == pytest.approx(serial, rel=1e-5), name
 
 
