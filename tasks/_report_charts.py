@@ -122,13 +122,17 @@ def _by_position(history: RunHistory) -> Chart | None:
     """Draw the perplexity by position of a few checkpoints, the last in the strongest color."""
     from matplotlib.ticker import MaxNLocator
 
-    iterations = sorted(history.by_position)
-    if not iterations or len(history.by_position[iterations[-1]]) < 2:
+    known = {
+        iteration: [each for each in rows if each["loss"] is not None]
+        for iteration, rows in history.by_position.items()
+    }
+    iterations = sorted(iteration for iteration, rows in known.items() if len(rows) > 1)
+    if not iterations:
         return None
     count = min(_MOST_POSITION_CURVES, len(iterations))
     chosen = [iterations[-1 - number * len(iterations) // count] for number in range(count)]
     with _bare_figure() as (figure, (axes,)):
-        curves = {iteration: history.by_position[iteration] for iteration in chosen}
+        curves = {iteration: known[iteration] for iteration in chosen}
         set_log_scale(
             axes, [perplexity(each["loss"]) for curve in curves.values() for each in curve]
         )

@@ -1,6 +1,7 @@
 """Recorder of a run: events, log lines and TensorBoard files."""
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -150,7 +151,10 @@ class Recorder:
             valid_ppl=ppl,
             samples=samples,
             seconds=seconds,
-            by_position=list(by_position),
+            by_position=[
+                {name: value if math.isfinite(value) else None for name, value in row.items()}
+                for row in by_position
+            ],
         )
         if self._board:
             self._board.scalars({"valid_loss": loss, "valid_ppl": ppl}, iteration)
