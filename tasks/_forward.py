@@ -80,6 +80,10 @@ WITH_TOKENS = frozenset(
     {"train/lm_loss", "train/loss", "validation/lm_loss", "validation/loss", "validation/ppl"}
 )
 """Metrics that have a second curve by consumed tokens."""
+BY_POSITION = "by_position"
+"""Field of a perplexity event with the loss of each range of positions."""
+POSITION_PREFIX = "validation/loss_by_position/"
+"""Prefix of the loss's metric of a range of positions; its first position follows."""
 PREFIXES = {"evaluation": "validation/", "test": "test_"}
 """Prefixes of the metrics in the field METRICS, by kind of event."""
 ATTEMPTS = "attempts"
@@ -134,6 +138,11 @@ def points_of(event: Mapping[str, Any]) -> Iterator[Point]:
     measured = (event.get(METRICS) or {}) if kind in PREFIXES else {}
     values = {f"{PREFIXES[kind]}{name}": value for name, value in measured.items()} | {
         name: event[field] for field, name in CURVES[kind].items() if field in event
+    }
+    # Equal widths of the numbers keep the charts in the order of the positions.
+    values |= {
+        f"{POSITION_PREFIX}{each['start']:07d}": each["loss"]
+        for each in event.get(BY_POSITION) or ()
     }
     for name, value in values.items():
         if value is not None:

@@ -5,9 +5,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from megacore.observe.logging import MFU_NAMES
+from megacore.observe.logging import MFU_NAMES, perplexity
 from tasks._plots import (
     SMOOTH_COLOR,
     VALID_COLOR,
@@ -35,6 +36,7 @@ _MARGINS = {"left": 0.09, "right": 0.985, "bottom": 0.125, "top": 0.865, "hspace
 _MARGIN = 1.03
 _MOST_MARKS = 400
 _NAMED_ATTEMPTS = 8
+_MOST_POSITION_CURVES = 5
 _HEADROOM = 1.08
 _WIDE_RANGE = 20.0
 """Ratio of the largest gradient norm to the median from which its axis is logarithmic."""
@@ -62,6 +64,7 @@ def draw_charts(history: RunHistory, test_ppl: Mapping[int, float]) -> list[Char
     drawn = (
         _loss(history),
         _perplexity(history, test_ppl),
+        _by_position(history),
         _learning_rate(history),
         _gradient_norm(history),
         _throughput(history),
@@ -113,6 +116,48 @@ def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | N
         axes.set_ylabel("PPL (log scale)")
         _legend(axes)
         return Chart("Perplexity", "Of the weights of each checkpoint.", _svg(figure))
+
+
+def _by_position(history: RunHistory) -> Chart | None:
+    """Draw the perplexity by position of a few checkpoints, the last in the strongest color."""
+    from matplotlib.ticker import MaxNLocator
+
+    known = {
+        iteration: [each for each in rows if each["loss"] is not None]
+        for iteration, rows in history.by_position.items()
+    }
+    iterations = sorted(iteration for iteration, rows in known.items() if len(rows) > 1)
+    if not iterations:
+        return None
+    count = min(_MOST_POSITION_CURVES, len(iterations))
+    chosen = [iterations[-1 - number * len(iterations) // count] for number in range(count)]
+    with _bare_figure() as (figure, (axes,)):
+        curves = {iteration: known[iteration] for iteration in chosen}
+        set_log_scale(
+            axes, [perplexity(each["loss"]) for curve in curves.values() for each in curve]
+        )
+        for number, (iteration, curve) in enumerate(curves.items()):
+            starts = [each["start"] for each in curve]
+            width = min(after - before for before, after in pairwise(starts))
+            axes.plot(
+                [start + (width - 1) / 2 for start in starts],
+                [perplexity(each["loss"]) for each in curve],
+                "o-",
+                color=VALID_COLOR,
+                alpha=1.0 - 0.8 * number / count,
+                markersize=4,
+                label=f"iteration {iteration:,}",
+            )
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axes.set_xlabel("position in the sample (tokens before the predicted one)")
+        axes.set_ylabel("PPL (log scale)")
+        _legend(axes)
+        return Chart(
+            "Perplexity by position",
+            "Validation, in ranges of positions of equal width, of some checkpoints.",
+            _svg(figure),
+        )
 
 
 def _learning_rate(history: RunHistory) -> Chart | None:

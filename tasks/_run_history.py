@@ -55,8 +55,8 @@ class Attempt:
     """Reason in its `exit` event; None if it was killed or is still running."""
     phases: list[dict[str, float]] = field(default_factory=list)
     """Milliseconds per iteration of its step events by phase, and in all (`total`)."""
-    largest_batch: int = 0
-    """Samples per iteration of these events."""
+    largest_batch: tuple[int, int] = (0, 0)
+    """Samples per iteration of these events, and tokens of a sequence."""
     times: list[float] = field(default_factory=list)
     """Times of its step events, in Unix seconds."""
     iterations: list[int] = field(default_factory=list)
@@ -68,8 +68,11 @@ class Attempt:
         return max(0.0, self.end - self.start)
 
     def add_phases(self, event: Mapping[str, Any]) -> None:
-        """Add the times of a step event; those of a ramp-up's smaller batches do not count."""
-        batch = event.get("global_batch_size", 0)
+        """Add the times of a step event.
+
+        Those of a ramp-up's smaller batches and of a schedule's shorter sequences do not count.
+        """
+        batch = event.get("global_batch_size", 0), event.get("seq_length", 0)
         if not event.get("phase_ms") or batch < self.largest_batch:
             return
         if batch > self.largest_batch:
@@ -132,6 +135,8 @@ class RunHistory:
         self.attempts: list[Attempt] = []
         self.checkpoints: dict[int, SavedCheckpoint] = {}
         self.warnings: list[dict[str, Any]] = []
+        self.by_position: dict[int, list[dict[str, float]]] = {}
+        """Start, loss and tokens of each range of positions, by iteration of the checkpoint."""
         self._values: dict[str, dict[int, float]] = {
             name: {} for curves in CURVES.values() for name in curves
         }
@@ -237,6 +242,8 @@ class RunHistory:
         iteration = int(event["iteration"])
         checkpoint = self.checkpoints.setdefault(iteration, SavedCheckpoint(iteration))
         if event["kind"] == "perplexity":
+            if event.get("by_position"):
+                self.by_position.setdefault(iteration, event["by_position"])
             checkpoint.valid_ppl = _number(event.get("valid_ppl"))
         elif event["kind"] == "checkpoint":
             self._add_values(event, iteration, {})

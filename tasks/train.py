@@ -89,7 +89,7 @@ def check_pretrained(config: RunConfig) -> None:
         return
     path = Path(str(config.train.pretrained_checkpoint))
     spec = read_spec(path)
-    check_same_model(path, spec, ModelSpec.of(config, spec.vocab_size))
+    check_same_model(path, spec, ModelSpec.of(config, spec.vocab_size), extends=True)
 
 
 def train_key(

@@ -350,7 +350,9 @@ DATA: dict[str, Rule] = {
     "--fim-data": Joint("it decides fill-in-the-middle"),
     "--fim-rate": Joint("it decides fill-in-the-middle"),
     "--fim-spm-rate": Joint("it decides fill-in-the-middle"),
-    "--data-efficiency-curriculum-learning": Absent("curriculum learning", "data.seq_length"),
+    "--data-efficiency-curriculum-learning": Absent(
+        "curriculum learning, which drops tokens", "data.seq_length_schedule, which drops none"
+    ),
     "--random-ltd": Absent("dropped tokens in layers", "all tokens in all layers"),
     "--vocab-file": _TOKENIZER,
     "--merge-file": _TOKENIZER,

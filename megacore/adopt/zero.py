@@ -24,7 +24,10 @@ JSON_VALUES = {
 }
 """Keys of the JSON with the same meaning as a value of the configuration."""
 _STARTS_WITH = {
-    "curriculum_learning.": ("curriculum learning", "data.seq_length"),
+    "curriculum_learning.": (
+        "curriculum learning, which drops the tokens beyond its length",
+        "data.seq_length_schedule, which drops none",
+    ),
     "data_efficiency.": (
         "data efficiency: sampling by difficulty, dropped tokens",
         "the section data",

@@ -33,6 +33,10 @@ _FREE = frozenset(
 separately."""
 
 
+_ROTATIONS = ("rotary_base", "rope_scaling")
+"""Fields that decide the rotary frequencies, which an extension of the context may change."""
+
+
 def read_spec(checkpoint: Path) -> ModelSpec:
     """Return the specification of the model in a checkpoint.
 
@@ -55,18 +59,29 @@ def read_spec(checkpoint: Path) -> ModelSpec:
         ) from error
 
 
-def check_same_model(checkpoint: Path, saved_spec: ModelSpec, current_spec: ModelSpec) -> None:
+def check_same_model(
+    checkpoint: Path, saved_spec: ModelSpec, current_spec: ModelSpec, *, extends: bool = False
+) -> None:
     """Refuse the weights of a model other than `current_spec`.
 
     Fields that matter only for training may differ, as well as the length of a model without a
     position table. A vocabulary may be smaller than one that is as large as its padded table: such
     a checkpoint does not tell which rows are padding.
 
+    Args:
+        checkpoint: path of the checkpoint, for messages.
+        saved_spec: model of the checkpoint.
+        current_spec: model of the run.
+        extends: True for a new training, whose sequences may be longer than the checkpoint's, with
+            other rotary frequencies (`rotary_base`, `rope_scaling`).
+
     Raises CheckpointError with both sides of every difference.
     """
+    if extends:
+        _check_table(checkpoint, saved_spec, current_spec)
     differing = [
         f"{name} is {_shown(saved)} there and {_shown(current)} here"
-        for name, saved, current in _pairs(saved_spec, current_spec)
+        for name, saved, current in _pairs(saved_spec, current_spec, extends=extends)
     ]
     if differing:
         raise CheckpointError(
@@ -75,7 +90,33 @@ def check_same_model(checkpoint: Path, saved_spec: ModelSpec, current_spec: Mode
         )
 
 
-def _pairs(saved_spec: ModelSpec, current_spec: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
+def changed_rotations(saved_spec: ModelSpec, current_spec: ModelSpec) -> list[str]:
+    """Return each difference of the rotary frequencies as text, such as `rotary_base 1 -> 2`."""
+    return [
+        f"{name} {_shown(saved)} -> {_shown(current)}"
+        for name in _ROTATIONS
+        for saved, current in [
+            (getattr(saved_spec.model, name), getattr(current_spec.model, name)),
+        ]
+        if saved != current
+    ]
+
+
+def _check_table(checkpoint: Path, saved_spec: ModelSpec, current_spec: ModelSpec) -> None:
+    """Refuse to extend a learned table of positions."""
+    saved, current = saved_spec.max_position_embeddings, current_spec.max_position_embeddings
+    learned = {spec.model.position_embedding_type for spec in (saved_spec, current_spec)}
+    if learned == {"learned_absolute"} and saved < current:
+        raise CheckpointError(
+            f"{checkpoint} has a learned table of {saved} positions, which cannot be extended to "
+            f"the {current} of this run: set data.seq_length to at most {saved} and "
+            f"model.max_position_embeddings to {saved}, or begin with a model of rotary positions"
+        )
+
+
+def _pairs(
+    saved_spec: ModelSpec, current_spec: ModelSpec, *, extends: bool
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name and both values of each field that must be the same and is not."""
     if saved_spec.family != current_spec.family:
         yield "family", saved_spec.family, current_spec.family
@@ -98,6 +139,8 @@ def _pairs(saved_spec: ModelSpec, current_spec: ModelSpec) -> Iterator[tuple[str
     free = set(_FREE)
     if current_spec.model.position_embedding_type != "learned_absolute":
         free.add("max_position_embeddings")
+        if extends and saved_spec.max_position_embeddings < current_spec.max_position_embeddings:
+            free.update(_ROTATIONS)
     if current_spec.family != "t5":
         free.add("num_decoder_layers")
     for name in type(current_spec.model).model_fields:

@@ -180,6 +180,12 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
         f"validations {run.days:.3g} days"
     )
     _print_table(_time_table(run.iteration))
+    if config.data.seq_length_schedule is not None:
+        _print(
+            f"all numbers are at data.seq_length {config.data.seq_length}: the shorter sequences "
+            "of data.seq_length_schedule have as many tokens per batch, take less time for "
+            "attention, and need no more memory"
+        )
     if not hardware.gpus:
         _print(
             f"memory is that of CPU ranks in {precision}"

@@ -21,6 +21,7 @@ from megacore.config.data import (
 from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelLayout, check_layout
+from megacore.config.sequence_schedule import check_sequence_schedule
 from megacore.config.train import TrainConfig, ZeroShotConfig
 from megacore.errors import ConfigError
 
@@ -50,6 +51,7 @@ def check_sections(config: "RunConfig") -> None:
     _check_data(config.data)
     check_sentences(config.family, config.model, config.data)
     check_model(config.family, config.model, config.data.seq_length)
+    check_sequence_schedule(config)
     _check_reset_positions(config.data, config.model)
     _check_rampup(config.train)
     _check_recompute(config.train)

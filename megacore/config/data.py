@@ -335,6 +335,17 @@ class SpanCorruptionConfig(Section):
     replaced."""
 
 
+class SequencePhase(Section):
+    """Part of a training with one sequence length."""
+
+    samples: int = keyed(ge=0)
+    """Consumed samples at which the part begins; 0 in the first part. A global batch has one
+    length, that at its first sample."""
+    seq_length: int = keyed(gt=0)
+    """Length of the sequences in tokens; it divides data.seq_length. A sample is cut into
+    data.seq_length / seq_length sequences."""
+
+
 class DataConfig(Section):
     """Options of the data: the sources, the tokenizer and the samples.
 
@@ -354,6 +365,12 @@ class DataConfig(Section):
     means 969,30,1, or no division with `split_blends`."""
     seq_length: int = keyed(256, key=("index", "run", "zeroshot"), gt=0)
     """Length of a sample in tokens (s); for T5, of the encoder's sequence."""
+    seq_length_schedule: tuple[SequencePhase, ...] | None = keyed(
+        None, key="run", omit_default=True, min_length=1
+    )
+    """Sequence length of the training as a function of consumed samples; null means seq_length. A
+    micro batch [b, s] is cut into [b x s / l, l], so no token is lost. Validation keeps seq_length.
+    GPT only."""
     masked_lm: MaskedLmConfig = keyed(MaskedLmConfig(), key=("index", "run"))
     """Options of BERT's samples; used with family bert only."""
     span_corruption: SpanCorruptionConfig = keyed(SpanCorruptionConfig(), key=("index", "run"))

@@ -335,6 +335,8 @@ def _refused_sequence(config: "RunConfig", layout: ParallelLayout) -> Refusal | 
             "set parallel.sequence_parallel to false",
         )
     lengths = {"data.seq_length": config.data.seq_length}
+    for number, phase in enumerate(config.data.seq_length_schedule or ()):
+        lengths[f"data.seq_length_schedule[{number}].seq_length"] = phase.seq_length
     if config.family == "t5":
         lengths["data.span_corruption.decoder_seq_length"] = (
             config.data.span_corruption.decoder_seq_length

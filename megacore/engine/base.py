@@ -83,13 +83,22 @@ class Engine(Protocol):
         """Names of the losses whose sum is minimized, `lm_loss` first."""
         ...
 
-    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+    @property
+    def label_length(self) -> int:
+        """Number of labels of a sample."""
+        ...
+
+    def forward_backward(
+        self, batches: Iterator[Tensor], seeds: Sequence[int], *, seq_length: int | None = None
+    ) -> None:
         """Accumulate the gradient of one global batch.
 
         Args:
             batches: ids [b, width] on the engine's device for each of this rank's micro batches; -1
                 is padding.
             seeds: dropout seed of each micro batch; their number is the number of micro batches.
+            seq_length: tokens of each sequence, into which the batches are already cut; None means
+                data.seq_length.
         """
         ...
 
@@ -120,7 +129,7 @@ class Engine(Protocol):
         ...
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum of each loss over the target tokens and their number.
+        """Return the sum of each loss over the target tokens and their number, also by position.
 
         Runs without dropout and gradients.
 
@@ -129,8 +138,8 @@ class Engine(Protocol):
             sizes: b of each micro batch.
 
         Returns:
-            fp64 [terms, 2], in the order of `loss_names`; zeros on all pipeline stages but the
-                last.
+            fp64 [terms + POSITION_BUCKETS, 2], the losses in the order of `loss_names`, then
+                `lm_loss` by position; zeros on all pipeline stages but the last.
         """
         ...
 
@@ -245,3 +254,8 @@ class StageEngine:
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses whose sum is minimized, `lm_loss` first."""
         return self._stage.loss_names
+
+    @property
+    def label_length(self) -> int:
+        """Number of labels of a sample; for T5, of the decoder."""
+        return self._stage.label_length

@@ -77,7 +77,9 @@ def build_engine(
         )
         engine = NativeEngine(stage, config, precision)
         if compiler is not None:
-            engine.kernels["layers"] = compiler.compile_layers(stage.chunks)
+            # Shapes that a graph takes as variables would give other bits after a resume.
+            dynamic = None if config.data.seq_length_schedule is None else False
+            engine.kernels["layers"] = compiler.compile_layers(stage.chunks, dynamic=dynamic)
         return engine
     # This imports deepspeed, which takes seconds.
     if mesh.pipeline_parallel.size > 1:
@@ -120,10 +122,15 @@ class Compiler:
         self.works = self.failed is None
         """True if the compiler works on this machine."""
 
-    def compile_layers(self, chunks: Sequence[nn.Module]) -> str:
+    def compile_layers(self, chunks: Sequence[nn.Module], *, dynamic: bool | None = None) -> str:
         """Compile every transformer layer of some chunks of a model on its first call.
 
         Layers stay uncompiled if the compiler does not work.
+
+        Args:
+            chunks: chunks of a model.
+            dynamic: False compiles again for each shape; None lets torch decide, which takes a
+                size that has changed as a variable.
 
         Returns:
             Description of the result, for the run's record.
@@ -139,7 +146,9 @@ class Compiler:
                 for name in _UNCOMPILED.get(type(module), ()):
                     setattr(module, name, torch.compiler.disable(getattr(module, name)))  # type: ignore[no-untyped-call]
                 if isinstance(module, TransformerLayer):
-                    module.branches = torch.compile(module.branches, backend=self)  # type: ignore[method-assign]
+                    module.branches = torch.compile(  # type: ignore[method-assign]
+                        module.branches, backend=self, dynamic=dynamic
+                    )
         return "torch.compile of each layer"
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Graph:

@@ -81,7 +81,9 @@ class NativeEngine(StageEngine):
         """Factor on the loss before backward; 1 unless the precision is fp16."""
         return self._scaler.scale if self._scaler else 1.0
 
-    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+    def forward_backward(
+        self, batches: Iterator[Tensor], seeds: Sequence[int], *, seq_length: int | None = None
+    ) -> None:
         """Accumulate the gradient of one global batch: ids [b, width] for each seed."""
         for sync in self._syncs:
             sync.zero()
@@ -90,7 +92,9 @@ class NativeEngine(StageEngine):
         if self._graph is not None:
             self._losses = self._graph.run(batches, seeds, scale)
         else:
-            self._losses = self._stage.train_pass(batches, seeds, self._syncs, scale=scale)
+            self._losses = self._stage.train_pass(
+                batches, seeds, self._syncs, scale=scale, seq_length=seq_length
+            )
 
     def _passes(self, batch: Tensor, seed: int, scale: Tensor) -> Tensor:
         """Run forward and backward of one micro batch, and return its mean losses [terms].
@@ -142,9 +146,9 @@ class NativeEngine(StageEngine):
         )
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum of each loss over the target tokens and their number: fp64 [terms, 2].
+        """Return the sum of each loss and its number of values, and `lm_loss` by position.
 
-        Dropout is off.
+        fp64 [terms + POSITION_BUCKETS, 2]. Dropout is off.
         """
         return self._stage.loss_sum(batches, sizes)
 

@@ -309,8 +309,9 @@ _PRECISION = "train.precision decides it: remove it"
 
 _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {
-        "dataloader_drop_last data_efficiency curriculum_learning": (
-            "megacore reads the data: see the section data",
+        "dataloader_drop_last": ("megacore reads the data: see the section data",),
+        "data_efficiency curriculum_learning": (
+            "megacore reads the data: see data.seq_length_schedule",
         ),
         "checkpoint datastates_ckpt nebula": (_OUR_CHECKPOINTS,),
         "tensor_parallel pipeline": (_OUR_LAYOUT,),

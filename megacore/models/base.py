@@ -26,6 +26,11 @@ SENTENCE_LOSSES = {"sop": "sop_loss", "nsp": "nsp_loss"}
 """Names of the loss of BERT's binary head, by its task."""
 
 
+POSITION_BUCKETS = 16
+"""Number of ranges of positions by which validation reports the loss; a sequence shorter than this
+has one range for each position."""
+
+
 class LossTerm(NamedTuple):
     """One loss of a micro batch. Training minimizes the sum of the means of all terms."""
 
@@ -48,9 +53,35 @@ class LossTerm(NamedTuple):
             return torch.stack([exact.sum(), exact.new_full((), exact.numel())])
         return torch.stack([(exact * self.counts).sum(), self.counts.sum().double()])
 
+    def by_position(self) -> Tensor:
+        """Return the sum and the number of the losses [b, s] that count, by position.
+
+        fp64 [POSITION_BUCKETS, 2]: one row for each range of `bucket_width` positions.
+        """
+        exact, length = self.losses.double(), self.losses.shape[1]
+        counts = torch.ones_like(exact) if self.counts is None else self.counts.double()
+        columns = torch.stack([(exact * counts).sum(0), counts.sum(0)])
+        missing = POSITION_BUCKETS * bucket_width(length) - length
+        columns = nn.functional.pad(columns, (0, missing))
+        return columns.view(2, POSITION_BUCKETS, -1).sum(2).T
+
+
+def bucket_width(length: int) -> int:
+    """Return the number of positions of each range for sequences of `length` labels."""
+    return -(-length // POSITION_BUCKETS)
+
 
 Losses = dict[str, LossTerm]
 """Losses by name, in the order in which they are reported; the first is `lm_loss`."""
+
+
+def loss_sums(losses: Losses) -> Tensor:
+    """Return the sum and the number of the values of each loss, then of `lm_loss` by position.
+
+    fp64 [terms + POSITION_BUCKETS, 2].
+    """
+    totals = [term.total() for term in losses.values()]
+    return torch.cat([torch.stack(totals), losses[LM_LOSS].by_position()])
 
 
 class Model(nn.Module, ABC):

@@ -11,7 +11,7 @@ from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.kernels.choice import Kernels, plain_kernels
-from megacore.models.base import Losses
+from megacore.models.base import POSITION_BUCKETS, Losses, loss_sums
 from megacore.models.build import build_model
 from megacore.models.inputs import input_rules
 from megacore.models.parameters import parameter_count
@@ -119,6 +119,13 @@ class Stage:
         return self.chunks[0].loss_names
 
     @property
+    def label_length(self) -> int:
+        """Number of labels of a sample; for T5, of the decoder."""
+        data = self._config.data
+        t5 = self._config.family == "t5"
+        return data.span_corruption.decoder_seq_length if t5 else data.seq_length
+
+    @property
     def padded_vocab_size(self) -> int:
         """Number of rows of the embedding."""
         return self.chunks[0].padded_vocab_size
@@ -131,13 +138,15 @@ class Stage:
         """
         return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.for_every_stage
 
-    def hidden_shape(self, samples: int, chunk: int) -> torch.Size:
+    def hidden_shape(self, samples: int, chunk: int, seq_length: int | None = None) -> torch.Size:
         """Return the shape [b, s(/t), h] of the hidden states that the model's `chunk` takes.
 
-        T5's decoder chunks also pass on the encoder's output: [b, (s_e + s_d)(/t), h].
+        T5's decoder chunks also pass on the encoder's output: [b, (s_e + s_d)(/t), h]. Samples cut
+        into sequences of `seq_length` tokens (l) have the shape [b s / l, l(/t), h].
         """
         data, parallel = self._config.data, self._config.parallel
-        length = data.seq_length
+        length = seq_length or data.seq_length
+        samples *= data.seq_length // length
         if self._parts[chunk - 1].decoder_layers:
             length += data.span_corruption.decoder_seq_length
         if parallel.sequence_parallel:
@@ -152,6 +161,7 @@ class Stage:
         *,
         scale: float | Tensor,
         complete: bool = True,
+        seq_length: int | None = None,
     ) -> list[Tensor]:
         """Run forward and backward passes of all micro batches of an iteration, or of some.
 
@@ -165,6 +175,7 @@ class Stage:
                 scalar tensor in a CUDA graph, which would store a number.
             complete: False if these are not all micro batches of the iteration, so that none of
                 their backward passes starts the synchronization.
+            seq_length: tokens of each sequence; None means data.seq_length.
 
         Returns:
             The mean losses [terms] of each micro batch in the order of `loss_names`, on the last
@@ -173,7 +184,9 @@ class Stage:
         work = _Training(self, batches, seeds, syncs, scale, complete=complete)
         samples = self._config.train.micro_batch_size
         self._executor().run(
-            self._training_passes(len(seeds)), work, lambda message: self._shape(message, samples)
+            self._training_passes(len(seeds)),
+            work,
+            lambda message: self._shape(message, samples, seq_length),
         )
         return work.losses
 
@@ -187,7 +200,8 @@ class Stage:
             sizes: samples (b) of each micro batch.
 
         Returns:
-            fp64 [terms, 2], in the order of `loss_names`; zeros on all stages but the last.
+            fp64 [terms + POSITION_BUCKETS, 2]: the losses in the order of `loss_names`, then
+            `lm_loss` by position; zeros on all stages but the last.
         """
         work = _Scoring(self, batches)
         for chunk in self.chunks:
@@ -207,9 +221,10 @@ class Stage:
                 chunk.train()
         return work.total
 
-    def _shape(self, message: Message, samples: int) -> torch.Size:
+    def _shape(self, message: Message, samples: int, seq_length: int | None = None) -> torch.Size:
         """Return the shape of hidden states, or of their gradient for the previous chunk."""
-        return self.hidden_shape(samples, message.chunk + (message.direction is Direction.BACKWARD))
+        chunk = message.chunk + (message.direction is Direction.BACKWARD)
+        return self.hidden_shape(samples, chunk, seq_length)
 
     def _training_passes(self, micro_batches: int) -> tuple[Pass, ...]:
         """Return this rank's passes, built once for each number of micro batches.
@@ -297,14 +312,15 @@ class _Training(_Work):
 class _Scoring(_Work):
     def __init__(self, stage: Stage, batches: Iterator[Tensor]) -> None:
         super().__init__(stage, batches)
-        self.total = torch.zeros(len(stage.loss_names), 2, dtype=torch.float64, device=stage.device)
+        rows = len(stage.loss_names) + POSITION_BUCKETS
+        self.total = torch.zeros(rows, 2, dtype=torch.float64, device=stage.device)
 
     def forward(self, micro_batch: int, chunk: int, hidden: Tensor | None) -> Tensor:
         """Return the chunk's hidden states, or the sums of all losses so far."""
         output = self._run(chunk, hidden, None)
         if isinstance(output, Tensor):
             return output
-        self.total += torch.stack([output[name].total() for name in self._stage.loss_names])
+        self.total += loss_sums(output)
         return self.total
 
     def backward(

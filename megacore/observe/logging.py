@@ -56,7 +56,7 @@ class StepReport:
     """Learning rate of the last update."""
     global_batch_size: int
     seq_length: int
-    """Tokens of a sample."""
+    """Tokens of a sequence in the last iteration."""
     lm_loss: float
     """Mean over the interval's iterations with a finite loss, and over data-parallel ranks, in nats
     per token."""

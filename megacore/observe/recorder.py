@@ -1,7 +1,8 @@
 """Recorder of a run: events, log lines and TensorBoard files."""
 
 import importlib.util
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -131,8 +132,12 @@ class Recorder:
         seconds: float,
         consumed_samples: int,
         consumed_tokens: int,
+        by_position: Sequence[Mapping[str, float]] = (),
     ) -> None:
-        """Record `valid_loss` and `valid_ppl` of the weights after an iteration."""
+        """Record `valid_loss` and `valid_ppl` of the weights after an iteration.
+
+        `by_position` has start, loss and tokens of each range of positions.
+        """
         if not self._events:
             return
         ppl = perplexity(loss)
@@ -146,6 +151,10 @@ class Recorder:
             valid_ppl=ppl,
             samples=samples,
             seconds=seconds,
+            by_position=[
+                {name: value if math.isfinite(value) else None for name, value in row.items()}
+                for row in by_position
+            ],
         )
         if self._board:
             self._board.scalars({"valid_loss": loss, "valid_ppl": ppl}, iteration)

@@ -19,7 +19,12 @@ from megacore.checkpoint.format import (
     reading,
 )
 from megacore.checkpoint.retain import apply_retention, remove_stale
-from megacore.checkpoint.spec import MODEL_KEY, check_same_model, read_spec
+from megacore.checkpoint.spec import (
+    MODEL_KEY,
+    changed_rotations,
+    check_same_model,
+    read_spec,
+)
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.engine.base import Engine
@@ -205,10 +210,12 @@ class RunCheckpoints:
                 "checkpoint_deleted", iteration=iteration, path=reported[iteration]
             )
 
-    def _check(self, path: Path) -> None:
+    def _check(self, path: Path, *, extends: bool = False) -> None:
         """Refuse a damaged checkpoint and one of another model, on all ranks."""
         verify_together(path, self._ranks)
-        self._ranks.on_first(lambda: check_same_model(path, read_spec(path), self._spec))
+        self._ranks.on_first(
+            lambda: check_same_model(path, read_spec(path), self._spec, extends=extends)
+        )
 
     def _load(self, path: Path, state: TrainState, *, another_run: bool) -> None:
         saved = read_state(path)
@@ -268,7 +275,7 @@ class RunCheckpoints:
 
         The optimizer starts from its initial state.
         """
-        self._check(path)
+        self._check(path, extends=True)
         weights = {
             name: tensor
             for name, tensor in self._engine.tensors().items()
@@ -279,6 +286,28 @@ class RunCheckpoints:
         load_checkpoint(path, weights, prefix=WEIGHTS_PREFIX, expected=names_of_all(weights))
         self._engine.load_state(self._engine.state(), weights)  # copies the weights into the model
         logger.info("began with the weights of %s", path)
+        self._ranks.on_first(lambda: self._report_extension(path))
+
+    def _report_extension(self, path: Path) -> None:
+        """Log how the context grows, and warn of a scaling for another length."""
+        saved = read_spec(path)
+        before, now = saved.max_position_embeddings, self._spec.max_position_embeddings
+        changed = changed_rotations(saved, self._spec)
+        if before < now or changed:
+            logger.info(
+                "the context changes from %d to %d tokens%s",
+                before,
+                now,
+                "".join(f", {change}" for change in changed),
+            )
+        scaling = self._spec.model.rope_scaling
+        original = getattr(scaling, "original_max_position_embeddings", before)
+        if changed and original != before:
+            self._recorder.warning(
+                f"model.rope_scaling.original_max_position_embeddings is {original}, but "
+                f"{path} is of a model of {before} tokens: the frequencies are scaled for another "
+                "length"
+            )
 
     def _report(self, finished: SaveFinished | None) -> None:
         if finished is None:

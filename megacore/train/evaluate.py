@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,21 @@ from megacore.config.run import RunConfig
 from megacore.data.sampler import PrefetchingIterator
 from megacore.data.samples import Dataset
 from megacore.errors import DataFormatError
-from megacore.models.base import LM_LOSS
+from megacore.models.base import LM_LOSS, bucket_width
 from megacore.observe.logging import perplexity
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.step import loaded, reader
+
+
+class PositionLoss(NamedTuple):
+    """Language model loss of a range of positions."""
+
+    start: int
+    """First position, from 0."""
+    loss: float
+    """Mean loss in nats per token."""
+    tokens: int
+    """Number of target tokens, more than 0."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,8 @@ class Evaluation:
     samples: int
     tokens: int
     """Number of target tokens."""
+    by_position: tuple[PositionLoss, ...] = ()
+    """Language model loss by position in the sample, in ranges of equal width that have tokens."""
 
     @property
     def loss(self) -> float:
@@ -48,15 +61,20 @@ class Scored(Protocol):
         ...
 
     @property
+    def label_length(self) -> int:
+        """Number of labels of a sample."""
+        ...
+
+    @property
     def reads_tokens(self) -> bool:
         """True if this rank needs the samples."""
         ...
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum and the token count of each loss as fp64 [terms, 2].
+        """Return the sum and the token count of each loss, and of `lm_loss` by position.
 
-        `batches` has the ids [b, width] of micro batches, `sizes` the b of each. See
-        `megacore.engine.base.Engine`.
+        The result is fp64 [terms + POSITION_BUCKETS, 2]. `batches` has the ids [b, width] of micro
+        batches, `sizes` the b of each. See `megacore.engine.base.Engine`.
         """
         ...
 
@@ -93,15 +111,24 @@ def evaluate(
         if group.size > 1:
             with mesh.time("world wait"):
                 dist.all_reduce(total, group=group.group)
-    sums = dict(zip(model.loss_names, total.tolist(), strict=True))
+    terms, rows = len(model.loss_names), total.tolist()
+    sums = dict(zip(model.loss_names, rows[:terms], strict=True))
     tokens = int(sums[LM_LOSS][1])
     if tokens == 0:
         raise DataFormatError(
             f"none of {samples} samples has a token to predict: each is a document of one token or "
             "only of padding; use longer documents, or data.packing packed"
         )
+    width = bucket_width(model.label_length)
     return Evaluation(
-        {name: loss / max(count, 1) for name, (loss, count) in sums.items()}, samples, tokens
+        {name: loss / max(count, 1) for name, (loss, count) in sums.items()},
+        samples,
+        tokens,
+        tuple(
+            PositionLoss(number * width, loss / count, int(count))
+            for number, (loss, count) in enumerate(rows[terms:])
+            if count
+        ),
     )
 
 

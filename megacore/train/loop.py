@@ -319,6 +319,7 @@ class Trainer:
             seconds=time.monotonic() - started,
             consumed_samples=self.state.consumed_samples,
             consumed_tokens=self._consumed_tokens,
+            by_position=[each._asdict() for each in result.by_position],
         )
         return result
 

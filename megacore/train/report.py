@@ -6,11 +6,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
+from megacore.config.sequence_schedule import SequenceSchedule
 from megacore.engine.base import Update
 from megacore.models.base import LM_LOSS
 from megacore.observe.flops import Peaks, TransformerShape, step_flops
@@ -52,11 +55,18 @@ class RateMeter:
         chunks = chunks_of(config, shape.vocab_size)
         recomputed = recomputed_layers(chunks, config.train.recompute_num_layers)
         self._ranks = ranks
-        # Per sample and rank, since a ramp-up changes the batch size.
-        self._hardware_tflop = (
-            step_flops(shape, 1, config.train.recompute, *recomputed) / ranks / 1e12
-        )
-        self._model_tflop = step_flops(shape, 1, "none") / ranks / 1e12
+        self._batch = BatchSchedule.of(config.train)
+        self._sequence = SequenceSchedule.of(config.data)
+        # Per sample and rank, since a ramp-up changes the batch size, by length of the sequences
+        # into which samples are cut.
+        self._hardware_tflop: dict[int, float] = {}
+        self._model_tflop: dict[int, float] = {}
+        for _, length in self._sequence.phases:
+            cut, pieces = replace(shape, seq_length=length), self._sequence.longest // length
+            self._hardware_tflop[length] = (
+                step_flops(cut, pieces, config.train.recompute, *recomputed) / ranks / 1e12
+            )
+            self._model_tflop[length] = step_flops(cut, pieces, "none") / ranks / 1e12
         self._peaks = peaks
         self._iteration = self._consumed_samples = 0
         self._started = time.perf_counter()
@@ -87,20 +97,26 @@ class RateMeter:
         iterations = max(state.iteration - self._iteration, 1)
         seconds = (time.perf_counter() - self._started - self._paused) / iterations
         samples = (state.consumed_samples - self._consumed_samples) / iterations
-        seq_length = self._config.data.seq_length
+        sample_tokens = self._config.data.seq_length
+        by_length = self._sequence.samples_by_length(
+            self._batch, self._consumed_samples, state.consumed_samples
+        )
         milliseconds = self._timers.take(iterations)
-        tokens_per_second = samples * seq_length / seconds
-        model_tflops = self._model_tflop * samples / seconds
+        tokens_per_second = samples * sample_tokens / seconds
+        hardware_tflops, model_tflops = (
+            sum(rates[length] * count for length, count in by_length.items()) / iterations / seconds
+            for rates in (self._hardware_tflop, self._model_tflop)
+        )
         vendor, measured = self._utilization(model_tflops)
         report = StepReport(
             iteration=state.iteration,
             train_iters=self._config.train.train_iters,
             consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_samples * seq_length,
+            consumed_tokens=state.consumed_samples * sample_tokens,
             ms_per_iteration=seconds * 1000.0,
             lr=self._schedule.at(state.applied_iterations),
             global_batch_size=len(update.losses) * self._config.train.micro_batch_size,
-            seq_length=seq_length,
+            seq_length=next(reversed(by_length), self._sequence.at(state.consumed_samples)),
             lm_loss=state.interval.mean(LM_LOSS),
             loss_scale=loss_scale,
             grad_norm=update.grad_norm,
@@ -109,7 +125,7 @@ class RateMeter:
             samples_per_second=samples / seconds,
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_rank=tokens_per_second / self._ranks,
-            tflops=self._hardware_tflop * samples / seconds,
+            tflops=hardware_tflops,
             model_tflops=model_tflops,
             mfu=vendor,
             mfu_measured=measured,

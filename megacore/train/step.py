@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
+from megacore.config.sequence_schedule import SequenceSchedule
 from megacore.data.sampler import is_skipped, micro_batches
 from megacore.data.samples import Batch, Dataset, Indices
 from megacore.engine.base import Engine, Update
@@ -48,6 +49,7 @@ class Stepper:
         self._engine, self._mesh, self._check = engine, mesh, check
         self._read, self._warn = read, warn
         self._batch = BatchSchedule.of(config.train)
+        self._sequence = SequenceSchedule.of(config.data)
         self._lr = LrSchedule.of(config)
         self._weight_decay = WeightDecaySchedule.of(config.optim, config.lr_decay_iters)
 
@@ -124,7 +126,10 @@ class Stepper:
         """Compute a global batch and update the weights, unless the update is withheld."""
         step = state.applied_iterations + 1
         tokens = loaded(batches, self._engine.device, self._mesh)
-        self._engine.forward_backward(tokens, self._seeds(global_batch))
+        length = self._sequence.at(global_batch.start)
+        if length != self._sequence.longest:
+            tokens = (cut(batch, length) for batch in tokens)
+        self._engine.forward_backward(tokens, self._seeds(global_batch), seq_length=length)
         return self._engine.update(
             self._lr.at(step), self._weight_decay.at(step), notices=notices(), withhold=withhold
         )
@@ -189,3 +194,12 @@ def loaded(batches: Iterator[Batch], device: torch.device, mesh: ProcessMesh) ->
                 return
             tokens = torch.from_numpy(batch).to(device, non_blocking=True)
         yield tokens
+
+
+def cut(batch: Tensor, length: int) -> Tensor:
+    """Cut rows of s + 1 ids into s / l rows of l + 1 ids each: [b, s + 1] to [b s / l, l + 1].
+
+    The last id of a row is its last label, and the first token of the next. Every label is
+    predicted once, in the order of the samples.
+    """
+    return batch.unfold(1, length + 1, length).reshape(-1, length + 1)

@@ -197,7 +197,7 @@ def test_only_labels_that_count_enter_the_loss() -> None:
     config = _runs.config(data={"eod_mask_loss": True, "add_extra_token": False})
     stage = Stage(config, 32, ProcessMesh.serial(), special_tokens=SpecialTokens(eod=EOD))
     batches = [torch.tensor([[1, EOD, 2, 5, -1], [4, 4, EOD, -1, -1]]), torch.full((1, 5), -1)]
-    ((total, count),) = stage.loss_sum(iter(batches), [2, 1]).tolist()
+    (total, count), *_ = stage.loss_sum(iter(batches), [2, 1]).tolist()
     model = stage.chunks[0].eval()
     with torch.no_grad():
         losses = model.loss(

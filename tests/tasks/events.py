@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ class EventLog:
             samples=8,
         )
 
-    def perplexity(self, iteration: int, loss: float | None = 5.0) -> None:
+    def perplexity(
+        self, iteration: int, loss: float | None = 5.0, by_position: Sequence[float | None] = ()
+    ) -> None:
         """Append the event of a checkpoint's measured perplexity."""
         self.write(
             "perplexity",
@@ -73,6 +76,10 @@ class EventLog:
             valid_ppl=None if loss is None else math.exp(loss),
             samples=8,
             seconds=0.1,
+            by_position=[
+                {"start": 4 * number, "loss": each, "tokens": 32}
+                for number, each in enumerate(by_position)
+            ],
         )
 
     def checkpoint(self, iteration: int, loss: float | None = 5.0) -> None:

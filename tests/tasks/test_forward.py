@@ -146,7 +146,7 @@ def test_curves_are_by_iteration_and_by_tokens(
     for iteration in (10, 20, 30):
         log.step(iteration, loss=6 - iteration / 10, mfu=None)
     log.evaluation(30, loss=3.5)
-    log.perplexity(30, loss=3.25)
+    log.perplexity(30, loss=3.25, by_position=[3.5, None, 3.0])
     log.checkpoint(30, loss=3.25)
     run_id = make_forwarder().finish()
     check(tracking, run_id, [10, 20, 30])
@@ -157,6 +157,9 @@ def test_curves_are_by_iteration_and_by_tokens(
     assert history(tracking, run_id, "validation/ppl") == history(tracking, run_id, "valid_ppl")
     by_tokens = history(tracking, run_id, "validation/ppl_by_tokens")
     assert by_tokens == {tokens: pytest.approx(25.790, abs=0.001)}
+    assert [
+        history(tracking, run_id, f"validation/loss_by_position/{start:07d}") for start in (0, 4, 8)
+    ] == [{30: 3.5}, {}, {30: 3.0}]
     tags = tracking.client.get_run(run_id).data.tags
     assert (tags["step"], tags["tokens"]) == ("30", str(tokens))
     (first, *_) = tracking.client.get_metric_history(run_id, "train/lm_loss")

@@ -258,6 +258,27 @@ def test_values_that_are_missing_leave_out_their_chart(log: EventLog) -> None:
     assert "MFU is not known" in charts[2].note
 
 
+def test_perplexity_by_position_is_drawn_for_a_few_checkpoints(log: EventLog) -> None:
+    log.start()
+    for iteration in range(1, 13):
+        log.perplexity(iteration, loss=3.0, by_position=[4.0, 3.0, 2.0 / iteration, None])
+    (chart,) = (
+        chart
+        for chart in draw_charts(RunHistory(log.path), {})
+        if chart.title == "Perplexity by position"
+    )
+    named = re.findall(r"iteration (\d+)", chart.svg)
+    assert (named[0], len(named)) == ("12", 5)
+
+
+def test_a_run_of_an_earlier_version_has_no_chart_by_position(log: EventLog) -> None:
+    log.start()
+    log.perplexity(1)
+    assert "Perplexity by position" not in [
+        chart.title for chart in draw_charts(RunHistory(log.path), {})
+    ]
+
+
 def test_many_points_are_thinned_and_a_spike_is_kept() -> None:
     count = 50_000
     values = [1.0 + index % 7 / 10 for index in range(count)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacore.data.gpt_dataset import GPTDataset
+from megacore.models.base import POSITION_BUCKETS, LossTerm, bucket_width
 from megacore.parallel.mesh import ProcessMesh
 from megacore.train.evaluate import Evaluation, batches_of_rank, evaluate
 from tests._dist import run_distributed
@@ -38,17 +39,19 @@ class Model:
     """An engine's sums of losses; the second loss has one value per sample, its first token."""
 
     loss_names = ("lm_loss", "sop_loss")
+    label_length = _runs.SEQ_LENGTH
 
     def __init__(self, *, reads_tokens: bool = True) -> None:
         self.reads_tokens = reads_tokens
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        total = torch.zeros(2, 2, dtype=torch.float64)
+        total = torch.zeros(2 + POSITION_BUCKETS, 2, dtype=torch.float64)
         for size, tokens in zip(sizes, batches, strict=True):
             assert len(tokens) == size
             total[0] += torch.stack(
                 [losses(tokens).double().sum(), torch.tensor(tokens[:, 1:].numel())]
             )
+            total[2:] += LossTerm(losses(tokens)).by_position()
             total[1] += torch.stack([tokens[:, 0].double().sum(), torch.tensor(size)])
         return total
 
@@ -79,9 +82,14 @@ def test_loss_is_the_mean_over_all_targets_on_any_number_of_ranks(data: Path) ->
     assert serial.losses == pytest.approx({"lm_loss": expected, "sop_loss": first}, rel=1e-12)
     assert serial.loss == pytest.approx(expected, rel=1e-12)
     assert (serial.samples, serial.tokens) == (13, 13 * _runs.SEQ_LENGTH)
+    columns = losses(torch.from_numpy(dataset.gather(range(13)))).double().mean(0).tolist()
+    assert [each.start for each in serial.by_position] == list(range(_runs.SEQ_LENGTH))
+    assert [each.loss for each in serial.by_position] == pytest.approx(columns, rel=1e-12)
+    assert {each.tokens for each in serial.by_position} == {13}
     for result in run_distributed(2, score_on_ranks, data):
         assert result.losses == pytest.approx(serial.losses, rel=1e-12)
         assert result.tokens == serial.tokens
+        assert [each.loss for each in result.by_position] == pytest.approx(columns, rel=1e-12)
 
 
 def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -> None:
@@ -92,7 +100,7 @@ def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -
         def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
             assert next(batches, None) is None
             micro_batch_sizes.append(list(sizes))
-            return torch.ones(2, 2, dtype=torch.float64)
+            return torch.ones(2 + POSITION_BUCKETS, 2, dtype=torch.float64)
 
     mesh, device = ProcessMesh.serial(), torch.device("cpu")
     evaluate(
@@ -104,3 +112,21 @@ def test_stage_without_tokens_gets_only_the_sizes_of_micro_batches(data: Path) -
         device=device,
     )
     assert micro_batch_sizes == [[4, 2]]
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 17, 100, 128])
+def test_every_label_that_counts_is_in_one_range_of_positions(length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    values = torch.rand(3, length, generator=generator)
+    counts = torch.rand(3, length, generator=generator) < 0.7
+    width = bucket_width(length)
+    for term in (LossTerm(values), LossTerm(values, counts)):
+        rows = term.by_position()
+        assert rows.shape == (POSITION_BUCKETS, 2)
+        torch.testing.assert_close(rows.sum(0), term.total(), rtol=1e-12, atol=0)
+        weights = torch.ones(3, length) if term.counts is None else term.counts
+        for number in range(POSITION_BUCKETS):
+            part = slice(number * width, (number + 1) * width)
+            expected = (values.double() * weights)[:, part].sum()
+            assert float(rows[number, 0]) == pytest.approx(float(expected), rel=1e-12)
+            assert int(rows[number, 1]) == int(weights[:, part].sum())

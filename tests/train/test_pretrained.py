@@ -131,3 +131,96 @@ def test_checkpoint_of_another_model_or_incomplete_is_refused(
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         _runs.train(config(tmp_path / "nothing"), data, tmp_path / "none")
     assert not (tmp_path / "other/checkpoints").exists()
+
+
+LONG = 4 * _runs.SEQ_LENGTH
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "linear": {"kind": "linear", "factor": 4.0},
+    "yarn": {
+        "kind": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": _runs.SEQ_LENGTH,
+    },
+}
+
+
+def extended(pretrained: Path, positions: str, **model: Any) -> RunConfig:
+    """Return a run with sequences of four times the length."""
+    short = config(pretrained)
+    return _runs.config(
+        data={"seq_length": LONG},
+        model={"position_embedding_type": positions} | model,
+        train=short.train.model_dump(),
+    )
+
+
+@pytest.fixture(scope="module")
+def short_rope(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provide a checkpoint of a model with rotary positions, trained with short sequences."""
+    directory = tmp_path_factory.mktemp("short")
+    run = _runs.config(
+        model={"position_embedding_type": "rope"}, train=config(None).train.model_dump()
+    )
+    _runs.train(run, data, directory)
+    return directory / "checkpoints/iter_0000002"
+
+
+@pytest.fixture(scope="module")
+def long_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("long")
+    _runs.write_data(directory, _runs.config(data={"seq_length": LONG}))
+    return directory
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_context_is_extended_with_other_rotary_frequencies(
+    scaling: str, short_rope: Path, long_data: Path, tmp_path: Path
+) -> None:
+    run = extended(short_rope, "rope", rope_scaling=SCALINGS[scaling])
+    _runs.train(run, long_data, tmp_path)
+    (step, _) = _runs.events(tmp_path, "step")
+    (*_, last) = _runs.events(tmp_path, "perplexity")
+    assert step["seq_length"] == LONG
+    assert [row["start"] for row in last["by_position"]] == list(range(0, LONG, 4))
+    assert not _runs.events(tmp_path, "warning")
+    spec = read_spec(tmp_path / "checkpoints/iter_0000002")
+    assert (spec.max_position_embeddings, spec.model.rope_scaling) == (LONG, run.model.rope_scaling)
+    begun = extended(short_rope, "rope", rope_scaling=SCALINGS[scaling])
+    begun = begun.model_copy(update={"optim": begun.optim.model_copy(update={"lr": 1e-9})})
+    _runs.train(begun, long_data, tmp_path / "begun")
+    name = "model.encoder.layers.0.self_attention.query_key_value.weight"
+    weights = read_tensors(tmp_path / "begun/checkpoints/iter_0000002")[name]
+    torch.testing.assert_close(weights, read_tensors(short_rope)[name], rtol=0, atol=1e-7)
+
+
+def test_scaling_for_another_length_is_warned_of(
+    short_rope: Path, long_data: Path, tmp_path: Path
+) -> None:
+    scaling = {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    _runs.train(extended(short_rope, "rope", rope_scaling=scaling), long_data, tmp_path)
+    (warning,) = _runs.events(tmp_path, "warning")
+    assert "original_max_position_embeddings is 32, but" in warning["message"]
+    assert "of a model of 16 tokens" in warning["message"]
+
+
+def test_learned_positions_cannot_be_extended(
+    imported: Path, long_data: Path, tmp_path: Path
+) -> None:
+    sentence = (
+        "has a learned table of 16 positions, which cannot be extended to the 64 of this run: set "
+        r"data\.seq_length to at most 16"
+    )
+    with pytest.raises(CheckpointError, match=sentence):
+        _runs.train(extended(imported, "learned_absolute"), long_data, tmp_path)
+
+
+def test_other_frequencies_for_the_same_length_are_another_model(
+    short_rope: Path, data: Path, tmp_path: Path
+) -> None:
+    run = _runs.config(
+        model={"position_embedding_type": "rope", "rope_scaling": SCALINGS["linear"]},
+        train=config(short_rope).train.model_dump(),
+    )
+    with pytest.raises(CheckpointError, match=r"another model: model\.rope_scaling is None there"):
+        _runs.train(run, data, tmp_path)

@@ -35,7 +35,7 @@ from megacore.engine.deepspeed.optimizer import (
 from megacore.engine.deepspeed.settings import deepspeed_settings
 from megacore.engine.deepspeed.state import DeepSpeedState, main_weights, shape_of
 from megacore.kernels.choice import Kernels
-from megacore.models.base import Model
+from megacore.models.base import POSITION_BUCKETS, Model, loss_sums
 from megacore.models.init import initial_weight
 from megacore.models.inputs import InputRules
 from megacore.models.stage import Stage
@@ -249,7 +249,7 @@ class MicroBatch(nn.Module):
     def forward(self, batch: Tensor, dropout_seed: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the mean losses, and each mean loss [terms].
 
-        In evaluation, return 0, and each loss's sum and token count [terms, 2].
+        In evaluation, return 0, and the result of `loss_sums`.
 
         Args:
             batch: ids [b, width].
@@ -258,7 +258,7 @@ class MicroBatch(nn.Module):
         losses = self.model.run(self._rules.read(batch), dropout_seed=dropout_seed)
         assert isinstance(losses, dict)
         if not self.training:
-            return batch.new_zeros(()), torch.stack([term.total() for term in losses.values()])
+            return batch.new_zeros(()), loss_sums(losses)
         means = torch.stack([term.mean() for term in losses.values()])
         return means.sum(), means.detach()
 
@@ -276,7 +276,9 @@ class DeepSpeedEngine(DeepSpeedBase):
         )
         return engine, optimizer
 
-    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+    def forward_backward(
+        self, batches: Iterator[Tensor], seeds: Sequence[int], *, seq_length: int | None = None
+    ) -> None:
         """Accumulate the gradient of one global batch: ids [b, width] for each seed."""
         engine, mesh = self._engine, self._mesh
         self._set_batch(len(seeds))
@@ -297,11 +299,12 @@ class DeepSpeedEngine(DeepSpeedBase):
         return len(self._losses)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum of each loss over the target tokens and their number: fp64 [terms, 2].
+        """Return the sum of each loss and its number of values, and `lm_loss` by position.
 
-        Dropout is off.
+        fp64 [terms + POSITION_BUCKETS, 2]. Dropout is off.
         """
-        total = torch.zeros(len(self.loss_names), 2, dtype=torch.float64, device=self.device)
+        rows = len(self.loss_names) + POSITION_BUCKETS
+        total = torch.zeros(rows, 2, dtype=torch.float64, device=self.device)
         self._engine.eval()
         try:
             # In inference mode ZeRO-3 would gather weights that no later backward pass may use.

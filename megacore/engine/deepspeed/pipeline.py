@@ -71,6 +71,7 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
     """Engine for models with pipeline stages; implements `megacore.engine.base.Engine`."""
 
     _seeds: Sequence[int] = ()
+    _seq_length: int | None = None
 
     def _initialize(self, mpu: MeshUnit) -> tuple[Any, Any]:
         # With sequence parallelism the tensor-parallel ranks have different hidden states, so they
@@ -85,11 +86,17 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         )
         return engine, optimizer
 
-    def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
+    def forward_backward(
+        self, batches: Iterator[Tensor], seeds: Sequence[int], *, seq_length: int | None = None
+    ) -> None:
         """Store the micro batches of one global batch for `update`.
 
         DeepSpeed's schedule runs them and ends with the optimizer step.
         """
+        if seq_length != self._seq_length:
+            # Its stages tell each other the shape of their messages once, and keep the buffers.
+            self._engine.reset_activation_shape()
+            self._seq_length = seq_length
         self._set_batch(len(seeds))
         self._layer.start(batches, seeds)
         self._seeds = seeds
@@ -104,9 +111,9 @@ class DeepSpeedPipelineEngine(DeepSpeedBase):
         return len(self._seeds)
 
     def loss_sum(self, batches: Iterator[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Return the sum of each loss over the target tokens and their number: fp64 [terms, 2].
+        """Return the sum of each loss and its number of values, and `lm_loss` by position.
 
-        Dropout is off.
+        fp64 [terms + POSITION_BUCKETS, 2]. Dropout is off.
         """
         return self._stage.loss_sum(batches, sizes)
 
