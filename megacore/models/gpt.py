@@ -145,8 +145,8 @@ class GPTModel(Model):
         if window is not None and window >= keys:
             window = None
         if model.window_attn_skip_freq is None:
-            return Shared(bias(window=window), rotary, cache=cache)
-        full = Shared(bias(), rotary, cache=cache)
+            return Shared(bias(window=window), rotary=rotary, cache=cache)
+        full = Shared(bias(), rotary=rotary, cache=cache)
         windowed = full if window is None else replace(full, bias=bias(window=window))
         return replace(full, windowed=windowed)
 
