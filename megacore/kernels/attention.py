@@ -297,12 +297,12 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
         spans: Spans | None = None,
     ) -> Tensor:
         assert softcap is None, "this kernel is not chosen for models with a soft cap"
+        if bias is None and not dropout and supports(query, key, value):
+            return attention(query, key, value, causal=causal, scale=scale, spans=spans)
         if spans is not None:
             return with_dense_mask(
                 attend, spans, query, key, value, bias=bias, dropout=dropout, scale=scale
             )
-        if bias is None and not dropout and supports(query, key, value):
-            return attention(query, key, value, causal=causal, scale=scale)
         if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
             return in_memory(
                 softmax, query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale
@@ -318,8 +318,8 @@ def _load_packed_cpp() -> PackedAttention:
     def attend(
         mixed: Tensor, *, causal: bool, scale: float | None, spans: Spans | None = None
     ) -> Tensor:
-        if spans is None and supports_packed(mixed):
-            return packed_attention(mixed, causal=causal, scale=scale)
+        if supports_packed(mixed):
+            return packed_attention(mixed, causal=causal, scale=scale, spans=spans)
         return packed_reference(mixed, causal=causal, scale=scale, spans=spans)
 
     return attend
