@@ -191,15 +191,15 @@ def _fake_forward(
     value: Tensor,
     causal: bool,
     scale: float,
-    first: Tensor | None,
-    last: Tensor | None,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @operator(
     "attention_forward(Tensor query, Tensor key, Tensor value, bool causal, float scale, "
-    "Tensor? first, Tensor? last) -> (Tensor, Tensor)",
+    "Tensor? first=None, Tensor? last=None) -> (Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
@@ -208,8 +208,8 @@ def _forward(
     value: Tensor,
     causal: bool,
     scale: float,
-    first: Tensor | None,
-    last: Tensor | None,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not supports(query, key, value) or (
         causal and first is None and query.shape[2] != key.shape[2]
@@ -243,15 +243,16 @@ def _fake_backward(
     lse: Tensor,
     causal: bool,
     scale: float,
-    first: Tensor | None,
-    last: Tensor | None,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_heads(query), _empty_heads(key), _empty_heads(value)
 
 
 @operator(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor "
-    "lse, bool causal, float scale, Tensor? first, Tensor? last) -> (Tensor, Tensor, Tensor)",
+    "lse, bool causal, float scale, Tensor? first=None, Tensor? last=None) "
+    "-> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _backward(
@@ -263,8 +264,8 @@ def _backward(
     lse: Tensor,
     causal: bool,
     scale: float,
-    first: Tensor | None,
-    last: Tensor | None,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _empty_heads(query), _empty_heads(key), _empty_heads(value)
     spans = _span_place(first, last, query)
@@ -273,19 +274,23 @@ def _backward(
 
 
 @operator(
-    "packed_attention_forward(Tensor mixed, bool causal, float scale, Tensor? first, Tensor? last) "
-    "-> (Tensor, Tensor)",
+    "packed_attention_forward(Tensor mixed, bool causal, float scale, Tensor? first=None, "
+    "Tensor? last=None) -> (Tensor, Tensor)",
     fake=lambda mixed, *options: _fake_forward(*_heads(mixed), *options),
 )
 def _packed_forward(
-    mixed: Tensor, causal: bool, scale: float, first: Tensor | None, last: Tensor | None
+    mixed: Tensor,
+    causal: bool,
+    scale: float,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _forward(*_heads(mixed), causal, scale, first, last)
 
 
 @operator(
     "packed_attention_backward(Tensor grad, Tensor mixed, Tensor out, Tensor lse, bool causal, "
-    "float scale, Tensor? first, Tensor? last) -> Tensor",
+    "float scale, Tensor? first=None, Tensor? last=None) -> Tensor",
     fake=lambda grad, mixed, *rest: mixed.new_empty(mixed.shape),
 )
 def _packed_backward(
@@ -295,8 +300,8 @@ def _packed_backward(
     lse: Tensor,
     causal: bool,
     scale: float,
-    first: Tensor | None,
-    last: Tensor | None,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
     gradient = mixed.new_empty(mixed.shape)
     inputs = _heads(mixed)
