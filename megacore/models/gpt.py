@@ -13,7 +13,7 @@ from torch import Tensor
 from megacore.config.rope import same_up_to
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
-from megacore.models.layers.attention_bias import alibi_slopes, attention_bias
+from megacore.models.layers.attention_bias import alibi_slopes, attention_mask
 from megacore.models.layers.rotary import Rotary
 from megacore.models.layers.shared import KeyValueCache, Shared, positions_of
 from megacore.tensor_parallel import column_parallel
@@ -130,8 +130,9 @@ class GPTModel(Model):
             if position_ids is None:
                 position_ids = positions_of(0, queries, device)
             rotary = self._rotary.tables(position_ids, hidden.dtype)
-        bias = partial(
-            attention_bias,
+        mask = partial(
+            attention_mask,
+            spanned=self._spanned,
             queries=queries,
             keys=keys,
             causal=True,
@@ -145,9 +146,11 @@ class GPTModel(Model):
         if window is not None and window >= keys:
             window = None
         if model.window_attn_skip_freq is None:
-            return Shared(bias(window=window), rotary=rotary, cache=cache)
-        full = Shared(bias(), rotary=rotary, cache=cache)
-        windowed = full if window is None else replace(full, bias=bias(window=window))
+            return Shared(*mask(window=window), rotary=rotary, cache=cache)
+        full = Shared(*mask(), rotary=rotary, cache=cache)
+        windowed = full
+        if window is not None:
+            windowed = Shared(*mask(window=window), rotary=rotary, cache=cache)
         return replace(full, windowed=windowed)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
