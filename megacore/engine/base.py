@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
+from megacore.models.leak_check import check_documents
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 
@@ -86,6 +87,14 @@ class Engine(Protocol):
     @property
     def label_length(self) -> int:
         """Number of labels of a sample."""
+        ...
+
+    def check_documents(self, length: int) -> str:
+        """Check that no document of `length` tokens sees another one; return a line for the log.
+
+        Raises:
+            LeakError: one does.
+        """
         ...
 
     def forward_backward(
@@ -259,3 +268,10 @@ class StageEngine:
     def label_length(self) -> int:
         """Number of labels of a sample; for T5, of the decoder."""
         return self._stage.label_length
+
+    def check_documents(self, length: int) -> str:
+        """Check that no document of a sequence sees another one, and return a line for the log.
+
+        See `megacore.models.leak_check`.
+        """
+        return check_documents(self._stage.chunks, length, self._stage.device)

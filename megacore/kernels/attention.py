@@ -18,6 +18,7 @@ from megacore.kernels.implementation import (
     cpp_obstacle_uncompiled,
     everywhere,
 )
+from megacore.kernels.spans import Spans
 
 
 class Attention(Protocol):
@@ -34,6 +35,7 @@ class Attention(Protocol):
         causal: bool,
         scale: float | None,
         softcap: float | None = None,
+        spans: Spans | None = None,
     ) -> Tensor:
         """Compute softmax(q kᵀ scale + bias) v.
 
@@ -48,6 +50,8 @@ class Attention(Protocol):
             softcap: c, if the scaled scores become c tanh(score / c) before the bias is added
                 (Riviere et al. 2024, arXiv:2408.00118). Only kernels that are chosen for it take
                 it.
+            spans: keys that each query sees, instead of `causal`; a bias is then added to the
+                scores of the visible ones.
 
         Returns:
             [b, n, s, d], with any strides.
@@ -58,7 +62,9 @@ class Attention(Protocol):
 class PackedAttention(Protocol):
     """Interface of self-attention with q, k, v and their gradients packed in one tensor."""
 
-    def __call__(self, mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    def __call__(
+        self, mixed: Tensor, *, causal: bool, scale: float | None, spans: Spans | None = None
+    ) -> Tensor:
         """Map [b, s, n, 3, d] to [b, n, s, d], without dropout or bias."""
         ...
 
@@ -89,6 +95,33 @@ class ScaledMaskedSoftmax(Protocol):
         ...
 
 
+def with_dense_mask(
+    attend: Attention,
+    spans: Spans,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute attention with a kernel that has no spans, from their dense mask."""
+    mask = spans.bias(key.shape[2], query.dtype)
+    context = attend(
+        query,
+        key,
+        value,
+        bias=mask if bias is None else bias + mask,
+        dropout=dropout,
+        causal=False,
+        scale=scale,
+        softcap=softcap,
+    )
+    return spans.hide(context)
+
+
 def reference(
     query: Tensor,
     key: Tensor,
@@ -99,11 +132,24 @@ def reference(
     causal: bool,
     scale: float | None,
     softcap: float | None = None,
+    spans: Spans | None = None,
 ) -> Tensor:
     """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own.
 
     None of these has a soft cap, so that scores with one are stored.
     """
+    if spans is not None:
+        return with_dense_mask(
+            reference,
+            spans,
+            query,
+            key,
+            value,
+            bias=bias,
+            dropout=dropout,
+            scale=scale,
+            softcap=softcap,
+        )
     if softcap is not None:
         return softcapped(
             query,
@@ -150,6 +196,7 @@ def softcapped(
     causal: bool,
     scale: float | None,
     softcap: float | None = None,
+    spans: Spans | None = None,
 ) -> Tensor:
     """Compute attention with a soft cap of the scores, which are stored; see `Attention`.
 
@@ -157,6 +204,18 @@ def softcapped(
     heads that share keys are multiplied together, so that keys and values are not repeated.
     """
     assert softcap is not None, "this kernel is chosen for models with a soft cap"
+    if spans is not None:
+        return with_dense_mask(
+            softcapped,
+            spans,
+            query,
+            key,
+            value,
+            bias=bias,
+            dropout=dropout,
+            scale=scale,
+            softcap=softcap,
+        )
     (b, n, s, d), groups, keys = query.shape, key.shape[1], key.shape[2]
     scale = d**-0.5 if scale is None else scale
     grouped = query.reshape(b, groups, n // groups * s, d)
@@ -172,10 +231,14 @@ def softcapped(
     return (weights.view(b, groups, n // groups * s, keys) @ value).view(b, n, s, d)
 
 
-def packed_reference(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+def packed_reference(
+    mixed: Tensor, *, causal: bool, scale: float | None, spans: Spans | None = None
+) -> Tensor:
     """Compute attention with torch, see `PackedAttention`."""
     query, key, value = (part.transpose(1, 2) for part in mixed.unbind(3))
-    return reference(query, key, value, bias=None, dropout=0.0, causal=causal, scale=scale)
+    return reference(
+        query, key, value, bias=None, dropout=0.0, causal=causal, scale=scale, spans=spans
+    )
 
 
 def in_memory(
@@ -231,10 +294,15 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
         causal: bool,
         scale: float | None,
         softcap: float | None = None,
+        spans: Spans | None = None,
     ) -> Tensor:
         assert softcap is None, "this kernel is not chosen for models with a soft cap"
         if bias is None and not dropout and supports(query, key, value):
-            return attention(query, key, value, causal=causal, scale=scale)
+            return attention(query, key, value, causal=causal, scale=scale, spans=spans)
+        if spans is not None:
+            return with_dense_mask(
+                attend, spans, query, key, value, bias=bias, dropout=dropout, scale=scale
+            )
         if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
             return in_memory(
                 softmax, query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale
@@ -247,10 +315,12 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
 def _load_packed_cpp() -> PackedAttention:
     from megacore.kernels.cpu.attention import packed_attention, supports_packed
 
-    def attend(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    def attend(
+        mixed: Tensor, *, causal: bool, scale: float | None, spans: Spans | None = None
+    ) -> Tensor:
         if supports_packed(mixed):
-            return packed_attention(mixed, causal=causal, scale=scale)
-        return packed_reference(mixed, causal=causal, scale=scale)
+            return packed_attention(mixed, causal=causal, scale=scale, spans=spans)
+        return packed_reference(mixed, causal=causal, scale=scale, spans=spans)
 
     return attend
 
@@ -271,12 +341,17 @@ def _softcap_obstacle(setting: Setting) -> str | None:
 IMPLEMENTATIONS = (
     Implementation[Attention](
         "cpp",
-        "C++ with AVX-512, torch for masks",
+        "C++ with AVX-512, torch for biases",
         _load_cpp_with_softmax,
         _uncapped(cpp_obstacle_uncompiled),
+        spanned=True,
     ),
     Implementation[Attention](
-        "cpp", "C++ with AVX-512, torch for dropout and biases", _load_cpp, _uncapped(cpp_obstacle)
+        "cpp",
+        "C++ with AVX-512, torch for dropout and biases",
+        _load_cpp,
+        _uncapped(cpp_obstacle),
+        spanned=True,
     ),
     Implementation[Attention](
         "plain", "torch with stored scores", lambda: softcapped, _softcap_obstacle

@@ -13,7 +13,7 @@ from torch import Tensor
 from megacore.config.rope import same_up_to
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
-from megacore.models.layers.attention_bias import alibi_slopes, attention_bias
+from megacore.models.layers.attention_bias import alibi_slopes, attention_mask
 from megacore.models.layers.rotary import Rotary
 from megacore.models.layers.shared import KeyValueCache, Shared, positions_of
 from megacore.tensor_parallel import column_parallel
@@ -68,7 +68,7 @@ class GPTModel(Model):
         if cache is not None and position_ids is None:
             position_ids = positions_of(cache.length, tokens.shape[1], tokens.device)
         hidden = self.embedding(tokens, position_ids=position_ids)
-        shared = self._shared(hidden, position_ids, present=present, cache=cache)
+        shared = self.shared(tokens.shape[1], position_ids, hidden, present=present, cache=cache)
         hidden = self.encoder(hidden, shared=shared)
         if cache is not None:
             cache.advance(tokens.shape[1])
@@ -101,8 +101,11 @@ class GPTModel(Model):
             assert inputs is not None
             hidden = self.embedding(inputs.tokens, dropout_seed, position_ids=positions)
         assert hidden is not None
-        shared = self._shared(
-            hidden, positions, documents=None if inputs is None else inputs.documents
+        shared = self.shared(
+            hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1),
+            positions,
+            hidden,
+            documents=None if inputs is None else inputs.documents,
         )
         hidden = self.encoder(hidden, dropout_seed, shared=shared)
         if not self.has_head:
@@ -110,18 +113,27 @@ class GPTModel(Model):
         assert inputs is not None
         return {LM_LOSS: self._label_losses(hidden, inputs)}
 
-    def _shared(
+    def shared(
         self,
-        hidden: Tensor,
+        queries: int,
         position_ids: Tensor | None,
+        like: Tensor,
         *,
         documents: Tensor | None = None,
         present: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Shared:
-        """Return the values that all layers share for hidden states [b, s(/t), h]."""
-        model, device = self.model, hidden.device
-        queries = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
+        """Return the values that all layers share for `queries` new tokens.
+
+        Args:
+            queries: number of tokens of the whole sequence after those in the cache.
+            position_ids: see `forward`.
+            like: tensor with the type and device of the hidden states.
+            documents: document numbers [b, s].
+            present: see `forward`.
+            cache: see `forward`.
+        """
+        model, device = self.model, like.device
         keys = queries + (0 if cache is None else cache.length)
         same = same_up_to(model.rope_scaling)
         assert cache is None or same is None or keys <= same, "keys are rotated for fewer tokens"
@@ -129,13 +141,14 @@ class GPTModel(Model):
         if self._rotary is not None:
             if position_ids is None:
                 position_ids = positions_of(0, queries, device)
-            rotary = self._rotary.tables(position_ids, hidden.dtype)
-        bias = partial(
-            attention_bias,
+            rotary = self._rotary.tables(position_ids, like.dtype)
+        mask = partial(
+            attention_mask,
+            spanned=self._spanned,
             queries=queries,
             keys=keys,
             causal=True,
-            dtype=hidden.dtype,
+            dtype=like.dtype,
             device=device,
             documents=documents,
             present=present,
@@ -145,9 +158,11 @@ class GPTModel(Model):
         if window is not None and window >= keys:
             window = None
         if model.window_attn_skip_freq is None:
-            return Shared(bias(window=window), rotary, cache=cache)
-        full = Shared(bias(), rotary, cache=cache)
-        windowed = full if window is None else replace(full, bias=bias(window=window))
+            return Shared(*mask(window=window), rotary=rotary, cache=cache)
+        full = Shared(*mask(), rotary=rotary, cache=cache)
+        windowed = full
+        if window is not None:
+            windowed = Shared(*mask(window=window), rotary=rotary, cache=cache)
         return replace(full, windowed=windowed)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:

@@ -123,12 +123,11 @@ MEGACORE_INLINE void store_across(word* to, const __m512 (&x)[2], const __m512 (
 // Compute the weights of 8 keys for 32 queries, and the gradients of their scores.
 template <class T>
 inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratch,
-                            std::ptrdiff_t first_key, std::ptrdiff_t key, std::ptrdiff_t block_row,
-                            std::ptrdiff_t first_query, std::ptrdiff_t column) {
+                            const View& view, std::ptrdiff_t first_key, std::ptrdiff_t key,
+                            std::ptrdiff_t block_row, std::ptrdiff_t column) {
     const __m512 factor = _mm512_set1_ps(shape.scale * LOG2_E);
     const std::ptrdiff_t panel = (key - first_key) * scratch.words;
-    const bool edge =
-        key + ROWS > shape.keys || (shape.causal && key + ROWS > first_query + column + 1);
+    const bool edge = !view.every.contains(key, ROWS);
     Tile<2> scores, grads;
     alignas(64) float weights[ROWS][GROUP];
     scores.multiply<T, 1, ROWS>(scratch.key + panel, scratch.query + column, QUERIES,
@@ -140,11 +139,7 @@ inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratc
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
             p[v] = exp2(_mm512_fmsub_ps(scores.sums[r][v], factor, lse[v]));
-            if (edge) {
-                p[v] = _mm512_maskz_mov_ps(
-                    seeing(key + r, shape.keys, first_query + column + v * LANES, shape.causal),
-                    p[v]);
-            }
+            if (edge) p[v] = _mm512_maskz_mov_ps(seeing(view, v * LANES, key + r), p[v]);
             store(weights[r] + v * LANES, p[v]);
         }
         store_rows<T>(scratch.weights + column / WIDTH<T>, r, p);
@@ -169,21 +164,22 @@ inline void grad_score_tile(const Shape& shape, const BackwardScratch<T>& scratc
     }
 }
 
-// Process one block of keys with one block of queries.
+// Process one block of keys with one block of queries, whose groups of 32 have `views`.
 template <class T>
 inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch,
-                           std::ptrdiff_t first_key, std::ptrdiff_t begin, std::ptrdiff_t count,
-                           std::ptrdiff_t first_query, std::ptrdiff_t queries) {
+                           const View (&views)[2], std::ptrdiff_t first_key, std::ptrdiff_t begin,
+                           std::ptrdiff_t count) {
     constexpr std::ptrdiff_t STRIDE = QUERIES / WIDTH<T>;
     for (std::ptrdiff_t j = 0; j < count; j += ROWS) {
         const std::ptrdiff_t key = begin + j;
         // Skip the groups of 32 queries that see none of these keys.
-        std::ptrdiff_t start = 0;
-        while (shape.causal && key > first_query + start + GROUP - 1) start += GROUP;
-        for (std::ptrdiff_t column = start; column < queries; column += GROUP) {
-            grad_score_tile(shape, scratch, first_key, key, j, first_query, column);
+        const std::ptrdiff_t start = views[0].some.meets(key, ROWS) ? 0 : GROUP,
+                             end = views[1].some.meets(key, ROWS) ? QUERIES : GROUP;
+        if (start == end) continue;
+        for (std::ptrdiff_t column = start; column < end; column += GROUP) {
+            grad_score_tile(shape, scratch, views[column / GROUP], first_key, key, j, column);
         }
-        const std::ptrdiff_t steps = (queries - start) / WIDTH<T>, skipped = start / WIDTH<T>;
+        const std::ptrdiff_t steps = (end - start) / WIDTH<T>, skipped = start / WIDTH<T>;
         const std::ptrdiff_t place = (key - first_key) * scratch.rows;
         add_product<T, STRIDE, 1>(scratch.weights + skipped,
                                   scratch.grad_out_across + skipped * scratch.rows, scratch.rows,
@@ -192,15 +188,19 @@ inline void backward_block(const Shape& shape, const BackwardScratch<T>& scratch
                                   scratch.query_across + skipped * scratch.rows, scratch.rows,
                                   steps, scratch.grad_key + place, scratch.rows, scratch.rows);
     }
-    for (std::ptrdiff_t column = 0; column < queries; column += GROUP) {
-        const std::ptrdiff_t seen =
-            std::min(count, round_up(shape.seen(first_query + column + GROUP) - begin, ROWS));
-        for (std::ptrdiff_t row = 0; row < scratch.rows && seen > 0; row += ROWS) {
+    for (std::ptrdiff_t column = 0; column < QUERIES; column += GROUP) {
+        const Interval seen = views[column / GROUP].some & Interval{begin, begin + count};
+        if (seen.empty()) continue;
+        const std::ptrdiff_t first = round_down(seen.begin - begin, ROWS),
+                             last = round_up(seen.end - begin, ROWS);
+        for (std::ptrdiff_t row = 0; row < scratch.rows; row += ROWS) {
             const word* const key =
-                scratch.key_across + (row * scratch.keys + (begin - first_key) * ROWS) / WIDTH<T>;
-            add_product<T, 1, ROWS>(key, scratch.grad_scores_across + column, QUERIES,
-                                    seen / WIDTH<T>, scratch.grad_query + row * QUERIES + column,
-                                    QUERIES, GROUP);
+                scratch.key_across +
+                (row * scratch.keys + (begin - first_key + first) * ROWS) / WIDTH<T>;
+            add_product<T, 1, ROWS>(
+                key, scratch.grad_scores_across + first / WIDTH<T> * QUERIES + column, QUERIES,
+                (last - first) / WIDTH<T>, scratch.grad_query + row * QUERIES + column, QUERIES,
+                GROUP);
         }
     }
 }
@@ -292,19 +292,21 @@ inline void backward_task(const Shape& shape, const BackwardScratch<T>& scratch,
         const Rows<const T> out = rows(tensors.out, head, shape.queries);
         const Rows<T> grad_query = rows(tensors.grad_query, head, shape.queries);
         const float* const lse = tensors.lse + (batch * shape.heads + head) * shape.queries;
-        const std::ptrdiff_t start = shape.causal ? first / QUERIES * QUERIES : 0;
-        for (std::ptrdiff_t i = start; i < shape.queries; i += QUERIES) {
-            const std::ptrdiff_t queries = std::min(QUERIES, round_up(shape.queries - i, GROUP));
-            const std::ptrdiff_t seen = std::min(first + count, shape.seen(i + QUERIES));
+        for (std::ptrdiff_t i = 0; i < shape.queries; i += QUERIES) {
+            const View views[2] = {view_of(shape, batch, i), view_of(shape, batch, i + GROUP)};
+            const Interval seen =
+                (views[0].some | views[1].some) & Interval{first, first + count};
+            if (tensors.parts != nullptr && seen.empty()) continue;
             pack_queries(scratch, query.from(i), grad_out.from(i), out.from(i), lse + i);
             query.from(i + QUERIES).template prefetch<false>(QUERIES);
             grad_out.from(i + QUERIES).template prefetch<false>(QUERIES);
             out.from(i + QUERIES).template prefetch<false>(QUERIES);
             if (tensors.parts == nullptr) grad_query.from(i).template prefetch<true>(QUERIES);
             std::fill_n(scratch.grad_query, scratch.rows * QUERIES, 0.0f);
-            for (std::ptrdiff_t j = first; j < seen; j += BACKWARD_KEYS) {
-                backward_block(shape, scratch, first, j,
-                               round_up(std::min(BACKWARD_KEYS, seen - j), ROWS), i, queries);
+            for (std::ptrdiff_t j = first + round_down(seen.begin - first, BACKWARD_KEYS);
+                 j < seen.end; j += BACKWARD_KEYS) {
+                backward_block(shape, scratch, views, first, j,
+                               round_up(std::min(BACKWARD_KEYS, seen.end - j), ROWS));
             }
             if (tensors.parts == nullptr) {
                 write_grad_query(scratch.grad_query, shape.scale, grad_query.from(i));
@@ -324,10 +326,13 @@ inline void sum_parts(const Shape& shape, const KeyRanges& ranges, std::ptrdiff_
                       std::ptrdiff_t head, std::ptrdiff_t first_query,
                       const BackwardTensors<T>& tensors) {
     float* const total = part_of(tensors.parts, shape, 0, batch, head, first_query);
-    const std::ptrdiff_t seen = shape.seen(first_query + QUERIES);
-    for (std::ptrdiff_t range = 1; range < ranges.count && range * ranges.length < seen; ++range) {
+    const std::ptrdiff_t size = round_up(shape.size, LANES) * QUERIES;
+    const Interval seen = seen_by(shape, batch, first_query, first_query + QUERIES);
+    if (!seen.meets(0, ranges.length)) std::fill_n(total, size, 0.0f);
+    for (std::ptrdiff_t range = 1; range < ranges.count; ++range) {
+        if (!seen.meets(range * ranges.length, ranges.length)) continue;
         const float* const part = part_of(tensors.parts, shape, range, batch, head, first_query);
-        for (std::ptrdiff_t i = 0; i < round_up(shape.size, LANES) * QUERIES; i += LANES) {
+        for (std::ptrdiff_t i = 0; i < size; i += LANES) {
             store(total + i, _mm512_add_ps(load(total + i), load(part + i)));
         }
     }
@@ -345,6 +350,8 @@ namespace megacore {
 using Place = std::array<std::int64_t, 4>;
 // (b, n, g, queries, keys, d).
 using Sizes = std::array<std::int64_t, 6>;
+// Addresses of the first and last visible key of each query (0: none), and their stride of b.
+using SpanPlace = std::array<std::int64_t, 3>;
 
 #ifdef MEGACORE_HAS_AVX512
 namespace {
@@ -447,9 +454,18 @@ void backward(const Shape& shape, BackwardTensors<T>& tensors, int threads) {
     if (exhausted) throw std::bad_alloc();
 }
 
-Shape shape_of(const Sizes& sizes, double scale, bool causal) {
-    return {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], static_cast<float>(scale),
-            causal};
+Shape shape_of(const Sizes& sizes, double scale, bool causal, const SpanPlace& spans) {
+    return {sizes[0],
+            sizes[1],
+            sizes[2],
+            sizes[3],
+            sizes[4],
+            sizes[5],
+            static_cast<float>(scale),
+            causal,
+            reinterpret_cast<const std::int32_t*>(spans[0]),
+            reinterpret_cast<const std::int32_t*>(spans[1]),
+            spans[2]};
 }
 
 }  // namespace
@@ -462,12 +478,12 @@ void require(bool is_bf16) {
 }
 
 void attention_forward(bool is_bf16, const Sizes& sizes, double scale, bool causal,
-                       const Place& query, const Place& key, const Place& value, const Place& out,
+                       const SpanPlace& spans, const Place& query, const Place& key, const Place& value, const Place& out,
                        std::uintptr_t lse, int threads) {
     require(is_bf16);
 #ifdef MEGACORE_HAS_AVX512
     const auto run = is_bf16 ? &forward<bf16> : &forward<float>;
-    run(shape_of(sizes, scale, causal), query, key, value, out, reinterpret_cast<float*>(lse),
+    run(shape_of(sizes, scale, causal, spans), query, key, value, out, reinterpret_cast<float*>(lse),
         threads);
 #endif
 }
@@ -491,12 +507,12 @@ void run_backward(const Shape& shape, const std::array<Place, 5>& inputs, std::u
 #endif
 
 void attention_backward(bool is_bf16, const Sizes& sizes, double scale, bool causal,
-                        const std::array<Place, 5>& inputs, std::uintptr_t lse,
+                        const SpanPlace& spans, const std::array<Place, 5>& inputs, std::uintptr_t lse,
                         const std::array<Place, 3>& grads, int threads) {
     require(is_bf16);
 #ifdef MEGACORE_HAS_AVX512
     const auto run = is_bf16 ? &run_backward<bf16> : &run_backward<float>;
-    run(shape_of(sizes, scale, causal), inputs, lse, grads, threads);
+    run(shape_of(sizes, scale, causal, spans), inputs, lse, grads, threads);
 #endif
 }
 

@@ -4,12 +4,11 @@
 // Scores are stored transposed, [keys][queries]: then the softmax needs no sums across lanes.
 #pragma once
 
-#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <limits>
 
-#include "_attention_tile.h"
+#include "_attention_view.h"
 
 #ifdef MEGACORE_HAS_AVX512
 namespace megacore {
@@ -28,24 +27,8 @@ struct Heads {
     }
 };
 
-struct Shape {
-    std::ptrdiff_t batch;
-    std::ptrdiff_t heads;
-    std::ptrdiff_t groups;  // key-value heads
-    std::ptrdiff_t queries;
-    std::ptrdiff_t keys;
-    std::ptrdiff_t size;  // d, elements of a head
-    float scale;
-    bool causal;
-
-    std::ptrdiff_t sharing() const { return heads / groups; }
-    // Return the number of keys that queries before `end` see.
-    std::ptrdiff_t seen(std::ptrdiff_t end) const { return causal ? std::min(keys, end) : keys; }
-};
-
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr float LN_2 = 0.693147180559945309f;
-constexpr std::ptrdiff_t GROUP = 2 * LANES;
 constexpr std::ptrdiff_t FORWARD_KEYS = 128;
 
 // Memory of one thread for a packed key-value head and one group of queries.
@@ -71,6 +54,7 @@ struct ForwardScratch {
         out = scores + FORWARD_KEYS * GROUP;
     }
 
+    std::ptrdiff_t first_key = 0;  // the first packed key
     word *key = nullptr, *value = nullptr, *query = nullptr, *weights = nullptr;
     float *scores = nullptr, *out = nullptr;
 };
@@ -88,28 +72,23 @@ struct Statistics {
 
 // Compute scores[count][32] = k q^T * factor (-inf for hidden keys), and update their maximum.
 template <class T>
-inline void score_block(const Shape& shape, const ForwardScratch<T>& scratch,
-                        std::ptrdiff_t first_key, std::ptrdiff_t count, std::ptrdiff_t first_query,
-                        __m512 (&greatest)[2]) {
+inline void score_block(const Shape& shape, const ForwardScratch<T>& scratch, const View& view,
+                        std::ptrdiff_t first_key, std::ptrdiff_t count, __m512 (&greatest)[2]) {
     const __m512 factor = _mm512_set1_ps(shape.scale * LOG2_E);
     const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (std::ptrdiff_t j = 0; j < count; j += ROWS) {
         const std::ptrdiff_t key = first_key + j;
         Tile<2> tile;
-        tile.multiply<T, 1, ROWS>(scratch.key + key * scratch.words, scratch.query, GROUP,
-                                  scratch.words);
-        const bool edge = key + ROWS > shape.keys || (shape.causal && key + ROWS > first_query + 1);
+        tile.multiply<T, 1, ROWS>(scratch.key + (key - scratch.first_key) * scratch.words,
+                                  scratch.query, GROUP, scratch.words);
+        const bool edge = !view.every.contains(key, ROWS);
         float* const to = scratch.scores + j * GROUP;
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 2
             for (int v = 0; v < 2; ++v) {
                 __m512 x = _mm512_mul_ps(tile.sums[r][v], factor);
-                if (edge) {
-                    const __mmask16 seen =
-                        seeing(key + r, shape.keys, first_query + v * LANES, shape.causal);
-                    x = _mm512_mask_mov_ps(hidden, seen, x);
-                }
+                if (edge) x = _mm512_mask_mov_ps(hidden, seeing(view, v * LANES, key + r), x);
                 greatest[v] = _mm512_max_ps(greatest[v], x);
                 store(to + r * GROUP + v * LANES, x);
             }
@@ -147,12 +126,12 @@ inline void exponentials(const ForwardScratch<T>& scratch, std::ptrdiff_t count,
 }
 
 template <class T>
-inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch,
-                         std::ptrdiff_t first_key, std::ptrdiff_t count, std::ptrdiff_t first_query,
+inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch, const View& view,
+                         std::ptrdiff_t first_key, std::ptrdiff_t count, bool is_first,
                          Statistics& softmax) {
     const std::ptrdiff_t rows = round_up(count, ROWS);
     __m512 greatest[2] = {softmax.greatest[0], softmax.greatest[1]};
-    score_block(shape, scratch, first_key, rows, first_query, greatest);
+    score_block(shape, scratch, view, first_key, rows, greatest);
     const __m512 shrink[2] = {exp2(_mm512_sub_ps(softmax.greatest[0], greatest[0])),
                               exp2(_mm512_sub_ps(softmax.greatest[1], greatest[1]))};
     for (int v = 0; v < 2; ++v) {
@@ -164,9 +143,10 @@ inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch,
         float* const out = scratch.out + row * GROUP;
         Tile<2> tile;
         tile.multiply<T, 1, ROWS>(
-            scratch.value + (row * scratch.keys + first_key * ROWS) / WIDTH<T>, scratch.weights,
-            GROUP, rows / WIDTH<T>);
-        if (first_key == 0) {
+            scratch.value +
+                (row * scratch.keys + (first_key - scratch.first_key) * ROWS) / WIDTH<T>,
+            scratch.weights, GROUP, rows / WIDTH<T>);
+        if (is_first) {
             for (int i = 0; i < 16; ++i) store(out + i * LANES, tile.sums[i / 2][i % 2]);
         } else {
             for (int i = 0; i < 16; ++i) {
@@ -179,7 +159,7 @@ inline void attend_block(const Shape& shape, const ForwardScratch<T>& scratch,
 
 // Process one group of 32 queries with all keys they see.
 template <class T>
-inline void attend_group(const Shape& shape, const ForwardScratch<T>& scratch,
+inline void attend_group(const Shape& shape, const ForwardScratch<T>& scratch, const View& view,
                          const Rows<const T>& query, std::ptrdiff_t first_query, const Rows<T>& out,
                          float* lse) {
     pack_transposed(query.from(first_query), GROUP, scratch.query);
@@ -190,10 +170,11 @@ inline void attend_group(const Shape& shape, const ForwardScratch<T>& scratch,
         softmax.greatest[v] = _mm512_set1_ps(-FLT_MAX);
         softmax.sum[v] = _mm512_setzero_ps();
     }
-    const std::ptrdiff_t seen = shape.seen(first_query + GROUP);
-    for (std::ptrdiff_t j = 0; j < seen; j += FORWARD_KEYS) {
-        attend_block(shape, scratch, j, std::min(FORWARD_KEYS, seen - j), first_query, softmax);
+    const std::ptrdiff_t begin = round_down(view.some.begin, ROWS), end = view.some.end;
+    for (std::ptrdiff_t j = begin; j < end; j += FORWARD_KEYS) {
+        attend_block(shape, scratch, view, j, std::min(FORWARD_KEYS, end - j), j == begin, softmax);
     }
+    if (view.some.empty()) std::fill_n(scratch.out, scratch.rows * GROUP, 0.0f);
     for (int v = 0; v < 2; ++v) {
         const std::ptrdiff_t first = first_query + v * LANES;
         if (first >= shape.queries) break;
@@ -218,16 +199,20 @@ inline void forward_task(const Shape& shape, ForwardScratch<T>& scratch, std::pt
                          std::ptrdiff_t group, std::ptrdiff_t first, std::ptrdiff_t last,
                          const Heads<const T>& query, const Heads<const T>& key,
                          const Heads<const T>& value, const Heads<T>& out, float* lse) {
-    const std::ptrdiff_t seen = shape.seen(last);
-    pack_row_panels(key.rows(batch, group, seen, shape.size), scratch.key);
-    scratch.keys = round_up(seen, LANES);
-    pack_across_panels(value.rows(batch, group, seen, shape.size), scratch.keys, scratch.value);
+    const Interval seen = seen_by(shape, batch, first, last);
+    scratch.first_key = round_down(seen.begin, LANES);
+    scratch.keys = round_up(seen.end - scratch.first_key, LANES);
+    const auto packed = [&](const Heads<const T>& heads) {
+        return heads.rows(batch, group, seen.end, shape.size).from(scratch.first_key);
+    };
+    pack_row_panels(packed(key), scratch.key);
+    pack_across_panels(packed(value), scratch.keys, scratch.value);
     for (std::ptrdiff_t head = group * shape.sharing(); head < (group + 1) * shape.sharing();
          ++head) {
         const Rows<const T> queries = query.rows(batch, head, shape.queries, shape.size);
         const Rows<T> rows = out.rows(batch, head, shape.queries, shape.size);
         for (std::ptrdiff_t i = first; i < last; i += GROUP) {
-            attend_group(shape, scratch, queries, i, rows,
+            attend_group(shape, scratch, view_of(shape, batch, i), queries, i, rows,
                          lse + (batch * shape.heads + head) * shape.queries);
         }
     }

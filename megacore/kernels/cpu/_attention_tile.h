@@ -26,6 +26,9 @@ constexpr std::ptrdiff_t WIDTH = sizeof(word) / sizeof(T);
 constexpr std::ptrdiff_t round_up(std::ptrdiff_t n, std::ptrdiff_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
+constexpr std::ptrdiff_t round_down(std::ptrdiff_t n, std::ptrdiff_t multiple) {
+    return n / multiple * multiple;
+}
 
 // Rows [rows, size] of one head; the elements of a row are contiguous.
 template <class T>
@@ -158,15 +161,6 @@ MEGACORE_INLINE __m512i pair_rows(__m512i first, __m512i second, bool last) {
         last ? _mm512_extracti64x4_epi64(second, 1) : _mm512_castsi512_si256(second);
     return _mm512_or_si512(_mm512_cvtepu16_epi32(low),
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-}
-
-// Return the mask of the queries that see the key, among the 16 queries from `query` on.
-MEGACORE_INLINE __mmask16 seeing(std::ptrdiff_t key, std::ptrdiff_t keys, std::ptrdiff_t query,
-                                 bool causal) {
-    if (key >= keys) return 0;
-    const std::ptrdiff_t hidden = causal ? key - query : 0;
-    if (hidden <= 0) return 0xFFFF;
-    return hidden >= LANES ? 0 : static_cast<__mmask16>(0xFFFFu << hidden);
 }
 
 // Transpose 16 vectors of 16 words.

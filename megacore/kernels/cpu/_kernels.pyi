@@ -92,12 +92,15 @@ def adamw(
 Place = tuple[int, int, int, int]
 # The sizes b, n, g, queries, keys and d.
 Sizes = tuple[int, int, int, int, int, int]
+# Addresses of the first and last visible key of each query (0: no spans), and their stride of b.
+SpanPlace = tuple[int, int, int]
 
 def attention_forward(
     is_bf16: bool,
     sizes: Sizes,
     scale: float,
     causal: bool,
+    spans: SpanPlace,
     query: Place,
     key: Place,
     value: Place,
@@ -111,6 +114,7 @@ def attention_backward(
     sizes: Sizes,
     scale: float,
     causal: bool,
+    spans: SpanPlace,
     inputs: tuple[Place, Place, Place, Place, Place],
     lse: int,
     grads: tuple[Place, Place, Place],

@@ -13,10 +13,12 @@ from torch import Tensor
 from megacore.errors import ConfigError
 from megacore.kernels.cpu import _kernels
 from megacore.kernels.cpu.common import operator, runs
+from megacore.kernels.spans import Spans
 
 MAX_HEAD_DIM = 256
 _DTYPES = tuple(dtype for dtype in (torch.bfloat16, torch.float32) if runs(dtype))
 _BF16 = torch.bfloat16
+_SpanPlace = tuple[int, int, int]
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -44,9 +46,15 @@ def supports_packed(mixed: Tensor) -> bool:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    spans: Spans | None = None,
 ) -> Tensor:
-    """Compute softmax(q kᵀ · scale) v.
+    """Compute softmax(q kᵀ · scale) v; blocks of keys that no query sees are skipped.
 
     Args:
         query: [b, n, s_q, d], d contiguous, any other strides; bf16 or fp32.
@@ -55,6 +63,7 @@ def attention(
         value: like `key`.
         causal: a query sees only the keys up to its own position; requires s_q = s_k.
         scale: factor on the scores; None means 1 / sqrt(d).
+        spans: keys that each query sees, instead of `causal`.
 
     Returns:
         [b, n, s_q, d], a view of memory [b, s_q, n, d].
@@ -62,17 +71,22 @@ def attention(
     Raises:
         ConfigError: the kernel does not accept these tensors (see `supports`).
     """
-    out: Tensor = _Attention.apply(query, key, value, causal, _scale(scale, query))  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, causal, _scale(scale, query), *_parts(spans, query.shape[2])
+    )
     return out
 
 
-def packed_attention(mixed: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+def packed_attention(
+    mixed: Tensor, *, causal: bool, scale: float | None, spans: Spans | None = None
+) -> Tensor:
     """Compute attention of packed queries, keys and values, with one packed gradient.
 
     Args:
         mixed: [b, s, n, 3, d], query, key and value of each head; d contiguous, any other strides.
         causal: a query sees only the keys up to its own position.
         scale: factor on the scores; None means 1 / sqrt(d).
+        spans: keys that each query sees, instead of `causal`.
 
     Returns:
         [b, n, s, d], a view of memory [b, s, n, d].
@@ -80,42 +94,69 @@ def packed_attention(mixed: Tensor, *, causal: bool, scale: float | None) -> Ten
     Raises:
         ConfigError: the kernel does not accept this tensor (see `supports_packed`).
     """
-    out: Tensor = _PackedAttention.apply(mixed, causal, _scale(scale, mixed))  # type: ignore[no-untyped-call]
+    out: Tensor = _PackedAttention.apply(  # type: ignore[no-untyped-call]
+        mixed, causal, _scale(scale, mixed), *_parts(spans, mixed.shape[1])
+    )
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        scale: float,
+        first: Tensor | None,
+        last: Tensor | None,
     ) -> Tensor:
-        out, lse = torch.ops.megacore.attention_forward(query, key, value, causal, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
+        out, lse = torch.ops.megacore.attention_forward(
+            query, key, value, causal, scale, first, last
+        )
+        ctx.save_for_backward(query, key, value, out, lse, first, last)
         ctx.causal, ctx.scale = causal, scale
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        *saved, first, last = ctx.saved_tensors
         gradients = torch.ops.megacore.attention_backward(
-            grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale
+            grads[0], *saved, ctx.causal, ctx.scale, first, last
         )
-        return *gradients, None, None
+        return *gradients, None, None, None, None
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, causal: bool, scale: float) -> Tensor:
-        out, lse = torch.ops.megacore.packed_attention_forward(mixed, causal, scale)
-        ctx.save_for_backward(mixed, out, lse)
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        causal: bool,
+        scale: float,
+        first: Tensor | None,
+        last: Tensor | None,
+    ) -> Tensor:
+        out, lse = torch.ops.megacore.packed_attention_forward(mixed, causal, scale, first, last)
+        ctx.save_for_backward(mixed, out, lse, first, last)
         ctx.causal, ctx.scale = causal, scale
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        *saved, first, last = ctx.saved_tensors
         gradient = torch.ops.megacore.packed_attention_backward(
-            grads[0], *ctx.saved_tensors, ctx.causal, ctx.scale
+            grads[0], *saved, ctx.causal, ctx.scale, first, last
         )
-        return gradient, None, None
+        return gradient, None, None, None, None
+
+
+def _parts(spans: Spans | None, queries: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return first and last as contiguous [b or 1, s]."""
+    if spans is None:
+        return None, None
+    return spans.first.expand(-1, queries).contiguous(), spans.last.expand(-1, queries).contiguous()
 
 
 def _scale(scale: float | None, of: Tensor) -> float:
@@ -145,28 +186,44 @@ def _sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int, int, int]:
 
 
 def _fake_forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    scale: float,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @operator(
-    "attention_forward(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> "
-    "(Tensor, Tensor)",
+    "attention_forward(Tensor query, Tensor key, Tensor value, bool causal, float scale, "
+    "Tensor? first=None, Tensor? last=None) -> (Tensor, Tensor)",
     fake=_fake_forward,
 )
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    scale: float,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if not supports(query, key, value) or (causal and query.shape[2] != key.shape[2]):
+    if not supports(query, key, value) or (
+        causal and first is None and query.shape[2] != key.shape[2]
+    ):
         raise ConfigError(_refusal(query, key, value, causal))
     out = _empty_heads(query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    spans = _span_place(first, last, query)
     _kernels.attention_forward(
         query.dtype == _BF16,
         _sizes(query, key),
         scale,
         causal,
+        spans,
         _place(query),
         _place(key),
         _place(value),
@@ -186,13 +243,16 @@ def _fake_backward(
     lse: Tensor,
     causal: bool,
     scale: float,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_heads(query), _empty_heads(key), _empty_heads(value)
 
 
 @operator(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor "
-    "lse, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "lse, bool causal, float scale, Tensor? first=None, Tensor? last=None) "
+    "-> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _backward(
@@ -204,30 +264,49 @@ def _backward(
     lse: Tensor,
     causal: bool,
     scale: float,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _empty_heads(query), _empty_heads(key), _empty_heads(value)
-    _run_backward(grad, (query, key, value), out, lse, gradients, causal, scale)
+    spans = _span_place(first, last, query)
+    _run_backward(grad, (query, key, value), out, lse, gradients, causal, scale, spans)
     return gradients
 
 
 @operator(
-    "packed_attention_forward(Tensor mixed, bool causal, float scale) -> (Tensor, Tensor)",
-    fake=lambda mixed, causal, scale: _fake_forward(*_heads(mixed), causal, scale),
+    "packed_attention_forward(Tensor mixed, bool causal, float scale, Tensor? first=None, "
+    "Tensor? last=None) -> (Tensor, Tensor)",
+    fake=lambda mixed, *options: _fake_forward(*_heads(mixed), *options),
 )
-def _packed_forward(mixed: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return _forward(*_heads(mixed), causal, scale)
+def _packed_forward(
+    mixed: Tensor,
+    causal: bool,
+    scale: float,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _forward(*_heads(mixed), causal, scale, first, last)
 
 
 @operator(
     "packed_attention_backward(Tensor grad, Tensor mixed, Tensor out, Tensor lse, bool causal, "
-    "float scale) -> Tensor",
-    fake=lambda grad, mixed, out, lse, causal, scale: mixed.new_empty(mixed.shape),
+    "float scale, Tensor? first=None, Tensor? last=None) -> Tensor",
+    fake=lambda grad, mixed, *rest: mixed.new_empty(mixed.shape),
 )
 def _packed_backward(
-    grad: Tensor, mixed: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor,
+    mixed: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> Tensor:
     gradient = mixed.new_empty(mixed.shape)
-    _run_backward(grad, _heads(mixed), out, lse, _heads(gradient), causal, scale)
+    inputs = _heads(mixed)
+    spans = _span_place(first, last, inputs[0])
+    _run_backward(grad, inputs, out, lse, _heads(gradient), causal, scale, spans)
     return gradient
 
 
@@ -239,6 +318,7 @@ def _run_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     causal: bool,
     scale: float,
+    spans: _SpanPlace,
 ) -> None:
     query, key, value = inputs
     if grad.stride(3) != 1:
@@ -248,11 +328,32 @@ def _run_backward(
         _sizes(query, key),
         scale,
         causal,
+        spans,
         (_place(grad), _place(query), _place(key), _place(value), _place(out)),
         lse.data_ptr(),
         (_place(gradients[0]), _place(gradients[1]), _place(gradients[2])),
         torch.get_num_threads(),
     )
+
+
+def _span_place(first: Tensor | None, last: Tensor | None, query: Tensor) -> _SpanPlace:
+    """Return the addresses of the spans, 0 if there are none, and their stride of b.
+
+    Raises:
+        ConfigError: they are not contiguous int32 [b or 1, s].
+    """
+    if first is None or last is None:
+        return 0, 0, 0
+    b, _, s, _ = query.shape
+    for part in (first, last):
+        if part.dtype != torch.int32 or part.shape != (len(first), s) or not part.is_contiguous():
+            raise ConfigError(
+                f"attention's CPU kernel does not take spans {tuple(part.shape)} {part.dtype} for "
+                f"queries {tuple(query.shape)}: it needs contiguous int32 [{b} or 1, {s}]"
+            )
+    if len(first) not in (1, b):
+        raise ConfigError(f"attention's spans are of {len(first)} samples, and the queries of {b}")
+    return first.data_ptr(), last.data_ptr(), s if len(first) > 1 else 0
 
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> str:

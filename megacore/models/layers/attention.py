@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megacore.config.model import ModelConfig
 from megacore.errors import ParallelLayoutError
 from megacore.kernels.choice import Kernels
+from megacore.kernels.spans import Spans
 from megacore.models.layers.norm import make_head_norm, parameters_of
 from megacore.models.layers.shared import Shared
 from megacore.parallel.mesh import ParallelGroup
@@ -82,10 +83,14 @@ class _Attention(nn.Module):
         value: Tensor,
         dropout_seed: int | None,
         bias: Tensor | None,
+        spans: Spans | None,
     ) -> Tensor:
         """Attend and project: q, k, v [b, n/t, s, d] (k, v per group) to [b, s, h]."""
         return self._projected(
-            partial(self._attend, dropout_seed=dropout_seed, bias=bias), query, key, value
+            partial(self._attend, dropout_seed=dropout_seed, bias=bias, spans=spans),
+            query,
+            key,
+            value,
         )
 
     def _projected(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -103,25 +108,39 @@ class _Attention(nn.Module):
         value: Tensor,
         dropout_seed: int | None,
         bias: Tensor | None,
+        spans: Spans | None,
     ) -> Tensor:
         """Map q, k, v to the attention output [b, n/t, s, d], with dropout in training."""
         if not (self.training and self.attention_dropout):
-            return self._scores(query, key, value, 0.0, bias)
+            return self._scores(query, key, value, 0.0, bias, spans)
         if self.part is not None or self.recompute or not torch.compiler.is_compiling():
             self.seed(dropout_seed)
         with tensor_parallel_region(self.tp, query):
-            return self._scores(query, key, value, self.attention_dropout, bias)
+            return self._scores(query, key, value, self.attention_dropout, bias, spans)
 
     def seed(self, dropout_seed: int | None) -> None:
         """Seed the dropout of this layer's attention for a micro batch; not part of a graph."""
         seed_dropout(dropout_seed, self.number, self.part)
 
     def _scores(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout: float,
+        bias: Tensor | None,
+        spans: Spans | None,
     ) -> Tensor:
-        causal = self.causal and bias is None and query.shape[2] == key.shape[2]
+        unmasked = bias is None and spans is None
         return self.attention(
-            query, key, value, bias=bias, dropout=dropout, causal=causal, scale=self.scale
+            query,
+            key,
+            value,
+            bias=bias,
+            dropout=dropout,
+            causal=self.causal and unmasked and query.shape[2] == key.shape[2],
+            scale=self.scale,
+            spans=spans,
         )
 
 
@@ -196,9 +215,7 @@ class SelfAttention(_Attention):
         if self._takes_packed(shared):
             mixed: Tensor = self.query_key_value(x)
             packed = mixed.view(*mixed.shape[:2], self.heads, 3, self.head_dim)
-            return self._projected(
-                partial(self.kernels.packed_attention, causal=self.causal, scale=self.scale), packed
-            )
+            return self._projected(partial(self._attend_packed, shared=shared), packed)
         query, key, value = self.projections(x)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
@@ -210,7 +227,26 @@ class SelfAttention(_Attention):
             )
         if shared.cache is not None:
             key, value = shared.cache.append(self.number, key, value)
-        return self._context(query, key, value, dropout_seed, shared.bias)
+        return self._context(query, key, value, dropout_seed, shared.bias, shared.spans)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_seed: int | None,
+        shared: Shared,
+    ) -> Tensor:
+        """Map q [b, n/t, s, d] and k, v of their groups to [b, n/t, s, d] as the layer does."""
+        if self._takes_packed(shared):
+            packed = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 3)
+            return self._attend_packed(packed, shared)
+        return self._attend(query, key, value, dropout_seed, shared.bias, shared.spans)
+
+    @property
+    def local_groups(self) -> int:
+        """Number of key-value heads of this rank's query heads."""
+        return max(1, self.groups // self.tp.size)
 
     def partial_gradients(self) -> frozenset[str]:
         """Return the norms' parameters, which see only the rank's heads."""
@@ -226,6 +262,13 @@ class SelfAttention(_Attention):
         unmodified = shared.bias is None and shared.rotary is None and shared.cache is None
         dropout = self.training and self.attention_dropout
         return unmodified and self.packs and not dropout
+
+    def _attend_packed(self, packed: Tensor, shared: Shared) -> Tensor:
+        """Map [b, s, n/t, 3, d] to the attention output [b, n/t, s, d]."""
+        causal = self.causal and shared.spans is None
+        return self.kernels.packed_attention(
+            packed, causal=causal, scale=self.scale, spans=shared.spans
+        )
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's queries [b, s, n/t, d], and the keys and values of their groups.
@@ -314,7 +357,9 @@ class CrossAttention(_Attention):
             project() if shared.cache is None else shared.cache.memory(self.number, project)
         )
         query = query.view(*query.shape[:2], self.heads, self.head_dim).transpose(1, 2)
-        return self._context(query, key, value, dropout_seed, shared.memory_bias)
+        return self._context(
+            query, key, value, dropout_seed, shared.memory_bias, shared.memory_spans
+        )
 
     def _keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Project the encoder's output [b, s_e, h] to keys and values [b, n/t, s_e, d]."""

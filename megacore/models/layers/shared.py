@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacore.kernels.spans import Spans
+
 
 class KeyValueCache:
     """Keys and values of every layer of one model, for sequences of equal length.
@@ -87,12 +89,16 @@ class Shared:
     bias: Tensor | None = None
     """Bias [b or 1, n/t or 1, s, keys] of self-attention scores, -inf where a token does not see
     another. None means that a token sees all tokens, in a decoder only itself and previous ones."""
+    spans: Spans | None = None
+    """Keys that each token sees in self-attention, if the bias does not hide the others."""
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [b or 1, 1, s, rotary_dim] of the rotation of queries and keys."""
     memory: Tensor | None = None
     """Encoder output [b, s_e, h] that a decoder's layers attend to, or this rank's part of it."""
     memory_bias: Tensor | None = None
     """Bias [b, 1, 1, s_e] of cross attention scores."""
+    memory_spans: Spans | None = None
+    """Keys that each token sees in cross attention, if `memory_bias` does not hide the others."""
     cache: KeyValueCache | None = None
     """Cache of keys and values, for generation."""
     windowed: "Shared | None" = None

@@ -1,0 +1,79 @@
+"""Spans equal dense masks, and kernels equal themselves with the dense mask."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.kernels.attention import Attention, reference, softcapped
+from megacore.kernels.spans import Spans
+
+CPU = torch.device("cpu")
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3], [0, 1, 1, 1, 1, 1, 1, 1, 2, 2]])
+PRESENT = torch.tensor([[False] * 2 + [True] * 8, [True] * 7 + [False] * 3])
+
+
+def visible(spans: Spans, keys: int) -> Tensor:
+    """Return the bool mask [b, s, keys] of the definition of spans."""
+    key = torch.arange(keys)
+    return (key >= spans.first[..., None]) & (key <= spans.last[..., None])
+
+
+def expected(
+    *, causal: bool, documents: Tensor | None, present: Tensor | None, window: int | None
+) -> Tensor:
+    distance = torch.arange(10)[None, :] - torch.arange(10)[:, None]
+    sees = torch.ones(2, 10, 10, dtype=torch.bool)
+    if causal:
+        sees &= distance <= 0
+    if window is not None:
+        sees &= distance > -window
+    if documents is not None:
+        sees &= documents[:, :, None] == documents[:, None, :]
+    if present is not None:
+        sees &= present[:, None, :]
+    return sees
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("present", [None, PRESENT])
+@pytest.mark.parametrize("window", [None, 3])
+def test_spans_equal_the_dense_mask(
+    causal: bool, documents: Tensor | None, present: Tensor | None, window: int | None
+) -> None:
+    sees = expected(causal=causal, documents=documents, present=present, window=window)
+    rules = {"causal": causal, "documents": documents, "present": present, "window": window}
+    spans = Spans.of(10, 10, device=CPU, **rules)  # type: ignore[arg-type]
+    assert visible(spans, 10).expand_as(sees).equal(sees)
+    places = torch.tensor([1, 8, 9])
+    assert visible(spans.at(places), 10).expand(2, -1, -1)[:, -1].equal(sees[:, 9])
+    assert visible(spans.at(places), 10).expand(2, -1, -1)[:, 0].equal(sees[:, 1])
+    last = Spans.of(4, 10, device=CPU, **rules)  # type: ignore[arg-type]
+    assert visible(last, 10).expand(2, 4, 10).equal(sees[:, 6:])
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_query_that_sees_nothing_has_output_and_gradient_zero(softcap: float | None) -> None:
+    attend: Attention = reference if softcap is None else softcapped
+    query, key, value = (torch.randn(2, 2, 10, 4, requires_grad=True) for _ in range(3))
+    spans = Spans.of(10, 10, causal=True, device=CPU, present=PRESENT)
+    context = attend(
+        query,
+        key,
+        value,
+        bias=None,
+        dropout=0.0,
+        causal=False,
+        scale=None,
+        softcap=softcap,
+        spans=spans,
+    )
+    context.backward(torch.randn_like(context))
+    assert query.grad is not None
+    assert key.grad is not None
+    assert not context[0, :, :2].any()
+    assert not query.grad[0, :, :2].any()
+    assert context[:, :, 2:7].all()
+    assert torch.isfinite(query.grad).all()
+    assert not key.grad[0, :, :2].any()
+    assert not key.grad[1, :, 7:].any()
