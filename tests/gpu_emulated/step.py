@@ -240,9 +240,9 @@ def _iterate(config: Any, engine: Any, mesh: Any, record: Record, tracker: Any) 
 def _counted(forward_backward: Any, operations: list[int], record: Record) -> Any:
     """Count the operations of forward and backward."""
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any, **options: Any) -> None:
         before = operations[0]
-        forward_backward(*arguments)
+        forward_backward(*arguments, **options)
         record.operations += operations[0] - before
 
     return counted

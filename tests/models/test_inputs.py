@@ -14,7 +14,7 @@ from megacore.errors import ConfigError
 from megacore.models.build import build_model
 from megacore.models.gpt import GPTModel
 from megacore.models.inputs import MaskRules, ModelInput, input_rules
-from megacore.models.layers.attention_bias import attention_bias
+from megacore.models.layers.attention_bias import attention_mask
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 from tests._tiny import tiny_config
@@ -60,7 +60,7 @@ def test_masks_equal_those_of_the_loop(rows: list[list[int]]) -> None:
     assert model_input.position_ids is not None
     assert model_input.documents is not None
     size = batch.shape[1] - 1
-    bias = attention_bias(
+    bias, _ = attention_mask(
         queries=size,
         keys=size,
         causal=True,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megacore.errors import ParallelLayoutError
 from megacore.models.build import build_model
-from megacore.models.layers.attention_bias import RelativeBias, attention_bias
+from megacore.models.layers.attention_bias import RelativeBias, attention_mask
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from tests._tensor_ranks import HEADS, MLP_WEIGHTS, attention_reference, joined, random
 from tests._tiny import tiny_config
@@ -102,7 +102,7 @@ def test_the_gradient_of_a_relative_bias_is_summed_in_fp32() -> None:
     def gradient(dtype: torch.dtype) -> Tensor:
         table = RelativeBias(8, 16, 2, bidirectional=True, tp=SINGLE_RANK, device="cpu").to(dtype)
         nn.init.zeros_(table.weight)
-        bias = attention_bias(
+        bias, _ = attention_mask(
             queries=96,
             keys=96,
             causal=False,
@@ -126,7 +126,7 @@ def test_alibi_is_rounded_once() -> None:
     slopes = torch.tensor([0.01])
 
     def bias(dtype: torch.dtype) -> Tensor:
-        result = attention_bias(
+        result, _ = attention_mask(
             queries=1, keys=600, causal=True, dtype=dtype, device=torch.device("cpu"), slopes=slopes
         )
         assert result is not None

@@ -64,11 +64,11 @@ def train_with_fault(
         engine: Any = trainer._engine
         forward_backward, numbers = engine.forward_backward, iter(range(1, 100))
 
-        def intercepted(*arguments: Any) -> None:
+        def intercepted(*arguments: Any, **options: Any) -> None:
             if next(numbers) in calls:
-                fault(engine, lambda: forward_backward(*arguments))
+                fault(engine, lambda: forward_backward(*arguments, **options))
             else:
-                forward_backward(*arguments)
+                forward_backward(*arguments, **options)
 
         engine.forward_backward = intercepted
         trainer.run()

@@ -54,10 +54,10 @@ def train_with_action(
         engine: Any = trainer._engine
         forward_backward, calls = engine.forward_backward, iter(range(1, 100))
 
-        def intercepted(*arguments: Any) -> None:
+        def intercepted(*arguments: Any, **options: Any) -> None:
             if next(calls) == iteration:
                 action()
-            forward_backward(*arguments)
+            forward_backward(*arguments, **options)
 
         engine.forward_backward = intercepted
         trainer.run()
