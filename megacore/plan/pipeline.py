@@ -127,14 +127,14 @@ def plan_pipeline(
         ParallelLayoutError: model, batch and ranks cannot be divided, or a step is too long.
     """
     parallel, train = config.parallel, config.train
-    stages, replica = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
     ranks = config.launch.nproc_per_node
     if hosts := hosts_of(config.launch):
         ranks = sum(hosts.values())
     elif config.launch.kind in ("slurm", "kubernetes") and ranks != "auto":
         ranks *= (config.launch.node_range or (1, 1))[1]
     elif ranks == "auto":
-        ranks = len(hardware.gpus) or replica * stages
+        ranks = len(hardware.gpus) or parallel.ranks_per_replica
     layout = layout_of(config, ranks, vocab_size)
     micro_batches = train.global_batch_size // (train.micro_batch_size * layout.data)
     passes = micro_batches * stages * parallel.virtual_pipeline_model_parallel_size

@@ -177,8 +177,7 @@ def resolve_launch(
         ConfigError: the hostfile is invalid, or the number of ranks on a scheduler's hosts is
             missing.
     """
-    parallel = config.parallel
-    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    replica = config.parallel.ranks_per_replica
     ranks, threads = launched_ranks(config.launch, hardware, without_gpu=replica, hosts=hosts)
     layout_of(config, ranks, vocab_size)
     return ranks, threads
