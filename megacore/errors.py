@@ -102,6 +102,10 @@ class LossError(TrainingError):
     """Loss or gradient that is not finite, or a loss spike."""
 
 
+class LeakError(TrainingError):
+    """Attention in which a document sees another one although masks should separate them."""
+
+
 class TrainingStoppedError(MegacoreError):
     """Training that stopped early on request.
 

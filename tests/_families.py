@@ -1,5 +1,7 @@
 """Tiny float64 models of every family, with distinct weights that do not depend on the layout."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,10 +9,10 @@ from torch import Tensor
 
 from megacore.config.model import Family, ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
-from megacore.models.base import Losses, Model
+from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.bert import BertModel
 from megacore.models.gpt import GPTModel
-from megacore.models.inputs import BertRules, ModelInput, T5Rules
+from megacore.models.inputs import BertRules, MaskRules, ModelInput, T5Rules
 from megacore.models.t5 import T5Model
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.pipeline_parallel.partition import ModelChunk
@@ -256,6 +258,42 @@ def given(model_spec: ModelSpec) -> ModelInput:
     labels = ids(LENGTH, lengths).where(predicted, -1)
     segments = (torch.arange(LENGTH) >= 3).long().expand(3, -1).where(tokens >= 0, -1)
     return BertRules().read(torch.cat([tokens, labels, segments, torch.tensor([[0], [1], [1]])], 1))
+
+
+FIRST = 5
+"""Tokens of the first document of `documents`."""
+
+
+def document_rows(seed: int) -> Tensor:
+    """Return ids [2, s + 1] of several documents; the first is drawn with the seed. 1 ends one."""
+    ids = torch.randint(2, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    drawn = torch.randint(2, VOCAB, (2, FIRST), generator=torch.Generator().manual_seed(seed))
+    ids[:, :FIRST] = drawn
+    ids[:, FIRST - 1] = ids[1, 8] = 1
+    return ids
+
+
+def document_rules() -> MaskRules:
+    """Return the rules of separate documents."""
+    return MaskRules(
+        1, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=False, padded=False
+    )
+
+
+def documents(seed: int) -> ModelInput:
+    """Return `document_rows` as a micro batch in which the first document's labels do not count."""
+    counts = torch.arange(LENGTH).expand(2, -1) >= FIRST
+    return replace(document_rules().read(document_rows(seed)), loss_mask=counts)
+
+
+def leaks(build: Callable[[], list[Model]]) -> list[str]:
+    """Return the losses and gradients of other documents that change with the first document."""
+    before, after = (backward(build(), documents(seed)) for seed in (2, 3))
+    losses = f"losses of {LM_LOSS}"
+    assert not torch.equal(before[losses][:, :FIRST], after[losses][:, :FIRST])
+    for results in (before, after):
+        results[losses] = results[losses][:, FIRST:]
+    return [name for name, value in before.items() if not torch.equal(value, after[name])]
 
 
 def total(losses: Tensor | Losses) -> Tensor:

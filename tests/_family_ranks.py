@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megacore.kernels.choice import choose_kernels, plain_kernels
 from megacore.models.base import Model
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.tensor_parallel import partial_gradients, partitions
 from tests import _families
 from tests._dist import still_alive
-from tests._families import VARIANTS
+from tests._families import DECODERS, VARIANTS
 
 ALIKE = (
     "llama geglu, long base",
@@ -44,6 +46,28 @@ def run(world: int) -> dict[str, Any]:
     for name in DROPPED:
         still_alive()
         results[name]["dropped"] = {kind: _dropped(name, tp, kind == "sequence") for kind in kinds}
+    return results
+
+
+def leaks(world: int) -> dict[str, list[str]]:
+    """Return what leaks between documents, by decoder, layout and kernels."""
+    tp = ProcessMesh.build(RankLayout(tensor=world)).tensor_parallel
+    results: dict[str, list[str]] = {}
+    for name in DECODERS:
+        if name not in DIVIDED:
+            continue
+        still_alive()
+        softcapped = "attn_logit_softcapping" in DECODERS[name]
+        chosen = choose_kernels(torch.device("cpu"), torch.float32, softcapped=softcapped)
+        for sequence in (False, True):
+            for kind, kernels in (("plain", plain_kernels()), ("chosen", chosen)):
+                options = {"sequence_parallel": sequence, "kernels": kernels}
+                model_spec = _families.spec(name)
+
+                def build(spec: Any = model_spec, options: Any = options) -> list[Model]:
+                    return [_families.model(spec, tp, **options).float()]
+
+                results[f"{name} {kind} sequence {sequence}"] = _families.leaks(build)
     return results
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint.shard import TensorShard
+from megacore.models.leak_check import check_documents
 from megacore.models.stage import Stage
 from megacore.parallel.mesh import ProcessMesh
 
@@ -81,6 +82,14 @@ class Engine(Protocol):
     @property
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses whose sum is minimized, `lm_loss` first."""
+        ...
+
+    def check_documents(self, length: int) -> str:
+        """Check that no document of `length` tokens sees another one; return a line for the log.
+
+        Raises:
+            LeakError: one does.
+        """
         ...
 
     def forward_backward(self, batches: Iterator[Tensor], seeds: Sequence[int]) -> None:
@@ -245,3 +254,10 @@ class StageEngine:
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses whose sum is minimized, `lm_loss` first."""
         return self._stage.loss_names
+
+    def check_documents(self, length: int) -> str:
+        """Check that no document of a sequence sees another one, and return a line for the log.
+
+        See `megacore.models.leak_check`.
+        """
+        return check_documents(self._stage.chunks, length, self._stage.device)

@@ -341,12 +341,17 @@ def _softcap_obstacle(setting: Setting) -> str | None:
 IMPLEMENTATIONS = (
     Implementation[Attention](
         "cpp",
-        "C++ with AVX-512, torch for masks",
+        "C++ with AVX-512, torch for biases",
         _load_cpp_with_softmax,
         _uncapped(cpp_obstacle_uncompiled),
+        spanned=True,
     ),
     Implementation[Attention](
-        "cpp", "C++ with AVX-512, torch for dropout and biases", _load_cpp, _uncapped(cpp_obstacle)
+        "cpp",
+        "C++ with AVX-512, torch for dropout and biases",
+        _load_cpp,
+        _uncapped(cpp_obstacle),
+        spanned=True,
     ),
     Implementation[Attention](
         "plain", "torch with stored scores", lambda: softcapped, _softcap_obstacle

@@ -79,6 +79,8 @@ class Kernels:
     weight_gradient: WeightGradient
     optimizer: AdamW
     sum_of_squares: SumOfSquares
+    spanned: bool
+    """True if attention takes spans without a dense mask, where it has neither bias nor dropout."""
     names: Mapping[str, str]
     """Name of each operation's implementation, as in the log and the run's record."""
 
@@ -159,7 +161,11 @@ def plain_kernels() -> Kernels:
 
 
 def _kernels(names: dict[str, str], **callables: Any) -> Kernels:
-    return Kernels(names=MappingProxyType(names), **callables)
+    spanned = any(
+        implementation.spanned and implementation.name == names["attention"]
+        for implementation in attention.IMPLEMENTATIONS
+    )
+    return Kernels(spanned=spanned, names=MappingProxyType(names), **callables)
 
 
 def summary(names: Mapping[str, str]) -> str:

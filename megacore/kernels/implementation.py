@@ -41,6 +41,8 @@ class Implementation(Generic[F]):
     preferred: Callable[[Setting], bool] = lambda setting: True
     """Function that returns True if the implementation, where it runs, is better than the ones
     after it."""
+    spanned: bool = False
+    """True if attention takes spans without a dense mask, where it has neither bias nor dropout."""
 
     def usable(self, setting: Setting) -> bool:
         """Return True if the automatic choice may take this implementation in a setting."""

@@ -182,6 +182,11 @@ class Model(nn.Module, ABC):
         """Add the modules between the embedding and the output layer."""
 
     @property
+    def _spanned(self) -> bool:
+        """True if attention takes spans without a dense mask."""
+        return self.kernels.spanned and not (self.training and self.model.attention_dropout)
+
+    @property
     def _embeds(self) -> bool:
         """True if a stack begins in this chunk."""
         return self.chunk.has_embedding or self.chunk.has_decoder_embedding

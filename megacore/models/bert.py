@@ -13,7 +13,7 @@ from megacore.config.model import ModelConfig
 from megacore.kernels.choice import Kernels
 from megacore.models.base import LM_LOSS, SENTENCE_LOSSES, Losses, LossTerm, Model
 from megacore.models.inputs import ModelInput
-from megacore.models.layers.attention_bias import attention_bias
+from megacore.models.layers.attention_bias import attention_mask
 from megacore.models.layers.norm import make_norm, parameters_of
 from megacore.models.layers.shared import Shared
 from megacore.parallel.mesh import ParallelGroup
@@ -119,7 +119,8 @@ class BertModel(Model):
             )
         assert hidden is not None
         length = inputs.tokens.shape[1]
-        bias = attention_bias(
+        mask = attention_mask(
+            spanned=self._spanned,
             queries=length,
             keys=length,
             causal=False,
@@ -128,7 +129,7 @@ class BertModel(Model):
             documents=inputs.documents,
             present=inputs.present,
         )
-        return self.encoder(hidden, dropout_seed, shared=Shared(bias=bias))  # type: ignore[no-any-return]
+        return self.encoder(hidden, dropout_seed, shared=Shared(*mask))  # type: ignore[no-any-return]
 
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map [b, s, h] to logits [b, s, v/t] of the tokens and [b, 2] of the binary head."""

@@ -14,7 +14,7 @@ from megacore.config.rope import same_up_to
 from megacore.kernels.spans import Spans
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
-from megacore.models.layers.attention_bias import alibi_slopes, attention_bias
+from megacore.models.layers.attention_bias import alibi_slopes, attention_mask
 from megacore.models.layers.rotary import Rotary
 from megacore.models.layers.shared import KeyValueCache, Shared, positions_of
 from megacore.parallel.context import part_of_rank, positions_of_rank
@@ -70,7 +70,7 @@ class GPTModel(Model):
         if cache is not None and position_ids is None:
             position_ids = positions_of(cache.length, tokens.shape[1], tokens.device)
         hidden = self.embedding(tokens, position_ids=position_ids)
-        shared = self._shared(hidden, position_ids, present=present, cache=cache)
+        shared = self.shared(tokens.shape[1], position_ids, hidden, present=present, cache=cache)
         hidden = self.encoder(hidden, shared=shared)
         if cache is not None:
             cache.advance(tokens.shape[1])
@@ -105,10 +105,11 @@ class GPTModel(Model):
             hidden = self.embedding(inputs.tokens, dropout_seed, position_ids=local)
         assert hidden is not None
         documents = None if inputs is None else inputs.documents
+        length = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
         shared = (
-            self._shared(hidden, positions, documents=documents)
+            self.shared(length, positions, hidden, documents=documents)
             if self.cp.size == 1
-            else self._divided(hidden, positions, documents)
+            else self._divided(length * self.cp.size, positions, hidden, documents)
         )
         hidden = self.encoder(hidden, dropout_seed, shared=shared)
         if not self.has_head:
@@ -126,23 +127,23 @@ class GPTModel(Model):
         return positions_of_rank(length, self.cp, inputs.tokens.device)[None]
 
     def _divided(
-        self, hidden: Tensor, position_ids: Tensor | None, documents: Tensor | None
+        self, length: int, position_ids: Tensor | None, like: Tensor, documents: Tensor | None
     ) -> Shared:
         """Return the values that all layers share, for this rank's part of every sequence.
 
         Every rank attends to the keys of whole sequences, in order.
 
         Args:
-            hidden: hidden states [b, s/cp(/t), h].
+            length: tokens of a whole sequence (s).
             position_ids: positions [b, s] of whole sequences; None means 0 … s-1.
+            like: tensor with the type and device of the hidden states.
             documents: document numbers [b, s] of whole sequences.
         """
-        model, device = self.model, hidden.device
-        length = hidden.shape[1] * self.cp.size * (self.tp.size if self.sequence_parallel else 1)
+        model, device = self.model, like.device
         queries, rotary = positions_of_rank(length, self.cp, device), None
         if self._rotary is not None:
             whole = positions_of(0, length, device) if position_ids is None else position_ids
-            rotary = self._rotary.tables(whole, hidden.dtype, queries)
+            rotary = self._rotary.tables(whole, like.dtype, queries)
         of = partial(Spans.of, length, length, causal=True, device=device, documents=documents)
         if model.window_attn_skip_freq is None:
             spans = of(window=model.sliding_window).at(queries)
@@ -152,18 +153,27 @@ class GPTModel(Model):
             full, windowed=replace(full, spans=of(window=model.sliding_window).at(queries))
         )
 
-    def _shared(
+    def shared(
         self,
-        hidden: Tensor,
+        queries: int,
         position_ids: Tensor | None,
+        like: Tensor,
         *,
         documents: Tensor | None = None,
         present: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Shared:
-        """Return the values that all layers share for hidden states [b, s(/t), h]."""
-        model, device = self.model, hidden.device
-        queries = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
+        """Return the values that all layers share for `queries` new tokens.
+
+        Args:
+            queries: number of tokens of the whole sequence after those in the cache.
+            position_ids: see `forward`.
+            like: tensor with the type and device of the hidden states.
+            documents: document numbers [b, s].
+            present: see `forward`.
+            cache: see `forward`.
+        """
+        model, device = self.model, like.device
         keys = queries + (0 if cache is None else cache.length)
         same = same_up_to(model.rope_scaling)
         assert cache is None or same is None or keys <= same, "keys are rotated for fewer tokens"
@@ -171,13 +181,14 @@ class GPTModel(Model):
         if self._rotary is not None:
             if position_ids is None:
                 position_ids = positions_of(0, queries, device)
-            rotary = self._rotary.tables(position_ids, hidden.dtype)
-        bias = partial(
-            attention_bias,
+            rotary = self._rotary.tables(position_ids, like.dtype)
+        mask = partial(
+            attention_mask,
+            spanned=self._spanned,
             queries=queries,
             keys=keys,
             causal=True,
-            dtype=hidden.dtype,
+            dtype=like.dtype,
             device=device,
             documents=documents,
             present=present,
@@ -187,9 +198,11 @@ class GPTModel(Model):
         if window is not None and window >= keys:
             window = None
         if model.window_attn_skip_freq is None:
-            return Shared(bias(window=window), rotary=rotary, cache=cache)
-        full = Shared(bias(), rotary=rotary, cache=cache)
-        windowed = full if window is None else replace(full, bias=bias(window=window))
+            return Shared(*mask(window=window), rotary=rotary, cache=cache)
+        full = Shared(*mask(), rotary=rotary, cache=cache)
+        windowed = full
+        if window is not None:
+            windowed = Shared(*mask(window=window), rotary=rotary, cache=cache)
         return replace(full, windowed=windowed)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:

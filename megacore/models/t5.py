@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
-from megacore.models.layers.attention_bias import attention_bias
+from megacore.models.layers.attention_bias import attention_mask
 from megacore.models.layers.shared import KeyValueCache, Shared
 from megacore.models.layers.transformer import Transformer
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
@@ -165,7 +165,8 @@ class T5Model(Model):
             hidden = self.embedding(inputs.decoder_tokens, dropout_seed, part="decoder")
         assert hidden is not None
         length = inputs.decoder_tokens.shape[1]
-        memory_bias = attention_bias(
+        memory_bias, memory_spans = attention_mask(
+            spanned=self._spanned,
             queries=length,
             keys=inputs.tokens.shape[1],
             causal=False,
@@ -175,7 +176,9 @@ class T5Model(Model):
         )
         keys = length if cache is None else cache.length + length
         bias = self._bias(self.decoder, length, hidden, keys=keys, causal=True)
-        shared = Shared(bias, memory=memory, memory_bias=memory_bias, cache=cache)
+        shared = Shared(
+            bias, memory=memory, memory_bias=memory_bias, memory_spans=memory_spans, cache=cache
+        )
         hidden = self.decoder(hidden, dropout_seed, shared=shared)
         return self._drop_output(
             self.decoder,
@@ -196,7 +199,7 @@ class T5Model(Model):
     ) -> Tensor | None:
         """Return the bias that is added to the scores of a stack's self-attention."""
         assert stack.relative_attention_bias is not None
-        return attention_bias(
+        bias, _ = attention_mask(
             queries=length,
             keys=keys,
             causal=causal,
@@ -205,6 +208,7 @@ class T5Model(Model):
             present=present,
             learned=stack.relative_attention_bias(length, keys),
         )
+        return bias
 
     def _drop_output(
         self, stack: Transformer, hidden: Tensor, dropout_seed: int | None, number: int

@@ -25,6 +25,8 @@ _PROCESS_BYTES = {"cpu": 350 * 2**20, "cuda": 600 * 2**20}
 libraries."""
 _LOSS_BLOCK = 1 << 25
 """Number of logits of a block that `megacore.kernels.cross_entropy` copies to fp32 on a GPU."""
+_SPAN = 8
+"""Bytes of a query's first and last visible key."""
 _AHEAD = 2
 """Number of messages that `megacore.pipeline_parallel.executor` receives in advance."""
 _schedule = lru_cache(maxsize=16)(build_schedule)
@@ -625,10 +627,23 @@ class Activations:
                 samples = config.train.micro_batch_size if config.data.reset_attention_mask else 1
                 return samples * heads * length**2 * self.element
         window = config.model.sliding_window
+        windowed = window is not None and window < length
+        # First and last visible key of each query, or a number for each query and key.
+        mask = _SPAN if self._spanned else length * self.element
         if config.data.reset_attention_mask:
-            alternates = config.model.window_attn_skip_freq and window and window < length
-            return (2 if alternates else 1) * self.tokens * length * self.element  # [b, s, s] each
-        return length**2 * self.element if window is not None and window < length else 0
+            alternates = config.model.window_attn_skip_freq and windowed
+            return (2 if alternates else 1) * self.tokens * mask
+        return length * mask if windowed else 0
+
+    @property
+    def _spanned(self) -> bool:
+        """True if the attention kernel takes masks as spans: the one of CPUs with AVX-512."""
+        return (
+            self.device_type == "cpu"
+            and self.config.train.kernels.attention != "plain"
+            and self.config.model.attn_logit_softcapping is None
+            and not self.config.model.attention_dropout
+        )
 
     def _hidden(self, element: int, tokens: int) -> int:
         """Return the bytes of a rank's hidden states.

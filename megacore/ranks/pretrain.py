@@ -22,6 +22,7 @@ def pretrain(job: TrainJob) -> None:
     Raises:
         ConfigError: the job cannot run as configured on this host.
         DataFormatError: tokens or index maps are missing or damaged.
+        LeakError: the attention lets a document see another one.
         LaunchError: a DeepSpeed operator that the configuration requires is not built.
         TrainingStoppedError: the run was stopped early on request, after it saved a checkpoint.
         TrainingError: a loss is not finite, or memory is insufficient.
@@ -77,6 +78,8 @@ def pretrain(job: TrainJob) -> None:
         logger.info(datetime_line("after model, optimizer, and learning rate scheduler are built"))
         logger.info("kernels: %s", summary(engine.kernels))
         logger.info(peaks.description)
+        if config.data.reset_attention_mask:
+            logger.info(engine.check_documents(config.data.seq_length))
         with times("train/valid/test-data-iterators-setup"):
             data = _datasets(job)
         logger.info(datetime_line("after dataloaders are built"))

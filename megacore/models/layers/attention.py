@@ -226,13 +226,7 @@ class SelfAttention(_Attention):
         if self._takes_packed(shared):
             mixed: Tensor = self.query_key_value(x)
             packed = mixed.view(*mixed.shape[:2], self.heads, 3, self.head_dim)
-            attend = partial(
-                self.kernels.packed_attention,
-                causal=self.causal and shared.spans is None,
-                scale=self.scale,
-                spans=shared.spans,
-            )
-            return self._projected(attend, packed)
+            return self._projected(partial(self._attend_packed, shared=shared), packed)
         query, key, value = self.projections(x)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
@@ -245,6 +239,25 @@ class SelfAttention(_Attention):
         if shared.cache is not None:
             key, value = shared.cache.append(self.number, key, value)
         return self._context(query, key, value, dropout_seed, shared.bias, shared.spans, shared.cp)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_seed: int | None,
+        shared: Shared,
+    ) -> Tensor:
+        """Map q [b, n/t, s, d] and k, v of their groups to [b, n/t, s, d] as the layer does."""
+        if self._takes_packed(shared):
+            packed = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 3)
+            return self._attend_packed(packed, shared)
+        return self._attend(query, key, value, dropout_seed, shared.bias, shared.spans, shared.cp)
+
+    @property
+    def local_groups(self) -> int:
+        """Number of key-value heads of this rank's query heads."""
+        return max(1, self.groups // self.tp.size)
 
     def partial_gradients(self) -> frozenset[str]:
         """Return the norms' parameters, which see only the rank's heads."""
@@ -261,6 +274,13 @@ class SelfAttention(_Attention):
         unmodified = shared.bias is None and shared.rotary is None and shared.cache is None
         dropout = self.training and self.attention_dropout
         return unmodified and self.packs and not dropout and shared.cp.size == 1
+
+    def _attend_packed(self, packed: Tensor, shared: Shared) -> Tensor:
+        """Map [b, s, n/t, 3, d] to the attention output [b, n/t, s, d]."""
+        causal = self.causal and shared.spans is None
+        return self.kernels.packed_attention(
+            packed, causal=causal, scale=self.scale, spans=shared.spans
+        )
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's queries [b, s, n/t, d], and the keys and values of their groups.

@@ -1,4 +1,4 @@
-"""Additive biases of attention scores: masks, ALiBi and T5's relative position bias.
+"""Masks and biases of attention scores: documents, padding, ALiBi, T5's relative positions.
 
 For the latter see Raffel et al. 2019, arXiv:1910.10683, section 2.1.
 """
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.kernels.spans import Spans
 from megacore.parallel.mesh import ParallelGroup
 from megacore.tensor_parallel import Partition
 from megacore.tensor_parallel.partition import divide
@@ -16,7 +17,7 @@ from megacore.tensor_parallel.partition import divide
 _HEADS_OF_ALIBI = 8.0
 
 
-def attention_bias(
+def attention_mask(
     *,
     queries: int,
     keys: int,
@@ -28,11 +29,12 @@ def attention_bias(
     window: int | None = None,
     slopes: Tensor | None = None,
     learned: Tensor | None = None,
-) -> Tensor | None:
-    """Return the sum of all biases that are added to the scores.
+    spanned: bool = False,
+) -> tuple[Tensor | None, Spans | None]:
+    """Return what hides keys: the sum of all biases, or spans if that is only a mask.
 
-    The queries are the last `queries` of the `keys` tokens. The bias is additive because kernels
-    add it unchanged; from a bool mask each layer would build its own additive one.
+    The queries are the last `queries` of the `keys` tokens. A mask as a bias is additive because
+    kernels add it unchanged; from a bool mask each layer would build its own additive one.
 
     Args:
         queries: number of query tokens.
@@ -46,22 +48,30 @@ def attention_bias(
         slopes: ALiBi's slopes [n/t] (Press et al. 2021, arXiv:2108.12409): the decrease of a head's
             scores per token of distance.
         learned: learned bias [1, n/t, queries, keys].
+        spanned: True if the kernel takes spans without a dense mask.
 
     Returns:
-        The bias [b or 1, n/t or 1, queries or 1, keys], or None if the kernel's own causal mask, or
-        no mask, suffices.
+        The bias [b or 1, n/t or 1, queries or 1, keys] or the spans; neither if the kernel's own
+        causal mask, or no mask, suffices.
     """
     causal = causal and queries > 1  # a single query is at the end, and sees all keys
-    if (
-        documents is None
-        and window is None
-        and slopes is None
-        and learned is None
-        and (present is None or not causal)
-    ):
-        if causal and queries < keys:
-            return _additive(_sees(queries, keys, causal, window, device), dtype)
-        return None if present is None else _additive(present[:, None, None, :], dtype)
+    if slopes is None and learned is None:
+        partial = causal and queries < keys
+        if documents is None and window is None and present is None and not partial:
+            return None, None
+        if spanned:
+            spans = Spans.of(
+                queries,
+                keys,
+                causal=causal,
+                device=device,
+                documents=documents,
+                present=present,
+                window=window,
+            )
+            return None, spans
+        if documents is None and window is None and present is not None and not causal:
+            return _additive(present[:, None, None, :], dtype), None
     sees = _sees(queries, keys, causal, window, device)
     if documents is not None:
         sees = sees & (documents[:, None, -queries:, None] == documents[:, None, None, :])
@@ -74,7 +84,7 @@ def attention_bias(
         # Half precision cannot distinguish long distances, so only the products are rounded to it.
         exact = slopes.to(torch.promote_types(dtype, torch.float32))[None, :, None, None]
         bias = bias + (exact * _distances(queries, keys, device)).to(dtype)
-    return bias if learned is None else bias + learned.to(dtype)
+    return (bias if learned is None else bias + learned.to(dtype)), None
 
 
 def alibi_slopes(heads: int) -> Tensor:
