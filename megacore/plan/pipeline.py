@@ -57,13 +57,14 @@ class PipelinePlan:
     def summary(self) -> str:
         """Return two lines with the layout and the bubble."""
         train, layout = self.config.train, self.layout
+        context = f" x context {layout.context}" if layout.context > 1 else ""
         engine = (
             ""
             if self.config.engine == "native"
             else f"; {engine_name(self.config.engine, zero_of(self.config))}"
         )
         return (
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = "
+            f"tensor {layout.tensor}{context} x pipeline {layout.pipeline} x data {layout.data} = "
             f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}; {self.micro_batches} "
             f"micro batch{'es' if self.micro_batches > 1 else ''} of {train.micro_batch_size} on "
             f"each replica, {train.global_batch_size} samples per step{engine}\n"

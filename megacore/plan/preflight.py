@@ -80,7 +80,8 @@ class RunEstimate:
         where = "GPU" if self.device_type == "cuda" else "CPU"
         threads = "" if self.device_type == "cuda" else f" x {self.threads_per_rank} threads"
         axes = self.layout
-        divided = f" (tensor {axes.tensor} x pipeline {axes.pipeline} x data {axes.data})"
+        context = f" x context {axes.context}" if axes.context > 1 else ""
+        divided = f" (tensor {axes.tensor}{context} x pipeline {axes.pipeline} x data {axes.data})"
         engine = "" if self.engine == "native" else f" with {self.engine}"
         return (
             f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} {where} "
