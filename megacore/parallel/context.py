@@ -34,7 +34,7 @@ def part_of_rank(x: Tensor, cp: ParallelGroup) -> Tensor:
     return torch.cat([x[:, each.start : each.stop] for each in chunks_of_rank(x.shape[1], cp)], 1)
 
 
-def in_order(parts: Tensor, cp: ParallelGroup) -> Tensor:
+def in_order(parts: Tensor) -> Tensor:
     """Join the ranks' parts [cp, ..., s/cp, d] to whole sequences [..., s, d]."""
     *outer, length, size = parts.shape
     chunks = parts.view(*outer, 2, length // 2, size).movedim(0, -3)  # [..., 2, cp, s/(2 cp), d]

@@ -73,7 +73,7 @@ def gather_from_context_parallel_region(x: Tensor, cp: ParallelGroup) -> Tensor:
         if torch.compiler.is_compiling()
         else _apply(_Conjugates, parts, cp, 0, all_gather, reduce_scatter)
     )
-    return in_order(gathered, cp)
+    return in_order(gathered)
 
 
 def _resized(x: Tensor, group: int, dim: int, gathers: bool) -> Tensor:
