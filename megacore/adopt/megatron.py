@@ -112,9 +112,7 @@ def put_launch(settings: Settings, draft: Draft) -> None:
     """Set ranks and hosts from the options of the launcher."""
     per_host, hosts = settings.ranks_per_host, settings.hosts or 1
     origin = ", ".join(map(str, settings.launcher)) or "the launch command"
-    model = draft.get("parallel.tensor_model_parallel_size", 1) * draft.get(
-        "parallel.pipeline_model_parallel_size", 1
-    )
+    model = _ranks_per_replica(draft)
     if per_host is None:
         return
     if per_host * hosts % model:
@@ -123,7 +121,7 @@ def put_launch(settings: Settings, draft: Draft) -> None:
             f"the launch starts {per_host * (settings.hosts or 1)} ranks and one replica has "
             f"{model}: launch.nnodes is {hosts}, the smallest number that works"
         )
-        origin = f"tensor x pipeline = {model} ranks, {origin}"
+        origin = f"{model} ranks per replica, {origin}"
     draft.put("launch.nproc_per_node", per_host, origin)
     if hosts > 1:
         draft.put("launch.nnodes", hosts, origin)
@@ -134,12 +132,16 @@ def put_launch(settings: Settings, draft: Draft) -> None:
     settings.hosts = hosts
 
 
+def _ranks_per_replica(draft: Draft) -> int:
+    """Return the product of tensor, context and pipeline parallel size."""
+    sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    return math.prod(draft.get(f"parallel.{name}", 1) for name in sizes)
+
+
 def data_parallel_size(settings: Settings, draft: Draft) -> int | None:
     """Return the number of replicas; None if the number of ranks is not written."""
     ranks = settings.ranks
-    model = draft.get("parallel.tensor_model_parallel_size", 1) * draft.get(
-        "parallel.pipeline_model_parallel_size", 1
-    )
+    model = _ranks_per_replica(draft)
     return None if ranks is None else max(1, ranks // model)
 
 

@@ -290,7 +290,7 @@ PARALLEL: dict[str, Rule] = {
     "--pipeline-model-parallel-layout": Absent("this notation", "parallel.pipeline_partition"),
     "--sequence-parallel": Joint("it decides sequence parallelism"),
     "--use-distributed-optimizer": On("parallel.use_distributed_optimizer"),
-    "--context-parallel-size": Absent("context parallelism", "parallel.sequence_parallel", ("1",)),
+    "--context-parallel-size": To("parallel.context_parallel_size", integer),
     "--ds-sequence-parallel-size": Absent(
         "sequence parallelism of DeepSpeed (Ulysses)", "parallel.sequence_parallel", ("1",)
     ),

@@ -93,9 +93,7 @@ TABLE: dict[str, Rule] = {
     ),
     "parallelism.tp_mode": Joint("it decides sequence parallelism"),
     "parallelism.recompute_layer": Joint("it decides what is recomputed"),
-    "parallelism.context_parallel_size": Absent(
-        "context parallelism", "tp_mode REDUCE_SCATTER", ("1",)
-    ),
+    "parallelism.context_parallel_size": To("parallel.context_parallel_size", integer),
     "parallelism.expert_parallel_size": Absent("expert parallelism", "a dense model", ("1",)),
     f"{_RATE}learning_rate": To("optim.lr", number),
     f"{_RATE}min_decay_lr": Joint("it decides the learning-rate schedule"),
@@ -280,9 +278,11 @@ def _layout(settings: Settings, draft: Draft) -> None:
         batch * accumulated * replicas,
         *[each for each in (micro, steps, data) if each is not None],
     )
-    ranks = tensor * pipeline * replicas
+    context = draft.get("parallel.context_parallel_size", 1)
+    ranks = tensor * context * pipeline * replicas
     per_host = ranks if ranks <= 8 else next(n for n in (8, 4, 2, 1) if ranks % n == 0)
-    draft.put("launch.nproc_per_node", per_host, f"dp x tp x pp = {ranks} ranks")
+    product = "dp x tp x cp x pp" if context > 1 else "dp x tp x pp"
+    draft.put("launch.nproc_per_node", per_host, f"{product} = {ranks} ranks")
     if ranks > per_host:
         draft.put("launch.nnodes", ranks // per_host, f"dp x tp x pp = {ranks} ranks")
         draft.put("launch.hostfile", "hostfile", "several hosts")

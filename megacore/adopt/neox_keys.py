@@ -91,7 +91,9 @@ TABLE: dict[str, Rule] = {
     "pipe_parallel_size": Joint("it decides the pipeline"),
     "model_parallel_size": To("parallel.tensor_model_parallel_size", integer),
     "sequence_parallel": Joint("it decides sequence parallelism"),
-    "context_parallel_size": Absent("context parallelism", "parallel.sequence_parallel", ("1",)),
+    "context_parallel_size": Absent(
+        "GPT-NeoX's context parallelism", "parallel.context_parallel_size", ("1",)
+    ),
     "pipe_partition_method": NoEffect("layers are divided evenly"),
     "output_layer_parallelism": NoEffect("the head's rows are divided over the vocabulary"),
     "use_bnb_optimizer": Absent("an 8-bit optimizer", "AdamW"),

@@ -212,8 +212,7 @@ def _hardware_of(machine: "Machine", config: "RunConfig") -> "Hardware":
     from megacore.hardware import Gpu, Hardware
 
     memory = int(machine.memory_gib * 2**30)
-    parallel = config.parallel
-    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    ranks = config.parallel.ranks_per_replica
     gpus = (Gpu(machine.name, memory, machine.processors),) * ranks
     if machine.device == "cpu":
         return Hardware(machine.devices_per_node, memory * machine.devices_per_node)

@@ -27,7 +27,7 @@ Style = Literal["balanced", "uniform"] | tuple[int, ...]
 class ParallelConfig(Section):
     """Options of the layout.
 
-    The ranks that remain after tensor and pipeline parallelism are data parallel.
+    The ranks that remain after tensor, context and pipeline parallelism are data parallel.
     """
 
     tensor_model_parallel_size: int = unkeyed(1, gt=0)
@@ -35,6 +35,9 @@ class ParallelConfig(Section):
     sequence_parallel: bool = unkeyed(False)
     """If true, norms and dropout compute only the tensor-parallel rank's part of the sequence
     (Korthikanti et al. 2022)."""
+    context_parallel_size: int = unkeyed(1, gt=0)
+    """Number of ranks that divide each sequence of a causal model (cp; Dubey et al. 2024): each has
+    two chunks of its tokens, and gathers the keys and values of all."""
     pipeline_model_parallel_size: int = unkeyed(1, gt=0)
     """Number of pipeline stages, each with consecutive layers (pp; Huang et al. 2019)."""
     virtual_pipeline_model_parallel_size: int = unkeyed(1, gt=0)
@@ -57,6 +60,12 @@ class ParallelConfig(Section):
     grad_reduce_dtype: Literal["fp32", "bf16"] = unkeyed("fp32")
     """Data type of the gradients in the reduction between data-parallel ranks; they are always
     accumulated in fp32."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of ranks that share one replica of the model and its samples (tp x cp x pp)."""
+        model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return model * self.context_parallel_size
 
 
 @dataclass(frozen=True)
@@ -171,6 +180,8 @@ class ParallelLayout:
     """Number of chunks per pipeline stage (v)."""
     data: int = 1
     """Number of data-parallel replicas (dp)."""
+    context: int = 1
+    """Number of parts of each sequence (cp)."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, ranks: int | None) -> "ParallelLayout":
@@ -179,8 +190,14 @@ class ParallelLayout:
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
         )
-        data = 1 if ranks is None else max(1, ranks // (tensor * pipeline))
-        return cls(tensor, pipeline, parallel.virtual_pipeline_model_parallel_size, data)
+        data = 1 if ranks is None else max(1, ranks // parallel.ranks_per_replica)
+        return cls(
+            tensor,
+            pipeline,
+            parallel.virtual_pipeline_model_parallel_size,
+            data,
+            parallel.context_parallel_size,
+        )
 
     @property
     def chunks(self) -> int:
@@ -188,18 +205,19 @@ class ParallelLayout:
         return self.pipeline * self.virtual
 
     def distance(self, other: "ParallelLayout") -> float:
-        """Return the number of doublings and halvings of the four sizes to reach another layout."""
+        """Return the number of doublings and halvings of the sizes to reach another layout."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
 
     def named(self, *, data: bool) -> str:
         """Return the layout as text, such as `tensor 4 x pipeline 2`.
 
-        Virtual stages are included if there are any, data-parallel ranks if `data` is True.
+        Context and virtual sizes are included above 1, data-parallel ranks if `data` is True.
         """
+        context = f" x context {self.context}" if self.context > 1 else ""
         virtual = f" x virtual {self.virtual}" if self.virtual > 1 else ""
         return (
-            f"tensor {self.tensor} x pipeline "
+            f"tensor {self.tensor}{context} x pipeline "
             f"{self.pipeline}{virtual}{f' x data {self.data}' if data else ''}"
         )
 
@@ -231,7 +249,7 @@ def check_layout(
     refusal = _refused_world(asked, ranks) or refused(config, asked, padded_vocab_size)
     if refusal is None:
         return asked
-    world = asked.tensor * asked.pipeline if ranks is None else ranks
+    world = config.parallel.ranks_per_replica if ranks is None else ranks
     near = nearest_layouts(
         config, asked, world, padded_vocab_size, data=1 if ranks is None else None
     )
@@ -257,7 +275,8 @@ def nearest_layouts(
     """Return up to `count` valid layouts of `ranks` ranks, nearest to `asked` first.
 
     Equally near layouts are sorted by the number of replicas, because fewer replicas need less
-    memory per rank. Virtual stages are proposed only if `asked` has some.
+    memory per rank. Virtual stages are proposed only if `asked` has some, and
+    the context-parallel size does not change.
 
     Args:
         config: configuration of the run; its own layout is ignored.
@@ -278,12 +297,16 @@ def nearest_layouts(
 
 
 def _layouts(layers: int, asked: ParallelLayout, ranks: int) -> Iterator[ParallelLayout]:
-    """Yield all layouts of `ranks` ranks."""
-    for tensor in _divisors(ranks):
-        for pipeline in _divisors(ranks // tensor):
+    """Yield all layouts of `ranks` ranks with the context-parallel size of `asked`."""
+    if ranks % asked.context:
+        return
+    shared = ranks // asked.context
+    for tensor in _divisors(shared):
+        for pipeline in _divisors(shared // tensor):
             most = layers // pipeline if asked.virtual > 1 and pipeline > 1 else 1
             for virtual in range(1, max(1, most) + 1):
-                yield ParallelLayout(tensor, pipeline, virtual, ranks // (tensor * pipeline))
+                data = shared // (tensor * pipeline)
+                yield ParallelLayout(tensor, pipeline, virtual, data, asked.context)
 
 
 def _divisors(number: int) -> list[int]:
@@ -298,6 +321,7 @@ def refused(
     family, model, parallel, train = config.family, config.model, config.parallel, config.train
     return (
         _refused_sequence(config, layout)
+        or _refused_context(config, layout)
         or _refused_widths(model, layout)
         or _refused_schedule(family, parallel, layout)
         or _refused_by_deepspeed(config, layout)
@@ -314,12 +338,13 @@ def _refused_world(asked: ParallelLayout, ranks: int | None) -> Refusal | None:
         return None
     if ranks < 1:
         return Refusal(f"launch.nproc_per_node is {ranks}", "at least one rank is needed")
-    replica = asked.tensor * asked.pipeline
+    replica = asked.tensor * asked.context * asked.pipeline
     if ranks % replica == 0:
         return None
+    context = f"parallel.context_parallel_size {asked.context} x " if asked.context > 1 else ""
     return Refusal(
         f"{ranks} rank{'s are' if ranks > 1 else ' is'} not a multiple of "
-        f"parallel.tensor_model_parallel_size {asked.tensor} x "
+        f"parallel.tensor_model_parallel_size {asked.tensor} x {context}"
         f"parallel.pipeline_model_parallel_size {asked.pipeline} = {replica} ranks per replica",
         f"set launch.nproc_per_node to {max(1, ranks // replica) * replica}",
     )
@@ -349,6 +374,42 @@ def _refused_sequence(config: "RunConfig", layout: ParallelLayout) -> Refusal | 
                 "set parallel.sequence_parallel to false",
             )
     return None
+
+
+def _refused_context(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
+    """Check what context parallelism needs of the model, the sequence and the engine."""
+    if layout.context == 1:
+        return None
+    asked, remedy = (
+        f"parallel.context_parallel_size is {layout.context}",
+        "set parallel.context_parallel_size to 1",
+    )
+    if config.family != "gpt":
+        return Refusal(
+            f"{asked} but family is {config.family}, and only causal models divide their sequences",
+            remedy,
+        )
+    if config.engine == "deepspeed":
+        return Refusal(
+            f"{asked} but engine is deepspeed, which does not divide sequences",
+            f"set engine to native, or {remedy}",
+        )
+    if config.model.position_embedding_type == "alibi":
+        return Refusal(
+            f"{asked} but model.position_embedding_type is alibi, whose biases are not divided",
+            remedy,
+        )
+    length, divided = config.data.seq_length, config.parallel.sequence_parallel
+    parts = math.lcm(2 * layout.context, layout.context * (layout.tensor if divided else 1))
+    if length % parts == 0:
+        return None
+    sp = f" x parallel.tensor_model_parallel_size {layout.tensor}" if divided else ""
+    return Refusal(
+        f"data.seq_length {length} is not a multiple of {parts}: it is divided into 2 x "
+        f"parallel.context_parallel_size {layout.context} chunks"
+        f"{f', and over {layout.context} ranks{sp} by parallel.sequence_parallel' if sp else ''}",
+        f"use {max(1, round(length / parts)) * parts}, or {remedy}",
+    )
 
 
 def _refused_widths(model: ModelConfig, layout: ParallelLayout) -> Refusal | None:

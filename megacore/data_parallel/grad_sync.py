@@ -251,9 +251,9 @@ class GradSync:
         self.parameters = dict(parameters)
         self.mesh = mesh
         self.shared = shared or {}
-        self.replicas = mesh.data_parallel.size
-        """Number of ranks over which `finish` sums. The optimizer, which scales gradients anyway,
-        computes the mean."""
+        self.replicas = mesh.data_context_parallel.size
+        """Number of ranks over which `finish` sums: replicas x parts of a sequence. The optimizer,
+        which scales gradients anyway, computes the mean over the replicas."""
         self.sharded = config.use_distributed_optimizer and self.replicas > 1
         """True if each replica keeps only its shard of the sum (ZeRO-1)."""
         self._dtype = _DTYPES[config.grad_reduce_dtype]
@@ -328,7 +328,7 @@ class GradSync:
         device = self.parameters[next(iter(sizes))].device
         buffer = torch.zeros(layout.length, dtype=torch.float32, device=device)
         shard = (
-            shard_of(layout.length, self.mesh.data_parallel)
+            shard_of(layout.length, self.mesh.data_context_parallel)
             if self.sharded
             else range(layout.length)
         )
@@ -376,7 +376,7 @@ class GradSync:
         order = sorted(range(len(self.buckets)), key=lambda number: completed.get(number, -1))
         agreed = torch.tensor(order, device=self.buckets[0].buffer.device)
         with self.mesh.time("data-parallel wait"):
-            dist.broadcast(agreed, group=self.mesh.data_parallel.group, group_src=0)
+            dist.broadcast(agreed, group=self.mesh.data_context_parallel.group, group_src=0)
         return [self.buckets[number] for number in agreed.tolist()]
 
     def _launch(self, buckets: Sequence[Bucket]) -> None:
@@ -388,10 +388,12 @@ class GradSync:
         """Start summing a bucket over the replicas, in the configured communication type."""
         start = start_reduce_scatter_ if self.sharded else start_all_reduce
         if self._dtype == bucket.buffer.dtype:
-            return start(bucket.buffer, self.mesh.data_parallel)
+            return start(bucket.buffer, self.mesh.data_context_parallel)
         converted = bucket.buffer.to(self._dtype)
-        total = start(converted, self.mesh.data_parallel)
-        return Pending(self.mesh.data_parallel, (), lambda: bucket.reduced.copy_(total.wait()))
+        total = start(converted, self.mesh.data_context_parallel)
+        return Pending(
+            self.mesh.data_context_parallel, (), lambda: bucket.reduced.copy_(total.wait())
+        )
 
     def _sum_extra(self) -> None:
         """Sum partial gradients over tensor-parallel ranks, then shared gradients over stages.

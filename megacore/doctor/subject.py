@@ -121,7 +121,7 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
         return None
     vocab_size = subject.data.vocab_size or expected_vocab_size(config.data.tokenizer)
     parallel = config.parallel
-    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    replica = parallel.ranks_per_replica
     ranks = sum(subject.hosts.values()) or replica
     if subject.launch.elastic:
         data = _least_replicas(subject, replica)

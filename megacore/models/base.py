@@ -38,9 +38,17 @@ class LossTerm(NamedTuple):
     """Loss of each label [b, s] or of each sample [b], fp32, in nats."""
     counts: Tensor | None = None
     """Bool mask of the same shape: True for losses that count; None: all count."""
+    everywhere: Tensor | None = None
+    """Number of losses that count on all ranks that divide the sequences; None if none does."""
 
     def mean(self) -> Tensor:
-        """Return the mean of the losses that count, 0-dimensional; 0 if none counts."""
+        """Return the mean of the losses that count, 0-dimensional; 0 if none counts.
+
+        Of divided sequences it is this rank's contribution, and the sum over the ranks is the mean.
+        """
+        if self.everywhere is not None:
+            losses = self.losses if self.counts is None else self.losses * self.counts
+            return losses.sum() / self.everywhere.clamp(min=1)
         if self.counts is None:
             return self.losses.mean()
         return (self.losses * self.counts).sum() / self.counts.sum().clamp(min=1)
@@ -114,6 +122,7 @@ class Model(nn.Module, ABC):
         kernels: Kernels | None = None,
         tp: ParallelGroup = SINGLE_RANK,
         sequence_parallel: bool = False,
+        cp: ParallelGroup = SINGLE_RANK,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate the parameters.
@@ -132,6 +141,7 @@ class Model(nn.Module, ABC):
             kernels: kernels to compute with; None means plain torch.
             tp: ranks that share each layer.
             sequence_parallel: divide the activations between layers along the sequence.
+            cp: ranks that divide every sequence (context parallelism); only for causal models.
             device: device of the parameters; "meta" allocates nothing.
 
         Raises:
@@ -156,6 +166,7 @@ class Model(nn.Module, ABC):
         )
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.cp = cp
         untied = model.untie_embeddings_and_output_weights
         if self._embeds or (self.has_head and not untied):
             self.embedding = self._embedding(device)
@@ -276,4 +287,4 @@ class Model(nn.Module, ABC):
             label_smoothing=self.label_smoothing if self.training else 0.0,
             z_loss=self.z_loss if self.training else 0.0,
         )
-        return LossTerm(losses, inputs.loss_mask)
+        return LossTerm(losses, inputs.loss_mask, inputs.count)

@@ -58,6 +58,7 @@ def build_model(
         kernels=kernels,
         tp=mesh.tensor_parallel,
         sequence_parallel=config.parallel.sequence_parallel,
+        cp=mesh.context_parallel,
         device=device,
         **options,
     )

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from megacore.config.rope import same_up_to
+from megacore.kernels.spans import Spans
 from megacore.models.base import LM_LOSS, Losses, Model
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.attention_bias import alibi_slopes, attention_mask
 from megacore.models.layers.rotary import Rotary
 from megacore.models.layers.shared import KeyValueCache, Shared, positions_of
+from megacore.parallel.context import part_of_rank, positions_of_rank
 from megacore.tensor_parallel import column_parallel
 from megacore.tensor_parallel.mappings import gather_from_tensor_parallel_region
 
@@ -99,19 +101,57 @@ class GPTModel(Model):
         positions = None if inputs is None else inputs.position_ids
         if self.has_embedding:
             assert inputs is not None
-            hidden = self.embedding(inputs.tokens, dropout_seed, position_ids=positions)
+            local = self._local_positions(inputs)
+            hidden = self.embedding(inputs.tokens, dropout_seed, position_ids=local)
         assert hidden is not None
-        shared = self.shared(
-            hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1),
-            positions,
-            hidden,
-            documents=None if inputs is None else inputs.documents,
+        documents = None if inputs is None else inputs.documents
+        length = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
+        shared = (
+            self.shared(length, positions, hidden, documents=documents)
+            if self.cp.size == 1
+            else self._divided(length * self.cp.size, positions, hidden, documents)
         )
         hidden = self.encoder(hidden, dropout_seed, shared=shared)
         if not self.has_head:
             return hidden
         assert inputs is not None
         return {LM_LOSS: self._label_losses(hidden, inputs)}
+
+    def _local_positions(self, inputs: ModelInput) -> Tensor | None:
+        """Return the positions [b or 1, s/cp] of this rank's tokens; None counts from 0."""
+        if inputs.position_ids is not None:
+            return part_of_rank(inputs.position_ids, self.cp)
+        if self.cp.size == 1:
+            return None
+        length = inputs.tokens.shape[1] * self.cp.size
+        return positions_of_rank(length, self.cp, inputs.tokens.device)[None]
+
+    def _divided(
+        self, length: int, position_ids: Tensor | None, like: Tensor, documents: Tensor | None
+    ) -> Shared:
+        """Return the values that all layers share, for this rank's part of every sequence.
+
+        Every rank attends to the keys of whole sequences, in order.
+
+        Args:
+            length: tokens of a whole sequence (s).
+            position_ids: positions [b, s] of whole sequences; None means 0 … s-1.
+            like: tensor with the type and device of the hidden states.
+            documents: document numbers [b, s] of whole sequences.
+        """
+        model, device = self.model, like.device
+        queries, rotary = positions_of_rank(length, self.cp, device), None
+        if self._rotary is not None:
+            whole = positions_of(0, length, device) if position_ids is None else position_ids
+            rotary = self._rotary.tables(whole, like.dtype, queries)
+        of = partial(Spans.of, length, length, causal=True, device=device, documents=documents)
+        if model.window_attn_skip_freq is None:
+            spans = of(window=model.sliding_window).at(queries)
+            return Shared(spans=spans, rotary=rotary, cp=self.cp)
+        full = Shared(spans=of().at(queries), rotary=rotary, cp=self.cp)
+        return replace(
+            full, windowed=replace(full, spans=of(window=model.sliding_window).at(queries))
+        )
 
     def shared(
         self,

@@ -5,7 +5,7 @@ core/datasets/gpt_dataset.py): a document ends with its <|endoftext|>, inclusive
 which is a document of its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -15,6 +15,8 @@ from megacore.config.data import DataConfig
 from megacore.config.run import RunConfig
 from megacore.config.spec import SpecialTokens
 from megacore.errors import ConfigError
+from megacore.parallel.context import part_of_rank
+from megacore.parallel.mesh import ParallelGroup
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class ModelInput:
     loss_mask: Tensor | None = None
     """Bool mask of the labels' shape, True for labels that count; None means that all count."""
     position_ids: Tensor | None = None
-    """Positions [b, s]; None means 0 … s-1."""
+    """Positions [b, s]; None means 0 … s-1. They are those of whole sequences, like `documents`,
+    also if ranks divide the sequences."""
     documents: Tensor | None = None
     """Document numbers [b, s], which restrict attention to the token's document; None means that a
     token sees all previous ones."""
@@ -41,6 +44,28 @@ class ModelInput:
     """Labels [b] of BERT's binary head: 0 for segments in order, 1 otherwise."""
     decoder_tokens: Tensor | None = None
     """Input ids [b, s_d] of T5's decoder: its labels, shifted right by one."""
+    count: Tensor | None = None
+    """Number of labels that count in all parts of divided sequences; None if ranks do not divide
+    them."""
+
+    def part(self, cp: ParallelGroup) -> "ModelInput":
+        """Return this rank's part of a causal model's inputs: tokens, labels, loss mask [b, s/cp].
+
+        Layers need the positions and documents of all keys, so these stay whole.
+        """
+        if cp.size == 1:
+            return self
+        tokens, labels = part_of_rank(self.tokens, cp), part_of_rank(self.labels, cp)
+        if self.loss_mask is None:
+            count = self.labels.new_full((), self.labels.numel())
+            return replace(self, tokens=tokens, labels=labels, count=count)
+        return replace(
+            self,
+            tokens=tokens,
+            labels=labels,
+            loss_mask=part_of_rank(self.loss_mask, cp),
+            count=self.loss_mask.sum(),
+        )
 
 
 class InputRules(Protocol):

@@ -2,7 +2,7 @@
 
 It runs the attention of this rank's layers as they are built, forward and backward, on random
 queries, keys and values. Then it changes one document: what belongs to the others must keep its
-bits, and no gradient of theirs may reach it.
+bits, and none of their gradients may reach it.
 """
 
 from collections.abc import Sequence

@@ -139,16 +139,17 @@ class Stage:
         return self.mesh.is_first_stage or self.mesh.is_last_stage or self.rules.for_every_stage
 
     def hidden_shape(self, samples: int, chunk: int, seq_length: int | None = None) -> torch.Size:
-        """Return the shape [b, s(/t), h] of the hidden states that the model's `chunk` takes.
+        """Return the shape [b, s(/cp/t), h] of the hidden states that the model's `chunk` takes.
 
         T5's decoder chunks also pass on the encoder's output: [b, (s_e + s_d)(/t), h]. Samples cut
-        into sequences of `seq_length` tokens (l) have the shape [b s / l, l(/t), h].
+        into sequences of `seq_length` tokens (l) have the shape [b s / l, l(/cp/t), h].
         """
         data, parallel = self._config.data, self._config.parallel
         length = seq_length or data.seq_length
         samples *= data.seq_length // length
         if self._parts[chunk - 1].decoder_layers:
             length += data.span_corruption.decoder_seq_length
+        length //= self.mesh.context_parallel.size
         if parallel.sequence_parallel:
             length //= self.mesh.tensor_parallel.size
         return torch.Size((samples, length, self._config.model.hidden_size))
@@ -267,7 +268,11 @@ class _Work:
         """
         batch = next(self._batches[chunk]) if chunk in self._batches else None
         with self._time("forward-compute"):
-            inputs = None if batch is None else self._stage.rules.read(batch)
+            inputs = (
+                None
+                if batch is None
+                else self._stage.rules.read(batch).part(self._stage.mesh.context_parallel)
+            )
             return self._stage.chunks[chunk].run(inputs, hidden, dropout_seed=dropout_seed)
 
 

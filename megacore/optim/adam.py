@@ -143,7 +143,7 @@ class ShardedWeights:
 
     def __init__(self, sync: GradSync, bucket: Bucket, dtype: torch.dtype) -> None:
         """Move a bucket's fp32 parameters into a flat buffer, cast to `dtype`."""
-        self._replicas = sync.mesh.data_parallel
+        self._replicas = sync.mesh.data_context_parallel
         device = bucket.buffer.device
         self._buffer = torch.zeros(bucket.layout.length, dtype=dtype, device=device)
         shard = self._buffer[bucket.shard.start : bucket.shard.stop]
@@ -214,7 +214,7 @@ class MainWeightAdamW:
         self._partitions = partitions or {}
         self._syncs = tuple(syncs)
         self._mesh = self._syncs[0].mesh
-        self._replicas = self._syncs[0].replicas
+        self._replicas = self._mesh.data_parallel.size
         self._device = self._syncs[0].buckets[0].buffer.device
         self._counted = [run for sync in self._syncs for run in self._counted_runs(sync)]
         parameters = [item for sync in self._syncs for item in sync.parameters.items()]
@@ -242,7 +242,9 @@ class MainWeightAdamW:
             scale: loss scale still contained in the gradients.
         """
         total = self._sum_of_squares(self._counted, self._device)
-        groups = [self._mesh.data_parallel] * self._syncs[0].sharded + [self._mesh.model_parallel]
+        groups = [self._mesh.data_context_parallel] * self._syncs[0].sharded + [
+            self._mesh.model_parallel
+        ]
         for group in groups:
             total = sum_of_ranks(total, group)
         return (total.sqrt() / (self._replicas * scale)).float()

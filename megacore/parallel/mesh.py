@@ -75,7 +75,7 @@ SINGLE_RANK = ParallelGroup()
 
 @dataclass(frozen=True)
 class ProcessMesh:
-    """This rank's groups along each axis of the layout (dp x pp x tp)."""
+    """This rank's groups along each axis of the layout (dp x pp x cp x tp)."""
 
     layout: RankLayout = field(default_factory=RankLayout)
     """Sizes of the axes."""
@@ -83,6 +83,10 @@ class ProcessMesh:
     """This process's rank among all processes."""
     data_parallel: ParallelGroup = SINGLE_RANK
     """Ranks with the same weights and other samples."""
+    context_parallel: ParallelGroup = SINGLE_RANK
+    """Ranks with the same weights and the other parts of the same sequences."""
+    data_context_parallel: ParallelGroup = SINGLE_RANK
+    """Ranks with the same weights, which sum their gradients: data x context."""
     pipeline_parallel: ParallelGroup = SINGLE_RANK
     """Ranks with the other stages of this replica."""
     tensor_parallel: ParallelGroup = SINGLE_RANK
@@ -131,29 +135,41 @@ class ProcessMesh:
         if layout.world_size != dist.get_world_size():
             raise ParallelLayoutError(
                 f"the layout data {layout.data} x pipeline {layout.pipeline} x tensor "
-                f"{layout.tensor} needs {layout.world_size} ranks, {dist.get_world_size()} were "
+                f"{layout.tensor}{f' x context {layout.context}' if layout.context > 1 else ''} "
+                f"needs {layout.world_size} ranks, {dist.get_world_size()} were "
                 f"started: start {layout.world_size}"
             )
-        mesh, rank = (
-            init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES),
-            dist.get_rank(),
-        )
-        axes = {
-            axis: ParallelGroup(mesh.get_group(axis), mesh.get_local_rank(axis), size, axis, timers)
-            if size > 1
-            else SINGLE_RANK
+        # Without context parallelism there are no groups for it.
+        sizes = {
+            axis: size
             for axis, size in zip(AXES, layout.shape, strict=True)
+            if axis != "context" or size > 1
         }
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        axes = dict.fromkeys(AXES, SINGLE_RANK) | {
+            axis: ParallelGroup(mesh.get_group(axis), mesh.get_local_rank(axis), size, axis, timers)
+            for axis, size in sizes.items()
+            if size > 1
+        }
+        # A separate group: gradients are summed while attention gathers keys and values.
+        replicas = (
+            _group(layout.groups("data", "context"), "data", timers)
+            if layout.context > 1
+            else axes["data"]
+        )
         pipeline, cpu = layout.pipeline > 1, device_type == "cpu"
         if cpu:
             axes["tensor"] = _with_memory(axes["tensor"])
-            axes["data"] = _with_memory(axes["data"], _PIECE)
+            axes["context"] = _with_memory(axes["context"])
+            replicas = _with_memory(replicas, _PIECE)
         copies = _copies(layout, shared_stages, timers)
         channels = _channels(layout, device_type) if pipeline else ()
         return cls(
             layout=layout,
-            rank=rank,
-            data_parallel=axes["data"],
+            rank=dist.get_rank(),
+            data_parallel=axes["data"] if layout.context > 1 else replicas,
+            context_parallel=axes["context"],
+            data_context_parallel=replicas,
             pipeline_parallel=axes["pipeline"],
             tensor_parallel=axes["tensor"],
             model_parallel=_group(layout.groups("pipeline", "tensor"), "model", timers)
@@ -202,8 +218,9 @@ def gpu_queues(layout: RankLayout, shared_stages: Sequence[tuple[int, ...]]) -> 
         layout: sizes of the axes.
         shared_stages: sets of pipeline stages that share parameters.
     """
-    pipeline, axes = layout.pipeline > 1, (layout.data, layout.pipeline, layout.tensor)
-    groups = 1 + sum(size > 1 for size in axes) + (pipeline and layout.tensor > 1)
+    pipeline = layout.pipeline > 1
+    groups = 1 + sum(size > 1 for size in layout.shape) + (pipeline and layout.tensor > 1)
+    groups += layout.context > 1  # the sum of gradients, over data x context
     if pipeline:
         groups += CHANNELS + max(
             sum(stage in stages for stages in shared_stages) for stage in range(layout.pipeline)

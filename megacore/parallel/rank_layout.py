@@ -1,8 +1,8 @@
-"""Rank arithmetic of 3D parallelism, without processes (Narayanan et al. 2021, arXiv:2104.04473).
+"""Rank arithmetic of parallelism, without processes (Narayanan et al. 2021, arXiv:2104.04473).
 
 Ranks are numbered as in Megatron-LM: the tensor axis varies fastest, so that a tensor-parallel
-group shares a host's links, then the data axis, then the pipeline axis. Every group is a slice of
-one reshaped arange.
+group shares a host's links, then the context axis, the data axis and the pipeline axis. Every group
+is a slice of one reshaped arange.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megacore.errors import ParallelLayoutError
 
-AXES = ("pipeline", "data", "tensor")
+AXES = ("pipeline", "data", "context", "tensor")
 """Axes of the grid, slowest first."""
 
 
@@ -22,12 +22,13 @@ class Coordinate(NamedTuple):
 
     pipeline: int
     data: int
+    context: int
     tensor: int
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Sizes of data, pipeline and tensor parallelism; their product is the number of ranks."""
+    """Sizes of the kinds of parallelism; their product is the number of ranks."""
 
     data: int = 1
     """Number of replicas, each with a separate part of the batch (dp)."""
@@ -35,6 +36,8 @@ class RankLayout:
     """Number of stages of consecutive layers (pp)."""
     tensor: int = 1
     """Number of parts of each layer (tp)."""
+    context: int = 1
+    """Number of parts of each sequence (cp)."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -45,33 +48,39 @@ class RankLayout:
                 )
 
     @classmethod
-    def of_world(cls, world_size: int, *, pipeline: int = 1, tensor: int = 1) -> "RankLayout":
+    def of_world(
+        cls, world_size: int, *, pipeline: int = 1, tensor: int = 1, context: int = 1
+    ) -> "RankLayout":
         """Return the layout of `world_size` ranks; data parallelism gets the ranks that remain.
 
-        Raises ParallelLayoutError if `pipeline` x `tensor` does not divide `world_size`.
+        Raises ParallelLayoutError if `pipeline` x `tensor` x `context` does not divide
+        `world_size`.
         """
-        model_ranks = pipeline * tensor
+        model_ranks = pipeline * tensor * context
         if model_ranks < 1 or world_size < 1 or world_size % model_ranks:
             raise ParallelLayoutError(
-                f"{world_size} ranks are not a multiple of tensor {tensor} x pipeline {pipeline} = "
+                f"{world_size} ranks are not a multiple of tensor {tensor}"
+                f"{f' x context {context}' if context > 1 else ''} x pipeline {pipeline} = "
                 f"{model_ranks} ranks per replica: start "
                 f"{model_ranks * max(1, world_size // max(1, model_ranks))} ranks"
             )
-        return cls(data=world_size // model_ranks, pipeline=pipeline, tensor=tensor)
+        return cls(
+            data=world_size // model_ranks, pipeline=pipeline, tensor=tensor, context=context
+        )
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pipeline * self.tensor * self.context
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, int, int, int]:
         """Sizes along `AXES`."""
-        return self.pipeline, self.data, self.tensor
+        return self.pipeline, self.data, self.context, self.tensor
 
     @property
     def grid(self) -> npt.NDArray[np.int64]:
-        """Array of the ranks at their coordinates (pp, dp, tp)."""
+        """Array of the ranks at their coordinates (pp, dp, cp, tp)."""
         return np.arange(self.world_size, dtype=np.int64).reshape(self.shape)
 
     def coordinate(self, rank: int) -> Coordinate:

@@ -33,13 +33,13 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stable_seed("parameter", seed, name))
 
 
-def micro_batch_seed(seed: int, first_sample: int) -> int:
+def micro_batch_seed(seed: int, first_sample: int, part: int = 0) -> int:
     """Return the `dropout_seed` of one micro batch; a resume needs no saved generator state.
 
-    It depends on the run's seed and on the number of the micro batch's first sample, but not on the
-    rank or time of the computation.
+    It depends on the run's seed, on the number of the micro batch's first sample and, if ranks
+    divide the sequences, on the part, but not on the time of the computation.
     """
-    return stable_seed("micro batch", seed, first_sample)
+    return stable_seed("micro batch", seed, first_sample, *([part] if part else []))
 
 
 def seed_dropout(dropout_seed: int | None, number: int, part: str | None = None) -> None:

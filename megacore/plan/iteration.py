@@ -41,7 +41,7 @@ class Prediction:
     compute: float
     """Forward and backward passes without communication, the mean of the pipeline stages."""
     tensor: float
-    """Exposed communication of tensor and sequence parallelism, likewise."""
+    """Exposed communication of tensor, sequence and context parallelism, likewise."""
     bubble: float
     """Waiting for other pipeline stages, likewise: for the first and last micro batches, and for
     slower stages."""
@@ -192,7 +192,7 @@ class Iteration:
     def with_layout(self, config: RunConfig, layout: RankLayout) -> "Iteration":
         """Return the iteration of another layout, without computing the times of a layer again.
 
-        Model, tensor parallelism, micro batch and recomputation are the same.
+        Model, tensor and context parallelism, micro batch and recomputation are the same.
         """
         other = replace(self, config=config, layout=layout)
         for name in ("spec", "rates", "layer", "decoder_layer", "_widths"):
@@ -210,6 +210,11 @@ class Iteration:
         """Micro batches of an iteration on each replica (m)."""
         train = self.config.train
         return train.global_batch_size // (train.micro_batch_size * self.layout.data)
+
+    @property
+    def _copies(self) -> int:
+        """Number of ranks with the same weights, which sum gradients: data x context."""
+        return self.layout.data * self.layout.context
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -254,7 +259,8 @@ class Iteration:
             (tokens, shares.inner, model.hidden_size),
             (tokens, model.hidden_size, shares.ffn),
         )
-        cores = (Core(length, length, causal=self.config.family == "gpt"),)
+        local = length // self.layout.context
+        cores = (Core(local, length, causal=self.config.family == "gpt"),)
         return self._times(linear, cores, tokens, collectives=2)
 
     @cached_property
@@ -279,8 +285,9 @@ class Iteration:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch (b s); for T5, of the encoder."""
-        return self.config.train.micro_batch_size * self.config.data.seq_length
+        """Tokens of a micro batch on a rank (b s/cp); for T5, of the encoder."""
+        whole = self.config.train.micro_batch_size * self.config.data.seq_length
+        return whole // self.layout.context
 
     @property
     def decoder_tokens(self) -> int:
@@ -333,8 +340,11 @@ class Iteration:
         if heads % _FUSED_SOFTMAX:
             waits += self.software.unfused_softmax_us
         start, start_back = host.layer_forward_us + waits, host.layer_backward_us + waits
-        exchanged = count * collective
-        again = {"none": (0.0, 0.0), "selective": (attention, 0.0)}.get(
+        # keys and values are gathered, and their gradients reduce-scattered
+        context = Group(self.machine, self.layout.context, tensor, shared=True)
+        gathered = context.gather(rates.element * 2 * shares.key_value * tokens * context.size)
+        exchanged = count * collective + gathered
+        again = {"none": (0.0, 0.0), "selective": (attention, gathered)}.get(
             train.recompute, (device, exchanged)
         )
         restart = start if train.recompute == "full" else 0.0
@@ -389,7 +399,8 @@ class Iteration:
             gathered = Group(machine, layout.tensor, shared=True).gather(size)
         if self.software.scatters_messages or divided:
             size /= layout.tensor
-        stride, devices = layout.tensor * layout.data, machine.devices_per_node
+        stride = layout.tensor * layout.context * layout.data
+        devices = machine.devices_per_node
         crossing = min(1.0, stride / devices) if layout.world_size > devices else 0.0
         near = machine.node.latency_us * 1e-6 + size / (machine.pipeline_gbs * 1e9)
         far = machine.network.latency_us * 1e-6 + size / (machine.network.gbs * 1e9)
@@ -428,9 +439,9 @@ class Iteration:
             makespan: seconds of all passes.
         """
         layout, parallel = self.layout, self.config.parallel
-        group = Group(self.machine, layout.data, layout.tensor)
+        group = Group(self.machine, self._copies, layout.tensor)
         fetched = self._fetched(parameters)
-        if layout.data == 1:
+        if self._copies == 1:
             return max(fetched - makespan, fetched / max(1, layers))
         zero = zero_of(self.config).stage
         width = min(self.software.gradient_bytes, 2 if parallel.grad_reduce_dtype == "bf16" else 4)
@@ -459,7 +470,7 @@ class Iteration:
         slowest = offload.transfer_gbs
         if zero.offload_param == "nvme":
             slowest = min(slowest, offload.nvme_gbs)
-        size = self.rates.element * parameters / self.layout.data
+        size = self.rates.element * parameters / self._copies
         return 2 * self.micro_batches * size / (slowest * 1e9)
 
     def optimizer(self, parameters: int, layers: int) -> float:
@@ -468,7 +479,7 @@ class Iteration:
         An offloaded update moves gradients to the host and weights back.
         """
         zero, machine = zero_of(self.config), self.machine
-        share = parameters / (self.layout.data if zero.stage else 1)
+        share = parameters / (self._copies if zero.stage else 1)
         if machine.core is not None:
             update = layers * machine.core.layer_update_us + machine.core.iteration_us
             return update * 1e-6 + share * machine.core.parameter_ns * 1e-9
@@ -489,7 +500,8 @@ class Iteration:
         if layout.pipeline == 1 or model.untie_embeddings_and_output_weights:
             return 0.0
         size = self.spec.padded_vocab_size // layout.tensor * model.hidden_size
-        group = Group(self.machine, 2, layout.tensor * layout.data * (layout.pipeline - 1))
+        stride = layout.tensor * self._copies * (layout.pipeline - 1)
+        group = Group(self.machine, 2, stride)
         return group.all_reduce(self.software.gradient_bytes * size)
 
 

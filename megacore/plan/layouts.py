@@ -14,7 +14,7 @@ from megacore.parallel.rank_layout import RankLayout
 def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> RankLayout:
     """Return the layout of `ranks` ranks.
 
-    Tensor and pipeline sizes are as configured; the remaining ranks are data parallel.
+    Tensor, context and pipeline sizes are as configured; the remaining ranks are data parallel.
 
     Args:
         config: configuration of the run.
@@ -34,7 +34,9 @@ def layout_of(config: RunConfig, ranks: int, vocab_size: int | None = None) -> R
             check_deepspeed(config, layout.data)
     except ValueError as error:
         raise ParallelLayoutError(str(error)) from error
-    return RankLayout(data=layout.data, pipeline=layout.pipeline, tensor=layout.tensor)
+    return RankLayout(
+        data=layout.data, pipeline=layout.pipeline, tensor=layout.tensor, context=layout.context
+    )
 
 
 def ranks_per_host(launch: LaunchConfig, ranks: int) -> int:

@@ -126,11 +126,12 @@ def estimate_stages(
         deepspeed = DeepSpeedMemory(settings, precision)
     storage = Activations(config, element, device_type)
     micro_batches = train.global_batch_size // (train.micro_batch_size * data_parallel_size)
+    copies = data_parallel_size * parallel.context_parallel_size
     estimates = []
     for stage in range(stages):
         stage_chunks = chunks[stage::stages]
         sizes = [size for chunk in stage_chunks for size in chunk_sizes(spec, chunk, tensor)]
-        state = _model_state(zero, deepspeed, sum(sizes), precision, data_parallel_size)
+        state = _model_state(zero, deepspeed, sum(sizes), precision, copies)
         extra = deepspeed.buffers(sizes, data_parallel_size) if deepspeed else Buffers()
         activations, losses = storage.stored(stage_chunks, stage, micro_batches)
         offloaded = storage.offloaded(stage_chunks, stage, micro_batches)
@@ -215,8 +216,9 @@ class Activations:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch (b s); for T5, of the encoder."""
-        return self.config.train.micro_batch_size * self.config.data.seq_length
+        """Tokens of a micro batch on a rank (b s/cp); for T5, of the encoder."""
+        whole = self.config.train.micro_batch_size * self.config.data.seq_length
+        return whole // self.config.parallel.context_parallel_size
 
     @property
     def predictions(self) -> int:
@@ -230,7 +232,7 @@ class Activations:
         Norms, hidden dropout and the inputs of column-parallel layers have their full size on every
         rank unless the sequence is divided; tensors between them are divided.
         """
-        return self._layer(self.tokens) + self.attention
+        return self._layer(self.tokens) + self._gathered + self.attention
 
     @property
     def decoder_layer(self) -> int:
@@ -247,6 +249,15 @@ class Activations:
         return self._scores(self.tokens, self.config.data.seq_length)
 
     @property
+    def _gathered(self) -> int:
+        """Bytes of a layer's gathered keys and values [2, b, g/t, s, d] with divided sequences.
+
+        Attention keeps them, so that this rank's are not kept.
+        """
+        parts = self.config.parallel.context_parallel_size
+        return (parts - 1) * self.tokens * self.element * self._key_value
+
+    @property
     def decoder_attention(self) -> int:
         """Bytes of a decoder layer between q, k, v and the outputs of both its attentions."""
         lengths = self.config.data.span_corruption.decoder_seq_length, self.config.data.seq_length
@@ -255,7 +266,7 @@ class Activations:
     @property
     def recomputed_layer(self) -> int:
         """Bytes that a layer stores with the configured recomputation."""
-        return self._recomputed(self.layer, self.attention, self.tokens)
+        return self._recomputed(self.layer, self._gathered + self.attention, self.tokens)
 
     def offloaded(self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int) -> int:
         """Return the peak bytes of activations in host memory on a stage with these chunks.
@@ -522,6 +533,15 @@ class Activations:
         return 1 if self.device_type == "cuda" else self.element
 
     @property
+    def _key_value(self) -> int:
+        """Elements of a token's keys and values on a rank.
+
+        With fewer groups than tensor-parallel ranks, they are gathered from all ranks.
+        """
+        model = self.config.model
+        return 2 * (model.query_groups // self._tensor or model.query_groups) * model.head_dim
+
+    @property
     def _norm_copies(self) -> int:
         """Number of hidden states that a norm stores besides its input.
 
@@ -537,9 +557,7 @@ class Activations:
             self.element, tokens
         )
         masks = 2 * self._hidden(self._mask, tokens)
-        # with fewer groups than ranks, they are gathered from all ranks
-        groups = model.query_groups // tensor or model.query_groups
-        key_value = 2 * groups * model.head_dim
+        key_value = self._key_value
         # A gated unit stores the gate before and after its activation, the other half, and their
         # product.
         inner = 4 if model.gated else 1 if model.activation == "relu" else 2
@@ -633,6 +651,9 @@ class Activations:
         if config.data.reset_attention_mask:
             alternates = config.model.window_attn_skip_freq and windowed
             return (2 if alternates else 1) * self.tokens * mask
+        parts = self.config.parallel.context_parallel_size
+        if parts > 1:
+            return length // parts * mask
         return length * mask if windowed else 0
 
     @property

@@ -56,13 +56,14 @@ class PipelinePlan:
     def summary(self) -> str:
         """Return two lines with the layout and the bubble."""
         train, layout = self.config.train, self.layout
+        context = f" x context {layout.context}" if layout.context > 1 else ""
         engine = (
             ""
             if self.config.engine == "native"
             else f"; {engine_name(self.config.engine, zero_of(self.config))}"
         )
         return (
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} = "
+            f"tensor {layout.tensor}{context} x pipeline {layout.pipeline} x data {layout.data} = "
             f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}; {self.micro_batches} "
             f"micro batch{'es' if self.micro_batches > 1 else ''} of {train.micro_batch_size} on "
             f"each replica, {train.global_batch_size} samples per step{engine}\n"
@@ -126,14 +127,14 @@ def plan_pipeline(
         ParallelLayoutError: model, batch and ranks cannot be divided, or a step is too long.
     """
     parallel, train = config.parallel, config.train
-    stages, replica = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
     ranks = config.launch.nproc_per_node
     if hosts := hosts_of(config.launch):
         ranks = sum(hosts.values())
     elif config.launch.kind in ("slurm", "kubernetes") and ranks != "auto":
         ranks *= (config.launch.node_range or (1, 1))[1]
     elif ranks == "auto":
-        ranks = len(hardware.gpus) or replica * stages
+        ranks = len(hardware.gpus) or parallel.ranks_per_replica
     layout = layout_of(config, ranks, vocab_size)
     micro_batches = train.global_batch_size // (train.micro_batch_size * layout.data)
     passes = micro_batches * stages * parallel.virtual_pipeline_model_parallel_size

@@ -80,7 +80,8 @@ class RunEstimate:
         where = "GPU" if self.device_type == "cuda" else "CPU"
         threads = "" if self.device_type == "cuda" else f" x {self.threads_per_rank} threads"
         axes = self.layout
-        divided = f" (tensor {axes.tensor} x pipeline {axes.pipeline} x data {axes.data})"
+        context = f" x context {axes.context}" if axes.context > 1 else ""
+        divided = f" (tensor {axes.tensor}{context} x pipeline {axes.pipeline} x data {axes.data})"
         engine = "" if self.engine == "native" else f" with {self.engine}"
         return (
             f"{self.parameters / 1e6:.1f} M parameters on {self.ranks} {where} "
@@ -177,8 +178,7 @@ def resolve_launch(
         ConfigError: the hostfile is invalid, or the number of ranks on a scheduler's hosts is
             missing.
     """
-    parallel = config.parallel
-    replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    replica = config.parallel.ranks_per_replica
     ranks, threads = launched_ranks(config.launch, hardware, without_gpu=replica, hosts=hosts)
     layout_of(config, ranks, vocab_size)
     return ranks, threads

@@ -368,6 +368,11 @@ class _Space:
         return self.config.model.padded_vocab_size(self.vocab_size)
 
     @property
+    def context(self) -> int:
+        """Number of ranks that divide each sequence, which the search does not change."""
+        return self.config.parallel.context_parallel_size
+
+    @property
     def limit(self) -> float:
         """Bytes of a device that a run can use."""
         return FILLED * self.machine.memory_gib * GIB
@@ -398,14 +403,21 @@ class _Space:
     def list_groups(self) -> None:
         """Put all layouts that the configuration's checks accept into the heap."""
         micro_batches = _divisors(self.config.train.global_batch_size)
-        for tensor in _divisors(self.ranks):
-            for pipeline in _divisors(self.ranks // tensor):
+        if self.ranks % self.context:
+            self.note(
+                f"{self.ranks} devices are not a multiple of parallel.context_parallel_size "
+                f"{self.context}"
+            )
+            return
+        replicated = self.ranks // self.context
+        for tensor in _divisors(replicated):
+            for pipeline in _divisors(replicated // tensor):
                 for micro in micro_batches:
                     self._list_layouts(tensor, pipeline, micro)
 
     def _list_layouts(self, tensor: int, pipeline: int, micro: int) -> None:
         """Put the accepted layouts with these sizes into the heap."""
-        data = self.ranks // (tensor * pipeline)
+        data = self.ranks // (tensor * pipeline * self.context)
         virtual, zero = self._virtual(pipeline), self._zero(data)
         partitions, sequence = self._partitions(pipeline), (False, True)[: 1 + (tensor > 1)]
         variants = len(virtual) * len(zero) * len(partitions) * len(sequence) * len(_RECOMPUTES)
@@ -428,7 +440,9 @@ class _Space:
         key = choice.micro_batch, choice.sequence_parallel, choice.partition, choice.zero
         if key not in self.checked:
             self.checked[key] = choice.applied(self.config)
-        layout = ParallelLayout(choice.tensor, choice.pipeline, choice.virtual, choice.data)
+        layout = ParallelLayout(
+            choice.tensor, choice.pipeline, choice.virtual, choice.data, self.context
+        )
         refusal = refused(self.checked[key], layout, self.padded)
         if refusal is None:
             return False
@@ -446,7 +460,7 @@ class _Space:
 
     def _zero(self, data: int) -> tuple[int, ...]:
         if self.config.engine == "native":
-            return (0, 1) if data > 1 else (0,)
+            return (0, 1) if data * self.context > 1 else (0,)
         if self.config.deepspeed.config is not None:
             return (user_settings_of(self.config).stage,)
         return (0, 1, 2, 3)
@@ -505,7 +519,7 @@ class _Space:
         key = choice.tensor, choice.micro_batch, choice.sequence_parallel, recompute
         if key not in self.shapes:
             config = Choice(**(vars(choice) | {"recompute": recompute})).applied(self.config)
-            layout = RankLayout(choice.data, choice.pipeline, choice.tensor)
+            layout = RankLayout(choice.data, choice.pipeline, choice.tensor, self.context)
             self.shapes[key] = _Shape(
                 Iteration(config, self.vocab_size, self.machine, layout, self.precision)
             )
@@ -526,7 +540,7 @@ class _Space:
         state = zero_bytes(
             parameters,
             zero.stage,
-            data,
+            data * self.context,
             self.precision,
             gradient_bytes=4 if native else None,
             offload_optimizer=zero.offload_optimizer,
@@ -547,7 +561,7 @@ class _Space:
                 self.note("divide the layers as another candidate does (partition)")
                 continue
             equal.append(chunks)
-            layout = RankLayout(choice.data, choice.pipeline, choice.tensor)
+            layout = RankLayout(choice.data, choice.pipeline, choice.tensor, self.context)
             iteration = shape.iteration.with_layout(config, layout)
             needed = self._least_memory(iteration, chunks)
             if needed > self.limit:

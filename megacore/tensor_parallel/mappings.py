@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megacore.kernels.implementation import differentiable, operator
 from megacore.parallel.collectives import all_gather, all_reduce_, reduce_scatter
+from megacore.parallel.context import in_order
 from megacore.parallel.mesh import ParallelGroup, group_of
 
 SEQUENCE = 1
@@ -57,6 +58,22 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: ParallelGroup) -> 
     The backward pass is an all-gather.
     """
     return x if tp.size == 1 else _apply(_Conjugates, x, tp, SEQUENCE, reduce_scatter, all_gather)
+
+
+def gather_from_context_parallel_region(x: Tensor, cp: ParallelGroup) -> Tensor:
+    """Join the parts of sequences that the ranks have: [..., s/cp, d] -> [..., s, d].
+
+    This is an all-gather; the backward pass is a reduce-scatter.
+    """
+    if cp.size == 1:
+        return x
+    parts = x.unsqueeze(0)
+    gathered = (
+        torch.ops.megacore.exchange(parts, cp.key, 0, True)
+        if torch.compiler.is_compiling()
+        else _apply(_Conjugates, parts, cp, 0, all_gather, reduce_scatter)
+    )
+    return in_order(gathered)
 
 
 def _resized(x: Tensor, group: int, dim: int, gathers: bool) -> Tensor:

@@ -107,7 +107,7 @@ def evaluate(
         reader(dataset, device), batches if model.reads_tokens else ()
     ) as read:
         total = model.loss_sum(loaded(read, device, mesh), [len(batch) for batch in batches])
-    for group in (replicas, mesh.pipeline_parallel):
+    for group in (mesh.data_context_parallel, mesh.pipeline_parallel):
         if group.size > 1:
             with mesh.time("world wait"):
                 dist.all_reduce(total, group=group.group)

@@ -104,7 +104,7 @@ class Trainer:
         )
         shape = TransformerShape.of(config, engine.padded_vocab_size)
         self._meter = RateMeter(config, shape, self._timers, ranks=mesh.world_size, peaks=peaks)
-        self._reports_memory = mesh.data_parallel.rank == 0
+        self._reports_memory = mesh.data_context_parallel.rank == 0
         self.state = TrainState()
         required = BatchSchedule.of(config.train).consumed_after(config.train.train_iters)
         if len(datasets.train) < required:

@@ -138,7 +138,7 @@ class LossCheck:
             state.consumed_samples, step, size, replica, self._layout.data
         )
         return MicroBatch(
-            self._layout.rank(Coordinate(self._layout.pipeline - 1, replica, 0)), tuple(samples)
+            self._layout.rank(Coordinate(self._layout.pipeline - 1, replica, 0, 0)), tuple(samples)
         )
 
     def _cause(self, update: Update, state: TrainState) -> Cause | None:

@@ -401,3 +401,60 @@ def test_nearest_layouts_are_the_closest_that_work() -> None:
         )
         assert nearest[0].distance(requested) == min(other.distance(requested) for other in working)
     assert nearest_layouts(config, ParallelLayout(2, 2, 1, 6), 24)[0] == ParallelLayout(2, 2, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            T5 | {"ranks": 2},
+            "parallel.context_parallel_size is 2 but family is t5, and only causal models divide "
+            "their sequences: set parallel.context_parallel_size to 1",
+        ),
+        (
+            DEEPSPEED | {"ranks": 2},
+            "parallel.context_parallel_size is 2 but engine is deepspeed, which does not divide "
+            "sequences: set engine to native, or set parallel.context_parallel_size to 1",
+        ),
+        (
+            {"ranks": 2, "model__position_embedding_type": "alibi"},
+            "parallel.context_parallel_size is 2 but model.position_embedding_type is alibi, whose "
+            "biases are not divided",
+        ),
+        (
+            {"ranks": 2, "data__seq_length": 62},
+            "data.seq_length 62 is not a multiple of 4: it is divided into 2 x "
+            "parallel.context_parallel_size 2 chunks: use 64, or set "
+            "parallel.context_parallel_size to 1",
+        ),
+        (
+            {"ranks": 8, "tp": 4, "parallel__sequence_parallel": True, "data__seq_length": 60},
+            "data.seq_length 60 is not a multiple of 8: it is divided into 2 x "
+            "parallel.context_parallel_size 2 chunks, and over 2 ranks x "
+            "parallel.tensor_model_parallel_size 4 by parallel.sequence_parallel: use 64",
+        ),
+        (
+            {"ranks": 6, "tp": 2},
+            "6 ranks are not a multiple of parallel.tensor_model_parallel_size 2 x "
+            "parallel.context_parallel_size 2 x parallel.pipeline_model_parallel_size 1 = 4 ranks "
+            "per replica: set launch.nproc_per_node to 4, or use tensor 3 x context 2 x pipeline "
+            "1 x data 1",
+        ),
+    ],
+)
+def test_sequences_that_cannot_be_divided_are_refused(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(parallel__context_parallel_size=2, **changes)
+    assert sentence in str(caught.value)
+
+
+def test_ranks_that_divide_sequences_are_no_replicas() -> None:
+    config = make(tp=2, ranks=8, parallel__context_parallel_size=2)
+    assert check_layout(config, 8) == ParallelLayout(2, 1, 1, 2, 2)
+    assert config.parallel.ranks_per_replica == 4
+    assert {
+        layout.context
+        for layout in nearest_layouts(config, ParallelLayout.of(config.parallel, 8), 8)
+    } == {2}

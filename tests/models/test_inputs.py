@@ -16,7 +16,7 @@ from megacore.models.gpt import GPTModel
 from megacore.models.inputs import MaskRules, ModelInput, input_rules
 from megacore.models.layers.attention_bias import attention_mask
 from megacore.models.stage import Stage
-from megacore.parallel.mesh import ProcessMesh
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from tests._tiny import tiny_config
 from tests.data._config import data_config
 from tests.train import _runs
@@ -217,3 +217,18 @@ def test_t5_needs_a_start_token_for_its_decoder() -> None:
     assert model_input.decoder_tokens[0, :2].tolist() == [5, 0]
     with pytest.raises(ConfigError, match="begins what its decoder reads with the padding token"):
         input_rules(config, SpecialTokens(eod=0))
+
+
+def test_a_part_has_its_tokens_and_the_positions_and_documents_of_the_whole() -> None:
+    batch = torch.tensor([[1, 2, 3, 4, 5, 3, 6, 7, 8]])
+    whole = rules(padded=False).read(batch)
+    parts = [whole.part(ParallelGroup(None, rank, 2)) for rank in range(2)]
+    assert [part.tokens.tolist() for part in parts] == [[[1, 2, 6, 7]], [[3, 4, 5, 3]]]
+    assert [part.labels.tolist() for part in parts] == [[[2, 3, 7, 8]], [[4, 5, 3, 6]]]
+    masks = [part.loss_mask.tolist() for part in parts if part.loss_mask is not None]
+    assert masks == [[[True] * 4], [[False, True, True, False]]]
+    for part in parts:
+        assert part.count == 6
+        assert part.documents is whole.documents
+        assert part.position_ids is whole.position_ids
+    assert whole.part(SINGLE_RANK) is whole

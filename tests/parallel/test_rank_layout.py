@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megacore.errors import ParallelLayoutError
 from megacore.parallel.rank_layout import AXES, Coordinate, RankLayout
 
-sizes = st.integers(1, 5)
-layouts = st.builds(RankLayout, data=sizes, pipeline=sizes, tensor=sizes)
+sizes = st.integers(1, 4)
+layouts = st.builds(RankLayout, data=sizes, pipeline=sizes, tensor=sizes, context=sizes)
 
 
 def test_groups_equal_megatrons_documented_example() -> None:
@@ -44,6 +44,16 @@ def test_groups_equal_megatrons_documented_example() -> None:
         [3, 7, 11, 15],
     ]
     assert layout.groups("pipeline", "tensor")[0] == [0, 1, 4, 5, 8, 9, 12, 13]
+
+
+def test_context_parallel_ranks_lie_between_those_of_tensor_and_data() -> None:
+    # Megatron-LM's order tp-cp-dp-pp.
+    layout = RankLayout.of_world(16, tensor=2, context=2, pipeline=2)
+    assert layout.data == 2
+    assert layout.groups("context")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert layout.groups("data")[:3] == [[0, 4], [1, 5], [2, 6]]
+    assert layout.groups("data", "context")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.groups("pipeline")[0] == [0, 8]
 
 
 @given(layouts)

@@ -181,7 +181,10 @@ def train(case: Case) -> Result:
     updates = []
     for step in range(case.steps):
         indices = _micro_batches(run_config, mesh, step)
-        seeds = [micro_batch_seed(run_config.seed, micro_batch[0]) for micro_batch in indices]
+        seeds = [
+            micro_batch_seed(run_config.seed, micro_batch[0], mesh.context_parallel.rank)
+            for micro_batch in indices
+        ]
         engine.forward_backward(_read(data, indices), seeds)
         updates.append(engine.update(schedule.at(step + 1), run_config.optim.weight_decay))
     indices = _micro_batches(run_config, mesh, 0)
@@ -213,6 +216,7 @@ def mesh_of(run_config: RunConfig) -> ProcessMesh:
         dist.get_world_size(),
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
+        context=parallel.context_parallel_size,
     )
     return ProcessMesh.build(layout, shared_stages=shared_stages(run_config, VOCAB))
 

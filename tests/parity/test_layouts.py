@@ -15,6 +15,8 @@ TP2 = {"tensor_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
+CP2 = {"context_parallel_size": 2}
+CP4 = {"context_parallel_size": 4}
 SP = {"sequence_parallel": True}
 INTERLEAVED = {"virtual_pipeline_model_parallel_size": 2}
 GPIPE = {"pipeline_schedule": "gpipe"}
@@ -35,6 +37,7 @@ BF16 = {"precision": "bf16"}
 PLAIN = {"kernels": "plain"}
 """Kernels without C++, which the serial run uses on CPUs with AVX-512."""
 FEW = 8
+WINDOW = {"sliding_window": 9}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 """Dropout: the same elements in every pipeline layout, others on tensor-parallel ranks."""
 LLAMA = {
@@ -149,6 +152,21 @@ TWO_RANKS = {
     "llama 3 pp2": replace(llama(PP2, train=M4), model=LLAMA3),
     "partial dynamic rope tp2 sp": replace(llama(TP2 | SP), model=DYNAMIC),
     "partial dynamic rope pp2": replace(llama(PP2, train=M4), model=DYNAMIC),
+    "cp2": Case(CP2),
+    "cp2, separate documents": Case(CP2, data=DOCUMENTS),
+    "cp2, documents and windows": Case(CP2, model=WINDOW | GQA, data=DOCUMENTS),
+    "cp2, distributed optimizer, small buckets": Case(
+        CP2 | ZERO1 | {"grad_reduce_bucket_mb": 0.05}, M4
+    ),
+    "cp2, label smoothing and z-loss": Case(CP2, SMOOTH),
+    "cp2, plain kernels, selective recomputation": Case(CP2, PLAIN | {"recompute": "selective"}),
+    "cp2, full recomputation": Case(CP2, {"recompute": "full"}),
+    "cp2 bf16": Case(CP2, BF16, SMALL),
+    "llama cp2": Case(CP2, model=LLAMA),
+    "llama cp2, documents": Case(CP2, model=LLAMA, data=DOCUMENTS),
+    "gemma2 cp2": llama(CP2, GEMMA2),
+    "olmo2 cp2": olmo2(CP2),
+    "partial dynamic rope cp2": replace(llama(CP2), model=DYNAMIC),
     "bert tp2 sp": bert(TP2 | SP),
     "bert pp2": bert(PP2, norm_position="post", activation="gelu"),
     "bert pp2, dropout": bert(PP2, **DROPOUT),
@@ -170,6 +188,14 @@ FOUR_RANKS = {
     "tp4, fewer key-value heads than ranks": Case(TP4, model=GQA),
     "tp4 sp, fewer key-value heads than ranks": Case(TP4 | SP, model=GQA),
     "pp4": Case(PP4, M8),
+    "cp4": Case(CP4),
+    "cp4, documents and windows": Case(CP4, model=WINDOW, data=DOCUMENTS),
+    "llama cp4": Case(CP4, model=LLAMA),
+    "llama cp2 tp2 sp": Case(CP2 | TP2 | SP, model=LLAMA),
+    "cp2 tp2 sp, documents": Case(CP2 | TP2 | SP, data=DOCUMENTS),
+    "cp2 dp2, distributed optimizer": Case(CP2 | ZERO1, M4),
+    "llama cp2 pp2": Case(CP2 | PP2, M4, model=LLAMA),
+    "cp2 pp2 interleaved, documents": Case(CP2 | PP2 | INTERLEAVED, data=DOCUMENTS),
     "tp2 pp2": Case(TP2 | PP2, M4),
     "tp2 pp2, full recomputation": Case(TP2 | PP2, {"recompute": "full"}),
     "tp2 pp2, selective recomputation": Case(TP2 | PP2, {"recompute": "selective"}),
@@ -198,6 +224,7 @@ FAST = {
     "pp2 interleaved",
     "dp2 distributed optimizer",
     "tp2 bf16",
+    "cp2, documents and windows",
     "llama tp2 sp",
     "llama pp2",
     "bert dp2",

@@ -129,6 +129,19 @@ def test_grouped_queries_keep_fewer_keys_and_values() -> None:
     assert layer_bytes(4, 2) - layer_bytes(4, None) == tokens * element * 2 * 1 * head_dim
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+def test_divided_sequences_keep_their_part_and_the_gathered_keys_and_values(parts: int) -> None:
+    def layer_bytes(parts: int, recompute: str) -> int:
+        values = {"parallel.context_parallel_size": parts, "train.recompute": recompute}
+        grouped = layout(**values | {"model.num_query_groups": 2})
+        return Activations(grouped, 4, "cuda").recomputed_layer
+
+    tokens, head_dim, element = 2 * 128, 32, 4
+    gathered = (parts - 1) * tokens // parts * element * 2 * 2 * head_dim
+    assert layer_bytes(parts, "none") == layer_bytes(1, "none") // parts + gathered
+    assert layer_bytes(parts, "selective") == layer_bytes(1, "selective") // parts
+
+
 def test_selective_recomputation_drops_the_attention_scores() -> None:
     config = layout(2, **{"train.recompute": "selective"})
     heads, s, b = 4, 128, 2

@@ -39,7 +39,7 @@ def rendered_table(plan: PipelinePlan) -> str:
 
 def test_a_serial_plan_has_one_stage_and_no_bubble() -> None:
     plan = plan_pipeline(conf(launch__nproc_per_node=1), 8192, CPU)
-    assert (plan.layout.shape, plan.micro_batches) == ((1, 1, 1), 8)
+    assert (plan.layout.shape, plan.micro_batches) == ((1, 1, 1, 1), 8)
     assert plan.timeline.bubble_fraction == plan.equal_bubble == 0
     assert plan.memory[0].parameters == parameter_count(ModelSpec.of(plan.config, 8192))
     assert "│     0 │ embedding, 0-7, head │" in rendered_table(plan)
@@ -50,7 +50,7 @@ def test_a_serial_plan_has_one_stage_and_no_bubble() -> None:
 
 def test_a_pipeline_of_two_replicas_has_a_row_for_each_stage() -> None:
     plan = plan_pipeline(conf(parallel__pipeline_model_parallel_size=2), 8192, CPU)
-    assert (plan.layout.shape, plan.micro_batches) == ((2, 2, 1), 4)
+    assert (plan.layout.shape, plan.micro_batches) == ((2, 2, 1, 1), 4)
     assert plan.equal_bubble == 0.25
     assert plan.timeline.bubble_fraction > 0.25  # the head makes the second stage slower
     assert [chunk.layers for chunk in plan.chunks] == [range(0, 6), range(6, 8)]
@@ -101,13 +101,13 @@ def test_the_bubble_of_the_schedule_is_that_of_the_prediction() -> None:
 
 def test_auto_ranks_are_the_gpus_or_one_replica() -> None:
     config = conf(launch__nproc_per_node="auto", parallel__pipeline_model_parallel_size=2)
-    assert plan_pipeline(config, 8192, GPUS).layout.shape == (2, 2, 1)
-    assert plan_pipeline(config, 8192, CPU).layout.shape == (2, 1, 1)
+    assert plan_pipeline(config, 8192, GPUS).layout.shape == (2, 2, 1, 1)
+    assert plan_pipeline(config, 8192, CPU).layout.shape == (2, 1, 1, 1)
 
 
 def test_a_plan_may_have_more_ranks_than_the_host() -> None:
     config = conf(launch__nproc_per_node=8, parallel__pipeline_model_parallel_size=4)
-    assert plan_pipeline(config, 8192, GPUS).layout.shape == (4, 2, 1)
+    assert plan_pipeline(config, 8192, GPUS).layout.shape == (4, 2, 1, 1)
 
 
 def test_an_impossible_layout_is_refused() -> None:

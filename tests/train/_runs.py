@@ -121,6 +121,7 @@ def mesh(run: RunConfig | None = None) -> ProcessMesh:
         dist.get_world_size(),
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
+        context=parallel.context_parallel_size,
     )
     return ProcessMesh.build(layout, shared_stages=shared_stages(run or config(), VOCAB_SIZE))
 

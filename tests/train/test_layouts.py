@@ -15,6 +15,7 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2, "pipeline_partition": "uniform"},
+    "cp2": {"context_parallel_size": 2, "use_distributed_optimizer": True},
     "dp2": {"use_distributed_optimizer": True, "grad_reduce_bucket_mb": 0.01},
 }
 ITERATIONS = 6
@@ -41,7 +42,7 @@ def train_whole_and_resumed(data: Path, root: Path) -> None:
         _runs.train(until(3, layout, **DROPOUT), data, root / name / "resumed")
         _runs.train(until(6, layout, **DROPOUT), data, root / name / "resumed", attempt=2)
     still_alive()
-    for number, name in enumerate(("tp2", "pp2", "dp2"), 1):
+    for number, name in enumerate(("tp2", "cp2", "dp2"), 1):
         # One run continues in one layout after the other, two iterations in each.
         _runs.train(until(2 * number, LAYOUTS[name]), data, root / "changing", attempt=number)
         still_alive()

@@ -13,10 +13,13 @@ from megacore.kernels.choice import Kernels
 from megacore.kernels.spans import Spans
 from megacore.models.layers.norm import make_head_norm, parameters_of
 from megacore.models.layers.shared import Shared
-from megacore.parallel.mesh import ParallelGroup
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.parallel.rng import seed_dropout, tensor_parallel_region
 from megacore.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
-from megacore.tensor_parallel.mappings import gather_within_tensor_parallel_region
+from megacore.tensor_parallel.mappings import (
+    gather_from_context_parallel_region,
+    gather_within_tensor_parallel_region,
+)
 from megacore.tensor_parallel.partition import divide
 
 
@@ -84,10 +87,11 @@ class _Attention(nn.Module):
         dropout_seed: int | None,
         bias: Tensor | None,
         spans: Spans | None,
+        cp: ParallelGroup = SINGLE_RANK,
     ) -> Tensor:
         """Attend and project: q, k, v [b, n/t, s, d] (k, v per group) to [b, s, h]."""
         return self._projected(
-            partial(self._attend, dropout_seed=dropout_seed, bias=bias, spans=spans),
+            partial(self._attend, dropout_seed=dropout_seed, bias=bias, spans=spans, cp=cp),
             query,
             key,
             value,
@@ -109,8 +113,15 @@ class _Attention(nn.Module):
         dropout_seed: int | None,
         bias: Tensor | None,
         spans: Spans | None,
+        cp: ParallelGroup,
     ) -> Tensor:
-        """Map q, k, v to the attention output [b, n/t, s, d], with dropout in training."""
+        """Map q, k, v to the attention output [b, n/t, s, d], with dropout in training.
+
+        With context parallelism keys and values are gathered here, so that selective recomputation
+        keeps only this rank's.
+        """
+        if cp.size > 1:
+            key, value = gather_from_context_parallel_region(torch.stack([key, value]), cp)
         if not (self.training and self.attention_dropout):
             return self._scores(query, key, value, 0.0, bias, spans)
         if self.part is not None or self.recompute or not torch.compiler.is_compiling():
@@ -227,7 +238,7 @@ class SelfAttention(_Attention):
             )
         if shared.cache is not None:
             key, value = shared.cache.append(self.number, key, value)
-        return self._context(query, key, value, dropout_seed, shared.bias, shared.spans)
+        return self._context(query, key, value, dropout_seed, shared.bias, shared.spans, shared.cp)
 
     def attend(
         self,
@@ -241,7 +252,7 @@ class SelfAttention(_Attention):
         if self._takes_packed(shared):
             packed = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 3)
             return self._attend_packed(packed, shared)
-        return self._attend(query, key, value, dropout_seed, shared.bias, shared.spans)
+        return self._attend(query, key, value, dropout_seed, shared.bias, shared.spans, shared.cp)
 
     @property
     def local_groups(self) -> int:
@@ -257,11 +268,12 @@ class SelfAttention(_Attention):
     def _takes_packed(self, shared: Shared) -> bool:
         """Return True if attention can use q, k and v directly in their packed projection.
 
-        This requires that nothing changes them, and that there is no bias, cap, cache or dropout.
+        This requires that nothing changes them, that there is no bias, cap, cache or dropout, and
+        that all keys are on this rank.
         """
         unmodified = shared.bias is None and shared.rotary is None and shared.cache is None
         dropout = self.training and self.attention_dropout
-        return unmodified and self.packs and not dropout
+        return unmodified and self.packs and not dropout and shared.cp.size == 1
 
     def _attend_packed(self, packed: Tensor, shared: Shared) -> Tensor:
         """Map [b, s, n/t, 3, d] to the attention output [b, n/t, s, d]."""

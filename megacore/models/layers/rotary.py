@@ -27,7 +27,9 @@ class Rotary:
         self.scale = self._scaling.scale if isinstance(self._scaling, YarnRope | LongRope) else 1.0
         """Factor on cosines and sines."""
 
-    def tables(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(
+        self, position_ids: Tensor, dtype: torch.dtype, at: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the rotation angles of each position.
 
         Frequencies that depend on the length of a sequence follow from the largest position of each
@@ -36,12 +38,14 @@ class Rotary:
         Args:
             position_ids: positions [b or 1, s].
             dtype: type of the result; the angles are computed in fp32.
+            at: indices of the positions of the result; None means all.
 
         Returns:
             Two tensors [b or 1, 1, s, rotary_dim]. The second half of the last dimension repeats
             the first.
         """
-        angles = position_ids[:, None, :, None].float() * self._of(position_ids)
+        local = position_ids if at is None else position_ids.index_select(1, at)
+        angles = local[:, None, :, None].float() * self._of(position_ids)
         angles = torch.cat([angles, angles], -1)
         cosines, sines = angles.cos(), angles.sin()
         if self.scale != 1:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.kernels.spans import Spans
+from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 
 
 class KeyValueCache:
@@ -101,5 +102,7 @@ class Shared:
     """Keys that each token sees in cross attention, if `memory_bias` does not hide the others."""
     cache: KeyValueCache | None = None
     """Cache of keys and values, for generation."""
+    cp: ParallelGroup = SINGLE_RANK
+    """Ranks that have the other keys and values of self-attention."""
     windowed: "Shared | None" = None
     """Values for the layers with a sliding window, in a model in which not all layers have it."""
