@@ -12,7 +12,13 @@ from megacore.artifact.manifest import file_digest
 from megacore.artifact.workspace import CHECKPOINTS_NAME, CONFIG_KEY
 from megacore.checkpoint.format import MARKER_NAME, complete_checkpoints, read_state, verify
 from megacore.config import RunConfig
-from megacore.config.difference import Change, check_resume, compare_configurations, described
+from megacore.config.difference import (
+    OPTIMIZER,
+    Change,
+    check_resume,
+    compare_configurations,
+    described,
+)
 from megacore.errors import CheckpointError, ConfigError, FileAccessError
 
 _SHOWN = 8
@@ -105,6 +111,8 @@ def _resume_advice(
     differs = f"it differs from the last one of the same name ({differences})"
     if not _has_this_model(checkpoint, config):
         return f"{differs}, whose checkpoints are of another model"
+    if any(change.field == OPTIMIZER for change in keyed):
+        return f"{differs}, whose optimizer is another"
     names = ", ".join(dict.fromkeys(change.to_allow for change in keyed))
     return (
         f"{differs}; to resume from that one, set resume.checkpoint to {checkpoint} and "

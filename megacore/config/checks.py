@@ -62,6 +62,7 @@ def check_sections(config: "RunConfig") -> None:
     _check_kernels(config.train, config.engine)
     _check_warmup(config)
     _check_decay(config.optim, config.lr_warmup_iters, config.lr_decay_iters)
+    _check_muon(config.optim)
     _check_weight_decay(config.optim)
     _check_zero_shot(config.evaluate.zero_shot, config.family, config.data.seq_length)
     _check_resume(config)
@@ -360,6 +361,15 @@ def _check_decay(optim: OptimConfig, warmup: int, decay: int) -> None:
             f"optim.lr_wsd_decay_iters {last_part} is longer than the {decay - warmup} iterations "
             f"between the end of the warm-up at {warmup} and the end of the decay at {decay}: "
             f"lower it to at most {decay - warmup}"
+        )
+
+
+def _check_muon(optim: OptimConfig) -> None:
+    default = type(optim).model_fields["muon_momentum"].default
+    if optim.name != "muon" and optim.muon_momentum != default:
+        raise ValueError(
+            f"optim.muon_momentum is {optim.muon_momentum} but optim.name is {optim.name}: set the "
+            "latter to muon, or remove the former"
         )
 
 

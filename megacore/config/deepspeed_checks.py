@@ -30,6 +30,11 @@ def check_deepspeed(config: "RunConfig", data_parallel_size: int | None) -> None
     """
     if config.engine == "native":
         return
+    if config.optim.name != "adam":
+        raise ValueError(
+            f"optim.name is {config.optim.name}, which needs the engine native, but engine is "
+            "deepspeed, which has AdamW only: change one of them"
+        )
     asked = user_settings_of(config)
     _check_stage(config.parallel, asked)
     _check_offload(config.deepspeed, asked)

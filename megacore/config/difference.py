@@ -21,6 +21,8 @@ _TRAINING = _TOKENS | {"run"}
 """Stages whose output a training computes with, and the training itself."""
 _LATER: frozenset[Stage] = frozenset(["evaluate", "zeroshot", "convert", "publish", "push"])
 """Stages after the training; their values do not affect it."""
+OPTIMIZER = "optim.name"
+"""Value that no override allows to change, because each optimizer has other state."""
 _OWN_CHECKS = ("train.pretrained_checkpoint", "resume")
 """Values that give the origin of the weights; separate checks compare them."""
 _ABSENT = "absent"
@@ -111,6 +113,8 @@ def differing_values(
 def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: str) -> None:
     """Refuse to resume from `checkpoint` if a keyed value differs and is not allowed.
 
+    Another optimizer is always refused.
+
     Args:
         changes: changes since the checkpoint was written.
         allowed: dotted names in `resume.override`; the name of a section allows all of its values.
@@ -119,6 +123,14 @@ def check_resume(changes: Sequence[Change], allowed: Sequence[str], checkpoint: 
     Raises:
         ConfigError: keyed values differ; the message shows all of them.
     """
+    for change in changes:
+        if change.field == OPTIMIZER:
+            before = "adam" if change.before == _ABSENT else change.before
+            raise ConfigError(
+                f"{checkpoint} was written with {OPTIMIZER} {before}, whose state {change.now} "
+                "cannot continue: set it back, or begin with the weights through "
+                "train.pretrained_checkpoint, as a new training"
+            )
     refused = [
         change
         for change in changes

@@ -4,6 +4,7 @@ from typing import Literal
 
 from megacore.config.base import Section, keyed
 
+OptimizerName = Literal["adam", "muon"]
 LrDecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]
 LrWarmupStyle = Literal["linear", "log"]
 LrWsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -26,8 +27,14 @@ class LossScaleConfig(Section):
 
 
 class OptimConfig(Section):
-    """Options of AdamW (Loshchilov and Hutter 2019) with fp32 main weights."""
+    """Options of the optimizer, AdamW or Muon, with fp32 main weights."""
 
+    name: OptimizerName = keyed("adam", omit_default=True)
+    """Optimizer: adam is AdamW (Loshchilov and Hutter 2019); muon (Jordan et al. 2024) updates the
+    matrices of the layers by their orthogonalized momentum, scaled as in Liu et al. 2025, so that
+    lr and weight_decay of AdamW suit it, and everything else by AdamW."""
+    muon_momentum: float = keyed(0.95, omit_default=True, ge=0, lt=1)
+    """Decay rate of Muon's momentum; used with name muon only."""
     lr: float = keyed(1e-3, gt=0)
     """Peak learning rate."""
     min_lr: float = keyed(0.0, ge=0)

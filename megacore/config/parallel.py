@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megacore.config.base import Section, unkeyed
+from megacore.config.data import DataConfig
 from megacore.config.deepspeed import user_settings_of
 from megacore.config.model import Family, ModelConfig
 from megacore.config.train import TrainConfig
@@ -359,9 +360,7 @@ def _refused_sequence(config: "RunConfig", layout: ParallelLayout) -> Refusal | 
             "that no ranks share a sequence",
             "set parallel.sequence_parallel to false",
         )
-    lengths = {"data.seq_length": config.data.seq_length}
-    for number, phase in enumerate(config.data.seq_length_schedule or ()):
-        lengths[f"data.seq_length_schedule[{number}].seq_length"] = phase.seq_length
+    lengths = _lengths(config.data)
     if config.family == "t5":
         lengths["data.span_corruption.decoder_seq_length"] = (
             config.data.span_corruption.decoder_seq_length
@@ -374,6 +373,16 @@ def _refused_sequence(config: "RunConfig", layout: ParallelLayout) -> Refusal | 
                 "set parallel.sequence_parallel to false",
             )
     return None
+
+
+def _lengths(data: DataConfig) -> dict[str, int]:
+    """Return the tokens of the sequences that a training has, by the name of their field."""
+    phases = enumerate(data.seq_length_schedule or ())
+    scheduled = {
+        f"data.seq_length_schedule[{number}].seq_length": phase.seq_length
+        for number, phase in phases
+    }
+    return {"data.seq_length": data.seq_length} | scheduled
 
 
 def _refused_context(config: "RunConfig", layout: ParallelLayout) -> Refusal | None:
@@ -399,13 +408,15 @@ def _refused_context(config: "RunConfig", layout: ParallelLayout) -> Refusal | N
             f"{asked} but model.position_embedding_type is alibi, whose biases are not divided",
             remedy,
         )
-    length, divided = config.data.seq_length, config.parallel.sequence_parallel
+    divided = config.parallel.sequence_parallel
     parts = math.lcm(2 * layout.context, layout.context * (layout.tensor if divided else 1))
-    if length % parts == 0:
+    wrong = [each for each in _lengths(config.data).items() if each[1] % parts]
+    if not wrong:
         return None
+    (name, length), *_ = wrong
     sp = f" x parallel.tensor_model_parallel_size {layout.tensor}" if divided else ""
     return Refusal(
-        f"data.seq_length {length} is not a multiple of {parts}: it is divided into 2 x "
+        f"{name} {length} is not a multiple of {parts}: it is divided into 2 x "
         f"parallel.context_parallel_size {layout.context} chunks"
         f"{f', and over {layout.context} ranks{sp} by parallel.sequence_parallel' if sp else ''}",
         f"use {max(1, round(length / parts)) * parts}, or {remedy}",

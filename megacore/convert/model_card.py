@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 from megacore.config.model import Family
+from megacore.config.optim import OptimizerName
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.convert.counterparts import Counterpart
@@ -46,6 +47,7 @@ _SUMMARY = (
     "{kind} of {parameters:,} parameters ({layers}, hidden size {hidden}, {heads} heads, "
     "{positions} positions, vocabulary {vocab_size}), written by megacore {version}."
 )
+_OPTIMIZERS: dict[OptimizerName, str] = {"adam": "AdamW", "muon": "Muon and AdamW"}
 _KINDS: dict[Family, str] = {
     "gpt": "A {class_name} language model",
     "bert": (
@@ -143,8 +145,8 @@ def model_card(
     """
     training = (
         f"{iterations} iterations of {config.train.global_batch_size} sequences of "
-        f"{config.data.seq_length} tokens, AdamW with peak learning rate {config.optim.lr:g}, seed "
-        f"{config.seed}."
+        f"{config.data.seq_length} tokens, {_OPTIMIZERS[config.optim.name]} with peak "
+        f"learning rate {config.optim.lr:g}, seed {config.seed}."
     )
     if config.train.pretrained_checkpoint is not None:
         training += f" The first weights are those of {config.train.pretrained_checkpoint}."

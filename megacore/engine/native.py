@@ -20,6 +20,7 @@ from megacore.engine.cuda_graph import MicroBatchGraph
 from megacore.models.stage import Stage
 from megacore.optim.adam import MainWeightAdamW
 from megacore.optim.grad_scaler import DynamicLossScaler
+from megacore.optim.muon import MainWeightMuon
 from megacore.tensor_parallel import partial_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,8 +56,11 @@ class NativeEngine(StageEngine):
             )
             for chunk in stage.chunks
         ]
-        self._optimizer = MainWeightAdamW(
-            self._syncs, config.optim, DTYPES[precision], stage.partitions, stage.kernels
+        values = self._syncs, config.optim, DTYPES[precision], stage.partitions, stage.kernels
+        self._optimizer = (
+            MainWeightMuon(*values, matrices=stage.matrices)
+            if config.optim.name == "muon"
+            else MainWeightAdamW(*values)
         )
         self._scaler = DynamicLossScaler(config.optim.loss_scale) if precision == "fp16" else None
         self._graph = (
@@ -155,7 +159,8 @@ class NativeEngine(StageEngine):
     def tensors(self) -> dict[str, Tensor | TensorShard]:
         """Return this rank's fp32 main weights and moments by name.
 
-        Names: `model.*`, `optimizer.exp_avg.*`, `optimizer.exp_avg_sq.*`.
+        Names: `model.*`, `optimizer.exp_avg.*`, `optimizer.exp_avg_sq.*`; Muon's matrices have
+        `optimizer.momentum.*` instead of the last two.
         """
         return self._optimizer.tensors()
 

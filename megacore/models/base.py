@@ -16,6 +16,7 @@ from megacore.kernels.cross_entropy import softcapped
 from megacore.models.inputs import ModelInput
 from megacore.models.layers.embedding import Embedding, OutputLayer
 from megacore.models.layers.transformer import Transformer
+from megacore.parallel.context import positions_of_rank
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup
 from megacore.pipeline_parallel.partition import ModelChunk
 from megacore.tensor_parallel import linear_cross_entropy
@@ -40,6 +41,8 @@ class LossTerm(NamedTuple):
     """Bool mask of the same shape: True for losses that count; None: all count."""
     everywhere: Tensor | None = None
     """Number of losses that count on all ranks that divide the sequences; None if none does."""
+    cp: ParallelGroup = SINGLE_RANK
+    """Ranks that divide the sequences."""
 
     def mean(self) -> Tensor:
         """Return the mean of the losses that count, 0-dimensional; 0 if none counts.
@@ -62,13 +65,17 @@ class LossTerm(NamedTuple):
         return torch.stack([(exact * self.counts).sum(), self.counts.sum().double()])
 
     def by_position(self) -> Tensor:
-        """Return the sum and the number of the losses [b, s] that count, by position.
+        """Return the sum and the number of the losses [b, s/cp] that count, by position.
 
-        fp64 [POSITION_BUCKETS, 2]: one row for each range of `bucket_width` positions.
+        fp64 [POSITION_BUCKETS, 2]: one row for each range of `bucket_width` positions of whole
+        sequences; of divided ones it is this rank's contribution.
         """
-        exact, length = self.losses.double(), self.losses.shape[1]
+        exact, length = self.losses.double(), self.losses.shape[1] * self.cp.size
         counts = torch.ones_like(exact) if self.counts is None else self.counts.double()
         columns = torch.stack([(exact * counts).sum(0), counts.sum(0)])
+        if self.cp.size > 1:
+            positions = positions_of_rank(length, self.cp, exact.device)
+            columns = columns.new_zeros(2, length).index_copy_(1, positions, columns)
         missing = POSITION_BUCKETS * bucket_width(length) - length
         columns = nn.functional.pad(columns, (0, missing))
         return columns.view(2, POSITION_BUCKETS, -1).sum(2).T
@@ -287,4 +294,4 @@ class Model(nn.Module, ABC):
             label_smoothing=self.label_smoothing if self.training else 0.0,
             z_loss=self.z_loss if self.training else 0.0,
         )
-        return LossTerm(losses, inputs.loss_mask, inputs.count)
+        return LossTerm(losses, inputs.loss_mask, inputs.count, self.cp)

@@ -85,6 +85,31 @@ def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -
     return [width * hidden // tensor for width in column + row] + biases + norms
 
 
+def layer_matrices(model: ModelConfig, *, decoder: bool = False) -> list[tuple[int, int]]:
+    """Return rows and columns of the matrices of a layer, q, k and v separately.
+
+    They are whole, not divided over tensor-parallel ranks.
+    """
+    hidden, inner, keys = (
+        model.hidden_size,
+        model.attention_size,
+        model.query_groups * model.head_dim,
+    )
+    rows = [inner, keys, keys, *[model.ffn_size] * (2 if model.gated else 1)]
+    columns = [inner, model.ffn_size]
+    if decoder:
+        rows += [inner] * 3
+        columns.append(inner)
+    return [(width, hidden) for width in rows] + [(hidden, width) for width in columns]
+
+
+def chunk_matrices(model: ModelConfig, chunk: ModelChunk) -> list[tuple[int, int]]:
+    """Return rows and columns of the matrices of a chunk's layers, as `layer_matrices`."""
+    return layer_matrices(model) * len(chunk.layers) + layer_matrices(model, decoder=True) * len(
+        chunk.decoder_layers
+    )
+
+
 def _norm(model: ModelConfig, width: int | None = None) -> list[int]:
     """Return the sizes of a norm's parameters; `width` defaults to the hidden size."""
     return [width or model.hidden_size] * (2 if model.normalization == "layernorm" else 1)

@@ -14,7 +14,9 @@ from megacore.kernels.choice import Kernels, plain_kernels
 from megacore.models.base import POSITION_BUCKETS, Losses, loss_sums
 from megacore.models.build import build_model
 from megacore.models.inputs import input_rules
+from megacore.models.matrices import layer_matrices
 from megacore.models.parameters import parameter_count
+from megacore.optim.muon import RowParts
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
 from megacore.pipeline_parallel.executor import Executor
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of, copied_parameters
@@ -95,6 +97,13 @@ class Stage:
     def partitions(self) -> dict[str, Partition]:
         """Partitions of the parameters that are divided over tensor-parallel ranks."""
         return {name: part for chunk in self.chunks for name, part in partitions(chunk).items()}
+
+    @property
+    def matrices(self) -> dict[str, RowParts]:
+        """Weights of the layers' linear projections, with the matrices in them."""
+        return {
+            name: parts for chunk in self.chunks for name, parts in layer_matrices(chunk).items()
+        }
 
     @property
     def shared_parameters(self) -> dict[str, ParallelGroup]:

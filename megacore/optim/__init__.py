@@ -1,1 +1,1 @@
-"""AdamW over fp32 main weights, its schedule, gradient clipping and loss scaling."""
+"""AdamW and Muon over fp32 main weights, its schedule, gradient clipping and loss scaling."""

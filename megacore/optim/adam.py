@@ -7,7 +7,7 @@ in fp32 only its shard of every bucket, and all replicas gather the weights. Thi
 bytes as an all-reduce of the gradients.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,8 +31,9 @@ from megacore.tensor_parallel.partition import Partition
 
 EPSILON = 1e-6
 """Value added to the norm before it divides the limit, as in torch and Megatron-LM."""
-_KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
+KINDS = {"model": "weight", "optimizer.exp_avg": "exp_avg", "optimizer.exp_avg_sq": "exp_avg_sq"}
 """Field of a main weight for each prefix of names in a checkpoint."""
+NO_NAMES: frozenset[str] = frozenset()
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
@@ -88,9 +89,9 @@ class MainWeight:
     weight: Tensor
     gradient: Tensor
     exp_avg: Tensor
-    """First moment."""
-    exp_avg_sq: Tensor
-    """Second moment."""
+    """First moment; for a matrix of Muon, the momentum."""
+    exp_avg_sq: Tensor | None
+    """Second moment; None for a matrix of Muon."""
     target: Tensor | None = None
     """Lower-precision weight of the model, into which an update is rounded; None if the main weight
     is the model's weight."""
@@ -115,16 +116,19 @@ class WholeWeights:
     If the chunk computes in fp32, they are the model's weights.
     """
 
-    def __init__(self, sync: GradSync, dtype: torch.dtype) -> None:
+    def __init__(
+        self, sync: GradSync, dtype: torch.dtype, single: Collection[str] = NO_NAMES
+    ) -> None:
         """Take the fp32 parameters of `sync` and cast them to `dtype`.
 
-        The main weights keep their bits.
+        The main weights keep their bits. The parameters in `single` have only one moment.
         """
         self.weights = []
         for name, parameter in sync.parameters.items():
             main = parameter.data
             parameter.data = main.to(dtype)
-            moments = torch.zeros_like(main), torch.zeros_like(main)
+            second = None if name in single else torch.zeros_like(main)
+            moments = torch.zeros_like(main), second
             target = None if dtype == torch.float32 else parameter.data
             self.weights.append(MainWeight(name, 0, main, sync.gradients[name], *moments, target))
 
@@ -141,8 +145,17 @@ class ShardedWeights:
     element is updated as it would be without shards.
     """
 
-    def __init__(self, sync: GradSync, bucket: Bucket, dtype: torch.dtype) -> None:
-        """Move a bucket's fp32 parameters into a flat buffer, cast to `dtype`."""
+    def __init__(
+        self,
+        sync: GradSync,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        single: Collection[str] = NO_NAMES,
+    ) -> None:
+        """Move a bucket's fp32 parameters into a flat buffer, cast to `dtype`.
+
+        The parameters in `single` have only one moment.
+        """
         self._replicas = sync.mesh.data_context_parallel
         device = bucket.buffer.device
         self._buffer = torch.zeros(bucket.layout.length, dtype=dtype, device=device)
@@ -150,7 +163,7 @@ class ShardedWeights:
         # The weights of an fp32 model are the main weights.
         is_fp32 = dtype == torch.float32
         main = shard if is_fp32 else torch.zeros_like(shard, dtype=torch.float32)
-        exp_avg, exp_avg_sq = torch.zeros_like(main), torch.zeros_like(main)
+        exp_avg = torch.zeros_like(main)
         pieces = list(bucket.layout.within(bucket.shard))
         for piece in pieces:
             piece.of(main).copy_(_run(sync.parameters[piece.name], piece))
@@ -166,7 +179,7 @@ class ShardedWeights:
                 part.of(main),
                 part.of(bucket.reduced),
                 part.of(exp_avg),
-                part.of(exp_avg_sq),
+                None if part.name in single else torch.zeros_like(part.of(main)),
                 None if is_fp32 else part.of(shard),
             )
             for part in pieces
@@ -184,6 +197,12 @@ def _run(parameter: nn.Parameter, piece: Piece) -> Tensor:
 class MainWeightAdamW:
     """AdamW optimizer of fp32 main weights.
 
+    For a weight w with the gradient g, in step t (Loshchilov and Hutter 2019, algorithm 2):
+
+        m_t = β1 m_(t-1) + (1 - β1) g
+        v_t = β2 v_(t-1) + (1 - β2) g²
+        w_t = w_(t-1) - η (m_t / (1 - β1^t) / (√(v_t / (1 - β2^t)) + ε) + λ w_(t-1))
+
     A fused kernel updates them and rounds them into the model's weights. If the model computes in
     fp32, its weights are the main weights and nothing is copied. With a distributed optimizer this
     rank has only its shard of the main weights and moments. The kernel also divides the gradients,
@@ -197,6 +216,8 @@ class MainWeightAdamW:
         dtype: torch.dtype,
         partitions: Mapping[str, Partition] | None = None,
         kernels: Kernels | None = None,
+        *,
+        single: Collection[str] = NO_NAMES,
     ) -> None:
         """Take the parameters of this rank's model chunks and cast them to the compute type.
 
@@ -207,6 +228,7 @@ class MainWeightAdamW:
             partitions: division of parameters over tensor-parallel ranks; parameters that are not
                 named are whole on each rank.
             kernels: implementation of the operations; None is plain torch.
+            single: parameters with only one moment, which a subclass updates.
         """
         kernels = kernels or plain_kernels()
         self._adamw, self._sum_of_squares = kernels.optimizer, kernels.sum_of_squares
@@ -224,9 +246,11 @@ class MainWeightAdamW:
         self._parts: list[MainWeights] = []
         for sync in self._syncs:
             if sync.sharded:
-                self._parts += [ShardedWeights(sync, bucket, dtype) for bucket in sync.buckets]
+                self._parts += [
+                    ShardedWeights(sync, bucket, dtype, single) for bucket in sync.buckets
+                ]
             else:
-                self._parts.append(WholeWeights(sync, dtype))
+                self._parts.append(WholeWeights(sync, dtype, single))
         self.steps = 0
         """Number of updates so far, for the bias correction of the moments."""
 
@@ -273,11 +297,13 @@ class MainWeightAdamW:
             assert norm is not None, "clipping needs the norm"
             divisor *= clip_divisor(norm, max_norm)
         self.steps += 1
+        self._step(lr, weight_decay, divisor)
+
+    def _step(self, lr: float, weight_decay: float, divisor: Tensor) -> None:
+        """Update all main weights and publish them."""
         pending = []
         for part in self._parts:
-            for decays in (True, False):
-                weights = [main for main in part.weights if (main.name in self._decaying) is decays]
-                self._update(weights, lr, weight_decay if decays else 0.0, divisor)
+            self._adam(part.weights, lr, weight_decay, divisor)
             pending.append(part.publish())
         for work in pending:
             work.wait()
@@ -307,13 +333,19 @@ class MainWeightAdamW:
         for part in self._parts:
             for main in part.weights:
                 weights_by_name[main.name].append(main)
+        kinds = {name: self._kinds(name) for name in weights_by_name}
         return {
             f"{kind}.{name}": self._global(
-                name, [(main.start, getattr(main, field)) for main in weights]
+                name, [(main.start, getattr(main, kinds[name][kind])) for main in weights]
             )
-            for kind, field in _KINDS.items()
+            for kind in dict.fromkeys(kind for each in kinds.values() for kind in each)
             for name, weights in weights_by_name.items()
+            if kind in kinds[name]
         }
+
+    def _kinds(self, name: str) -> Mapping[str, str]:
+        """Return the field of a main weight for each prefix of a parameter's names."""
+        return KINDS
 
     def _global(self, name: str, runs: Sequence[tuple[int, Tensor]]) -> Tensor | TensorShard:
         """Return a tensor in the form that a checkpoint takes."""
@@ -322,6 +354,16 @@ class MainWeightAdamW:
             return runs[0][1]
         shape = next(sync.parameters[name].shape for sync in self._syncs if name in sync.parameters)
         return TensorShard.of_runs(runs, shape, torch.float32, partition)
+
+    def _adam(
+        self, weights: Iterable[MainWeight], lr: float, weight_decay: float, divisor: Tensor
+    ) -> None:
+        """Update main weights by AdamW, those that decay first."""
+        groups: dict[bool, list[MainWeight]] = {True: [], False: []}
+        for main in weights:
+            groups[main.name in self._decaying].append(main)
+        for decays, group in groups.items():
+            self._update(group, lr, weight_decay if decays else 0.0, divisor)
 
     def _update(
         self, weights: Sequence[MainWeight], lr: float, weight_decay: float, divisor: Tensor
@@ -334,7 +376,7 @@ class MainWeightAdamW:
                 [main.weight for main in weights],
                 [main.gradient for main in weights],
                 [main.exp_avg for main in weights],
-                [main.exp_avg_sq for main in weights],
+                [main.exp_avg_sq for main in weights if main.exp_avg_sq is not None],
                 None
                 if weights[0].target is None
                 else [main.target for main in weights if main.target is not None],

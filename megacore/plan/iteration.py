@@ -6,6 +6,7 @@ docs/planning.md has the formulas with their sources and errors.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from typing import Literal
 from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
-from megacore.models.parameters import chunk_sizes
+from megacore.models.parameters import chunk_matrices, chunk_sizes
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Timeline, build_schedule, simulate
@@ -30,6 +31,8 @@ _FUSED_SOFTMAX = 4
 """Multiple of the heads of a micro batch on a rank that Megatron's fused softmax needs."""
 _TICK = 0.004
 """Seconds between two ticks of Linux's scheduler (250 Hz, as distributions configure it)."""
+_NEWTON_SCHULZ = 5
+"""Iterations of `megacore.optim.muon.newton_schulz`."""
 _STEADY = 2
 """Micro batches per stage after which a 1F1B schedule repeats."""
 
@@ -141,7 +144,7 @@ class Iteration:
             bubble=makespan - micro * (mean.total + sent),
             messages=micro * sent,
             data=self.data(max(sizes), max(layers), makespan) + self._shared_embedding(),
-            optimizer=self.optimizer(max(sizes), max(layers)),
+            optimizer=self.optimizer(max(sizes), max(layers)) + self.newton_schulz(chunks),
             other=0.0,
         )
         hosts = -(-self.layout.world_size // self.machine.devices_per_node)
@@ -493,6 +496,27 @@ class Iteration:
         if zero.offload_optimizer == "nvme":
             seconds += 24 * share / (offload.nvme_gbs * 1e9)
         return seconds
+
+    def newton_schulz(self, chunks: Sequence[ModelChunk]) -> float:
+        """Return the seconds of Muon's products on the slowest stage; 0 with AdamW.
+
+        Every tensor-parallel rank computes whole matrices; a distributed optimizer divides them
+        over the replicas.
+        """
+        if self.config.optim.name != "muon":
+            return 0.0
+        model, stages = self.config.model, self.layout.pipeline
+        seconds = [0.0] * stages
+        for index, chunk in enumerate(chunks):
+            for shape, count in Counter(chunk_matrices(model, chunk)).items():
+                short, long = sorted(shape)
+                once = self.rates.product(short, short, long) + self.rates.product(
+                    short, short, short
+                )
+                once += self.rates.product(short, long, short)
+                seconds[index % stages] += _NEWTON_SCHULZ * count * once
+        divided = self.layout.data if zero_of(self.config).stage else 1
+        return max(seconds) / divided
 
     def _shared_embedding(self) -> float:
         """Return the seconds in which the first and last stage sum a tied embedding's gradient."""

@@ -14,7 +14,7 @@ from itertools import accumulate
 from megacore.config.deepspeed import ZeroSettings, user_settings_of, zero_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
-from megacore.models.parameters import chunk_sizes
+from megacore.models.parameters import chunk_matrices, chunk_sizes
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Direction, Pass, Pipeline, build_schedule
 from megacore.plan.zero import ELEMENT_BYTES, Buffers, DeepSpeedMemory, ZeroBytes, zero_bytes
@@ -48,7 +48,7 @@ class MemoryEstimate:
     gradients: int
     """Gradients that accumulate over micro batches."""
     optimizer: int
-    """Adam's two moments in fp32."""
+    """Adam's two moments in fp32, or Muon's momentum."""
     activations: int
     """Activations stored for the backward passes, of all micro batches in flight."""
     logits: int
@@ -63,7 +63,8 @@ class MemoryEstimate:
     """DeepSpeed's gradient buckets, and the weights that ZeRO stage 3 gathers or does not
     divide."""
     step: int = 0
-    """DeepSpeed's buffers for the optimizer step, when the activations are freed."""
+    """Buffers of DeepSpeed, or of Muon's owners, for the optimizer step, when the activations are
+    freed."""
     host: int = 0
     """Offloaded state and its buffers in host memory, when a GPU computes."""
     nvme: int = 0
@@ -131,7 +132,8 @@ def estimate_stages(
     for stage in range(stages):
         stage_chunks = chunks[stage::stages]
         sizes = [size for chunk in stage_chunks for size in chunk_sizes(spec, chunk, tensor)]
-        state = _model_state(zero, deepspeed, sum(sizes), precision, copies)
+        matrices = muon_elements(config, stage_chunks)
+        state = _model_state(zero, deepspeed, sum(sizes), precision, copies, matrices)
         extra = deepspeed.buffers(sizes, data_parallel_size) if deepspeed else Buffers()
         activations, losses = storage.stored(stage_chunks, stage, micro_batches)
         offloaded = storage.offloaded(stage_chunks, stage, micro_batches)
@@ -157,7 +159,7 @@ def estimate_stages(
                 passes=passes + cpu_only * offloaded,
                 process=_PROCESS_BYTES[device_type],
                 buffers=extra.device + cpu_only * extra.cpu,
-                step=extra.step,
+                step=extra.step + _owned_bytes(zero.stage, matrices, precision, copies),
                 host=0 if cpu_only else on_cpu.total + extra.cpu + offloaded,
                 nvme=state.nvme.total,
             )
@@ -171,6 +173,7 @@ def _model_state(
     parameters: int,
     precision: str,
     data_parallel_size: int,
+    matrices: int,
 ) -> ZeroBytes:
     """Return the weights, gradients and optimizer state of a rank in its engine.
 
@@ -180,9 +183,17 @@ def _model_state(
         parameters: number of the rank's parameters before ZeRO divides them.
         precision: data type of the computation: fp32, bf16 or fp16.
         data_parallel_size: number of replicas.
+        matrices: number of the parameters that Muon updates.
     """
     if deepspeed is None:
-        return zero_bytes(parameters, zero.stage, data_parallel_size, precision, gradient_bytes=4)
+        return zero_bytes(
+            parameters,
+            zero.stage,
+            data_parallel_size,
+            precision,
+            gradient_bytes=4,
+            single_moment=matrices,
+        )
     return zero_bytes(
         parameters,
         zero.stage,
@@ -193,6 +204,28 @@ def _model_state(
         offload_optimizer=zero.offload_optimizer,
         offload_param=zero.offload_param,
     )
+
+
+def muon_elements(config: RunConfig, chunks: Sequence[ModelChunk]) -> int:
+    """Return the number of a rank's parameters in chunks that Muon updates; 0 with AdamW."""
+    if config.optim.name != "muon":
+        return 0
+    matrices = [shape for chunk in chunks for shape in chunk_matrices(config.model, chunk)]
+    whole = sum(rows * columns for rows, columns in matrices)
+    return whole // config.parallel.tensor_model_parallel_size
+
+
+def whole_muon_elements(config: RunConfig, vocab_size: int) -> int:
+    """Return the number of the whole model's parameters that Muon updates; 0 with AdamW."""
+    tensor = config.parallel.tensor_model_parallel_size
+    return tensor * muon_elements(config, chunks_of(config, vocab_size))
+
+
+def _owned_bytes(stage: int, matrices: int, precision: str, copies: int) -> int:
+    """Return the bytes of Muon's matrices on their way to owners and back, sent and received."""
+    if not stage or copies == 1:
+        return 0
+    return 3 * ELEMENT_BYTES[precision] * -(-matrices // copies)
 
 
 def engine_name(engine: str, zero: ZeroSettings) -> str:

@@ -22,7 +22,13 @@ from megacore.observe.recorder import check_tensorboard, check_wandb
 from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.advice import COUNT, Deployment, Saving, lighter_recompute, savings
 from megacore.plan.layouts import launched_ranks, layout_of, ranks_per_host
-from megacore.plan.memory import GIB, MemoryEstimate, engine_name, estimate_memory
+from megacore.plan.memory import (
+    GIB,
+    MemoryEstimate,
+    engine_name,
+    estimate_memory,
+    whole_muon_elements,
+)
 from megacore.plan.throughput import RunTime, planned_iteration, predict_run
 from megacore.plan.vocabulary import is_on_the_hub
 
@@ -31,7 +37,8 @@ CPU_DAYS_LIMIT = 7.0
 """Days above which a run on CPUs is refused as meant for GPUs, unless launch.allow_cpu is true."""
 
 CHECKPOINT_BYTES = 12
-"""Bytes of a parameter in a checkpoint: the fp32 weight and Adam's two moments."""
+"""Bytes of a parameter in a checkpoint: the fp32 weight and Adam's two moments. Muon's matrices
+have one moment less."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +298,7 @@ def checkpoints_on_disk(config: RunConfig, vocab_size: int) -> tuple[int, int]:
     if keep.keep_every is not None:
         kept += iterations // math.lcm(keep.save_interval, keep.keep_every)
     size = parameter_count(ModelSpec.of(config, vocab_size)) * CHECKPOINT_BYTES
+    size -= 4 * whole_muon_elements(config, vocab_size)
     return min(saves, kept + 1), size
 
 

@@ -545,6 +545,7 @@ class _Space:
             gradient_bytes=4 if native else None,
             offload_optimizer=zero.offload_optimizer,
             offload_param=zero.offload_param,
+            single_moment=parameters if config.optim.name == "muon" else 0,
         )
         return state.device.total
 

@@ -48,7 +48,7 @@ class ModelState(NamedTuple):
     main_weights: int = 0
     """fp32 copies of the weights, which the optimizer updates."""
     moments: int = 0
-    """Adam's two moments in fp32."""
+    """Adam's two moments in fp32, or Muon's momentum."""
 
     @property
     def optimizer(self) -> int:
@@ -98,6 +98,7 @@ def zero_bytes(
     main_weights: bool | None = None,
     offload_optimizer: OffloadDevice = "none",
     offload_param: OffloadDevice = "none",
+    single_moment: int = 0,
 ) -> ZeroBytes:
     """Return the bytes of a model's state on one of `data_parallel_size` replicas.
 
@@ -114,19 +115,22 @@ def zero_bytes(
         offload_optimizer: storage of the optimizer state. If it is offloaded, the gradients are
             offloaded to host memory with stages 2 and 3.
         offload_param: storage of the weights with stage 3.
+        single_moment: number of the parameters that have one moment instead of two.
     """
     element = ELEMENT_BYTES[precision]
 
-    def share(divides_from: int) -> int:
-        """Return the parameters of a rank for state that ZeRO divides from a stage on."""
-        return -(-parameters // data_parallel_size) if stage >= divides_from else parameters
+    def share(divides_from: int, count: int = parameters) -> int:
+        """Return a rank's part of `count` for state that ZeRO divides from a stage on."""
+        return -(-count // data_parallel_size) if stage >= divides_from else count
 
     copies = precision != "fp32" if main_weights is None else main_weights
     weights = ModelState(parameters=element * share(3))
     gradients = ModelState(
         gradients=(element if gradient_bytes is None else gradient_bytes) * share(2)
     )
-    optimizer = ModelState(main_weights=4 * share(1) * copies, moments=8 * share(1))
+    optimizer = ModelState(
+        main_weights=4 * share(1) * copies, moments=8 * share(1) - 4 * share(1, single_moment)
+    )
     offloads_gradients = offload_optimizer != "none" and stage >= 2
     places: dict[str, list[ModelState]] = {"none": [], "cpu": [], "nvme": []}
     places[offload_param].append(weights)

@@ -90,6 +90,10 @@ RAMP = {"start": 2, "increment": 2, "samples": 60}
         ),
         ({"end_weight_decay": 0.0}, "optim.end_weight_decay 0.0 is given but"),
         (
+            {"muon_momentum": 0.9},
+            "optim.muon_momentum is 0.9 but optim.name is adam: set the latter to muon",
+        ),
+        (
             {"weight_decay_incr_style": "linear"},
             "but neither optim.start_weight_decay nor optim.end_weight_decay",
         ),

@@ -22,6 +22,10 @@ FP16 = {"precision": "fp16"}
             ),
         ),
         (
+            {"optim": {"name": "muon"}},
+            "optim.name is muon, which needs the engine native, but engine is deepspeed",
+        ),
+        (
             {"deepspeed": {"offload_param": "cpu", "zero_stage": 2}},
             "deepspeed.offload_param is cpu but deepspeed.zero_stage is 2: it needs stage 3",
         ),

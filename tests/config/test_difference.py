@@ -34,6 +34,13 @@ def test_equal_configurations_have_no_changes() -> None:
     assert described([]) == "none"
 
 
+def without_optimizer(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of a version that had only AdamW."""
+    fields = {"name", "muon_momentum"}
+    optim = {name: value for name, value in values["optim"].items() if name not in fields}
+    return values | {"optim": optim}
+
+
 @pytest.mark.parametrize(
     ("now", "field", "keyed"),
     [
@@ -73,6 +80,19 @@ def test_an_override_of_a_section_allows_its_fields() -> None:
     check_resume(changes, ("optim",), "iter_3")
     with pytest.raises(ConfigError, match=r"override: \[optim.lr\]"):
         check_resume(changes, ("optim.weight_decay",), "iter_3")
+
+
+@pytest.mark.parametrize("before", [BEFORE, without_optimizer(BEFORE)])
+def test_another_optimizer_is_refused_despite_an_override(before: dict[str, Any]) -> None:
+    changes = compare_configurations(before, changed(optim={"name": "muon"}))
+    with pytest.raises(
+        ConfigError, match=r"iter_3 was written with optim.name adam, whose state muon cannot"
+    ):
+        check_resume(changes, ("optim", "optim.name"), "iter_3")
+
+
+def test_a_checkpoint_older_than_the_optimizers_name_continues_with_adam() -> None:
+    assert compare_configurations(without_optimizer(BEFORE), _runs.config()) == []
 
 
 def test_the_tokenizer_is_compared_only_with_another_run() -> None:

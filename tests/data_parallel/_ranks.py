@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megacore.checkpoint.shard import pieces_of
 from megacore.config.optim import OptimConfig
 from megacore.config.parallel import ParallelConfig
 from megacore.data_parallel.grad_sync import GradSync
 from megacore.observe.timers import Timers
 from megacore.optim.adam import MainWeightAdamW
+from megacore.optim.muon import MainWeightMuon, RowParts
 from megacore.parallel.mesh import ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
 from megacore.parallel.rng import stable_seed
@@ -162,6 +164,11 @@ def four_ranks() -> dict[str, Any]:
     tensor = ProcessMesh.build(RankLayout(data=2, tensor=2), timers=Timers(torch.device("cpu")))
     pipeline = ProcessMesh.build(RankLayout(data=2, pipeline=2), shared_stages=((0, 1),))
     results = replicas()
+    for way in ("whole", "sharded", "sharded, one bucket"):
+        replicated = ProcessMesh.build(RankLayout(data=4))
+        for dtype in (torch.float32, torch.bfloat16):
+            results[f"muon, {way}, {dtype}"] = muon(replicated, WAYS[way], dtype)
+        results[f"muon, tensor, {way}"] = muon(tensor, WAYS[way], torch.float32)
     for way in ("whole", "sharded", "bf16"):
         results[f"tensor, {way}"] = reduce_and_step(
             tensor, WAYS[way], TENSOR, partial=frozenset({"norm"})
@@ -170,6 +177,50 @@ def four_ranks() -> dict[str, Any]:
             pipeline, WAYS[way], stage(pipeline), shared={"embedding": pipeline.copies[0, 1]}
         )
     return results
+
+
+MATRICES = {"qkv": RowParts(3, 2), "up": RowParts(), "down": RowParts(), "square": RowParts()}
+MUON = {
+    "qkv": (12, 10),
+    "up": (22, 10),
+    "bias": (32,),
+    "down": (10, 22),
+    "table": (7, 10),
+    "square": (10, 10),
+}
+"""Shapes of parameters of which Muon updates the matrices."""
+
+
+def muon(mesh: ProcessMesh, config: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Make three steps with gradients whose sums are exact; return weights and state by name."""
+    tp = mesh.tensor_parallel
+    dims = {"qkv": 0, "up": 0, "bias": 0, "down": 1} if tp.size > 1 else {}
+    partitions = {name: Partition(dim, tp.rank, tp.size) for name, dim in dims.items()}
+
+    def part(name: str, whole: Tensor) -> Tensor:
+        return partitions[name].shard(whole).contiguous() if name in partitions else whole
+
+    parameters = {
+        name: nn.Parameter(part(name, drawn(name, [], shape))) for name, shape in MUON.items()
+    }
+    sync = GradSync(parameters, mesh, config)
+    optimizer = MainWeightMuon([sync], OPTIM, dtype, partitions, matrices=MATRICES)
+    for step in range(3):
+        sync.zero()
+        for name, shape in MUON.items():
+            for replica in range(4)[mesh.data_parallel.rank :: mesh.data_parallel.size]:
+                sync.gradients[name].add_(part(name, drawn(name, [step, replica], shape)))
+        sync.finish()
+        # The mean over four, whatever the number of replicas.
+        scale = 4 / mesh.data_parallel.size
+        optimizer.step(1e-2, 0.1, norm=optimizer.grad_norm(), scale=scale)
+    return {
+        "weights": {name: parameter.detach().clone() for name, parameter in parameters.items()},
+        "state": {
+            name: {tuple(place): piece.clone() for place, piece in pieces_of(tensor).items()}
+            for name, tensor in optimizer.tensors().items()
+        },
+    }
 
 
 TENSOR = {"norm": (37,), "bias": (5,), "rows": (6, 11)}

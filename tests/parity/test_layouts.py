@@ -95,6 +95,10 @@ T5_V11 = T5 | {
 }
 
 
+def muon(parallel: dict[str, Any], model: dict[str, Any] = SMALL, **values: Any) -> Case:
+    return Case(parallel, model=model, optim={"name": "muon"}, steps=FEW, **values)
+
+
 def llama(parallel: dict[str, Any], model: dict[str, Any] = LLAMA, **values: Any) -> Case:
     return Case(parallel, model=model, steps=FEW, **values)
 
@@ -116,6 +120,12 @@ TWO_RANKS = {
     "tp2 sp": Case(TP2 | SP),
     "tp2 sp, one sample at a time": Case(TP2 | SP, {"micro_batch_size": 1}),
     "tp2 gqa": Case(TP2, model=GQA),
+    "muon tp2 sp": muon(TP2 | SP),
+    "muon pp2": muon(PP2, train=M4),
+    "muon dp2 distributed optimizer": muon(ZERO1),
+    "muon dp2 distributed optimizer, small buckets": muon(ZERO1 | {"grad_reduce_bucket_mb": 0.05}),
+    "muon llama tp2": muon(TP2, LLAMA),
+    "muon llama tp2 bf16": muon(TP2, LLAMA, train=BF16),
     "tp2, plain kernels": Case(TP2, PLAIN),
     "tp2 sp bf16, plain kernels": Case(TP2 | SP, BF16 | PLAIN, SMALL),
     "tp2, label smoothing and z-loss": Case(TP2, SMOOTH),
@@ -208,6 +218,9 @@ FOUR_RANKS = {
     ),
     "dp2 tp2 sp, distributed optimizer": Case(TP2 | SP | ZERO1),
     "dp4": Case(train=M4),
+    "muon dp4 distributed optimizer": muon(ZERO1, train=M4),
+    "muon dp2 tp2, distributed optimizer": muon(TP2 | ZERO1, LLAMA),
+    "muon gqa tp4": muon(TP4, GQA),
     "tp2 pp2 sp bf16": Case(TP2 | PP2 | SP, BF16, SMALL),
     "tp2 pp2 sp fp16": Case(TP2 | PP2 | SP, {"precision": "fp16"}, SMALL, FP16),
     "bert tp2 pp2 sp": bert(TP2 | PP2 | SP),
@@ -221,6 +234,7 @@ FOUR_RANKS = {
 }
 FAST = {
     "tp2 sp",
+    "muon dp2 distributed optimizer",
     "pp2 interleaved",
     "dp2 distributed optimizer",
     "tp2 bf16",

@@ -241,3 +241,24 @@ def test_cores_that_work_together_are_slower() -> None:
             for each in (machine, slower)
         ]
         assert times[1] / times[0] == pytest.approx(factor, rel=0.01)
+
+
+def test_muon_adds_the_products_of_newton_schulz() -> None:
+    """Each iteration multiplies a matrix by its transpose twice, and the product by itself."""
+
+    def added(ranks: int = 1, **values: Any) -> float:
+        times = [
+            iteration(ranks, values | {"optim.name": name}).predict().optimizer
+            for name in ("adam", "muon")
+        ]
+        return times[1] - times[0]
+
+    product = iteration().rates.product
+    square = 3 * product(1024, 1024, 1024)
+    wide = product(1024, 1024, 4096) + product(1024, 1024, 1024) + product(1024, 4096, 1024)
+    expected = 8 * 5 * (4 * square + 2 * wide)
+    assert added() == pytest.approx(expected)
+    assert added(2, **{TP: 2}) == pytest.approx(expected)
+    assert added(2, **{PP: 2}) == pytest.approx(expected / 2)
+    assert added(2) == pytest.approx(expected)
+    assert added(2, **{ZERO_1: True}) == pytest.approx(expected / 2)

@@ -7,7 +7,9 @@ from megacore.config.deepspeed import zero_of
 from megacore.config.spec import ModelSpec
 from megacore.kernels import cross_entropy
 from megacore.models.build import build_model
+from megacore.models.matrices import layer_matrices
 from megacore.models.parameters import (
+    chunk_matrices,
     chunk_sizes,
     layer_sizes,
     parameter_count,
@@ -22,6 +24,8 @@ from megacore.plan.memory import (
     engine_name,
     estimate_memory,
     estimate_stages,
+    muon_elements,
+    whole_muon_elements,
 )
 from tests.plan._deepspeed import deepspeed
 from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, saved_bytes, tiny
@@ -178,6 +182,41 @@ def test_parameters_of_every_family_are_counted(
         assert sorted(counted) == sorted(sizes)
     if tp == pp == 1:
         assert parameter_count(ModelSpec.of(config, VOCAB_SIZE)) == sum(sizes)
+
+
+MUON = {"optim.name": "muon"}
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, LLAMA, T5, {"model.num_query_groups": 2, "model.kv_channels": 16}]
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_muons_matrices_of_every_family_are_counted(overrides: dict[str, object], tp: int) -> None:
+    config = family(**overrides, **MUON, **{"parallel.tensor_model_parallel_size": tp})
+    mesh = replace(ProcessMesh.serial(), tensor_parallel=ParallelGroup(None, 0, tp))
+    model = build_model(config, VOCAB_SIZE, mesh, device="meta")
+    matrices = layer_matrices(model)
+    parameters = dict(model.named_parameters())
+    counted = muon_elements(config, chunks_of(config, VOCAB_SIZE))
+    assert counted == sum(parameters[name].numel() for name in matrices)
+    assert whole_muon_elements(config, VOCAB_SIZE) == tp * counted
+    (chunk,) = chunks_of(config, VOCAB_SIZE)
+    shapes = chunk_matrices(config.model, chunk)
+    assert len(shapes) == sum(parts.parts for parts in matrices.values())
+
+
+def test_muon_needs_one_moment_of_its_matrices_and_buffers_for_owners() -> None:
+    adam, muon = (
+        [
+            estimate_memory(layout(1, 1, 1, **values, **zero), VOCAB_SIZE, "bf16", "cpu", 2)
+            for zero in ({}, {"parallel.use_distributed_optimizer": True})
+        ]
+        for values in ({}, MUON)
+    )
+    matrices = 8 * 12 * 128**2
+    assert adam[0].optimizer - muon[0].optimizer == 4 * matrices
+    assert adam[1].optimizer - muon[1].optimizer == 4 * matrices // 2
+    assert [estimate.step for estimate in (*adam, *muon)] == [0, 0, 0, 3 * 2 * matrices // 2]
 
 
 @pytest.mark.parametrize("groups", [None, 2])

@@ -106,6 +106,9 @@ def test_new_run_logs_the_differing_run_and_how_to_resume_it(
     assert "this is a new run: it differs from the last one of the same name (optim.lr:" in log.text
     assert f"set resume.checkpoint to {path} and resume.override to [optim.lr]" in log.text
     log.clear()
+    warn_of_other_runs(changed(optim={"name": "muon"}))
+    assert "(optim.name: adam -> muon), whose optimizer is another" in log.text
+    log.clear()
     wider = 2 * make_config().model.hidden_size
     warn_of_other_runs(changed(model={"hidden_size": wider}))
     assert "whose checkpoints are of another model" in log.text

@@ -18,15 +18,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel_size": 2, "use_distributed_optimizer": True},
     "dp2": {"use_distributed_optimizer": True, "grad_reduce_bucket_mb": 0.01},
 }
+OPTIMIZERS = ("adam", "muon")
 ITERATIONS = 6
 
 
-def until(train_iters: int, parallel: dict[str, Any], **model: float) -> RunConfig:
+def until(
+    train_iters: int, parallel: dict[str, Any], optimizer: str = "adam", **model: float
+) -> RunConfig:
     """Return the configuration of a run of `train_iters` iterations in a layout."""
     train = _runs.config().train.model_dump() | {"train_iters": train_iters, "eval_interval": 100}
     ranks = 2 if parallel else 1
     return _runs.config(
         model=model,
+        optim={"name": optimizer},
         train=train,
         checkpoint={"save_interval": 3},
         parallel=parallel,
@@ -42,10 +46,16 @@ def train_whole_and_resumed(data: Path, root: Path) -> None:
         _runs.train(until(3, layout, **DROPOUT), data, root / name / "resumed")
         _runs.train(until(6, layout, **DROPOUT), data, root / name / "resumed", attempt=2)
     still_alive()
-    for number, name in enumerate(("tp2", "cp2", "dp2"), 1):
-        # One run continues in one layout after the other, two iterations in each.
-        _runs.train(until(2 * number, LAYOUTS[name]), data, root / "changing", attempt=number)
-        still_alive()
+    for optimizer in OPTIMIZERS:
+        layouts = ("tp2", "cp2" if optimizer == "adam" else "pp2", "dp2")
+        for number, name in enumerate(layouts, 1):
+            # One run continues in one layout after the other, two iterations in each.
+            changing = until(2 * number, LAYOUTS[name], optimizer)
+            _runs.train(changing, data, root / "changing" / optimizer, attempt=number)
+            still_alive()
+    for iterations, attempt, directory in ((6, 1, "whole"), (3, 1, "resumed"), (6, 2, "resumed")):
+        config = until(iterations, LAYOUTS["dp2"], "muon")
+        _runs.train(config, data, root / "muon" / directory, attempt=attempt)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +72,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "muon"])
 def test_resumed_run_in_the_same_layout_is_bit_identical(name: str, runs: Path) -> None:
     assert_same_run(runs / name / "whole", runs / name / "resumed", ITERATIONS)
 
@@ -77,19 +87,19 @@ def test_dropout_is_the_same_in_every_pipeline_and_data_layout(
     assert [parallel[i] for i in serial] == pytest.approx(list(serial.values()), rel=1e-5)
 
 
-def test_resumed_run_may_change_its_layout(runs: Path, data: Path, tmp_path: Path) -> None:
-    starts = _runs.events(runs / "changing", "start")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resumed_run_may_change_its_layout(
+    optimizer: str, runs: Path, data: Path, tmp_path: Path
+) -> None:
+    changing = runs / "changing" / optimizer
+    starts = _runs.events(changing, "start")
     assert [event["resumed_from"] for event in starts] == [None, 2, 4]
     assert len({event["parameters"] for event in starts}) == 1
     serial = tmp_path / "serial"
-    _runs.train(until(ITERATIONS, {}), data, serial)
+    _runs.train(until(ITERATIONS, {}, optimizer), data, serial)
     expected = _runs.losses(serial)
-    assert list(_runs.losses(runs / "changing").values()) == pytest.approx(
-        list(expected.values()), rel=1e-5
-    )
-    validation = [
-        _runs.events(path, "evaluation")[-1]["lm_loss"] for path in (runs / "changing", serial)
-    ]
+    assert list(_runs.losses(changing).values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    validation = [_runs.events(path, "evaluation")[-1]["lm_loss"] for path in (changing, serial)]
     assert validation[0] == pytest.approx(validation[1], rel=1e-5)
 
 
