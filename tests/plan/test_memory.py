@@ -1,11 +1,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megacore.config import RunConfig, load_config
 from megacore.config.deepspeed import zero_of
 from megacore.config.spec import ModelSpec
 from megacore.kernels import cross_entropy
+from megacore.kernels.spans import Spans
 from megacore.models.build import build_model
 from megacore.models.matrices import layer_matrices
 from megacore.models.parameters import (
@@ -85,14 +87,24 @@ def test_activations_are_close_to_what_autograd_saves(
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_reset_attention_mask_adds_one_bias_for_all_layers(recompute: str) -> None:
-    config = tiny(0.0, recompute, **{"data.reset_attention_mask": True})
+    plain = {"train.kernels": "plain"}
+    config = tiny(0.0, recompute, **{"data.reset_attention_mask": True} | plain)
     added = saved_bytes(config, "fp32") - saved_bytes(tiny(0.0, recompute), "fp32")
     # On a CPU, autograd also saves a few statistics.
     assert added == pytest.approx(4 * 128 * 128 * 4, rel=0.2)
     chunk = chunks_of(config, VOCAB_SIZE)[0]
     assert Activations(config, 4, "cpu").chunk(chunk) - Activations(
-        tiny(0.0, recompute), 4, "cpu"
+        tiny(0.0, recompute, **plain), 4, "cpu"
     ).chunk(chunk) == (4 * 128 * 128 * 4)
+
+
+def test_documents_add_two_numbers_per_token_with_the_kernel_of_cpus() -> None:
+    config = tiny(**{"data.reset_attention_mask": True})
+    chunk = chunks_of(config, VOCAB_SIZE)[0]
+    added = Activations(config, 4, "cpu").chunk(chunk) - Activations(tiny(), 4, "cpu").chunk(chunk)
+    places = torch.zeros(4, 128, dtype=torch.long)
+    spans = Spans.of(128, 128, causal=True, device=torch.device("cpu"), documents=places)
+    assert added == spans.first.nbytes + spans.last.nbytes == 4 * 128 * 8
 
 
 def layout(tp: int = 1, pp: int = 1, v: int = 1, **overrides: object) -> RunConfig:

@@ -185,6 +185,9 @@ def special_values(files: Files) -> dict[str, list[Any]]:
         "SentencePieceTokenizer.model_file": [words],
         "DataConfig.split": ["5,3,2"],
         "DataConfig.fim": [{"rate": 0.3}],
+        "DataConfig.seq_length_schedule": [[{"samples": 0, "seq_length": 32}]],
+        "SequencePhase.samples": [96],
+        "SequencePhase.seq_length": [32],
         "ModelConfig.max_position_embeddings": [4096],
         "ModelConfig.rope_scaling": [{"kind": "linear", "factor": 2.0}],
         "LongRope.short_factor": [[2.0] * 16],
@@ -425,6 +428,10 @@ def pretrain_bases(files: Files) -> Iterator[tuple[RunConfig, str]]:
         },
     ):
         yield base("llama-tiny", model__rope_scaling=scaling), "model"
+    yield base("gpt2-tiny", optim__name="muon"), "optim"
+    yield base("llama-tiny", launch__nproc_per_node=2, data__seq_length=64), "parallel"
+    phases = [{"samples": 0, "seq_length": 16}, {"samples": 64, "seq_length": 64}]
+    yield base("gpt2-tiny", data__seq_length_schedule=phases), "data"
     windows = {"model__sliding_window": 64, "model__window_attn_skip_freq": 2}
     yield base("llama-tiny", model__qk_layernorm=True, **windows), "model"
     yield base("bert-tiny", data__tokenizer=words), "model data"
