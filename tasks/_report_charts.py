@@ -150,7 +150,7 @@ def _by_position(history: RunHistory) -> Chart | None:
             )
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-        axes.set_xlabel("position in the sample (tokens before the predicted one)")
+        axes.set_xlabel("position in the sample (tokens)")
         axes.set_ylabel("PPL (log scale)")
         _legend(axes)
         return Chart(

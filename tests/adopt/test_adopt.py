@@ -330,7 +330,9 @@ def test_curriculum_learning_of_the_json_is_refused(tmp_path: Path) -> None:
     text = DEEPSPEED_SCRIPT.replace(
         '"steps_per_print": 10', '"curriculum_learning": {"enabled": true}'
     )
-    assert "curriculum learning" in refusals(adopted(tmp_path, "ds.sh", text))[0]
+    (refusal, *_) = refusals(adopted(tmp_path, "ds.sh", text))
+    assert "curriculum learning" in refusal
+    assert "data.seq_length_schedule" in refusal
 
 
 def test_megatron_passes_its_own_optimizer_to_deepspeed(tmp_path: Path) -> None:
