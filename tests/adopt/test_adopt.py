@@ -289,7 +289,6 @@ def test_even_steps_of_the_batch_are_a_ramp_up(tmp_path: Path) -> None:
 def test_hosts_are_added_where_a_replica_does_not_fit(tmp_path: Path) -> None:
     divided = config(tmp_path, "--tensor-model-parallel-size 2 --context-parallel-size 2")
     assert divided.parallel.context_parallel_size == 2
-    assert divided.train.global_batch_size == 2 * divided.train.micro_batch_size
     result = gpt(tmp_path, "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4")
     launch = config_of(tmp_path, result).launch
     assert (launch.nproc_per_node, launch.nnodes, launch.hostfile) == (8, 2, "hostfile")
