@@ -287,9 +287,9 @@ def _graphs(record: Record) -> Iterator[None]:
 
     build = Compiler.compile_layers
 
-    def compile_layers(compiler: Any, chunks: Any) -> str:
+    def compile_layers(compiler: Any, chunks: Any, **options: Any) -> str:
         counters.clear()  # of the function that tests the compiler
-        return build(compiler, chunks)
+        return build(compiler, chunks, **options)
 
     Compiler.__call__ = lambda _, graph, inputs: aot_eager(graph, list(inputs))  # type: ignore[method-assign]
     Compiler.compile_layers = compile_layers  # type: ignore[method-assign]

@@ -94,9 +94,9 @@ def train_disturbed(config: RunConfig, data: Path, directory: Path) -> None:
                 module.register_forward_hook(poison)
         forward_backward = engine.forward_backward
 
-        def compute(*arguments: Any) -> None:
+        def compute(*arguments: Any, **options: Any) -> None:
             bad[0] = next(computed) == 4 and mesh.rank == 1
-            forward_backward(*arguments)
+            forward_backward(*arguments, **options)
 
         def end(*arguments: Any, **options: Any) -> Update:
             # with pipeline stages DeepSpeed computes here
