@@ -315,8 +315,8 @@ def compare(
     sums = sum_over_layout(case, [rank[name].validation for rank in ranks])
     whole = len(expected.terms)
     assert sums[:whole] == pytest.approx(expected.validation[:whole], rel=loss_tolerance)
-    # A range of positions has a 16th of the tokens, whose rounding in half precision is averaged.
-    ranges = loss_tolerance * (1 if loss_tolerance == TOLERANCES["fp32"][0] else 4)
+    # A range has few tokens, so that less of their rounding in half precision averages out.
+    ranges = loss_tolerance * (1 if loss_tolerance == TOLERANCES["fp32"][0] else 8)
     assert sums[whole:] == pytest.approx(expected.validation[whole:], rel=ranges)
     assert all(rank[name].losses == ranks[0][name].losses for rank in ranks)
     assert all(rank[name].grad_norms == ranks[0][name].grad_norms for rank in ranks)
