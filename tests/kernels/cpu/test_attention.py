@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.errors import ConfigError
+from megacore.kernels.attention import reference as attention_reference
 from megacore.kernels.choice import choose_kernels, plain_kernels
 from megacore.kernels.cpu.attention import attention, packed_attention, supports, supports_packed
 from megacore.kernels.cpu.common import runs_bf16, runs_fp32
+from megacore.kernels.spans import Spans
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -133,6 +135,45 @@ def test_the_error_of_every_query_is_small(dtype: torch.dtype) -> None:
             float((actual.double() - expected).norm(dim=-1).max() / expected.norm(dim=-1).mean())
             < limit
         )
+
+
+@both_types
+@pytest.mark.parametrize("mean", [3, 50, 400], ids="documents of {} tokens".format)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 4, 2, 1030, 1030, 32),
+        (1, 1, 1, 70, 600, 16),
+        (1, 2, 1, 37, 201, 32),
+        (3, 2, 2, 140, 140, 13),
+    ],
+    ids=["grouped, several ranges of keys", "last of 600 queries", "d32", "d13"],
+)
+def test_spans_equal_the_dense_mask(dtype: torch.dtype, shape: tuple[int, ...], mean: int) -> None:
+    b, *_, queries, keys, _ = shape
+    generator = torch.Generator().manual_seed(mean)
+    documents = (torch.rand(b, keys, generator=generator) < 1 / mean).cumsum(1)
+    lengths = torch.randint(1, keys, (b, 1), generator=generator)
+    masks: list[dict[str, Any]] = [
+        {"causal": True, "documents": documents},
+        {"causal": True, "documents": documents, "window": 100},
+        {"causal": False, "documents": documents, "window": 5},
+        {"causal": False, "present": torch.arange(keys) < lengths},
+        {"causal": True, "documents": documents, "present": torch.arange(keys) >= lengths},
+    ]
+    for mask in masks:
+        spans = Spans.of(queries, keys, device=torch.device("cpu"), **mask)
+        parts, grad = inputs(*shape, dtype=dtype)
+        out = attention(*parts, causal=False, scale=None, spans=spans)
+        exact_parts = [part.detach().double().requires_grad_() for part in parts]
+        expected = attention_reference(
+            *exact_parts, bias=None, dropout=0.0, causal=False, scale=None, spans=spans
+        )
+        results = [out, *torch.autograd.grad(out, parts, grad)]
+        exacts = [expected, *torch.autograd.grad(expected, exact_parts, grad.double())]
+        for actual, wanted in zip(results, exacts, strict=True):
+            tolerance = 1e-5 if dtype == FP32 else 2e-2
+            assert (actual.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
 @both_types
