@@ -107,7 +107,8 @@ class CoreTimes(Section):
     """Time of computation if ranks that wait for each other compute on several cores, relative to
     the processor's time of one."""
     sockets: Link
-    """Collectives of ranks that share no memory: data parallelism. `node` is shared memory."""
+    """Collectives through sockets: a distributed optimizer, and gradients of more than four
+    replicas. `node` is shared memory."""
 
 
 class Machine(Section):

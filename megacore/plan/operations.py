@@ -189,7 +189,9 @@ class Group:
     stride: int = 1
     """Distance between the numbers of two neighbours."""
     shared: bool = False
-    """True if the ranks of a host communicate through its memory, as tensor parallelism on CPUs."""
+    """True if the ranks of a host communicate through its memory, if they are CPU ranks."""
+    piece: int = 0
+    """Bytes that CPU ranks sum at a time in shared memory; 0 if they sum all at once."""
 
     @property
     def on_a_node(self) -> int:
@@ -238,7 +240,8 @@ class Group:
         """
         if self.shared and self.nodes == 1:
             node = self.machine.node
-            return node.latency_us * 1e-6 + self.size / 4 * size / (node.gbs * 1e9)
+            rounds = math.ceil(size / self.piece) if self.piece else 1
+            return rounds * node.latency_us * 1e-6 + self.size / 4 * size / (node.gbs * 1e9)
         core = self.machine.core
         assert core is not None
         link = core.sockets if self.nodes == 1 else self.machine.network
