@@ -14,6 +14,7 @@ from itertools import accumulate
 from megacore.config.deepspeed import ZeroSettings, user_settings_of, zero_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
+from megacore.hardware import cpu_runs_kernels
 from megacore.models.parameters import chunk_matrices, chunk_sizes
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Direction, Pass, Pipeline, build_schedule
@@ -692,8 +693,10 @@ class Activations:
     @property
     def _spanned(self) -> bool:
         """True if the attention kernel takes masks as spans: the one of CPUs with AVX-512."""
+        half = "fp16" if self.config.train.precision == "fp16" else "bf16"
         return (
             self.device_type == "cpu"
+            and cpu_runs_kernels("fp32" if self.element == 4 else half)
             and self.config.train.kernels.attention != "plain"
             and self.config.model.attn_logit_softcapping is None
             and not self.config.model.attention_dropout

@@ -107,6 +107,23 @@ def test_documents_add_two_numbers_per_token_with_the_kernel_of_cpus() -> None:
     assert added == spans.first.nbytes + spans.last.nbytes == 4 * 128 * 8
 
 
+@pytest.mark.parametrize(("precision", "element"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
+def test_documents_add_a_mask_on_cpus_without_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, precision: str, element: int
+) -> None:
+    def added(kernels: set[str]) -> int:
+        monkeypatch.setattr(memory, "cpu_runs_kernels", lambda precision: precision in kernels)
+        sizes = (
+            Activations(each, element, "cpu").chunk(chunks_of(each, VOCAB_SIZE)[0])
+            for each in (tiny(**{"data.reset_attention_mask": True} | chosen), tiny(**chosen))
+        )
+        return next(sizes) - next(sizes)
+
+    chosen = {"train.precision": precision}
+    assert added({"fp32", "bf16", "fp16"} - {precision}) == 4 * 128 * 128 * element
+    assert added({precision}) == 4 * 128 * 8
+
+
 def layout(tp: int = 1, pp: int = 1, v: int = 1, **overrides: object) -> RunConfig:
     """Return 8 layers with 32 micro batches of 2 for one replica."""
     values = {
