@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megacore.hardware import Hardware
     from megacore.plan.iteration import Prediction
     from megacore.plan.machine import Machine
-    from megacore.plan.search import SearchResult
+    from megacore.plan.search_result import SearchResult
 
 _TOP = 10
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from megacore.plan.search import SearchResult
+    from megacore.plan.search_result import SearchResult
 
 SUFFIXES = (".svg", ".png")
 
