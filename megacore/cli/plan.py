@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from megacore.config.run import RunConfig
     from megacore.hardware import Hardware
-    from megacore.plan.iteration import Prediction
     from megacore.plan.machine import Machine
+    from megacore.plan.prediction import Prediction
     from megacore.plan.search_result import SearchResult
 
 _TOP = 10

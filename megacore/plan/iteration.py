@@ -8,7 +8,7 @@ docs/planning.md has the formulas with their sources and errors.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -22,6 +22,7 @@ from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Timeline, build_schedule, simulate
 from megacore.plan.machine import MEASURED, Machine
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
+from megacore.plan.prediction import Prediction
 
 _MORE_RANKS = 0.379
 """Exponent with which the host's time of a collective grows with the ranks that wait for each
@@ -36,51 +37,6 @@ _NEWTON_SCHULZ = 5
 """Iterations of `megacore.optim.muon.newton_schulz`."""
 _STEADY = 2
 """Micro batches per stage after which a 1F1B schedule repeats."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted seconds of one iteration by part."""
-
-    compute: float
-    """Forward and backward passes without communication, the mean of the pipeline stages."""
-    tensor: float
-    """Exposed communication of tensor and sequence parallelism, likewise."""
-    context: float
-    """Exposed communication of context parallelism, likewise."""
-    bubble: float
-    """Waiting for other pipeline stages, likewise: for the first and last micro batches, and for
-    slower stages."""
-    messages: float
-    """Exposed messages between pipeline stages."""
-    data: float
-    """Exposed communication of data parallelism: gradients, and weights of ZeRO."""
-    embedding: float
-    """Sum of a tied embedding's gradient on the first and last pipeline stage."""
-    optimizer: float
-    """Update of the weights."""
-    other: float
-    """Waiting for slower hosts."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of an iteration."""
-        seconds: float = sum(getattr(self, part.name) for part in fields(self))
-        return seconds
-
-    @property
-    def phase_ms(self) -> dict[str, float]:
-        """Milliseconds by the phases that a run measures; `compute` includes the update."""
-        seconds = {
-            "compute": self.compute + self.optimizer,
-            "tensor-parallel wait": self.tensor,
-            "context-parallel wait": self.context,
-            "pipeline-parallel wait": self.bubble + self.messages,
-            "data-parallel wait": self.data,
-            "embedding-parallel wait": self.embedding,
-            "world wait": self.other,
-        }
-        return {phase: 1000.0 * value for phase, value in seconds.items()}
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from megacore.config.batch_schedule import BatchSchedule
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
 from megacore.observe.flops import TransformerShape, step_flops
-from megacore.plan.iteration import Iteration, Prediction
+from megacore.plan.iteration import Iteration
 from megacore.plan.machine import Machine
 from megacore.plan.memory import GIB
+from megacore.plan.prediction import Prediction
 from megacore.plan.throughput import SECONDS_PER_DAY
 
 Partition = Literal["balanced", "uniform"]

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from megacore.config import load_config
-from megacore.parallel.collectives import wait_phase
 from megacore.parallel.gradient_memory import GRADIENT_PIECE
-from megacore.parallel.mesh import ParallelGroup
-from megacore.parallel.rank_layout import AXES
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule, simulate
 from megacore.plan.iteration import Iteration
@@ -106,15 +103,6 @@ def test_parts_are_those_of_the_layout() -> None:
     assert staged.embedding > 0
     assert divided.context > 0
     assert divided.data > 0
-
-
-def test_phases_have_the_names_of_a_run() -> None:
-    prediction = iteration(8, {TP: 2, CP: 2}).predict()
-    names = {wait_phase(ParallelGroup(name=axis)) for axis in (*AXES, "embedding")}
-    assert prediction.phase_ms.keys() == names | {"compute", "world wait"}
-    assert sum(prediction.phase_ms.values()) == pytest.approx(1e3 * prediction.seconds)
-    context = "context-parallel wait"
-    assert prediction.phase_ms[context] == pytest.approx(1e3 * prediction.context)
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (2, 4), (4, 2)])
