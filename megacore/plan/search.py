@@ -50,6 +50,7 @@ def search(
     *,
     top: int = 10,
     front: bool = False,
+    cores: float = 1.0,
 ) -> SearchResult:
     """Return the fastest layouts of a configuration that fit in memory.
 
@@ -63,6 +64,7 @@ def search(
         top: number of layouts to return.
         front: True to simulate slower candidates too if they need less memory, up to half more time
             than the fastest: the Pareto front is complete to there.
+        cores: CPU cores of a rank, whose memory is that of the machine's device.
 
     Raises:
         ConfigError: the hosts are not used completely, or the hardware lacks the precision.
@@ -73,7 +75,7 @@ def search(
             f"{ranks} devices of {machine.name} are no number of complete hosts of "
             f"{machine.devices_per_node}: use a multiple of {machine.devices_per_node}"
         )
-    space = _Space(config, vocab_size, machine, ranks, precision_on(config, machine))
+    space = _Space(config, vocab_size, machine, ranks, precision_on(config, machine), cores)
     space.list_groups()
     while space.heap and not (
         len(space.evaluated) >= top and space.heap[0][0] >= space.evaluated[top - 1].seconds
@@ -109,6 +111,27 @@ def search(
     )
 
 
+def search_around(iteration: Iteration) -> tuple[SearchResult, Candidate]:
+    """Return the layouts that a run's own ranks could have, and the layout that it has.
+
+    Raises:
+        ConfigError: the hosts are not used completely, or the hardware lacks the precision.
+        ParallelLayoutError: no layout works.
+    """
+    config, machine, layout = iteration.config, iteration.machine, iteration.layout
+    train = config.train.model_copy(update={"precision": iteration.precision})
+    result = search(
+        config.model_copy(update={"train": train}),
+        iteration.vocab_size,
+        machine.model_copy(update={"memory_gib": machine.memory_gib * iteration.cores}),
+        layout.world_size,
+        front=True,
+        cores=iteration.cores,
+    )
+    memory = memory_of(iteration)
+    return result, Candidate(Choice.of(config, layout), iteration, iteration.predict(), memory)
+
+
 def precision_on(config: RunConfig, machine: Machine) -> str:
     """Return the data type of a run's computation on a machine; auto is bf16 on GPUs with it."""
     if config.train.precision != "auto":
@@ -141,6 +164,8 @@ class _Space:
     machine: Machine
     ranks: int
     precision: str
+    cores: float = 1.0
+    """CPU cores of a rank."""
     heap: list[tuple[float, int, _Group | _Single]] = field(default_factory=list)
     """Candidates that are not yet simulated, by their lower bound in seconds."""
     evaluated: list[Candidate] = field(default_factory=list)
@@ -324,7 +349,7 @@ class _Space:
             config = Choice(**(vars(choice) | {"recompute": recompute})).applied(self.config)
             layout = RankLayout(choice.data, choice.pipeline, choice.tensor, self.context)
             self.shapes[key] = _Shape(
-                Iteration(config, self.vocab_size, self.machine, layout, self.precision)
+                Iteration(config, self.vocab_size, self.machine, layout, self.precision, self.cores)
             )
         return self.shapes[key]
 

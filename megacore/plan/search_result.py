@@ -1,14 +1,16 @@
 """Result of a search: the layouts with their predictions, and why others were refused."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from rich.table import Table
 
 from megacore.config.batch_schedule import BatchSchedule
+from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
 from megacore.config.train import Recompute
 from megacore.observe.flops import TransformerShape, step_flops
+from megacore.parallel.rank_layout import RankLayout
 from megacore.plan.iteration import Iteration
 from megacore.plan.machine import Machine
 from megacore.plan.memory import GIB
@@ -35,6 +37,23 @@ class Choice:
     recompute: Recompute
     sequence_parallel: bool
     partition: Partition
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: RankLayout) -> Self:
+        """Return the values of a configuration with this layout; a listed partition is left out."""
+        parallel, train = config.parallel, config.train
+        partition = parallel.pipeline_partition
+        return cls(
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            virtual=parallel.virtual_pipeline_model_parallel_size,
+            data=layout.data,
+            micro_batch=train.micro_batch_size,
+            zero=zero_of(config).stage,
+            recompute=train.recompute,
+            sequence_parallel=parallel.sequence_parallel,
+            partition="balanced" if isinstance(partition, tuple) else partition,
+        )
 
     @property
     def name(self) -> str:

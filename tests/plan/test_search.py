@@ -15,7 +15,7 @@ from megacore.plan.iteration import Iteration
 from megacore.plan.layouts import layout_of
 from megacore.plan.machine import Machine, load_machine
 from megacore.plan.memory import GIB
-from megacore.plan.search import FILLED, launch_values, search
+from megacore.plan.search import FILLED, launch_values, search, search_around
 from megacore.plan.search_result import Choice, Partition, SearchResult
 from megacore.plan.table import memory_of
 
@@ -120,6 +120,20 @@ def test_chosen_values_give_the_same_layout_when_a_file_has_them(result_13b: Sea
         "launch.nproc_per_node": 8,
         "launch.nnodes": 8,
     }
+
+
+@pytest.mark.parametrize("cores", [0.5, 2.0])
+def test_a_run_is_among_the_layouts_of_its_own_ranks(cores: float) -> None:
+    values = {"train.precision": "auto", "train.micro_batch_size": 2, "data.seq_length": 256}
+    config = load_config("gpt2-tiny", TINY | values)
+    machine = load_machine("cpu").model_copy(update={"devices_per_node": 2})
+    layout = layout_of(config, 2, VOCAB)
+    result, own = search_around(Iteration(config, VOCAB, machine, layout, "bf16", cores))
+    (found,) = [each for each in result.evaluated if each.choice == own.choice]
+    assert found.seconds == own.seconds
+    assert found.memory == own.memory
+    assert result.machine.memory_gib == cores * machine.memory_gib
+    assert own.seconds >= result.best[0].seconds
 
 
 def test_no_layout_is_one_sentence_with_the_reasons() -> None:
