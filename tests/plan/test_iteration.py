@@ -253,6 +253,13 @@ def test_cores_that_work_together_are_slower() -> None:
         assert times[1] / times[0] == pytest.approx(factor, rel=0.01)
 
 
+def rate(machine: Machine) -> float:
+    """Return the bytes of gradients that two ranks sum in a second."""
+    assert machine.core is not None
+    assert machine.core.gradients_gbs == 2.0 < machine.node.gbs
+    return 2e9
+
+
 @pytest.mark.parametrize(
     ("ranks", "values", "shared"),
     [
@@ -269,7 +276,7 @@ def test_cores_that_work_together_are_slower() -> None:
 def test_core_ranks_sum_gradients_in_memory_as_the_engine_does(
     ranks: int, values: dict[str, Any], shared: bool
 ) -> None:
-    """Shared memory takes 2 latencies for each piece, and n / 2 of the bytes at its rate."""
+    """Shared memory takes 2 latencies for each piece, and n / 2 of the bytes at their rate."""
     machine = load_machine("cpu").model_copy(update={"devices_per_node": 16})
     assert machine.core is not None
     copies = ranks // values.get(TP, 1)
@@ -277,7 +284,7 @@ def test_core_ranks_sum_gradients_in_memory_as_the_engine_does(
     size = 4.0 * parameters
     if shared:
         node = machine.node
-        expected = 2 * 4 * node.latency_us * 1e-6 + copies / 2 * size / (node.gbs * 1e9)
+        expected = 2 * 4 * node.latency_us * 1e-6 + copies / 2 * size / rate(machine)
     else:
         expected = Group(machine, copies).all_reduce(size)
     run = replace(iteration(ranks, values, machine=machine), precision="fp32")
@@ -289,8 +296,7 @@ def test_stages_on_cores_sum_a_tied_embedding_in_memory() -> None:
     run = replace(iteration(2, {PP: 2}, machine=machine), precision="fp32")
     size = 4.0 * run.spec.padded_vocab_size * 1024
     pieces = -(-size // GRADIENT_PIECE)
-    node = machine.node
-    expected = 2 * pieces * node.latency_us * 1e-6 + size / (node.gbs * 1e9)
+    expected = 2 * pieces * machine.node.latency_us * 1e-6 + size / rate(machine)
     assert run.predict().embedding == pytest.approx(expected)
 
 
