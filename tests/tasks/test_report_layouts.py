@@ -1,5 +1,6 @@
 """Chart of a run's report with the layouts of its ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ import pytest
 from megacore.config import RunConfig, load_config
 from megacore.hardware import Hardware
 from tasks import _report_layouts
+from tasks._report import ReportFacts, write_report
 from tasks._report_layouts import layouts_chart
 from tasks._run_history import Attempt
+from tests.tasks.events import EventLog
 
 HOST = Hardware(cores=4, memory=64 * 2**30, cpu_flags=frozenset({"avx512f"}))
 
@@ -42,6 +45,22 @@ def test_the_chart_has_the_front_and_the_run(ranks: int, hosts: int, own: str) -
     seconds = sum(attempt.facts["predicted_ms"].values()) / 1e3
     assert f"this run's at {seconds:.4g} s" in chart.note
     assert f"({own})" in chart.note
+
+
+def test_the_page_has_the_chart_below_the_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks._report.draw_charts", lambda history, test_ppl: [])
+    config, log = load_config("gpt2-tiny"), EventLog(tmp_path / "events.jsonl")
+    attempt = attempt_of(config, 1)
+    log.start(**attempt.facts | {"hardware": "CPU core"})
+    total = attempt.phases[0]["total"]
+    log.step(10, ms_per_iteration=total, phase_ms={"forward-compute": total})
+    facts = ReportFacts(config, {}, None, "", (), "")
+    page = write_report(tmp_path / "report.html", tmp_path, facts).read_text(encoding="utf-8")
+    before, after = page.split("<h3>Layouts of these ranks</h3>")
+    assert "<h2>Time per iteration</h2>" in before
+    assert "this run, measured time" in after.split("<h2>")[0]
 
 
 def test_a_run_without_a_measurement_or_prediction_has_no_chart() -> None:
