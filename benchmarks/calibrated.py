@@ -1,6 +1,6 @@
 """Predicted against measured time of short trainings on the cores of this machine.
 
-    python -m benchmarks.calibrated [--hardware FILE] [--seconds 5] [--only tiny 124m]
+    python -m benchmarks.calibrated [--hardware FILE] [--seconds 5] [--only tiny 124m] [--with dp]
 
 Without --hardware the machine is calibrated first. The ranks of 1, 2 and 4 processes train models
 from tiny to 124M in several layouts, each rank on one thread. A measured time is the shortest of a
@@ -50,10 +50,11 @@ MODELS = {
     "124m": (12, 768, 12, 128, 50257),
 }
 """Layers, hidden size, heads, sequence length and vocabulary."""
-TP, PP, VP = (
+TP, PP, VP, CP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
 )
 SP, ZERO = {"sequence_parallel": True}, {"use_distributed_optimizer": True}
 
@@ -74,13 +75,12 @@ class Run:
     @property
     def name(self) -> str:
         """Model and layout."""
-        short = {TP: "tp", PP: "pp", VP: "v", "sequence_parallel": "sp"}
+        short = {TP: "tp", PP: "pp", VP: "v", CP: "cp", "sequence_parallel": "sp"}
         short["use_distributed_optimizer"] = "zero1"
         parts = [
             f"{short[key]}{'' if value is True else value}" for key, value in self.parallel.items()
         ]
-        replicas = self.ranks // (self.parallel.get(TP, 1) * self.parallel.get(PP, 1))
-        parts += [f"dp{replicas}"] * (replicas > 1)
+        parts += [f"dp{self.layout.data}"] * (self.layout.data > 1)
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
         return f"{self.model} {' '.join(parts)} b{self.micro} B{self.samples}".replace("  ", " ")
 
@@ -88,7 +88,10 @@ class Run:
     def layout(self) -> RankLayout:
         """Layout of the ranks."""
         return RankLayout.of_world(
-            self.ranks, pipeline=self.parallel.get(PP, 1), tensor=self.parallel.get(TP, 1)
+            self.ranks,
+            pipeline=self.parallel.get(PP, 1),
+            tensor=self.parallel.get(TP, 1),
+            context=self.parallel.get(CP, 1),
         )
 
     @property
@@ -130,7 +133,8 @@ class Run:
     def predict(self, machine: Machine, cores: int) -> tuple[float, float]:
         """Return the predicted seconds of an iteration, and those without its bubble."""
         share = min(1.0, cores / self.ranks)
-        run = Iteration(self.config(), self.vocabulary, machine, self.layout, "fp32", cores=share)
+        host = machine.model_copy(update={"devices_per_node": max(self.ranks, cores)})
+        run = Iteration(self.config(), self.vocabulary, host, self.layout, "fp32", cores=share)
         prediction = run.predict()
         # Ranks that share a core fill each other's bubbles.
         idle = prediction.bubble if share == 1 else 0.0
@@ -165,6 +169,9 @@ RUNS = (
     Run("wide", 2, 1, 4, {PP: 2}),
     Run("wide", 2, 2, 4),
     Run("wide", 2, 2, 4, ZERO),
+    Run("13m", 2, 4, 8, {CP: 2}),
+    Run("wide", 2, 2, 4, {CP: 2}),
+    Run("124m", 2, 2, 4),
     Run("124m", 2, 2, 4, {TP: 2}),
     Run("124m", 2, 1, 4, {PP: 2}),
     Run("124m", 2, 2, 4, ZERO),
@@ -280,6 +287,7 @@ def main() -> int:
     parser.add_argument("--hardware", help="hardware file; else the machine is calibrated")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each run, after its build")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--with", dest="part", default="", help="only runs with this in the name")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -294,7 +302,11 @@ def main() -> int:
     pairs: list[tuple[float, float]] = []
     busy: list[tuple[float, float]] = []
     for ranks in (1, 2, 4):
-        numbers = [i for i, r in enumerate(RUNS) if r.ranks == ranks and r.model in options.only]
+        numbers = [
+            number
+            for number, run in enumerate(RUNS)
+            if run.ranks == ranks and run.model in options.only and options.part in run.name
+        ]
         contestant = start(ranks, options.seconds) if numbers else None
         for number in numbers:
             assert contestant is not None

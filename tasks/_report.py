@@ -26,6 +26,7 @@ from tasks._mlflow import versions
 from tasks._pipeline import summarize
 from tasks._plots import short_count
 from tasks._report_charts import draw_charts, duration_unit
+from tasks._report_layouts import layouts_chart
 from tasks._run_history import Attempt, RunHistory, SavedCheckpoint, end_of
 
 _TEMPLATE = Path(__file__).with_name("_report.html.j2")
@@ -75,6 +76,7 @@ def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
         WorkspaceError: `path` cannot be written.
     """
     history = RunHistory(run_directory / "events.jsonl")
+    last = history.attempts[-1] if history.attempts else None
     test_ppl = {row["iteration"]: row["test_ppl"] for row in _evaluated(facts)}
     values = {
         "name": facts.config.name,
@@ -84,7 +86,8 @@ def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
         "headline": _headline(history, facts),
         "charts": draw_charts(history, test_ppl),
         "restarts": len(history.attempts) - 1,
-        "times": _times(history.attempts[-1] if history.attempts else None),
+        "times": _times(last),
+        "layouts": layouts_chart(facts.config, last),
         "checkpoints": _checkpoint_rows(history, facts),
         "notes": [row["disagreement"] for row in _evaluated(facts) if row.get("disagreement")],
         "sample": _sample(facts),
@@ -94,7 +97,7 @@ def write_report(path: Path, run_directory: Path, facts: ReportFacts) -> Path:
             for artifact in facts.artifacts
         ],
         "attempts": [
-            _attempt_row(attempt, last=attempt is history.attempts[-1])
+            _attempt_row(attempt, last=attempt is last)
             for attempt in history.attempts[-_MOST_ROWS:]
         ],
         "changes": [

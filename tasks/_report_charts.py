@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 MOST_POINTS = 2000
 """Maximum number of points of a drawn curve."""
 
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "megacore",
+    "font.size": 12,
+    "axes.edgecolor": "#9aa1ab",
+    "axes.labelcolor": "#5b6570",
+    "xtick.color": "#5b6570",
+    "ytick.color": "#5b6570",
+    "path.simplify": True,
+}
+"""Settings of matplotlib: text stays text, in the page's font, and a fixed salt makes ids
+reproducible."""
 _TEST_COLOR = "#4d7c2a"
 _RESTART_COLOR = "#8a8f98"
 _GRID_COLOR = "#e3e6ea"
@@ -90,7 +102,7 @@ def _loss(history: RunHistory) -> Chart | None:
         return Chart(
             "Loss",
             "Training, and the quick validation every train.eval_interval iterations.",
-            _svg(figure),
+            svg_of(figure),
         )
 
 
@@ -115,7 +127,7 @@ def _perplexity(history: RunHistory, test_ppl: Mapping[int, float]) -> Chart | N
             )
         axes.set_ylabel("PPL (log scale)")
         _legend(axes)
-        return Chart("Perplexity", "Of the weights of each checkpoint.", _svg(figure))
+        return Chart("Perplexity", "Of the weights of each checkpoint.", svg_of(figure))
 
 
 def _by_position(history: RunHistory) -> Chart | None:
@@ -156,7 +168,7 @@ def _by_position(history: RunHistory) -> Chart | None:
         return Chart(
             "Perplexity by position",
             "Validation, in ranges of positions of equal width, of some checkpoints.",
-            _svg(figure),
+            svg_of(figure),
         )
 
 
@@ -170,7 +182,7 @@ def _learning_rate(history: RunHistory) -> Chart | None:
         axes.plot(rates.iterations, rates.values, color=SMOOTH_COLOR, linewidth=1.6)
         axes.set_ylim(0, max(rates.values) * _HEADROOM or 1.0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-        return Chart("Learning rate", "Of the last update of each log interval.", _svg(figure))
+        return Chart("Learning rate", "Of the last update of each log interval.", svg_of(figure))
 
 
 def _gradient_norm(history: RunHistory) -> Chart | None:
@@ -184,7 +196,7 @@ def _gradient_norm(history: RunHistory) -> Chart | None:
             set_log_scale(axes, norms.values)
         else:
             axes.set_ylim(0, max(norms.values) * _HEADROOM or 1.0)
-        return Chart("Gradient norm", "Before clipping.", _svg(figure))
+        return Chart("Gradient norm", "Before clipping.", svg_of(figure))
 
 
 def _throughput(history: RunHistory) -> Chart | None:
@@ -205,7 +217,7 @@ def _throughput(history: RunHistory) -> Chart | None:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: unit(value)))
         known = any(curve.values for curve, _, _ in curves[1:])
         note = "" if known else " MFU is not known on this hardware."
-        return Chart("Tokens per second and MFU", f"Of all ranks together.{note}", _svg(figure))
+        return Chart("Tokens per second and MFU", f"Of all ranks together.{note}", svg_of(figure))
 
 
 def _attempts(history: RunHistory) -> Chart | None:
@@ -250,7 +262,7 @@ def _attempts(history: RunHistory) -> Chart | None:
         axes.set_ylabel("consumed tokens")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
         note = "By the clock; a new attempt repeats what was trained after the last checkpoint."
-        return Chart("Attempts and restarts", note, _svg(figure))
+        return Chart("Attempts and restarts", note, svg_of(figure))
 
 
 @contextmanager
@@ -277,18 +289,7 @@ def _bare_figure(panels: int = 1) -> "Iterator[tuple[Figure, Sequence[Axes]]]":
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    # Text stays text, in the page's font. A fixed salt makes ids reproducible.
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "megacore",
-        "font.size": 12,
-        "axes.edgecolor": "#9aa1ab",
-        "axes.labelcolor": "#5b6570",
-        "xtick.color": "#5b6570",
-        "ytick.color": "#5b6570",
-        "path.simplify": True,
-    }
-    with rc_context(settings):
+    with rc_context(SETTINGS):
         figure = Figure(figsize=_SIZE, dpi=72)
         FigureCanvasSVG(figure)
         # Equal margins align the charts, and the search for the smallest ones takes long.
@@ -367,7 +368,7 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _svg(figure: "Figure") -> str:
+def svg_of(figure: "Figure") -> str:
     """Return the figure as an element of an HTML page, without metadata and namespaces.
 
     The ids of groups are removed, because they are the same in every figure.

@@ -34,8 +34,6 @@ CURVES = {
 _TOTAL = "total"
 _COMPUTATION = ("forward-compute", "backward-compute", "forward-backward", "optimizer")
 """Phases in which a rank computes. The phases of waiting are nested in them."""
-_TIED, _DATA = "embedding-parallel wait", "data-parallel wait"
-"""Waits for gradients: those of a tied embedding on two stages, and those of all parameters."""
 
 
 @dataclass
@@ -90,8 +88,6 @@ class Attempt:
         known = {
             name: value for name, value in medians.items() if name not in (_TOTAL, *_COMPUTATION)
         }
-        if _TIED in known:
-            known[_DATA] = known.get(_DATA, 0.0) + known.pop(_TIED)
         return {"compute": max(0.0, medians[_TOTAL] - sum(known.values())), **known}
 
     @property

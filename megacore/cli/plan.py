@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from megacore.config.run import RunConfig
     from megacore.hardware import Hardware
-    from megacore.plan.iteration import Prediction
     from megacore.plan.machine import Machine
-    from megacore.plan.search import SearchResult
+    from megacore.plan.prediction import Prediction
+    from megacore.plan.search_result import SearchResult
 
 _TOP = 10
 
@@ -194,12 +194,15 @@ def _show(config: "RunConfig", name: str | None, picture: Path | None) -> None:
 
 
 def _time_table(prediction: "Prediction") -> "Table":
-    """Return a table of the parts of an iteration."""
+    """Return a table of the parts of an iteration; rare ones only if they take time."""
     from dataclasses import asdict
 
     from rich.table import Table
 
     table, parts = Table(), asdict(prediction)
+    for rare in ("context", "embedding"):
+        if not parts[rare]:
+            del parts[rare]
     for part in parts:
         table.add_column(part, justify="right")
     table.add_row(*(f"{seconds:.4g} s" for seconds in parts.values()))

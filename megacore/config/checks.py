@@ -18,9 +18,9 @@ from megacore.config.data import (
     TrainBpeTokenizer,
     holds_tokens,
 )
+from megacore.config.layouts import ParallelLayout, check_layout
 from megacore.config.model import Family, ModelConfig, check_model
 from megacore.config.optim import OptimConfig
-from megacore.config.parallel import ParallelLayout, check_layout
 from megacore.config.sequence_schedule import check_sequence_schedule
 from megacore.config.train import TrainConfig, ZeroShotConfig
 from megacore.errors import ConfigError

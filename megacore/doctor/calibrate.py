@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -279,6 +279,7 @@ def _collectives(plan: Plan, device: Any) -> dict[str, list[list[float]]]:
     import torch.distributed as dist
 
     from megacore.parallel.collectives import all_reduce_
+    from megacore.parallel.gradient_memory import GRADIENT_PIECE
     from megacore.parallel.mesh import ParallelGroup
     from megacore.parallel.shared_memory import SharedMemory
 
@@ -320,6 +321,9 @@ def _collectives(plan: Plan, device: Any) -> dict[str, list[list[float]]]:
         results["message"] = [[size, seconds(ping, size, pair) / 2] for size in plan.messages]
     if near is not None:
         results["shared"] = reduced(near, pair)
+        sums = replace(near, shared=SharedMemory(pair, rank, 2, GRADIENT_PIECE))
+        size = plan.copy_bytes  # more than caches hold
+        results["gradients"] = [[size, seconds(lambda x: all_reduce_(x, sums), size, pair)]]
     if world > 2:
         results["all"] = reduced(everybody, dist.group.WORLD)
     return results

@@ -1,5 +1,6 @@
 """Fit of a machine's rates to measured times, for `megacore doctor --calibrate`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from megacore.config.load import parse_config
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.models.parameters import chunk_sizes
+from megacore.parallel.gradient_memory import GRADIENT_PIECE
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.plan.iteration import Iteration
@@ -132,8 +134,8 @@ class Measured:
     """Time by the clock of an iteration that all ranks begin and end together, relative to the
     processor's time of `trainings`."""
     collectives: dict[str, list[list[float]]]
-    """Bytes and seconds of: `shared` and `sockets` all-reduces of two ranks, `all` of all ranks,
-    `message` of a message between two."""
+    """Bytes and seconds of: `shared` and `sockets` all-reduces of two ranks, `gradients` of
+    gradients in shared memory, `all` of all ranks, `message` of a message between two."""
     disk_gbs: float
 
 
@@ -268,8 +270,15 @@ def _fit_links(machine: Machine, measured: Measured) -> Machine:
     else:
         near = measured.collectives["shared"]
         sizes = [size for size, _ in near]
-        changes["node"] = _link([2.0] * len(near), sizes, [seconds for _, seconds in near])
-        changes["core"] = machine.core.model_copy(update={"sockets": ring})
+        node = _link([2.0] * len(near), sizes, [seconds for _, seconds in near])
+        (size, seconds), *_ = measured.collectives["gradients"]
+        notices = 2e-6 * node.latency_us * math.ceil(size / GRADIENT_PIECE)
+        # Noise of small messages must not leave too little time for the bytes.
+        rate = size / max(seconds - notices, seconds / 2) / _GIGA
+        changes["node"] = node
+        changes["core"] = machine.core.model_copy(
+            update={"sockets": ring, "gradients_gbs": min(rate, node.gbs)}
+        )
     messages = measured.collectives["message"]
     message = _link(
         [1.0] * len(messages), [size for size, _ in messages], [seconds for _, seconds in messages]

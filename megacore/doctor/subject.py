@@ -20,12 +20,9 @@ from megacore.jobs.run import Job, TrainJob
 from megacore.models.parameters import parameter_count
 from megacore.plan.layouts import layout_of
 from megacore.plan.memory import estimate_memory
+from megacore.plan.preflight import checkpoints_on_disk
 from megacore.plan.vocabulary import expected_vocab_size
 
-_CHECKPOINT_BYTES = 12
-"""Bytes of a checkpoint for each parameter: fp32 weights and two moments."""
-_WRITING = 1
-"""Number of checkpoints that are written before an old one is removed."""
 _GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -129,14 +126,13 @@ def needs_of(subject: Subject, device_type: str, precision: str) -> Needs | None
         data = layout_of(config, ranks, vocab_size).data
     memory = estimate_memory(config, vocab_size, precision, device_type, data)
     parameters = parameter_count(ModelSpec.of(config, vocab_size))
-    checkpoint = _CHECKPOINT_BYTES * parameters
-    checkpoint_count = config.checkpoint.keep_last + config.checkpoint.keep_best + _WRITING
+    count, checkpoint = checkpoints_on_disk(config, vocab_size)
     return Needs(
         name=config.name,
         device=memory.total,
         host=memory.host,
         checkpoint=checkpoint,
-        checkpoints=checkpoint_count * checkpoint,
+        checkpoints=count * checkpoint,
         gradients=_GRADIENT_BYTES[parallel.grad_reduce_dtype] * parameters,
         deepspeed=config.engine == "deepspeed",
         # torch's Adam replaces a missing cpu_adam.

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megacore.errors import ParallelLayoutError
 from megacore.observe.timers import Timers
+from megacore.parallel.gradient_memory import GRADIENT_PIECE, sums_in_memory
 from megacore.parallel.rank_layout import AXES, RankLayout
 from megacore.parallel.shared_memory import MessageMemory, SharedMemory
 
@@ -22,11 +23,6 @@ _CUDA_QUEUES = 8
 """Number of hardware queues that CUDA uses by default; at most 32."""
 _OTHER_STREAMS = 4
 """Streams besides those of the mesh: NCCL's own for setup, a profiler's, DeepSpeed's copies."""
-_PIECE = 4 << 20
-"""Bytes of gradients that are summed at a time in shared memory."""
-_MOST_SUMMING = 4
-"""Largest group whose gradients are summed in shared memory. Each rank reads those of all others; a
-ring, as gloo's, moves less with more ranks."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ class ProcessMesh:
         if cpu:
             axes["tensor"] = _with_memory(axes["tensor"])
             axes["context"] = _with_memory(axes["context"])
-            replicas = _with_memory(replicas, _PIECE)
+            replicas = _with_memory(replicas, GRADIENT_PIECE)
         copies = _copies(layout, shared_stages, timers)
         channels = _channels(layout, device_type) if pipeline else ()
         return cls(
@@ -175,7 +171,7 @@ class ProcessMesh:
             model_parallel=_group(layout.groups("pipeline", "tensor"), "model", timers)
             if pipeline and layout.tensor > 1
             else axes["pipeline" if pipeline else "tensor"],
-            copies={stages: _with_memory(group, _PIECE) for stages, group in copies.items()}
+            copies={stages: _with_memory(group, GRADIENT_PIECE) for stages, group in copies.items()}
             if cpu
             else copies,
             channels=channels,
@@ -266,7 +262,7 @@ def _with_memory(group: ParallelGroup, piece: int | None = None) -> ParallelGrou
     With a `piece`, the memory is for gradients, and not for groups of many ranks. Their sums are
     not started before they are waited for, so ranks that cannot share memory have none. Collective.
     """
-    if group.group is None or (piece and group.size > _MOST_SUMMING):
+    if group.group is None or (piece and not sums_in_memory(group.size)):
         return group
     memory = SharedMemory(group.group, group.rank, group.size, piece)
     return group if piece and not memory.is_possible() else replace(group, shared=memory)

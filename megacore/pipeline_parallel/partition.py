@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.config.model import ModelConfig
-from megacore.config.parallel import T5Stages
 from megacore.config.run import RunConfig
+from megacore.config.t5_stages import T5Stages
 from megacore.config.train import Recompute
 from megacore.errors import ParallelLayoutError
 from megacore.observe.flops import TransformerShape, step_flops

@@ -1,6 +1,7 @@
 """Drawings of a pipeline schedule with its bubble, and of the layouts of a search."""
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from megacore.plan.search import SearchResult
+    from megacore.plan.search_result import SearchResult
 
 SUFFIXES = (".svg", ".png")
 
@@ -39,6 +40,8 @@ _DIGIT_WIDTH = 0.7
 """Width of a digit, including its share of the space around the number, relative to the font
 size."""
 _FONT_SIZES = (4.0, 8.0)
+_SHOWN = 4.0
+"""Memory of a device, relative to the most that a layout needs, to which the chart shows it."""
 
 
 def draw(timeline: Timeline, path: Path, name: str) -> Path:
@@ -109,8 +112,16 @@ def check_drawable(path: Path, option: str = "--draw") -> None:
         )
 
 
-def search_figure(result: "SearchResult", name: str) -> "Figure":
-    """Return the figure that `draw_search` writes."""
+def search_figure(
+    result: "SearchResult", name: str, marks: Mapping[str, tuple[float, float]] | None = None
+) -> "Figure":
+    """Return the figure that `draw_search` writes.
+
+    Args:
+        result: result of `search` with `front`.
+        name: name of the configuration.
+        marks: further points by their names: bytes of memory, and seconds.
+    """
     from matplotlib.figure import Figure
 
     front = result.front
@@ -138,12 +149,15 @@ def search_figure(result: "SearchResult", name: str) -> "Figure":
             textcoords="offset points",
             fontweight="bold",
         )
+    for label, (memory, seconds) in (marks or {}).items():
+        axes.plot([memory / GIB], [seconds], "D", label=label)
     machine = result.machine
-    axes.axvline(machine.memory_gib, color=_COLORS[Direction.BACKWARD], linestyle="--")
+    if machine.memory_gib * GIB <= _SHOWN * max(each.memory for each in result.evaluated):
+        axes.axvline(machine.memory_gib, color=_COLORS[Direction.BACKWARD], linestyle="--")
     axes.set_title(f"{name} on {result.ranks:,} x {machine.name}", loc="left", fontweight="bold")
     names = "\n".join(f"{number}  {each.choice.name}" for number, each in enumerate(front, 1))
     axes.set_xlabel(
-        f"memory of the rank that needs most, of {machine.memory_gib:g} GiB\n\n{names}\n\n"
+        f"memory of the rank that needs most, of {machine.memory_gib:.4g} GiB\n\n{names}\n\n"
         f"{len(result.evaluated)} of {result.total:,} candidates are simulated: layouts of more "
         "than 1.5 times the least time may need less memory",
         loc="left",
@@ -151,7 +165,7 @@ def search_figure(result: "SearchResult", name: str) -> "Figure":
     )
     axes.set_ylabel("seconds of an iteration", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="center right")
+    axes.legend(frameon=False, fontsize=9)
     return figure
 
 

@@ -8,7 +8,7 @@ docs/planning.md has the formulas with their sources and errors.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -16,11 +16,13 @@ from megacore.config.deepspeed import zero_of
 from megacore.config.run import RunConfig
 from megacore.config.spec import ModelSpec
 from megacore.models.parameters import chunk_matrices, chunk_sizes
+from megacore.parallel.gradient_memory import GRADIENT_PIECE, sums_in_memory
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
 from megacore.pipeline_parallel.schedules import Timeline, build_schedule, simulate
 from megacore.plan.machine import MEASURED, Machine
 from megacore.plan.operations import MEGACORE, Core, Group, Rates, Software
+from megacore.plan.prediction import Prediction
 
 _MORE_RANKS = 0.379
 """Exponent with which the host's time of a collective grows with the ranks that wait for each
@@ -38,61 +40,32 @@ _STEADY = 2
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Predicted seconds of one iteration by part."""
-
-    compute: float
-    """Forward and backward passes without communication, the mean of the pipeline stages."""
-    tensor: float
-    """Exposed communication of tensor, sequence and context parallelism, likewise."""
-    bubble: float
-    """Waiting for other pipeline stages, likewise: for the first and last micro batches, and for
-    slower stages."""
-    messages: float
-    """Exposed messages between pipeline stages."""
-    data: float
-    """Exposed communication of data parallelism: gradients, and weights of ZeRO."""
-    optimizer: float
-    """Update of the weights."""
-    other: float
-    """Waiting for slower hosts."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of an iteration."""
-        seconds: float = sum(getattr(self, part.name) for part in fields(self))
-        return seconds
-
-    @property
-    def phase_ms(self) -> dict[str, float]:
-        """Milliseconds by the phases that a run measures; `compute` includes the update."""
-        seconds = {
-            "compute": self.compute + self.optimizer,
-            "tensor-parallel wait": self.tensor,
-            "pipeline-parallel wait": self.bubble + self.messages,
-            "data-parallel wait": self.data,
-            "world wait": self.other,
-        }
-        return {phase: 1000.0 * value for phase, value in seconds.items()}
-
-
-@dataclass(frozen=True)
 class Pass:
     """Seconds of one micro batch on a chunk."""
 
     compute: float = 0.0
     tensor: float = 0.0
+    context: float = 0.0
+
+    @property
+    def exchanged(self) -> float:
+        """Seconds of communication."""
+        return self.tensor + self.context
 
     @property
     def total(self) -> float:
-        """Sum of both."""
-        return self.compute + self.tensor
+        """Sum of all."""
+        return self.compute + self.exchanged
 
     def __add__(self, other: "Pass") -> "Pass":
-        return Pass(self.compute + other.compute, self.tensor + other.tensor)
+        return Pass(
+            self.compute + other.compute,
+            self.tensor + other.tensor,
+            self.context + other.context,
+        )
 
     def __mul__(self, times: float) -> "Pass":
-        return Pass(self.compute * times, self.tensor * times)
+        return Pass(self.compute * times, self.tensor * times, self.context * times)
 
 
 @dataclass(frozen=True)
@@ -141,9 +114,11 @@ class Iteration:
         parts = Prediction(
             compute=micro * mean.compute,
             tensor=micro * mean.tensor,
+            context=micro * mean.context,
             bubble=makespan - micro * (mean.total + sent),
             messages=micro * sent,
-            data=self.data(max(sizes), max(layers), makespan) + self._shared_embedding(),
+            data=self.data(max(sizes), max(layers), makespan),
+            embedding=self._shared_embedding(),
             optimizer=self.optimizer(max(sizes), max(layers)) + self.newton_schulz(chunks),
             other=0.0,
         )
@@ -169,7 +144,8 @@ class Iteration:
         if parallel.tensor_model_parallel_size > 1:
             ticks = self.micro_batches * collectives / self.layout.pipeline * _TICK
         ranks = self._ranks_of_a_core
-        shared = ranks * (parts.compute + parts.messages) + max(parts.tensor, ticks)
+        waited = max(parts.tensor, ticks) + parts.context
+        shared = ranks * (parts.compute + parts.messages) + waited
         return max(0.0, shared - makespan) + (ranks - 1) * parts.optimizer
 
     def timeline(self) -> Timeline:
@@ -346,26 +322,28 @@ class Iteration:
         # keys and values are gathered, and their gradients reduce-scattered
         context = Group(self.machine, self.layout.context, tensor, shared=True)
         gathered = context.gather(rates.element * 2 * shares.key_value * tokens * context.size)
-        exchanged = count * collective + gathered
-        again = {"none": (0.0, 0.0), "selective": (attention, gathered)}.get(
-            train.recompute, (device, exchanged)
+        forward = Pass(device, count * collective, gathered)
+        backward = Pass(back, count * collective, gathered)
+        again = {"none": Pass(), "selective": Pass(attention, 0.0, gathered)}.get(
+            train.recompute, forward
         )
         restart = start if train.recompute == "full" else 0.0
         return LayerTimes(
-            forward=self._started(device, exchanged, start),
-            backward=self._started(back, exchanged, start_back),
-            recomputing=self._started(back + again[0], exchanged + again[1], start_back + restart),
+            forward=self._started(forward, start),
+            backward=self._started(backward, start_back),
+            recomputing=self._started(backward + again, start_back + restart),
         )
 
-    def _started(self, device: float, exchanged: float, host_us: float) -> Pass:
-        """Return the time of operations that the host starts; a core starts its own."""
+    def _started(self, work: Pass, host_us: float) -> Pass:
+        """Return the time of a device's work that the host starts; a core starts its own."""
         core = self.machine.core
         if core is not None:
             slowed = core.together if self.layout.world_size > 1 else 1.0
-            return Pass(slowed * (device + host_us * 1e-6), exchanged)
+            return replace(work, compute=slowed * (work.compute + host_us * 1e-6))
         if self.software.launch_wait:
-            return Pass(device + self.software.launch_wait * host_us * 1e-6, exchanged)
-        return _bounded(device, exchanged, host_us)
+            host = self.software.launch_wait * host_us * 1e-6
+            return replace(work, compute=work.compute + host)
+        return _bounded(work, host_us)
 
     def _ends(self, chunk: ModelChunk, *, backward: bool) -> Pass:
         """Return the time of a chunk's embedding and head in one direction."""
@@ -386,7 +364,7 @@ class Iteration:
         device += rates.loss(tokens * vocabulary, self.software.loss_bytes, backward=backward)
         collective = Group(self.machine, tensor, shared=True).all_reduce(4.0 * tokens)
         exchanged = (1 if backward else 3) * collective if tensor > 1 else 0.0
-        return total + self._started(device, exchanged, host.head_us)
+        return total + self._started(Pass(device, exchanged), host.head_us)
 
     def message(self) -> float:
         """Return the seconds of a message between two pipeline stages; 0 with one stage."""
@@ -442,7 +420,7 @@ class Iteration:
             makespan: seconds of all passes.
         """
         layout, parallel = self.layout, self.config.parallel
-        group = Group(self.machine, self._copies, layout.tensor)
+        group = self._summing(self._copies, layout.tensor, sharded=zero_of(self.config).stage > 0)
         fetched = self._fetched(parameters)
         if self._copies == 1:
             return max(fetched - makespan, fetched / max(1, layers))
@@ -525,8 +503,13 @@ class Iteration:
             return 0.0
         size = self.spec.padded_vocab_size // layout.tensor * model.hidden_size
         stride = layout.tensor * self._copies * (layout.pipeline - 1)
-        group = Group(self.machine, 2, stride)
+        group = self._summing(2, stride)
         return group.all_reduce(self.software.gradient_bytes * size)
+
+    def _summing(self, size: int, stride: int, *, sharded: bool = False) -> Group:
+        """Return the group that sums gradients. DeepSpeed's CPU ranks share no memory."""
+        shared = self.config.engine == "native" and sums_in_memory(size, sharded=sharded)
+        return Group(self.machine, size, stride, shared, GRADIENT_PIECE)
 
 
 @lru_cache(maxsize=1024)  # a search for a layout asks for the same one with and without ZeRO
@@ -565,16 +548,16 @@ class LayerTimes:
     """Backward pass with the configured recomputation."""
 
 
-def _bounded(device: float, exchanged: float, host_us: float) -> Pass:
+def _bounded(work: Pass, host_us: float) -> Pass:
     """Return the time of operations that the host starts while the device computes.
 
     It is a smooth maximum of both. The communication keeps its share of the device's time.
     """
-    total, host = device + exchanged, host_us * 1e-6
+    total, host = work.total, host_us * 1e-6
     if total <= 0.0:
         return Pass(host)
     longest = max(total, host)
     bounded = longest * ((total / longest) ** _SMOOTH + (host / longest) ** _SMOOTH) ** (
         1 / _SMOOTH
     )
-    return Pass(bounded - exchanged, exchanged)
+    return replace(work, compute=bounded - work.exchanged)

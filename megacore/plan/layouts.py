@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from megacore.config.hostfile import hosts_of, local_slots
 from megacore.config.launch import LaunchConfig
-from megacore.config.parallel import check_layout
+from megacore.config.layouts import check_layout
 from megacore.config.run import RunConfig
 from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.hardware import Hardware

@@ -106,8 +106,12 @@ class CoreTimes(Section):
     together: float = Field(default=1.0, ge=1)
     """Time of computation if ranks that wait for each other compute on several cores, relative to
     the processor's time of one."""
+    gradients_gbs: float | None = Field(default=None, gt=0)
+    """Rate of two ranks that sum gradients in shared memory, in GB/s: unlike activations, gradients
+    come from the main memory. None means that of `node`."""
     sockets: Link
-    """Collectives of ranks that share no memory: data parallelism. `node` is shared memory."""
+    """Collectives through sockets: a distributed optimizer, and gradients of more than four
+    replicas. `node` is shared memory."""
 
 
 class Machine(Section):

@@ -189,7 +189,9 @@ class Group:
     stride: int = 1
     """Distance between the numbers of two neighbours."""
     shared: bool = False
-    """True if the ranks of a host communicate through its memory, as tensor parallelism on CPUs."""
+    """True if the ranks of a host communicate through its memory, if they are CPU ranks."""
+    piece: int = 0
+    """Bytes of gradients that CPU ranks sum at a time in shared memory; 0 for activations."""
 
     @property
     def on_a_node(self) -> int:
@@ -236,11 +238,14 @@ class Group:
 
         In shared memory each rank writes its part and reads all others. Over sockets it is a ring.
         """
-        if self.shared and self.nodes == 1:
-            node = self.machine.node
-            return node.latency_us * 1e-6 + self.size / 4 * size / (node.gbs * 1e9)
         core = self.machine.core
         assert core is not None
+        if self.shared and self.nodes == 1:
+            node = self.machine.node
+            rounds, rate = 1, node.gbs
+            if self.piece:
+                rounds, rate = math.ceil(size / self.piece), core.gradients_gbs or node.gbs
+            return rounds * node.latency_us * 1e-6 + self.size / 4 * size / (rate * 1e9)
         link = core.sockets if self.nodes == 1 else self.machine.network
         latency = (self.size - 1) * link.latency_us * 1e-6
         return latency + (self.size - 1) / self.size * size / (link.gbs * 1e9)

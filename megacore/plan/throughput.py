@@ -9,8 +9,9 @@ from megacore.hardware import Hardware
 from megacore.observe.flops import TransformerShape, step_flops
 from megacore.parallel.rank_layout import RankLayout
 from megacore.pipeline_parallel.partition import ModelChunk, chunks_of
-from megacore.plan.iteration import Iteration, Prediction
+from megacore.plan.iteration import Iteration
 from megacore.plan.machine import Machine, machine_of
+from megacore.plan.prediction import Prediction
 
 SECONDS_PER_DAY = 86_400.0
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megacore.config import RunConfig
+from megacore.config.layouts import ParallelLayout, check_layout, nearest_layouts, refused
 from megacore.config.load import parse_config
-from megacore.config.parallel import ParallelLayout, check_layout, nearest_layouts, refused
 from megacore.errors import ConfigError
 
 

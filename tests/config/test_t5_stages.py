@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megacore.config.load import parse_config
-from megacore.config.parallel import T5Stages
+from megacore.config.t5_stages import T5Stages
 from megacore.errors import ConfigError
 
 

@@ -69,6 +69,7 @@ def times_of(machine: Machine) -> Measured:
     sizes = CPU_PLAN.messages
     links = {
         "shared": [[b, 2e-6 * near.latency_us + b / near.gbs / 1e9] for b in sizes],
+        "gradients": [[64 << 20, 16 * 2e-6 * near.latency_us + (64 << 20) / 2e9]],
         "sockets": [[b, 2e-6 * far.latency_us + b / far.gbs / 1e9] for b in sizes],
         "message": [[b, 1e-4 + b / machine.pipeline_gbs / 1e9] for b in sizes],
     }
@@ -107,6 +108,7 @@ def test_fit_predicts_the_times_that_it_was_given() -> None:
     assert fitted.core is not None
     assert machine.core is not None
     assert fitted.core.sockets.gbs == pytest.approx(machine.core.sockets.gbs, rel=1e-2)
+    assert fitted.core.gradients_gbs == pytest.approx(2.0, rel=1e-2)
     assert fitted.core.together == 1.1
     case = CPU_PLAN.cases[3]
     predictions = [
@@ -119,7 +121,7 @@ def test_fit_predicts_the_times_that_it_was_given() -> None:
 
 def test_a_link_whose_times_do_not_grow_with_size_has_its_largest_messages_rate() -> None:
     measured, noise = times_of(known()), [[4, 90e-6], [16384, 70e-6], [65536, 80e-6]]
-    links = dict.fromkeys(("shared", "sockets", "message"), noise)
+    links = dict.fromkeys(("shared", "sockets", "message", "gradients"), noise)
     fitted = fit(replace(measured, collectives=links), CPU_PLAN, load_machine("cpu"), ["made up"])
     assert fitted.node.gbs == pytest.approx(65536 / 80e-6 / 1e9, rel=1e-3)
     assert fitted.node.latency_us == pytest.approx(35, rel=1e-3)  # two messages in 70 us
@@ -155,6 +157,8 @@ def test_two_ranks_measure_their_links(tmp_path: Path, monkeypatch: pytest.Monke
     ):
         assert link != unmeasured
         assert 0 < link.gbs < 1000
+    assert machine.core.gradients_gbs is not None
+    assert 0 < machine.core.gradients_gbs <= machine.node.gbs
     assert machine.core.together >= 1
 
 

@@ -1,5 +1,6 @@
 """Hosts, data and resources of the run that the doctor examines."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megacore.doctor.examine import examine
 from megacore.doctor.subject import RunData, Subject, data_at, data_of, needs_of, own_name
 from megacore.errors import ConfigError, ParallelLayoutError
 from megacore.models.parameters import parameter_count
+from megacore.plan.memory import whole_muon_elements
 from tests.train import _runs
 
 
@@ -50,7 +52,7 @@ def test_token_files_are_given_by_directory_or_prefix(prepared: Path) -> None:
 
 
 def test_needs_include_memory_gradients_and_checkpoints() -> None:
-    run = _runs.config(checkpoint={"save_interval": 3, "keep_last": 2})
+    run = _runs.config(checkpoint={"save_interval": 1, "keep_last": 2})
     subject = Subject(
         {"a": 1, "b": 1}, Path("/w"), run.launch, run, RunData(vocab_size=_runs.VOCAB_SIZE)
     )
@@ -62,6 +64,11 @@ def test_needs_include_memory_gradients_and_checkpoints() -> None:
         needs.checkpoints == 4 * needs.checkpoint
     )  # two newest, the best, and the one being written
     assert needs.device > 100 * 2**20
+    muon = _runs.config(optim={"name": "muon"})
+    less = needs_of(replace(subject, config=muon), "cpu", "fp32")
+    assert less is not None
+    matrices = whole_muon_elements(muon, _runs.VOCAB_SIZE)
+    assert less.checkpoint == 12 * parameters - 4 * matrices
     assert needs_of(Subject({"a": 1}, Path("/w")), "cpu", "fp32") is None
     with pytest.raises(ParallelLayoutError):
         needs_of(Subject({"a": 3}, Path("/w"), run.launch, run), "cpu", "fp32")

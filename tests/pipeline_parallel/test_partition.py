@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from megacore.config.parallel import T5Stages
+from megacore.config.t5_stages import T5Stages
 from megacore.errors import ParallelLayoutError
 from megacore.pipeline_parallel.partition import (
     ModelChunk,

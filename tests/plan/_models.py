@@ -65,6 +65,21 @@ def tiny(dropout: float = 0.0, recompute: str = "none", **overrides: object) -> 
     return load_config("gpt2-tiny", {**values, **overrides})
 
 
+def layout(tp: int = 1, pp: int = 1, v: int = 1, **overrides: object) -> RunConfig:
+    """Return 8 layers with 32 micro batches of 2 for one replica."""
+    values = {
+        "model.num_layers": 8,
+        "parallel.tensor_model_parallel_size": tp,
+        "parallel.pipeline_model_parallel_size": pp,
+        "parallel.virtual_pipeline_model_parallel_size": v,
+        "parallel.pipeline_partition": "uniform",
+        "train.micro_batch_size": 2,
+        "train.global_batch_size": 64,
+        "launch.nproc_per_node": "auto",
+    }
+    return tiny(0.1, **values | overrides)
+
+
 def family(**overrides: object) -> RunConfig:
     """Return a tiny model of any family, with the special tokens that it needs."""
     special = {

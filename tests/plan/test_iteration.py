@@ -1,12 +1,13 @@
 """Predicted times of an iteration: their parts, their limits, and formulas by hand."""
 
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from functools import cache
 from typing import Any
 
 import pytest
 
 from megacore.config import load_config
+from megacore.parallel.gradient_memory import GRADIENT_PIECE
 from megacore.pipeline_parallel.partition import chunks_of
 from megacore.pipeline_parallel.schedules import build_schedule, simulate
 from megacore.plan.iteration import Iteration
@@ -26,6 +27,7 @@ BASE = {
     "launch.nproc_per_node": "auto",
 }
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+CP = "parallel.context_parallel_size"
 VPP, ZERO_1 = "parallel.virtual_pipeline_model_parallel_size", "parallel.use_distributed_optimizer"
 
 
@@ -54,6 +56,7 @@ LAYOUTS = [
     (8, {TP: 2, PP: 4, VPP: 2, "parallel.sequence_parallel": True}),
     (32, {PP: 2, ZERO_1: True, "train.recompute": "full"}),
     (4, {"engine": "deepspeed", "deepspeed.zero_stage": 3}),
+    (8, {TP: 2, CP: 2}),
 ]
 
 
@@ -94,7 +97,12 @@ def test_parts_are_those_of_the_layout() -> None:
     assert iteration(2).predict().data > 0
     assert iteration(2).predict().tensor == 0
     assert iteration(16).predict().other > 0  # two hosts
-    assert iteration(2, {PP: 2}).predict().bubble > 0
+    staged, divided = iteration(2, {PP: 2}).predict(), iteration(2, {CP: 2}).predict()
+    assert staged.bubble > 0
+    assert (staged.data, divided.tensor) == (0, 0)
+    assert staged.embedding > 0
+    assert divided.context > 0
+    assert divided.data > 0
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (2, 4), (4, 2)])
@@ -131,7 +139,9 @@ def test_the_makespan_equals_a_full_simulation(
         latency=pipeline.message(),
     ).makespan
     prediction = pipeline.predict()
-    passes = prediction.compute + prediction.tensor + prediction.bubble + prediction.messages
+    afterwards = ("data", "embedding", "optimizer", "other")
+    names = [part.name for part in fields(prediction) if part.name not in afterwards]
+    passes = sum(getattr(prediction, name) for name in names)
     # of more than 8 micro batches the rest is extrapolated
     assert passes == pytest.approx(full, rel=1e-9 if micro_batches <= 8 else 0.01)
 
@@ -241,6 +251,53 @@ def test_cores_that_work_together_are_slower() -> None:
             for each in (machine, slower)
         ]
         assert times[1] / times[0] == pytest.approx(factor, rel=0.01)
+
+
+def rate(machine: Machine) -> float:
+    """Return the bytes of gradients that two ranks sum in a second."""
+    assert machine.core is not None
+    assert machine.core.gradients_gbs == 2.0 < machine.node.gbs
+    return 2e9
+
+
+@pytest.mark.parametrize(
+    ("ranks", "values", "shared"),
+    [
+        (2, {}, True),
+        (4, {}, True),
+        (8, {}, False),
+        (4, {ZERO_1: True}, False),
+        (4, {CP: 2}, True),
+        (8, {CP: 2}, False),
+        (8, {CP: 2, TP: 2}, True),
+        (4, {"engine": "deepspeed", "deepspeed.zero_stage": 0}, False),
+    ],
+)
+def test_core_ranks_sum_gradients_in_memory_as_the_engine_does(
+    ranks: int, values: dict[str, Any], shared: bool
+) -> None:
+    """Shared memory takes 2 latencies for each piece, and n / 2 of the bytes at their rate."""
+    machine = load_machine("cpu").model_copy(update={"devices_per_node": 16})
+    assert machine.core is not None
+    copies = ranks // values.get(TP, 1)
+    parameters = GRADIENT_PIECE
+    size = 4.0 * parameters
+    if shared:
+        node = machine.node
+        expected = 2 * 4 * node.latency_us * 1e-6 + copies / 2 * size / rate(machine)
+    else:
+        expected = Group(machine, copies).all_reduce(size)
+    run = replace(iteration(ranks, values, machine=machine), precision="fp32")
+    assert run.data(parameters, 8, 1.0) == pytest.approx(expected)
+
+
+def test_stages_on_cores_sum_a_tied_embedding_in_memory() -> None:
+    machine = load_machine("cpu").model_copy(update={"devices_per_node": 16})
+    run = replace(iteration(2, {PP: 2}, machine=machine), precision="fp32")
+    size = 4.0 * run.spec.padded_vocab_size * 1024
+    pieces = -(-size // GRADIENT_PIECE)
+    expected = 2 * pieces * machine.node.latency_us * 1e-6 + size / rate(machine)
+    assert run.predict().embedding == pytest.approx(expected)
 
 
 def test_muon_adds_the_products_of_newton_schulz() -> None:

@@ -1,13 +1,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megacore.config import RunConfig, load_config
 from megacore.config.deepspeed import zero_of
 from megacore.config.spec import ModelSpec
-from megacore.kernels import cross_entropy
-from megacore.kernels.spans import Spans
 from megacore.models.build import build_model
 from megacore.models.matrices import layer_matrices
 from megacore.models.parameters import (
@@ -17,11 +14,9 @@ from megacore.models.parameters import (
     parameter_count,
 )
 from megacore.parallel.mesh import ParallelGroup, ProcessMesh
-from megacore.pipeline_parallel import executor
 from megacore.pipeline_parallel.partition import chunks_of
-from megacore.plan import memory
+from megacore.plan.activations import Activations
 from megacore.plan.memory import (
-    Activations,
     MemoryEstimate,
     engine_name,
     estimate_memory,
@@ -30,15 +25,17 @@ from megacore.plan.memory import (
     whole_muon_elements,
 )
 from tests.plan._deepspeed import deepspeed
-from tests.plan._models import BERT, DTYPES, LLAMA, T5, VOCAB_SIZE, family, saved_bytes, tiny
-
-
-def test_the_planner_knows_the_blocks_of_the_loss() -> None:
-    assert memory._LOSS_BLOCK == cross_entropy._GPU_ELEMENTS
-
-
-def test_the_planner_knows_how_many_messages_are_received_in_advance() -> None:
-    assert memory._AHEAD == executor.AHEAD
+from tests.plan._models import (
+    BERT,
+    DTYPES,
+    LLAMA,
+    T5,
+    VOCAB_SIZE,
+    family,
+    layout,
+    saved_bytes,
+    tiny,
+)
 
 
 def test_a_stage_of_a_divided_model_needs_messages_gathered_copies_and_gradients() -> None:
@@ -83,91 +80,6 @@ def test_activations_are_close_to_what_autograd_saves(
     # one recomputed layer exists only during the backward pass
     estimate -= activations.layer - activations.recomputed_layer
     assert estimate == pytest.approx(saved_bytes(config, precision), rel=0.1)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_reset_attention_mask_adds_one_bias_for_all_layers(recompute: str) -> None:
-    plain = {"train.kernels": "plain"}
-    config = tiny(0.0, recompute, **{"data.reset_attention_mask": True} | plain)
-    added = saved_bytes(config, "fp32") - saved_bytes(tiny(0.0, recompute), "fp32")
-    # On a CPU, autograd also saves a few statistics.
-    assert added == pytest.approx(4 * 128 * 128 * 4, rel=0.2)
-    chunk = chunks_of(config, VOCAB_SIZE)[0]
-    assert Activations(config, 4, "cpu").chunk(chunk) - Activations(
-        tiny(0.0, recompute, **plain), 4, "cpu"
-    ).chunk(chunk) == (4 * 128 * 128 * 4)
-
-
-def test_documents_add_two_numbers_per_token_with_the_kernel_of_cpus() -> None:
-    config = tiny(**{"data.reset_attention_mask": True})
-    chunk = chunks_of(config, VOCAB_SIZE)[0]
-    added = Activations(config, 4, "cpu").chunk(chunk) - Activations(tiny(), 4, "cpu").chunk(chunk)
-    places = torch.zeros(4, 128, dtype=torch.long)
-    spans = Spans.of(128, 128, causal=True, device=torch.device("cpu"), documents=places)
-    assert added == spans.first.nbytes + spans.last.nbytes == 4 * 128 * 8
-
-
-def layout(tp: int = 1, pp: int = 1, v: int = 1, **overrides: object) -> RunConfig:
-    """Return 8 layers with 32 micro batches of 2 for one replica."""
-    values = {
-        "model.num_layers": 8,
-        "parallel.tensor_model_parallel_size": tp,
-        "parallel.pipeline_model_parallel_size": pp,
-        "parallel.virtual_pipeline_model_parallel_size": v,
-        "parallel.pipeline_partition": "uniform",
-        "train.micro_batch_size": 2,
-        "train.global_batch_size": 64,
-        "launch.nproc_per_node": "auto",
-    }
-    return tiny(0.1, **values | overrides)
-
-
-@pytest.mark.parametrize(
-    ("tp", "sequence_parallel", "sbh"),
-    [(1, False, 34), (2, False, 10 + 24 / 2), (4, False, 16), (4, True, 34 / 4)],
-)
-def test_activations_of_a_layer_equal_the_papers_formula(
-    tp: int, sequence_parallel: bool, sbh: float
-) -> None:
-    config = layout(tp, **{"parallel.sequence_parallel": sequence_parallel})
-    tokens = config.train.micro_batch_size * config.data.seq_length
-    assert Activations(config, 2, "cuda").layer == sbh * tokens * config.model.hidden_size
-
-
-def test_grouped_queries_keep_fewer_keys_and_values() -> None:
-    def layer_bytes(tp: int, groups: int | None) -> int:
-        return Activations(layout(tp, **{"model.num_query_groups": groups}), 4, "cuda").layer
-
-    tokens, head_dim, element = 2 * 128, 32, 4
-    assert layer_bytes(1, None) - layer_bytes(1, 2) == tokens * element * 2 * 2 * head_dim
-    assert layer_bytes(2, None) - layer_bytes(2, 2) == tokens * element * 2 * 1 * head_dim
-    # two gathered groups for one local head
-    assert layer_bytes(4, 2) - layer_bytes(4, None) == tokens * element * 2 * 1 * head_dim
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-def test_divided_sequences_keep_their_part_and_the_gathered_keys_and_values(parts: int) -> None:
-    def layer_bytes(parts: int, recompute: str) -> int:
-        values = {"parallel.context_parallel_size": parts, "train.recompute": recompute}
-        grouped = layout(**values | {"model.num_query_groups": 2})
-        return Activations(grouped, 4, "cuda").recomputed_layer
-
-    tokens, head_dim, element = 2 * 128, 32, 4
-    gathered = (parts - 1) * tokens // parts * element * 2 * 2 * head_dim
-    assert layer_bytes(parts, "none") == layer_bytes(1, "none") // parts + gathered
-    assert layer_bytes(parts, "selective") == layer_bytes(1, "selective") // parts
-
-
-def test_selective_recomputation_drops_the_attention_scores() -> None:
-    config = layout(2, **{"train.recompute": "selective"})
-    heads, s, b = 4, 128, 2
-    activations = Activations(config, 4, "cpu")
-    assert (
-        activations.layer - activations.recomputed_layer
-        == activations.attention
-        == 3 * 4 * b * (heads // 2) * s * s
-    )
-    assert Activations(config, 4, "cuda").attention == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,500 @@
+"""Estimates of the activations that a rank stores between forward and backward passes.
+
+They follow Korthikanti et al. 2022 (arXiv:2205.05198, section 4), generalized to any element size:
+with 2-byte elements, dropout and fused attention, the terms of a layer on a GPU add up to the
+paper's 34 s b h, to s b h (10 + 24 / t) with tensor parallelism, and to 34 s b h / t with sequence
+parallelism too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from megacore.config.deepspeed import user_settings_of
+from megacore.config.run import RunConfig
+from megacore.hardware import cpu_runs_kernels
+from megacore.pipeline_parallel.partition import ModelChunk
+from megacore.pipeline_parallel.schedules import Direction, Pass, Pipeline, build_schedule
+
+_LOSS_BLOCK = 1 << 25
+"""Number of logits of a block that `megacore.kernels.cross_entropy` copies to fp32 on a GPU."""
+_SPAN = 8
+"""Bytes of a query's first and last visible key."""
+_AHEAD = 2
+"""Number of messages that `megacore.pipeline_parallel.executor` receives in advance."""
+_schedule = lru_cache(maxsize=16)(build_schedule)
+"""`build_schedule`, of which every stage takes its part."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activations that a tensor-parallel rank stores for a micro batch of b samples."""
+
+    config: RunConfig
+    element: int
+    """Bytes per element of an activation."""
+    device_type: str
+    """Type of the device: cpu or cuda."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch on a rank (b s/cp); for T5, of the encoder."""
+        whole = self.config.train.micro_batch_size * self.config.data.seq_length
+        return whole // self.config.parallel.context_parallel_size
+
+    @property
+    def predictions(self) -> int:
+        """Number of rows of logits of a micro batch."""
+        return self._decoder_tokens if self.config.family == "t5" else self.tokens
+
+    @property
+    def layer(self) -> int:
+        """Bytes that a layer stores; for T5, a layer of the encoder.
+
+        Norms, hidden dropout and the inputs of column-parallel layers have their full size on every
+        rank unless the sequence is divided; tensors between them are divided.
+        """
+        return self._layer(self.tokens) + self._gathered + self.attention
+
+    @property
+    def decoder_layer(self) -> int:
+        """Bytes that a layer of T5's decoder stores."""
+        model, tokens = self.config.model, self._decoder_tokens
+        inner = model.attention_size // self._tensor
+        cross = 2 * self._hidden(self.element, tokens) + self._hidden(self._mask, tokens)
+        cross += self.element * inner * (2 * tokens + 2 * self.tokens)
+        return self._layer(tokens) + cross + self.decoder_attention
+
+    @property
+    def attention(self) -> int:
+        """Bytes of a layer between q, k, v and attention's output; 0 for fused attention."""
+        return self._scores(self.tokens, self.config.data.seq_length)
+
+    @property
+    def _gathered(self) -> int:
+        """Bytes of a layer's gathered keys and values [2, b, g/t, s, d] with divided sequences.
+
+        Attention keeps them, so that this rank's are not kept.
+        """
+        parts = self.config.parallel.context_parallel_size
+        return (parts - 1) * self.tokens * self.element * self._key_value
+
+    @property
+    def decoder_attention(self) -> int:
+        """Bytes of a decoder layer between q, k, v and the outputs of both its attentions."""
+        lengths = self.config.data.span_corruption.decoder_seq_length, self.config.data.seq_length
+        return sum(self._scores(self._decoder_tokens, length) for length in lengths)
+
+    @property
+    def recomputed_layer(self) -> int:
+        """Bytes that a layer stores with the configured recomputation."""
+        return self._recomputed(self.layer, self._gathered + self.attention, self.tokens)
+
+    def offloaded(self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int) -> int:
+        """Return the peak bytes of activations in host memory on a stage with these chunks.
+
+        With `cpu_checkpointing`, DeepSpeed stores the activations of full recomputation there.
+        """
+        if not self._has_option("cpu_checkpointing") or self.config.train.recompute != "full":
+            return 0
+        limit, sizes = self.config.train.recompute_num_layers, []
+        for chunk in chunks:
+            encoder = self._layers(len(chunk.layers), limit, self._layer_input(self.tokens), 0)
+            left = None if limit is None else max(0, limit - len(chunk.layers))
+            sizes.append(
+                encoder
+                + self._layers(
+                    len(chunk.decoder_layers), left, self._layer_input(self._decoder_tokens), 0
+                )
+            )
+        return self._most(sizes, stage, micro_batches)
+
+    def chunk(self, chunk: ModelChunk) -> int:
+        """Return the bytes that a chunk stores, without losses and logits."""
+        limit = self.config.train.recompute_num_layers
+        total = self._layers(len(chunk.layers), limit, self.recomputed_layer, self.layer)
+        if chunk.decoder_layers:
+            recomputed = self._recomputed(
+                self.decoder_layer, self.decoder_attention, self._decoder_tokens
+            )
+            left = None if limit is None else max(0, limit - len(chunk.layers))
+            total += self._layers(len(chunk.decoder_layers), left, recomputed, self.decoder_layer)
+        return total + self._ends(chunk) + self._biases(chunk)
+
+    def _ends(self, chunk: ModelChunk) -> int:
+        """Return the bytes stored by embeddings, final norms and BERT's head, without logits."""
+        model, t5 = self.config.model, self.config.family == "t5"
+        total = 0
+        if chunk.has_embedding:
+            total += self._hidden(self._mask, self.tokens)
+        if chunk.has_decoder_embedding:
+            total += self._hidden(self._mask, self._decoder_tokens)
+        # Input and output of a final norm; T5 also applies dropout to the output.
+        norm = (2 + self._norm_copies) * self.element + (self._mask if t5 else 0)
+        if t5 and chunk.layers and chunk.layers.stop == model.num_layers:
+            total += self._hidden(norm, self.tokens)
+        if chunk.has_head:
+            total += self._hidden(norm, self.predictions)
+        if chunk.has_head and self.config.family == "bert":
+            # Inputs of the activation, the norm and the decoder.
+            total += 3 * self._hidden(self.element, self.tokens)
+        return total
+
+    def stored(
+        self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int
+    ) -> tuple[int, int]:
+        """Return the most activations that a stage with these chunks stores over its schedule.
+
+        Args:
+            chunks: chunks of the stage.
+            stage: number of the pipeline stage.
+            micro_batches: number of micro batches of a step.
+
+        Returns:
+            Bytes of activations with those of a recomputed layer, and the largest number of micro
+            batches whose logits exist at a time.
+        """
+        activations = self._most([self.chunk(chunk) for chunk in chunks], stage, micro_batches)
+        losses = self._most([int(chunk.has_head) for chunk in chunks], stage, micro_batches)
+        again = max((more for chunk in chunks for _, _, more in self._stacks(chunk)), default=0)
+        return activations + again, losses
+
+    def peak(
+        self, chunks: Sequence[ModelChunk], stage: int, micro_batches: int, logits: int
+    ) -> int:
+        """Return the peak bytes of forward and backward passes of a stage on a GPU.
+
+        Each pass needs what passes before it stored, the messages between stages (`_messages`), and
+        temporary tensors: in the forward pass of the head those of the loss (`loss_blocks`), in
+        its backward pass those of `loss_gradient`, and in that of a layer those of
+        `layer_gradient`. The layers of a chunk run backward when its logits do not exist any more,
+        those of an encoder when the decoder's activations do not.
+
+        Args:
+            chunks: chunks of the stage.
+            stage: number of the pipeline stage.
+            micro_batches: number of micro batches of a step.
+            logits: bytes of a micro batch's logits.
+        """
+        sizes = [self.chunk(chunk) + logits * chunk.has_head for chunk in chunks]
+        losses = [chunk.has_head * self.loss_blocks(logits) for chunk in chunks]
+        gradients = [self._backward(chunk, logits) for chunk in chunks]
+        messages = [self._messages(chunks, posted) for posted in range(_AHEAD + 1)]
+        passes = self._passes(stage, micro_batches, len(chunks))
+        pipeline = Pipeline(self.config.parallel.pipeline_model_parallel_size, len(chunks))
+        first, last = (pipeline.model_chunk(stage, chunk) for chunk in (0, len(chunks) - 1))
+        starts = {Direction.FORWARD: 0 if first == 0 else None}
+        starts[Direction.BACKWARD] = len(chunks) - 1 if last == pipeline.model_chunks - 1 else None
+        receives = [each.chunk != starts[each.direction] for each in passes]
+        stored, left, peak = 0, sum(receives), 0
+        for each, receive in zip(passes, receives, strict=True):
+            left -= receive
+            if each.direction is Direction.FORWARD:
+                stored += sizes[each.chunk]
+                temporary, freed = losses[each.chunk], 0
+            else:
+                temporary, freed = gradients[each.chunk], sizes[each.chunk]
+            peak = max(peak, stored + messages[min(_AHEAD, left)] + temporary)
+            stored -= freed
+        return peak
+
+    def _backward(self, chunk: ModelChunk, logits: int) -> int:
+        """Return the bytes of a chunk's backward pass beyond what its forward pass stored."""
+        stored, most = 0, []
+        if chunk.has_head:
+            most.append(self.loss_gradient)
+            stored -= logits
+        for tokens, activations, again in self._stacks(chunk):
+            gradient = self._hidden(self.element, tokens)
+            most.append(stored + again + gradient + self.layer_gradient(tokens))
+            stored -= activations
+        return max(most, default=0)
+
+    def _stacks(self, chunk: ModelChunk) -> list[tuple[int, int, int]]:
+        """Return the stacks of layers of a chunk in the order of their backward passes.
+
+        Returns:
+            For each stack its tokens, the bytes that it stores, and those that the recomputation of
+            a layer adds.
+        """
+        limit = self.config.train.recompute_num_layers
+        left = None if limit is None else max(0, limit - len(chunk.layers))
+        again = self._recomputed(self.decoder_layer, self.decoder_attention, self._decoder_tokens)
+        stacks = [
+            (self._decoder_tokens, chunk.decoder_layers, left, again, self.decoder_layer),
+            (self.tokens, chunk.layers, limit, self.recomputed_layer, self.layer),
+        ]
+        return [
+            (tokens, self._layers(len(layers), limit, recomputed, layer), layer - recomputed)
+            for tokens, layers, limit, recomputed, layer in stacks
+            if layers
+        ]
+
+    def _messages(self, chunks: Sequence[ModelChunk], posted: int) -> int:
+        """Return the bytes of messages between pipeline stages.
+
+        A pass has the gradient or output that it received or computes, the last message that was
+        sent, and buffers for `posted` further messages.
+        """
+        if self.config.parallel.pipeline_model_parallel_size == 1:
+            return 0
+        decoder = any(chunk.decoder_layers for chunk in chunks)
+        tokens = self.tokens + self._decoder_tokens * decoder
+        return (1 + posted) * self._hidden(self.element, tokens)
+
+    def _passes(self, stage: int, micro_batches: int, chunks: int) -> tuple[Pass, ...]:
+        """Return the passes of a stage; 1F1B's for fewer micro batches with the same peak."""
+        parallel = self.config.parallel
+        stages, kind = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
+        if kind == "1f1b":
+            # The number of micro batches in flight repeats after a few rounds.
+            micro_batches = min(micro_batches, 3 * stages)
+        return _schedule(kind, stages, micro_batches, chunks)[stage]
+
+    def _most(self, sizes: Sequence[int], stage: int, micro_batches: int) -> int:
+        """Return the peak over a stage's schedule.
+
+        Args:
+            sizes: size of a micro batch on each chunk of the stage.
+            stage: number of the pipeline stage.
+            micro_batches: number of micro batches of a step.
+        """
+        return max(
+            accumulate(
+                sizes[each.chunk] * (1 if each.direction is Direction.FORWARD else -1)
+                for each in self._passes(stage, micro_batches, len(sizes))
+            )
+        )
+
+    def loss_blocks(self, logits: int) -> int:
+        """Return the additional bytes of the loss of a micro batch on a GPU.
+
+        It is computed in fp32 blocks of its logits: one exists at a time, two with a divided
+        vocabulary.
+
+        Args:
+            logits: bytes of the micro batch's logits.
+        """
+        copies = (1 if self._tensor == 1 else 2) - (self.element == 4)
+        if self.config.model.final_logit_softcapping is not None:
+            copies += 2  # the capped logits and the cap's derivative
+        return copies * 4 * min(_LOSS_BLOCK, logits // self.element)
+
+    def evaluation(self, logits: int) -> int:
+        """Return the bytes of a micro batch's forward pass without gradients on a GPU.
+
+        It is less than a layer stores, and the loss.
+
+        Args:
+            logits: bytes of the micro batch's logits.
+        """
+        return max(self.layer, logits + self.loss_blocks(logits))
+
+    @property
+    def loss_gradient(self) -> int:
+        """Additional bytes of the output layer's backward pass on a GPU.
+
+        They are the gradient of its input, the input times the losses' gradients in fp32, and this
+        product in the type of the activations: [b, s, h] each. With sequence parallelism, the
+        gathered input exists twice, and the gradient also as this rank's part of the sequence.
+        """
+        whole = self.predictions * self.config.model.hidden_size
+        elements = self.element + 4 + (self.element if self.element < 4 else 0)
+        gathered = 0
+        if self.config.parallel.sequence_parallel:
+            gathered = 2 * whole * self.element + self._hidden(self.element, self.predictions)
+        return whole * elements + gathered
+
+    def layer_gradient(self, tokens: int) -> int:
+        """Return the most additional bytes inside the backward pass of a layer on a GPU.
+
+        The MLP needs most, because all its activations are stored when it begins. In its order:
+        with sequence parallelism the output's gradient is gathered, which takes two copies
+        [b, s, h]; then one copy and the gradient of the second matrix product's input
+        [b, s, f/t]; the gradients of the activation's inputs, when that input is freed; last the
+        gradient of the MLP's input, when all activations inside the MLP are freed. With sequence
+        parallelism the last needs the gathered input, twice, and the copy that is
+        reduce-scattered.
+
+        Args:
+            tokens: tokens of a micro batch (b s).
+        """
+        model, parallel = self.config.model, self.config.parallel
+        whole = self.element * tokens * model.hidden_size
+        inner = self.element * tokens * model.ffn_size // self._tensor
+        dropout = self._hidden(self.element, tokens) if model.hidden_dropout else 0
+        inner_dropout = self.config.family == "t5" and model.hidden_dropout
+        shared = model.activation == "relu" and not inner_dropout  # with the product's input
+        gradients = 2 if model.gated else 1
+        stored = 4 if model.gated else 1 if shared else 2
+        gather = whole if parallel.sequence_parallel else 0
+        scatter = self._hidden(self.element, tokens) if parallel.sequence_parallel else 0
+        return dropout + max(
+            2 * gather,
+            gather + inner,
+            (gradients + shared) * inner,
+            (gradients - stored) * inner + whole + 3 * gather + scatter,
+        )
+
+    @property
+    def _tensor(self) -> int:
+        return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def _decoder_tokens(self) -> int:
+        """Tokens of a micro batch in T5's decoder."""
+        return (
+            self.config.train.micro_batch_size * self.config.data.span_corruption.decoder_seq_length
+        )
+
+    @property
+    def _mask(self) -> int:
+        """Bytes per element of hidden dropout's mask; on CPUs it is as wide as an activation."""
+        if not self.config.model.hidden_dropout:
+            return 0
+        return 1 if self.device_type == "cuda" else self.element
+
+    @property
+    def _key_value(self) -> int:
+        """Elements of a token's keys and values on a rank.
+
+        With fewer groups than tensor-parallel ranks, they are gathered from all ranks.
+        """
+        model = self.config.model
+        return 2 * (model.query_groups // self._tensor or model.query_groups) * model.head_dim
+
+    @property
+    def _norm_copies(self) -> int:
+        """Number of hidden states that a norm stores besides its input.
+
+        On CPUs, torch's RMSNorm consists of several operations.
+        """
+        return int(self.config.model.normalization == "rmsnorm" and self.device_type == "cpu")
+
+    def _layer(self, tokens: int) -> int:
+        """Return the bytes that a layer with self-attention stores, without its scores."""
+        model, tensor = self.config.model, self._tensor
+        norms = 4 if model.norm_position == "sandwich" else 2
+        norms_and_inputs = (2 + norms + norms * self._norm_copies) * self._hidden(
+            self.element, tokens
+        )
+        masks = 2 * self._hidden(self._mask, tokens)
+        key_value = self._key_value
+        # A gated unit stores the gate before and after its activation, the other half, and their
+        # product.
+        inner = 4 if model.gated else 1 if model.activation == "relu" else 2
+        divided = (2 * model.attention_size + inner * model.ffn_size) // tensor + key_value
+        if model.qk_layernorm:
+            divided += (1 + self._norm_copies) * (model.attention_size // tensor + key_value // 2)
+            if model.qk_layernorm_scope == "projection":  # the norms' inputs are made contiguous
+                divided += key_value // 2
+                if model.query_groups == model.num_attention_heads:
+                    divided += model.attention_size // tensor
+        if self.config.family == "t5" and model.hidden_dropout:  # dropout inside the MLP
+            copy = self.element if model.activation == "relu" else 0
+            masks += tokens * (self._mask + copy) * model.ffn_size // tensor
+        return norms_and_inputs + masks + tokens * self.element * divided
+
+    def _scores(self, tokens: int, keys: int) -> int:
+        """Return the bytes of attention scores that unfused attention stores.
+
+        On CPUs, torch has no fused attention with dropout or with a trained bias. It then stores
+        the softmax and, with dropout, the mask and the product: fp32 [b, n/t, s, keys] each. With a
+        soft cap, no device has fused attention.
+        """
+        model = self.config.model
+        trained = model.position_embedding_type == "relative"
+        scores = tokens * model.num_attention_heads // self._tensor * keys
+        if model.attn_logit_softcapping is not None:
+            return self._softcapped_bytes * scores
+        if self.device_type == "cuda" or not (model.attention_dropout or trained):
+            return 0
+        copies = 3 if model.attention_dropout else 1
+        return copies * 4 * scores
+
+    @property
+    def _softcapped_bytes(self) -> int:
+        """Bytes per score that attention with a soft cap stores.
+
+        They are tanh and softmax in fp32, the weights in the type of the activations, and with
+        dropout its mask and the dropped weights.
+        """
+        mask = 1 if self.device_type == "cuda" else self.element
+        dropped = mask + self.element if self.config.model.attention_dropout else 0
+        return 8 + (self.element if self.element < 4 else 0) + dropped
+
+    def _recomputed(self, full: int, attention: int, tokens: int) -> int:
+        match self.config.train.recompute:
+            case "none":
+                return full
+            case "selective":
+                return full - attention
+            case "full":
+                return 0 if self._has_option("cpu_checkpointing") else self._layer_input(tokens)
+
+    def _layer_input(self, tokens: int) -> int:
+        """Return the bytes that full recomputation stores for a layer.
+
+        DeepSpeed's tensor-parallel ranks may divide them.
+        """
+        full = self._hidden(self.element, tokens)
+        return full // self._tensor if self._has_option("partition_activations") else full
+
+    def _has_option(self, name: str) -> bool:
+        """Return True if DeepSpeed is used with this option of its activation checkpointing."""
+        return self.config.engine == "deepspeed" and bool(
+            user_settings_of(self.config).values.get(f"activation_checkpointing.{name}")
+        )
+
+    def _layers(self, layers: int, limit: int | None, recomputed_layer: int, layer: int) -> int:
+        """Return the bytes of `layers` layers, the first `limit` of which recompute (None: all)."""
+        recomputed = layers if limit is None else min(limit, layers)
+        return recomputed * recomputed_layer + (layers - recomputed) * layer
+
+    def _biases(self, chunk: ModelChunk) -> int:
+        """Return the bytes of the attention biases, which all layers of a chunk share."""
+        config, length = self.config, self.config.data.seq_length
+        heads = config.model.num_attention_heads // self._tensor
+        match config.model.position_embedding_type:
+            case "relative":
+                decoder = config.data.span_corruption.decoder_seq_length
+                elements = (len(chunk.layers) > 0) * self.tokens * length
+                elements += (
+                    len(chunk.decoder_layers) > 0
+                ) * decoder**2  # without the padding mask: the same for all samples
+                return elements * heads * self.element
+            case "alibi":
+                samples = config.train.micro_batch_size if config.data.reset_attention_mask else 1
+                return samples * heads * length**2 * self.element
+        window = config.model.sliding_window
+        windowed = window is not None and window < length
+        # First and last visible key of each query, or a number for each query and key.
+        mask = _SPAN if self._spanned else length * self.element
+        if config.data.reset_attention_mask:
+            alternates = config.model.window_attn_skip_freq and windowed
+            return (2 if alternates else 1) * self.tokens * mask
+        parts = self.config.parallel.context_parallel_size
+        if parts > 1:
+            return length // parts * mask
+        return length * mask if windowed else 0
+
+    @property
+    def _spanned(self) -> bool:
+        """True if the attention kernel takes masks as spans: the one of CPUs with AVX-512."""
+        half = "fp16" if self.config.train.precision == "fp16" else "bf16"
+        return (
+            self.device_type == "cpu"
+            and cpu_runs_kernels("fp32" if self.element == 4 else half)
+            and self.config.train.kernels.attention != "plain"
+            and self.config.model.attn_logit_softcapping is None
+            and not self.config.model.attention_dropout
+        )
+
+    def _hidden(self, element: int, tokens: int) -> int:
+        """Return the bytes of a rank's hidden states.
+
+        Their shape is [b, s, h], or [b, s/t, h] for a divided sequence.
+        """
+        parts = self._tensor if self.config.parallel.sequence_parallel else 1
+        return element * tokens * self.config.model.hidden_size // parts
