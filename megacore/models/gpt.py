@@ -144,14 +144,18 @@ class GPTModel(Model):
         if self._rotary is not None:
             whole = positions_of(0, length, device) if position_ids is None else position_ids
             rotary = self._rotary.tables(whole, like.dtype, queries)
-        of = partial(Spans.of, length, length, causal=True, device=device, documents=documents)
+
+        def mask(window: int | None) -> tuple[Tensor | None, Spans | None]:
+            """Return the spans, or the bias that all layers share; every token sees itself."""
+            spans = Spans.of(
+                length, length, causal=True, device=device, documents=documents, window=window
+            ).at(queries)
+            return (None, spans) if self._spanned else (spans.bias(length, like.dtype), None)
+
         if model.window_attn_skip_freq is None:
-            spans = of(window=model.sliding_window).at(queries)
-            return Shared(spans=spans, rotary=rotary, cp=self.cp)
-        full = Shared(spans=of().at(queries), rotary=rotary, cp=self.cp)
-        return replace(
-            full, windowed=replace(full, spans=of(window=model.sliding_window).at(queries))
-        )
+            return Shared(*mask(model.sliding_window), rotary=rotary, cp=self.cp)
+        windowed = Shared(*mask(model.sliding_window), rotary=rotary, cp=self.cp)
+        return Shared(*mask(None), rotary=rotary, cp=self.cp, windowed=windowed)
 
     def shared(
         self,
