@@ -106,11 +106,7 @@ class GPTModel(Model):
         assert hidden is not None
         documents = None if inputs is None else inputs.documents
         length = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
-        shared = (
-            self.shared(length, positions, hidden, documents=documents)
-            if self.cp.size == 1
-            else self._divided(length * self.cp.size, positions, hidden, documents)
-        )
+        shared = self.shared_in_training(length * self.cp.size, positions, hidden, documents)
         hidden = self.encoder(hidden, dropout_seed, shared=shared)
         if not self.has_head:
             return hidden
@@ -125,6 +121,14 @@ class GPTModel(Model):
             return None
         length = inputs.tokens.shape[1] * self.cp.size
         return positions_of_rank(length, self.cp, inputs.tokens.device)[None]
+
+    def shared_in_training(
+        self, length: int, position_ids: Tensor | None, like: Tensor, documents: Tensor | None
+    ) -> Shared:
+        """Return the values that all layers share in training, see `_divided`."""
+        if self.cp.size > 1:
+            return self._divided(length, position_ids, like, documents)
+        return self.shared(length, position_ids, like, documents=documents)
 
     def _divided(
         self, length: int, position_ids: Tensor | None, like: Tensor, documents: Tensor | None

@@ -120,9 +120,12 @@ def test_a_document_reads_like_one_of_its_own() -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_check_passes_for_every_decoder(name: str, kind: str) -> None:
     assert "checked on 300 tokens" in check_documents([model(name, kind)], 300, CPU)
+    for rank in range(2):
+        part = model(name, kind, cp=ParallelGroup(None, rank, 2))
+        assert "checked on 300 tokens" in check_documents([part], 302, CPU)
 
 
-@pytest.fixture(params=["spans", "bias"])
+@pytest.fixture(params=[("spans", 1), ("bias", 1), ("spans", 2), ("bias", 2)], ids=str)
 def leaking(request: pytest.FixtureRequest) -> Model:
     """A model whose kernel lets tokens see the previous document's last token."""
     chosen = kernels("llama", KINDS[-1])
@@ -134,8 +137,10 @@ def leaking(request: pytest.FixtureRequest) -> Model:
             bias = torch.maximum(bias, bias.roll(-1, -1))
         return chosen.attention(*parts, spans=spans, bias=bias, **rest)
 
-    faulty = replace(chosen, attention=attend, spanned=request.param == "spans")
-    return _families.model(_families.spec("llama"), kernels=faulty).float()
+    masks, parts = request.param
+    faulty = replace(chosen, attention=attend, spanned=masks == "spans")
+    cp = ParallelGroup(None, 0, parts)
+    return _families.model(_families.spec("llama"), kernels=faulty, cp=cp).float()
 
 
 def test_a_leak_is_a_typed_error(leaking: Model) -> None:
