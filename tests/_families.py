@@ -261,15 +261,16 @@ def given(model_spec: ModelSpec) -> ModelInput:
 
 
 FIRST = 5
-"""Tokens of the first document of `documents`."""
+"""Tokens of the first document of `documents` in sequences of LENGTH tokens."""
 
 
-def document_rows(seed: int) -> Tensor:
+def document_rows(seed: int, length: int = LENGTH) -> Tensor:
     """Return ids [2, s + 1] of several documents; the first is drawn with the seed. 1 ends one."""
-    ids = torch.randint(2, VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    drawn = torch.randint(2, VOCAB, (2, FIRST), generator=torch.Generator().manual_seed(seed))
-    ids[:, :FIRST] = drawn
-    ids[:, FIRST - 1] = ids[1, 8] = 1
+    first = length * FIRST // LENGTH
+    ids = torch.randint(2, VOCAB, (2, length + 1), generator=torch.Generator().manual_seed(1))
+    drawn = torch.randint(2, VOCAB, (2, first), generator=torch.Generator().manual_seed(seed))
+    ids[:, :first] = drawn
+    ids[:, first - 1] = ids[1, length * 2 // 3] = 1
     return ids
 
 
@@ -280,19 +281,26 @@ def document_rules() -> MaskRules:
     )
 
 
-def documents(seed: int) -> ModelInput:
+def documents(seed: int, length: int = LENGTH) -> ModelInput:
     """Return `document_rows` as a micro batch in which the first document's labels do not count."""
-    counts = torch.arange(LENGTH).expand(2, -1) >= FIRST
-    return replace(document_rules().read(document_rows(seed)), loss_mask=counts)
+    counts = torch.arange(length).expand(2, -1) >= length * FIRST // LENGTH
+    return replace(document_rules().read(document_rows(seed, length)), loss_mask=counts)
 
 
-def leaks(build: Callable[[], list[Model]]) -> list[str]:
-    """Return the losses and gradients of other documents that change with the first document."""
-    before, after = (backward(build(), documents(seed)) for seed in (2, 3))
-    losses = f"losses of {LM_LOSS}"
-    assert not torch.equal(before[losses][:, :FIRST], after[losses][:, :FIRST])
+def leaks(
+    build: Callable[[], list[Model]], length: int = LENGTH, cp: ParallelGroup = SINGLE_RANK
+) -> list[str]:
+    """Return the losses and gradients of other documents that change with the first document.
+
+    The sequences have `length` tokens, which the ranks of `cp` divide.
+    """
+    batches = [documents(seed, length).part(cp) for seed in (2, 3)]
+    before, after = (backward(build(), batch) for batch in batches)
+    losses, counts = f"losses of {LM_LOSS}", batches[0].loss_mask
+    assert counts is not None
+    assert not torch.equal(before[losses][~counts], after[losses][~counts])
     for results in (before, after):
-        results[losses] = results[losses][:, FIRST:]
+        results[losses] = results[losses][counts]
     return [name for name, value in before.items() if not torch.equal(value, after[name])]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels.choice import choose_kernels, plain_kernels
+from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.models.base import Model
 from megacore.parallel.mesh import SINGLE_RANK, ParallelGroup, ProcessMesh
 from megacore.parallel.rank_layout import RankLayout
@@ -27,6 +27,8 @@ DIVIDED = tuple(name for name in VARIANTS if name not in ALIKE)
 DROPPED = ("bert", "t5 v1.1")
 """Models trained with dropout; tests/models/test_gpt_parallel.py tests GPT's."""
 SEED = 77
+LONG = 300
+"""Tokens of sequences of several blocks of the attention kernel."""
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute": "selective"},
@@ -50,25 +52,46 @@ def run(world: int) -> dict[str, Any]:
 
 
 def leaks(world: int) -> dict[str, list[str]]:
-    """Return what leaks between documents, by decoder, layout and kernels."""
+    """Return what leaks between documents, by decoder, layout, type and kernels.
+
+    Ranks divide layers, also with sequence parallelism, or sequences longer than a kernel's block.
+    """
     tp = ProcessMesh.build(RankLayout(tensor=world)).tensor_parallel
+    cp = ProcessMesh.build(RankLayout(context=world)).context_parallel
+    layouts: dict[str, tuple[dict[str, Any], int]] = {
+        "tensor": ({"tp": tp}, _families.LENGTH),
+        "sequence": ({"tp": tp, "sequence_parallel": True}, _families.LENGTH),
+        "context": ({"cp": cp}, LONG),
+    }
     results: dict[str, list[str]] = {}
     for name in DECODERS:
         if name not in DIVIDED:
             continue
         still_alive()
-        softcapped = "attn_logit_softcapping" in DECODERS[name]
-        chosen = choose_kernels(torch.device("cpu"), torch.float32, softcapped=softcapped)
-        for sequence in (False, True):
-            for kind, kernels in (("plain", plain_kernels()), ("chosen", chosen)):
-                options = {"sequence_parallel": sequence, "kernels": kernels}
-                model_spec = _families.spec(name)
+        for layout, (options, length) in layouts.items():
+            model_spec = _families.spec(name, max_position_embeddings=length)
+            for kind, (kernels, dtype) in _kinds(name).items():
 
-                def build(spec: Any = model_spec, options: Any = options) -> list[Model]:
-                    return [_families.model(spec, tp, **options).float()]
+                def build(
+                    spec: Any = model_spec,
+                    options: Any = options | {"kernels": kernels},
+                    dtype: torch.dtype = dtype,
+                ) -> list[Model]:
+                    return [_families.model(spec, **options).to(dtype)]
 
-                results[f"{name} {kind} sequence {sequence}"] = _families.leaks(build)
+                results[f"{name} {layout} {kind}"] = _families.leaks(
+                    build, length, options.get("cp", SINGLE_RANK)
+                )
     return results
+
+
+def _kinds(name: str) -> dict[str, tuple[Kernels, torch.dtype]]:
+    """Return plain torch, and the kernels that are chosen for each type."""
+    softcapped = "attn_logit_softcapping" in DECODERS[name]
+    return {"plain": (plain_kernels(), torch.float32)} | {
+        str(dtype): (choose_kernels(torch.device("cpu"), dtype, softcapped=softcapped), dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
 
 
 def _plain(name: str, tp: ParallelGroup, sequence: bool) -> dict[str, Any]:

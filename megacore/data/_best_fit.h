@@ -1,6 +1,7 @@
 // Best-fit-decreasing packing of documents into samples (Johnson 1973; Ding et al. 2024,
 // arXiv:2404.10830): pieces are placed from the longest to the shortest, each into the sample with
-// the least sufficient space, or into a new one. A piece takes constant time: spaces are found in a two-level bitmap.
+// the least sufficient space, or into a new one. Spaces are found in a two-level bitmap, so the time
+// for a piece does not depend on the number of samples.
 #pragma once
 
 #include <algorithm>

@@ -176,9 +176,9 @@ def build_split(
     One random state is used for all of them, in order. The first access to new memory takes longer
     than the computation of the entries, so a second thread makes half of these accesses.
     """
-    random_state = helpers.RandomState(seed)
     if packing == "best_fit":
         return build_best_fit(lengths, first, last, plan.epochs, seq_length, seed, extra)
+    random_state = helpers.RandomState(seed)
     sequences, middle = last - first, (first + last) // 2
     epochs = np.empty((plan.epochs, sequences), np.int32)
     with ThreadPoolExecutor(1, "index-memory") as second:

@@ -215,10 +215,10 @@ def _plan_epochs(
     name: str,
     requested: int | None,
 ) -> EpochPlan:
-    tokens = dataset.count_tokens(first, last)
     if options.packing == "best_fit":
         lengths = np.require(dataset.lengths[first:last], np.int32, ["C", "A"])
         return plan_best_fit(lengths, options.seq_length, options.extra, requested)
+    tokens = dataset.count_tokens(first, last)
     if options.packing == "packed":
         return plan_epochs(
             tokens,

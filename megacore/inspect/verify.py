@@ -1,10 +1,6 @@
-"""Checks of files on disk: token files, index maps, artifacts, checkpoints and workspaces.
-
-Index maps are compared with their tokens, in blocks.
-"""
+"""Checks of files on disk: token files, index maps, artifacts, checkpoints and workspaces."""
 
 import shlex
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from megacore.artifact.build import is_locked
 from megacore.artifact.files import read_json, unreadable
@@ -30,21 +25,20 @@ from megacore.checkpoint.format import (
 from megacore.config.base import FinetuneStage
 from megacore.data.index_directory import (
     BLEND_MAP_NAMES,
-    MAP_NAMES,
     IndexDescription,
     load_map,
     map_path,
     member_directory,
 )
-from megacore.data.index_options import SPLIT_NAMES, IndexOptions
+from megacore.data.index_options import SPLIT_NAMES
 from megacore.errors import ArtifactError, CheckpointError, DataFormatError, FileAccessError
 from megacore.inspect.index import (
-    check_best_fit,
+    check_maps,
     check_sentence_map,
     describe_index,
     is_index_directory,
     open_map,
-    pieces_of,
+    outside,
 )
 from megacore.inspect.provenance import find_origins
 from megacore.inspect.tokens import count_empty, counted, find_prefixes
@@ -58,13 +52,11 @@ from megacore.token_files.indexed_dataset import (
 
 _HASH_THREADS = 4
 """Number of files of an artifact hashed at a time; each keeps a core busy."""
-_BLOCK = 1 << 20
 _BEST = "best"
 """Folder of the best model in a fine-tuning's directory."""
 _RUN_FILE = "run.json"
 OnRead = Callable[[int], None]
 """Callback that receives the number of bytes of each block that was read."""
-Map = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -247,7 +239,7 @@ def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
                 f"{path} has {len(datasets)} samples, the other map {len(numbers)}: build them "
                 "again"
             )
-        if len(datasets) and (wrong := _outside(datasets, len(members))) is not None:
+        if len(datasets) and (wrong := outside(datasets, len(members))) is not None:
             raise DataFormatError(
                 f"{path} names data set {wrong} of {len(members)}: build the maps again"
             )
@@ -257,7 +249,7 @@ def _verify_blends(directory: Path, index: IndexDescription) -> Iterator[Check]:
             available = len(
                 load_map(map_path(member_directory(directory, member), split, index.counting_map))
             )
-            if len(taken) and (wrong := _outside(taken, available)) is not None:
+            if len(taken) and (wrong := outside(taken, available)) is not None:
                 raise DataFormatError(
                     f"{path}: the blend takes sample {wrong} of member {member}, which has "
                     f"{available}: build it again"
@@ -461,140 +453,3 @@ def _compare_checkpoint(
 
 def _delete(path: Path) -> str:
     return f"rm {'-r ' if path.is_dir() else ''}-- {shlex.quote(str(path))}"
-
-
-def check_maps(dataset: IndexedDataset, directory: Path, split: str, options: IndexOptions) -> str:
-    """Check the maps of a split and return a summary in one clause. Raises DataFormatError.
-
-    The document index must contain every sequence of the split equally often, with best fit every
-    piece; with packed documents the rows of the sample index must be seq_length tokens apart; the
-    shuffle index must contain each sample once. Memory: 1 byte per sample, 8 to 32 per sequence.
-    """
-    paths = [map_path(directory, split, name) for name in MAP_NAMES]
-    document, rows, shuffle = (open_map(path) for path in paths)
-    if len(rows) != len(shuffle) + 1:
-        raise DataFormatError(
-            f"{paths[1]} has {len(rows)} rows, {paths[2].name} {len(shuffle)} samples; it should "
-            "have one row more: build the index maps again"
-        )
-    epochs = _check_document_index(paths[0], document, dataset, pieces_of(dataset, options))
-    _check_rows(paths[1], rows, document, dataset)
-    if options.packing == "packed":
-        _check_distances(paths[1], rows, document, dataset, options)
-    elif options.packing == "best_fit":
-        check_best_fit(paths[1], rows, document, dataset, options, epochs)
-    _check_permutation(paths[2], shuffle)
-    if not len(shuffle) and not len(document):
-        return "no samples"
-    parts = (
-        counted(len(shuffle), "sample"),
-        counted(len(document), "piece" if options.packing == "best_fit" else "sequence"),
-        counted(epochs, "epoch"),
-    )
-    return "{}, {} in {}, each sample once".format(*parts)
-
-
-def _check_document_index(path: Path, document: Map, dataset: IndexedDataset, pieces: Map) -> int:
-    """Return the number of epochs: how often the document index contains each sequence."""
-    counts = np.zeros(len(dataset), np.int64)
-    for block in _blocks(document):
-        if block.min() < 0 or block.max() >= len(dataset):
-            wrong = block.min() if block.min() < 0 else block.max()
-            raise DataFormatError(
-                f"{path} names sequence {wrong} of {len(dataset)} in {dataset.prefix}: it was "
-                "built for other tokens"
-            )
-        counts += np.bincount(block, minlength=len(counts))
-    used = np.flatnonzero(counts)
-    if not len(used):
-        return 0
-    first, last = int(used[0]), int(used[-1])
-    epochs = int(counts[first]) // max(1, int(pieces[first]))
-    uneven = np.flatnonzero(counts[first : last + 1] != epochs * pieces[first : last + 1])
-    if len(uneven):
-        sequence = first + int(uneven[0])
-        raise DataFormatError(
-            f"{path} has sequence {sequence} {counts[sequence]} times, but sequence {first} "
-            f"{counts[first]} times: each epoch has every sequence of the split once, with "
-            "best_fit every piece of it; build the index maps again"
-        )
-    return epochs
-
-
-def _check_rows(path: Path, rows: Map, document: Map, dataset: IndexedDataset) -> None:
-    """Check that each row is inside a document of the document index and rows are ascending."""
-    previous = (0, 0)
-    for start in range(0, len(rows), _BLOCK):
-        block = rows[start : start + _BLOCK].astype(np.int64)
-        position, offset = block[:, 0], block[:, 1]
-        inside = (position >= 0) & (position < len(document)) & (offset >= 0)
-        inside[inside] = offset[inside] <= dataset.lengths[document[position[inside]]]
-        inside |= (position == len(document)) & (offset == 0)  # the end of the last sample
-        earlier = np.concatenate([[previous], block[:-1]])
-        falling = (position < earlier[:, 0]) | (
-            (position == earlier[:, 0]) & (offset < earlier[:, 1])
-        )
-        wrong = np.flatnonzero(~inside | falling)
-        if len(wrong):
-            row = int(wrong[0])
-            raise DataFormatError(
-                f"{path}: row {start + row} is {block[row].tolist()}, which does not follow "
-                f"{earlier[row].tolist()} within the documents of {dataset.prefix}: build the "
-                "index maps again"
-            )
-        previous = (int(position[-1]), int(offset[-1]))
-
-
-def _check_distances(
-    path: Path, rows: Map, document: Map, dataset: IndexedDataset, options: IndexOptions
-) -> None:
-    """Check that row i is i x seq_length tokens into the documents.
-
-    Only the last row may be earlier, because the last sample may be partial.
-    """
-    row, before = 0, 0
-    for start in range(0, len(document), _BLOCK):
-        lengths = dataset.lengths[document[start : start + _BLOCK]].astype(np.int64)
-        starts = before + np.cumsum(lengths) - lengths
-        stop = bisect_left(rows[:, 0], start + len(lengths), lo=row)
-        block = rows[row:stop].astype(np.int64)
-        reached = starts[block[:, 0] - start] + block[:, 1]
-        wrong = np.flatnonzero(reached != np.arange(row, stop) * options.seq_length)
-        wrong = wrong[
-            (row + wrong != len(rows) - 1) | (reached[wrong] > (len(rows) - 1) * options.seq_length)
-        ]
-        if len(wrong):
-            raise DataFormatError(
-                f"{path}: sample {row + int(wrong[0])} begins {reached[wrong[0]]} tokens into the "
-                f"documents instead of {(row + int(wrong[0])) * options.seq_length}: the maps were "
-                "built for other tokens; build them again"
-            )
-        row, before = stop, int(starts[-1] + lengths[-1])
-
-
-def _check_permutation(path: Path, shuffle: Map) -> None:
-    seen = np.zeros(len(shuffle), np.bool_)
-    for block in _blocks(shuffle):
-        if (wrong := _outside(block, len(seen))) is not None:
-            raise DataFormatError(
-                f"{path} names sample {wrong} of {len(seen)}: build the index maps again"
-            )
-        seen[block] = True
-    if not seen.all():
-        raise DataFormatError(
-            f"{path} lacks {np.count_nonzero(~seen)} of {len(seen)} samples, such as "
-            f"{int(seen.argmin())}, and has others more than once: build the index maps again"
-        )
-
-
-def _outside(numbers: Map, count: int) -> int | None:
-    """Return a number below 0, else one from `count` on; None if there is neither."""
-    lowest, highest = int(numbers.min()), int(numbers.max())
-    if lowest < 0:
-        return lowest
-    return highest if highest >= count else None
-
-
-def _blocks(values: Map) -> Iterator[Map]:
-    for start in range(0, len(values), _BLOCK):
-        yield values[start : start + _BLOCK]

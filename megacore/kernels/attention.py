@@ -5,7 +5,8 @@ with scale, bias and dropout, as in Megatron-LM's scaled_masked_softmax.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import wraps
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -95,33 +96,30 @@ class ScaledMaskedSoftmax(Protocol):
         ...
 
 
-def with_dense_mask(
-    attend: Attention,
-    spans: Spans,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias: Tensor | None,
-    dropout: float,
-    scale: float | None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Compute attention with a kernel that has no spans, from their dense mask."""
-    mask = spans.bias(key.shape[2], query.dtype)
-    context = attend(
-        query,
-        key,
-        value,
-        bias=mask if bias is None else bias + mask,
-        dropout=dropout,
-        causal=False,
-        scale=scale,
-        softcap=softcap,
-    )
-    return spans.hide(context)
+def masked(attend: Callable[..., Tensor]) -> Attention:
+    """Return a kernel that takes spans as a dense mask, from one without spans."""
+
+    @wraps(attend)
+    def attend_masked(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Tensor | None,
+        causal: bool,
+        spans: Spans | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if spans is None:
+            return attend(query, key, value, bias=bias, causal=causal, **options)
+        mask = spans.bias(key.shape[2], query.dtype)
+        bias = mask if bias is None else bias + mask
+        return spans.hide(attend(query, key, value, bias=bias, causal=False, **options))
+
+    return attend_masked
 
 
+@masked
 def reference(
     query: Tensor,
     key: Tensor,
@@ -132,24 +130,11 @@ def reference(
     causal: bool,
     scale: float | None,
     softcap: float | None = None,
-    spans: Spans | None = None,
 ) -> Tensor:
     """Compute attention with the kernel that torch selects: FlashAttention, cuDNN's or its own.
 
     None of these has a soft cap, so that scores with one are stored.
     """
-    if spans is not None:
-        return with_dense_mask(
-            reference,
-            spans,
-            query,
-            key,
-            value,
-            bias=bias,
-            dropout=dropout,
-            scale=scale,
-            softcap=softcap,
-        )
     if softcap is not None:
         return softcapped(
             query,
@@ -186,6 +171,7 @@ def reference(
     )
 
 
+@masked
 def softcapped(
     query: Tensor,
     key: Tensor,
@@ -196,7 +182,6 @@ def softcapped(
     causal: bool,
     scale: float | None,
     softcap: float | None = None,
-    spans: Spans | None = None,
 ) -> Tensor:
     """Compute attention with a soft cap of the scores, which are stored; see `Attention`.
 
@@ -204,18 +189,6 @@ def softcapped(
     heads that share keys are multiplied together, so that keys and values are not repeated.
     """
     assert softcap is not None, "this kernel is chosen for models with a soft cap"
-    if spans is not None:
-        return with_dense_mask(
-            softcapped,
-            spans,
-            query,
-            key,
-            value,
-            bias=bias,
-            dropout=dropout,
-            scale=scale,
-            softcap=softcap,
-        )
     (b, n, s, d), groups, keys = query.shape, key.shape[1], key.shape[2]
     scale = d**-0.5 if scale is None else scale
     grouped = query.reshape(b, groups, n // groups * s, d)
@@ -284,6 +257,23 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
     """
     from megacore.kernels.cpu.attention import attention, supports
 
+    @masked
+    def otherwise(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Tensor | None,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
+            return in_memory(
+                softmax, query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale
+            )
+        return reference(query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale)
+
     def attend(
         query: Tensor,
         key: Tensor,
@@ -299,15 +289,16 @@ def _cpp(softmax: ScaledMaskedSoftmax | None) -> Attention:
         assert softcap is None, "this kernel is not chosen for models with a soft cap"
         if bias is None and not dropout and supports(query, key, value):
             return attention(query, key, value, causal=causal, scale=scale, spans=spans)
-        if spans is not None:
-            return with_dense_mask(
-                attend, spans, query, key, value, bias=bias, dropout=dropout, scale=scale
-            )
-        if softmax is not None and (dropout or (bias is not None and bias.requires_grad)):
-            return in_memory(
-                softmax, query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale
-            )
-        return reference(query, key, value, bias=bias, dropout=dropout, causal=causal, scale=scale)
+        return otherwise(
+            query,
+            key,
+            value,
+            bias=bias,
+            dropout=dropout,
+            causal=causal,
+            scale=scale,
+            spans=spans,
+        )
 
     return attend
 

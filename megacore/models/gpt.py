@@ -106,11 +106,7 @@ class GPTModel(Model):
         assert hidden is not None
         documents = None if inputs is None else inputs.documents
         length = hidden.shape[1] * (self.tp.size if self.sequence_parallel else 1)
-        shared = (
-            self.shared(length, positions, hidden, documents=documents)
-            if self.cp.size == 1
-            else self._divided(length * self.cp.size, positions, hidden, documents)
-        )
+        shared = self.shared_in_training(length * self.cp.size, positions, hidden, documents)
         hidden = self.encoder(hidden, dropout_seed, shared=shared)
         if not self.has_head:
             return hidden
@@ -125,6 +121,14 @@ class GPTModel(Model):
             return None
         length = inputs.tokens.shape[1] * self.cp.size
         return positions_of_rank(length, self.cp, inputs.tokens.device)[None]
+
+    def shared_in_training(
+        self, length: int, position_ids: Tensor | None, like: Tensor, documents: Tensor | None
+    ) -> Shared:
+        """Return the values that all layers share in training, see `_divided`."""
+        if self.cp.size > 1:
+            return self._divided(length, position_ids, like, documents)
+        return self.shared(length, position_ids, like, documents=documents)
 
     def _divided(
         self, length: int, position_ids: Tensor | None, like: Tensor, documents: Tensor | None
@@ -144,14 +148,18 @@ class GPTModel(Model):
         if self._rotary is not None:
             whole = positions_of(0, length, device) if position_ids is None else position_ids
             rotary = self._rotary.tables(whole, like.dtype, queries)
-        of = partial(Spans.of, length, length, causal=True, device=device, documents=documents)
+
+        def mask(window: int | None) -> tuple[Tensor | None, Spans | None]:
+            """Return the spans, or the bias that all layers share; every token sees itself."""
+            spans = Spans.of(
+                length, length, causal=True, device=device, documents=documents, window=window
+            ).at(queries)
+            return (None, spans) if self._spanned else (spans.bias(length, like.dtype), None)
+
         if model.window_attn_skip_freq is None:
-            spans = of(window=model.sliding_window).at(queries)
-            return Shared(spans=spans, rotary=rotary, cp=self.cp)
-        full = Shared(spans=of().at(queries), rotary=rotary, cp=self.cp)
-        return replace(
-            full, windowed=replace(full, spans=of(window=model.sliding_window).at(queries))
-        )
+            return Shared(*mask(model.sliding_window), rotary=rotary, cp=self.cp)
+        windowed = Shared(*mask(model.sliding_window), rotary=rotary, cp=self.cp)
+        return Shared(*mask(None), rotary=rotary, cp=self.cp, windowed=windowed)
 
     def shared(
         self,

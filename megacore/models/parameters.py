@@ -85,7 +85,7 @@ def layer_sizes(model: ModelConfig, tensor: int = 1, *, decoder: bool = False) -
     return [width * hidden // tensor for width in column + row] + biases + norms
 
 
-def layer_matrices(model: ModelConfig, *, decoder: bool = False) -> list[tuple[int, int]]:
+def _layer_matrices(model: ModelConfig, *, decoder: bool = False) -> list[tuple[int, int]]:
     """Return rows and columns of the matrices of a layer, q, k and v separately.
 
     They are whole, not divided over tensor-parallel ranks.
@@ -104,8 +104,8 @@ def layer_matrices(model: ModelConfig, *, decoder: bool = False) -> list[tuple[i
 
 
 def chunk_matrices(model: ModelConfig, chunk: ModelChunk) -> list[tuple[int, int]]:
-    """Return rows and columns of the matrices of a chunk's layers, as `layer_matrices`."""
-    return layer_matrices(model) * len(chunk.layers) + layer_matrices(model, decoder=True) * len(
+    """Return rows and columns of the matrices of a chunk's layers, as `_layer_matrices`."""
+    return _layer_matrices(model) * len(chunk.layers) + _layer_matrices(model, decoder=True) * len(
         chunk.decoder_layers
     )
 

@@ -15,7 +15,6 @@ from megacore.data.index_directory import map_path
 from megacore.data.index_maps import IndexOptions, Member, Mixture, build_index_maps
 from megacore.errors import ArtifactError, DataFormatError
 from megacore.inspect import index as index_checks
-from megacore.inspect import verify as verify_maps
 from megacore.inspect.verify import Check, Damage, Unchecked, examine, verify
 from megacore.token_files.indexed_dataset import write_members
 from tests.data._corpus import entry, write_documents
@@ -153,7 +152,7 @@ def test_a_directory_without_known_files_is_refused(tmp_path: Path) -> None:
 )
 def index(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return index maps of several epochs with their tokens; checks read them in small blocks."""
-    monkeypatch.setattr(verify_maps, "_BLOCK", 4)
+    monkeypatch.setattr(index_checks, "_BLOCK", 4)
     kind = request.param
     packing = kind if kind in ("best_fit", "pack_until_overflow", "unpacked") else "packed"
     options = IndexOptions(
@@ -220,7 +219,7 @@ def test_damaged_maps_are_refused_by_file(
 def test_samples_of_another_length_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_maps, "_BLOCK", 4)
+    monkeypatch.setattr(index_checks, "_BLOCK", 4)
     prefix = write_tokens(tmp_path / "a", LENGTHS)
     build_index_maps(
         Mixture.single(prefix), tmp_path, IndexOptions("1", SEQ_LENGTH, seed=3), (40, 0, 0)

@@ -52,6 +52,13 @@ def test_spans_equal_the_dense_mask(
     assert visible(last, 10).expand(2, 4, 10).equal(sees[:, 6:])
 
 
+def test_padding_between_tokens_is_an_error() -> None:
+    present = torch.tensor([[True, True, False, True], [False] * 4])
+    Spans.of(4, 4, causal=False, device=CPU, present=present[1:])
+    with pytest.raises(AssertionError, match="padding between tokens"):
+        Spans.of(4, 4, causal=False, device=CPU, present=present)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_query_that_sees_nothing_has_output_and_gradient_zero(softcap: float | None) -> None:
     attend: Attention = reference if softcap is None else softcapped

@@ -12,23 +12,35 @@ from megacore.kernels.choice import Kernels, choose_kernels, plain_kernels
 from megacore.kernels.cpu.common import runs_fp32
 from megacore.kernels.spans import Spans
 from megacore.models.base import Model
+from megacore.models.gpt import GPTModel
 from megacore.models.leak_check import check_documents
+from megacore.parallel.context import positions_of_rank
+from megacore.parallel.mesh import ParallelGroup
 from tests import _families, _family_ranks
 from tests._dist import run_distributed
-from tests._families import DECODERS, FIRST
+from tests._families import DECODERS, FIRST, LENGTH
+from tests._family_ranks import LONG
 
 CPU = torch.device("cpu")
 
 
-def kernels(name: str, kind: str) -> Kernels:
+def kernels(name: str, kind: str, dtype: torch.dtype = torch.float32) -> Kernels:
     softcapped = "attn_logit_softcapping" in DECODERS[name]
     if kind == "plain":
         return plain_kernels()
-    return choose_kernels(CPU, torch.float32, softcapped=softcapped)
+    return choose_kernels(CPU, dtype, softcapped=softcapped)
 
 
-def model(name: str, kind: str, **options: Any) -> Model:
-    return _families.model(_families.spec(name), kernels=kernels(name, kind), **options).float()
+def model(
+    name: str,
+    kind: str,
+    *,
+    length: int = LENGTH,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Model:
+    spec = _families.spec(name, max_position_embeddings=length)
+    return _families.model(spec, kernels=kernels(name, kind, dtype), **options).to(dtype)
 
 
 KINDS = ["plain", *(["chosen"] if runs_fp32() else [])]
@@ -44,11 +56,40 @@ def test_a_changed_document_changes_no_bit_of_another(name: str, kind: str) -> N
     assert _families.leaks(lambda: [model(name, kind, chunk=chunk) for chunk in pieces]) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_changed_document_changes_no_bit_over_several_blocks(
+    name: str, kind: str, dtype: torch.dtype
+) -> None:
+    assert _families.leaks(lambda: [model(name, kind, length=LONG, dtype=dtype)], LONG) == []
+
+
 def test_a_changed_document_changes_no_bit_on_two_ranks() -> None:
-    """With tensor and sequence parallelism, with the chosen kernels and with plain torch."""
+    """With tensor, sequence and context parallelism, in fp32 and bf16."""
     for leaks in run_distributed(2, _family_ranks.leaks, 2):
-        assert len(leaks) > 20
+        assert len(leaks) > 100
         assert not any(leaks.values()), leaks
+
+
+def test_layers_of_divided_sequences_share_one_mask() -> None:
+    """Plain torch would otherwise keep a dense mask for each layer."""
+    parts = [model("gemma2", "plain", cp=ParallelGroup(None, rank, 2)) for rank in range(2)]
+    whole, like = model("gemma2", "plain"), torch.empty(0)
+    documents = _families.documents(2).documents
+    assert isinstance(whole, GPTModel)
+    expected = whole.shared(LENGTH, None, like, documents=documents)
+    for part in parts:
+        assert isinstance(part, GPTModel)
+        shared = part._divided(LENGTH, None, like, documents)
+        places = positions_of_rank(LENGTH, part.cp, CPU)
+        for masks, dense in ((shared, expected), (shared.windowed, expected.windowed)):
+            assert masks is not None
+            assert dense is not None
+            assert masks.bias is not None
+            assert dense.bias is not None
+            assert masks.spans is None
+            assert masks.bias.equal(dense.bias[:, :, places])
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -79,9 +120,12 @@ def test_a_document_reads_like_one_of_its_own() -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_check_passes_for_every_decoder(name: str, kind: str) -> None:
     assert "checked on 300 tokens" in check_documents([model(name, kind)], 300, CPU)
+    for rank in range(2):
+        part = model(name, kind, cp=ParallelGroup(None, rank, 2))
+        assert "checked on 300 tokens" in check_documents([part], 302, CPU)
 
 
-@pytest.fixture(params=["spans", "bias"])
+@pytest.fixture(params=[("spans", 1), ("bias", 1), ("spans", 2), ("bias", 2)], ids=str)
 def leaking(request: pytest.FixtureRequest) -> Model:
     """A model whose kernel lets tokens see the previous document's last token."""
     chosen = kernels("llama", KINDS[-1])
@@ -93,8 +137,10 @@ def leaking(request: pytest.FixtureRequest) -> Model:
             bias = torch.maximum(bias, bias.roll(-1, -1))
         return chosen.attention(*parts, spans=spans, bias=bias, **rest)
 
-    faulty = replace(chosen, attention=attend, spanned=request.param == "spans")
-    return _families.model(_families.spec("llama"), kernels=faulty).float()
+    masks, parts = request.param
+    faulty = replace(chosen, attention=attend, spanned=masks == "spans")
+    cp = ParallelGroup(None, 0, parts)
+    return _families.model(_families.spec("llama"), kernels=faulty, cp=cp).float()
 
 
 def test_a_leak_is_a_typed_error(leaking: Model) -> None:

@@ -1,6 +1,6 @@
 """Training runs with DeepSpeed's engines.
 
-They are resumed, train_disturbed, and continued in another stage, layout or engine.
+They are resumed, disturbed, and continued in another stage, layout or engine.
 """
 
 import math
@@ -128,13 +128,6 @@ def train_whole_and_resumed(data: Path, root: Path) -> None:
 def continue_on_one_rank(data: Path, root: Path) -> None:
     for number, kind in enumerate(ON_ONE, 1 + len(ON_TWO)):
         _runs.train(until(2 * number, kind, ranks=1), data, root / "changing", attempt=number)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
 
 
 @pytest.fixture(scope="module")

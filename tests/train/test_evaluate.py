@@ -67,13 +67,6 @@ def score_on_ranks(data: Path) -> Evaluation:
     return score(data, _runs.mesh())
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
-
-
 def test_loss_is_the_mean_over_all_targets_on_any_number_of_ranks(data: Path) -> None:
     dataset = GPTDataset(data / "tokens_text_document", data / "index", "test", _runs.SEQ_LENGTH)
     expected = float(losses(torch.from_numpy(dataset.gather(range(13)))).double().mean())

@@ -59,13 +59,6 @@ def train_whole_and_resumed(data: Path, root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
-
-
-@pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     run_distributed(2, train_whole_and_resumed, data, root)

@@ -66,13 +66,6 @@ def assert_same_run(first: Path, second: Path, iteration: int) -> None:
         assert reported[0]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
-
-
 def train_whole_and_resumed(data: Path, root: Path) -> None:
     """Train 6 iterations without a break, and 3 more after a resumed checkpoint of 3."""
     _runs.train(until(6), data, root / "whole")

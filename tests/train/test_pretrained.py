@@ -36,13 +36,6 @@ def config(
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
-
-
-@pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provide a checkpoint with only weights, of another seed, as conversion writes it."""
     other = _runs.config().model_copy(update={"seed": 77})

@@ -37,13 +37,6 @@ def iterations_in(directory: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
-
-
-@pytest.fixture(scope="module")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provide a run that profiles iterations 2 and 3 of 6."""
     directory = tmp_path_factory.mktemp("run")

@@ -10,13 +10,6 @@ from megacore.errors import TrainingStoppedError
 from tests.train import _runs
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
-
-
 def test_resumed_run_reports_unreported_and_lost_checkpoints(data: Path, tmp_path: Path) -> None:
     train = _runs.config().train.model_dump()
     _runs.train(_runs.config(train=train | {"train_iters": 4}), data, tmp_path)

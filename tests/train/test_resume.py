@@ -24,13 +24,6 @@ def run(train_iters: int = 6, *, optim: dict[str, Any] | None = None, **sections
     )
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
-
-
 @pytest.fixture
 def half(data: Path, tmp_path: Path) -> Path:
     """Provide a run stopped after three iterations."""

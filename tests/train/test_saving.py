@@ -16,13 +16,6 @@ from tests._dist import run_distributed
 from tests.train import _runs
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("data")
-    _runs.write_data(directory, _runs.config())
-    return directory
-
-
 def test_stall_includes_the_wait_for_the_previous_save(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -478,13 +478,13 @@ void require(bool is_bf16) {
 }
 
 void attention_forward(bool is_bf16, const Sizes& sizes, double scale, bool causal,
-                       const SpanPlace& spans, const Place& query, const Place& key, const Place& value, const Place& out,
-                       std::uintptr_t lse, int threads) {
+                       const SpanPlace& spans, const Place& query, const Place& key,
+                       const Place& value, const Place& out, std::uintptr_t lse, int threads) {
     require(is_bf16);
 #ifdef MEGACORE_HAS_AVX512
     const auto run = is_bf16 ? &forward<bf16> : &forward<float>;
-    run(shape_of(sizes, scale, causal, spans), query, key, value, out, reinterpret_cast<float*>(lse),
-        threads);
+    run(shape_of(sizes, scale, causal, spans), query, key, value, out,
+        reinterpret_cast<float*>(lse), threads);
 #endif
 }
 
@@ -507,8 +507,8 @@ void run_backward(const Shape& shape, const std::array<Place, 5>& inputs, std::u
 #endif
 
 void attention_backward(bool is_bf16, const Sizes& sizes, double scale, bool causal,
-                        const SpanPlace& spans, const std::array<Place, 5>& inputs, std::uintptr_t lse,
-                        const std::array<Place, 3>& grads, int threads) {
+                        const SpanPlace& spans, const std::array<Place, 5>& inputs,
+                        std::uintptr_t lse, const std::array<Place, 3>& grads, int threads) {
     require(is_bf16);
 #ifdef MEGACORE_HAS_AVX512
     const auto run = is_bf16 ? &run_backward<bf16> : &run_backward<float>;

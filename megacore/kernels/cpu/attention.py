@@ -19,6 +19,8 @@ MAX_HEAD_DIM = 256
 _DTYPES = tuple(dtype for dtype in (torch.bfloat16, torch.float32) if runs(dtype))
 _BF16 = torch.bfloat16
 _SpanPlace = tuple[int, int, int]
+_OPERATORS = {1: "packed_attention", 3: "attention"}
+"""Beginning of the operators' names by the number of inputs."""
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -72,7 +74,7 @@ def attention(
         ConfigError: the kernel does not accept these tensors (see `supports`).
     """
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, causal, _scale(scale, query), *_parts(spans, query.shape[2])
+        causal, _scale(scale, query), *_parts(spans, query.shape[2]), query, key, value
     )
     return out
 
@@ -94,62 +96,37 @@ def packed_attention(
     Raises:
         ConfigError: the kernel does not accept this tensor (see `supports_packed`).
     """
-    out: Tensor = _PackedAttention.apply(  # type: ignore[no-untyped-call]
-        mixed, causal, _scale(scale, mixed), *_parts(spans, mixed.shape[1])
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        causal, _scale(scale, mixed), *_parts(spans, mixed.shape[1]), mixed
     )
     return out
 
 
 class _Attention(torch.autograd.Function):
+    """Attention of query, key and value, or of one packed input."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
         causal: bool,
         scale: float,
         first: Tensor | None,
         last: Tensor | None,
+        *inputs: Tensor,
     ) -> Tensor:
-        out, lse = torch.ops.megacore.attention_forward(
-            query, key, value, causal, scale, first, last
-        )
-        ctx.save_for_backward(query, key, value, out, lse, first, last)
+        operator = getattr(torch.ops.megacore, f"{_OPERATORS[len(inputs)]}_forward")
+        out, lse = operator(*inputs, causal, scale, first, last)
+        ctx.save_for_backward(*inputs, out, lse, first, last)
         ctx.causal, ctx.scale = causal, scale
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         *saved, first, last = ctx.saved_tensors
-        gradients = torch.ops.megacore.attention_backward(
-            grads[0], *saved, ctx.causal, ctx.scale, first, last
-        )
-        return *gradients, None, None, None, None
-
-
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        mixed: Tensor,
-        causal: bool,
-        scale: float,
-        first: Tensor | None,
-        last: Tensor | None,
-    ) -> Tensor:
-        out, lse = torch.ops.megacore.packed_attention_forward(mixed, causal, scale, first, last)
-        ctx.save_for_backward(mixed, out, lse, first, last)
-        ctx.causal, ctx.scale = causal, scale
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        *saved, first, last = ctx.saved_tensors
-        gradient = torch.ops.megacore.packed_attention_backward(
-            grads[0], *saved, ctx.causal, ctx.scale, first, last
-        )
-        return gradient, None, None, None, None
+        operator = getattr(torch.ops.megacore, f"{_OPERATORS[len(saved) - 2]}_backward")
+        gradients = operator(grads[0], *saved, ctx.causal, ctx.scale, first, last)
+        packed = isinstance(gradients, Tensor)
+        return None, None, None, None, *((gradients,) if packed else gradients)
 
 
 def _parts(spans: Spans | None, queries: int) -> tuple[Tensor | None, Tensor | None]:
@@ -185,15 +162,7 @@ def _sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int, int, int]:
     return b, n, key.shape[1], queries, key.shape[2], d
 
 
-def _fake_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    scale: float,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _empty_heads(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -234,58 +203,27 @@ def _forward(
     return out, lse
 
 
-def _fake_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_heads(query), _empty_heads(key), _empty_heads(value)
-
-
 @operator(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor "
     "lse, bool causal, float scale, Tensor? first=None, Tensor? last=None) "
     "-> (Tensor, Tensor, Tensor)",
-    fake=_fake_backward,
+    fake=lambda grad, query, key, value, *rest: tuple(map(_empty_heads, (query, key, value))),
 )
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _empty_heads(query), _empty_heads(key), _empty_heads(value)
-    spans = _span_place(first, last, query)
-    _run_backward(grad, (query, key, value), out, lse, gradients, causal, scale, spans)
+    _run_backward(grad, (query, key, value), gradients, *rest)
     return gradients
 
 
 @operator(
     "packed_attention_forward(Tensor mixed, bool causal, float scale, Tensor? first=None, "
     "Tensor? last=None) -> (Tensor, Tensor)",
-    fake=lambda mixed, *options: _fake_forward(*_heads(mixed), *options),
+    fake=lambda mixed, *options: _fake_forward(*_heads(mixed)),
 )
-def _packed_forward(
-    mixed: Tensor,
-    causal: bool,
-    scale: float,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _forward(*_heads(mixed), causal, scale, first, last)
+def _packed_forward(mixed: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _forward(*_heads(mixed), *options)
 
 
 @operator(
@@ -293,32 +231,22 @@ def _packed_forward(
     "float scale, Tensor? first=None, Tensor? last=None) -> Tensor",
     fake=lambda grad, mixed, *rest: mixed.new_empty(mixed.shape),
 )
-def _packed_backward(
-    grad: Tensor,
-    mixed: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-) -> Tensor:
+def _packed_backward(grad: Tensor, mixed: Tensor, *rest: Any) -> Tensor:
     gradient = mixed.new_empty(mixed.shape)
-    inputs = _heads(mixed)
-    spans = _span_place(first, last, inputs[0])
-    _run_backward(grad, inputs, out, lse, _heads(gradient), causal, scale, spans)
+    _run_backward(grad, _heads(mixed), _heads(gradient), *rest)
     return gradient
 
 
 def _run_backward(
     grad: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
     causal: bool,
     scale: float,
-    spans: _SpanPlace,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> None:
     query, key, value = inputs
     if grad.stride(3) != 1:
@@ -328,7 +256,7 @@ def _run_backward(
         _sizes(query, key),
         scale,
         causal,
-        spans,
+        _span_place(first, last, query),
         (_place(grad), _place(query), _place(key), _place(value), _place(out)),
         lse.data_ptr(),
         (_place(gradients[0]), _place(gradients[1]), _place(gradients[2])),

@@ -248,11 +248,14 @@ class SelfAttention(_Attention):
         dropout_seed: int | None,
         shared: Shared,
     ) -> Tensor:
-        """Map q [b, n/t, s, d] and k, v of their groups to [b, n/t, s, d] as the layer does."""
+        """Map q [b, n/t, s/cp, d] to [b, n/t, s/cp, d] as the layer does, with gathered keys.
+
+        k and v have the groups of the queries' heads, and the tokens of whole sequences.
+        """
         if self._takes_packed(shared):
             packed = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 3)
             return self._attend_packed(packed, shared)
-        return self._attend(query, key, value, dropout_seed, shared.bias, shared.spans, shared.cp)
+        return self._attend(query, key, value, dropout_seed, shared.bias, shared.spans, SINGLE_RANK)
 
     @property
     def local_groups(self) -> int:

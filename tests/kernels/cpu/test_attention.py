@@ -313,15 +313,18 @@ def test_operators_match_their_schemas(dtype: torch.dtype) -> None:
     mixed = inputs(2, 9, 1, 4, 1, 48, dtype)[0][0].detach().view(2, 9, 4, 3, 16)
     operators = torch.ops.megacore
     tests = ("test_schema", "test_faketensor")
-    forward = operators.attention_forward(query, key, value, True, 0.25)
-    packed = operators.packed_attention_forward(mixed, True, 0.25)
-    for operator, arguments in (
-        (operators.attention_forward, (query, key, value, True, 0.25)),
-        (operators.attention_backward, (grad, query, key, value, *forward, True, 0.25)),
-        (operators.packed_attention_forward, (mixed, True, 0.25)),
-        (operators.packed_attention_backward, (grad, mixed, *packed, True, 0.25)),
-    ):
-        torch.library.opcheck(operator.default, arguments, test_utils=tests)
+    documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+    spans = Spans.of(9, 9, causal=True, device=torch.device("cpu"), documents=documents)
+    for options in ((True, 0.25), (True, 0.25, spans.first, spans.last)):
+        forward = operators.attention_forward(query, key, value, *options)
+        packed = operators.packed_attention_forward(mixed, *options)
+        for operator, arguments in (
+            (operators.attention_forward, (query, key, value, *options)),
+            (operators.attention_backward, (grad, query, key, value, *forward, *options)),
+            (operators.packed_attention_forward, (mixed, *options)),
+            (operators.packed_attention_backward, (grad, mixed, *packed, *options)),
+        ):
+            torch.library.opcheck(operator.default, arguments, test_utils=tests)
 
 
 @needs_fp32
