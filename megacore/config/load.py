@@ -468,6 +468,9 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
     if item["type"] == "less_than_equal":
         advice = f"give at most {item['ctx']['le']:,}"
+    elif item["type"] == "too_short" and isinstance(item["input"], list | tuple):
+        least = item["ctx"]["min_length"]
+        advice = f"give at least {least} element{'s' if least > 1 else ''}"
     return f"{key} is {shortened(repr(item['input']))}: {advice}"
 
 
