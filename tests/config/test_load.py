@@ -194,7 +194,10 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
             {"train.rampup_batch_size": {"start": 2}},
             "train.rampup_batch_size.increment is missing: give it a value",
         ),
-        ({"data.source": {"kind": "jsonl", "files": []}}, "data.source.files is []: give at least 1 el"),
+        (
+            {"data.source": {"kind": "jsonl", "files": []}},
+            "data.source.files is []: give at least 1 el",
+        ),
         ({"seed": -1}, "seed is -1"),
     ],
 )
