@@ -250,6 +250,7 @@ def plot_validation(
         textcoords="offset points",
         ha="right" if 2 * curve.iterations[best] > axes.get_xlim()[1] else "left",
         color=VALID_COLOR,
+        bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1},
     )
 
 
