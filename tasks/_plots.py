@@ -147,8 +147,7 @@ def _loss_figure(curves: Curves, run_name: str) -> "Figure":
     figure, axes = _figure(f"{run_name}: loss", "lm loss (nats per token)", curves)
     plot_smoothed(axes, curves.train_loss, "train")
     plot_validation(axes, curves.valid_loss, "validation", "{:.3f}")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+    _legend(axes)
     return figure
 
 
@@ -156,7 +155,13 @@ def _ppl_figure(curves: Curves, run_name: str) -> "Figure":
     figure, axes = _figure(f"{run_name}: validation perplexity", "perplexity (log scale)", curves)
     set_log_scale(axes, curves.valid_ppl.values)
     plot_validation(axes, curves.valid_ppl, "validation", "{:.1f}")
+    _legend(axes)
     return figure
+
+
+def _legend(axes: "Axes") -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper right", frameon=False)
 
 
 def set_log_scale(axes: "Axes", values: Sequence[float]) -> None:
@@ -225,7 +230,7 @@ def plot_validation(
     number: str,
     position: Callable[[float], str] = "{:,}".format,
 ) -> None:
-    """Plot the curve and write its best value next to the point.
+    """Plot the curve and write its best value in the legend, where it covers no curve.
 
     Args:
         axes: axes to plot on.
@@ -239,17 +244,15 @@ def plot_validation(
     marker: dict[str, Any] = (
         {"marker": "o", "markersize": 4} if len(curve.values) <= _MARKED_POINTS else {}
     )
-    axes.plot(
-        curve.iterations, curve.values, color=VALID_COLOR, linewidth=1.4, label=label, **marker
-    )
     best = min(range(len(curve.values)), key=curve.values.__getitem__)
-    axes.annotate(
-        f"best {number.format(curve.values[best])} at {position(curve.iterations[best])}",
-        (curve.iterations[best], curve.values[best]),
-        xytext=(0, 14),
-        textcoords="offset points",
-        ha="right" if 2 * curve.iterations[best] > axes.get_xlim()[1] else "left",
+    value = number.format(curve.values[best])
+    axes.plot(
+        curve.iterations,
+        curve.values,
         color=VALID_COLOR,
+        linewidth=1.4,
+        label=f"{label}, best {value} at {position(curve.iterations[best])}",
+        **marker,
     )
 
 

@@ -275,7 +275,9 @@ def _times(attempt: Attempt | None) -> dict[str, Any]:
     if actual > _SLOW * expected:
         excess = {part: measured.get(part, 0.0) - predicted.get(part, 0.0) for part in parts}
         worst = max(excess, key=lambda part: excess[part])
-        sentence += f": {excess[worst]:,.1f} ms of {actual - expected:,.1f} ms more in {worst}"
+        sentence += (
+            f": {actual - expected:,.1f} ms more, and {excess[worst]:,.1f} ms more in {worst}"
+        )
     return {"rows": rows, "sentence": f"{sentence}."}
 
 

@@ -164,7 +164,16 @@ def _by_position(history: RunHistory) -> Chart | None:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.set_xlabel("position in the sample (tokens)")
         axes.set_ylabel("PPL (log scale)")
-        _legend(axes)
+        # Above the axes, where other charts have their time axis: the curves fill the whole width.
+        axes.legend(
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=_MOST_POSITION_CURVES,
+            borderaxespad=0,
+            columnspacing=1.2,
+            handletextpad=0.4,
+            frameon=False,
+        )
         return Chart(
             "Perplexity by position",
             "Validation, in ranges of positions of equal width, of some checkpoints.",

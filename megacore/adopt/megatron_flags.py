@@ -43,6 +43,9 @@ _OTHER_SCALING = Absent(
 _NO_MLA = Absent("multi-latent attention", "grouped-query attention, model.num_query_groups")
 _NO_SSM = Absent("state-space layers (Mamba)", "family gpt")
 _INFERENCE = NoEffect("it is for inference; here: megacore generate")
+_OPTIMIZERS = Absent(
+    "other optimizers than AdamW", "AdamW, or optim.name: muon in the file", ("adam", "adamw")
+)
 _NO_VISION = Absent("vision models", "family gpt, bert or t5")
 _NO_RETRIEVAL = Absent("retrieval models (ICT, RETRO, REALM)", "family bert")
 _NO_DISTILLATION = Absent("distillation", "training on the data itself")
@@ -188,7 +191,7 @@ TRAINING: dict[str, Rule] = {
     "--adam-beta1": To("optim.adam_beta1", number),
     "--adam-beta2": To("optim.adam_beta2", number),
     "--adam-eps": To("optim.adam_eps", number),
-    "--optimizer": Absent("other optimizers than AdamW", "AdamW", ("adam", "adamw")),
+    "--optimizer": _OPTIMIZERS,
     "--sgd-momentum": NoEffect("it is for the optimizer sgd"),
     "--override-opt_param-scheduler": NoEffect("a run's schedule is that of its configuration"),
     "--override-opt-param-scheduler": NoEffect("a run's schedule is that of its configuration"),
@@ -435,7 +438,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
         r"--(inference|use-legacy-static-engine|max-tokens-to-oom|enable-chunked-prefill).*",
         _INFERENCE,
     ),
-    (r"--(muon|lion)-.*", Absent("other optimizers than AdamW", "AdamW")),
+    (r"--(muon|lion)-.*", _OPTIMIZERS._replace(off=())),
     (
         r"--ds-sequence-parallel-fpdt.*|--force-ds-sequence-parallel",
         Absent("sequence parallelism of DeepSpeed (Ulysses)", "parallel.sequence_parallel"),
@@ -446,7 +449,7 @@ FAMILIES: tuple[tuple[str, Rule], ...] = (
     ),
     (
         r"--hierarchical-context-parallel-sizes|--cp-comm-type",
-        NoEffect("it is for context parallelism, which --context-parallel-size turns on"),
+        NoEffect("context-parallel ranks always gather keys and values here"),
     ),
     (
         r"--(fsdp|megatron-fsdp|outer-dp|use-nccl-ub|init-model-with-meta-device|hsdp|torch-fsdp2).*",

@@ -124,7 +124,11 @@ for _place in ("optimizer.", "optimizer.optimizer_factory."):
         f"{_place}adam_beta2": To("optim.adam_beta2", number),
         f"{_place}adam_eps": To("optim.adam_eps", number),
         f"{_place}torch_adam_is_fused": _KERNEL,
-        f"{_place}name": Absent("other optimizers than AdamW", "adamW", ("adamw", "adam")),
+        f"{_place}name": Absent(
+            "other optimizers than AdamW",
+            "adamW, or optim.name: muon in the file",
+            ("adamw", "adam"),
+        ),
     }
 FAMILIES: tuple[tuple[str, Rule], ...] = (
     (

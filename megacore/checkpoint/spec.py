@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from megacore.checkpoint.format import STATE_NAME, read_state
 from megacore.config.spec import ModelSpec
@@ -152,4 +152,10 @@ def _pairs(
 
 
 def _shown(value: Any) -> str:
+    """Return a value as a configuration writes it, without the unset fields of a mapping."""
+    if value is None:
+        return "null"
+    if isinstance(value, BaseModel):
+        fields = [f"{name}: {_shown(field)}" for name, field in value if field is not None]
+        return f"{{{', '.join(fields)}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -48,8 +48,8 @@ _SPAN_WITHOUT_MEAN = 3.0
 
 def check_sections(config: "RunConfig") -> None:
     """Raise ValueError for the first invalid combination of values."""
-    _check_data(config.data)
     check_sentences(config.family, config.model, config.data)
+    _check_data(config.data)
     check_model(config.family, config.model, config.data.seq_length)
     check_sequence_schedule(config)
     _check_reset_positions(config.data, config.model)

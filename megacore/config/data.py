@@ -370,7 +370,7 @@ class DataConfig(Section):
     )
     """Sequence length of the training as a function of consumed samples; null means seq_length. A
     micro batch [b, s] is cut into [b x s / l, l], so no token is lost. Validation keeps seq_length.
-    GPT only."""
+    GPT with packing packed only."""
     masked_lm: MaskedLmConfig = keyed(MaskedLmConfig(), key=("index", "run"))
     """Options of BERT's samples; used with family bert only."""
     span_corruption: SpanCorruptionConfig = keyed(SpanCorruptionConfig(), key=("index", "run"))

@@ -458,6 +458,11 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
         return f"unknown key {key}{_hint(item['loc'], schema)}"
     if item["type"] == "missing":
         return f"{key} is missing: give it a value"
+    if item["type"] == "union_tag_not_found":
+        return f"{key}.{_KIND} is missing: give it a value"
+    if item["type"] == "union_tag_invalid":
+        *most, last = item["ctx"]["expected_tags"].replace("'", "").split(", ")
+        return f"{key}.{_KIND} is {item['ctx']['tag']!r}: give {', '.join(most)} or {last}"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return str(message)
@@ -468,6 +473,9 @@ def _describe(item: Any, schema: type[BaseModel]) -> str:
     advice = _ADVICE.get(item["type"]) or f"{message[:1].lower()}{message[1:]}"
     if item["type"] == "less_than_equal":
         advice = f"give at most {item['ctx']['le']:,}"
+    elif item["type"] == "too_short" and isinstance(item["input"], list | tuple):
+        least = item["ctx"]["min_length"]
+        advice = f"give at least {least} element{'s' if least > 1 else ''}"
     return f"{key} is {shortened(repr(item['input']))}: {advice}"
 
 

@@ -59,6 +59,11 @@ def check_sequence_schedule(config: "RunConfig") -> None:
             f"{name} is given but family is {config.family}, whose samples are whole sentences "
             "that cannot be cut: remove it"
         )
+    if config.data.packing != "packed":
+        raise ValueError(
+            f"{name} is given but data.packing is {config.data.packing}, which keeps documents "
+            "whole that shorter sequences would cut: set the latter to packed, or remove the former"
+        )
     if config.train.cuda_graphs:
         raise ValueError(
             f"{name} is given but train.cuda_graphs is true, whose graph has one shape: set the "

@@ -121,6 +121,7 @@ def test_partial_writes_the_rest_with_the_refused_flags_at_the_top(tmp_path: Pat
         ("--window-size 127,0 --window-attn-skip-freq [1,0,1,1]", "a list of layers"),
         ("--window-size 127,1", "a window after the token"),
         ("--optimizer sgd", "other optimizers than AdamW"),
+        ("--optimizer muon", "AdamW, or optim.name: muon in the file"),
         ("--mock-data", "made-up data"),
         ("--tokenizer-type NullTokenizer", "token files without a tokenizer"),
         ("--split 100,0,0", "an empty split"),
@@ -287,7 +288,9 @@ def test_even_steps_of_the_batch_are_a_ramp_up(tmp_path: Path) -> None:
 
 
 def test_hosts_are_added_where_a_replica_does_not_fit(tmp_path: Path) -> None:
-    divided = config(tmp_path, "--tensor-model-parallel-size 2 --context-parallel-size 2")
+    flags = "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type p2p"
+    assert "ranks always gather keys and values here" in gpt(tmp_path, flags).text
+    divided = config(tmp_path, flags)
     assert divided.parallel.context_parallel_size == 2
     assert divided.launch.nproc_per_node == 8
     result = gpt(tmp_path, "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4")

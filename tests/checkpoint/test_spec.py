@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megacore.checkpoint.save import save_checkpoint
-from megacore.checkpoint.spec import check_same_model, read_spec
+from megacore.checkpoint.spec import changed_rotations, check_same_model, read_spec
 from megacore.config.model import ModelConfig
 from megacore.config.spec import ModelSpec, SpecialTokens
 from megacore.errors import CheckpointError
@@ -33,6 +33,18 @@ def test_a_spec_is_read_back_equal_from_a_checkpoint(tmp_path: Path) -> None:
     saved = spec(tokens=SpecialTokens(eod=3, sentinels=(99, 98)), normalization="rmsnorm")
     path = save_checkpoint(tmp_path, 0, {}, {"model": saved.model_dump(mode="json")})
     assert read_spec(path) == saved
+
+
+def test_changed_rotations_are_written_as_in_a_configuration() -> None:
+    scaling = {"kind": "llama3", "factor": 2.0, "original_max_position_embeddings": 16}
+    saved = spec(position_embedding_type="rope")
+    current = spec(position_embedding_type="rope", rotary_base=5e5, rope_scaling=scaling)
+    assert changed_rotations(saved, saved) == []
+    assert changed_rotations(saved, current) == [
+        "rotary_base 10000.0 -> 500000.0",
+        "rope_scaling null -> {kind: llama3, factor: 2.0, low_freq_factor: 1.0, "
+        "high_freq_factor: 4.0, original_max_position_embeddings: 16}",
+    ]
 
 
 @pytest.mark.parametrize(

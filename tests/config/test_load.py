@@ -171,7 +171,12 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
             {"data.tokenizer.vocab": 512},
             "unknown key data.tokenizer.vocab (did you mean vocab_size?)",
         ),
-        ({"data.source.kind": "s3"}, "'s3'"),
+        ({"data.source.kind": "s3"}, "data.source.kind is 's3': give source_tree, "),
+        ({"model.rope_scaling": {"factor": 2}}, "model.rope_scaling.kind is missing: give it a"),
+        (
+            {"model.rope_scaling": {"kind": "yarm", "factor": 2}},
+            "model.rope_scaling.kind is 'yarm': give linear, dynamic, yarn, llama3 or longrope",
+        ),
         ({"train.train_iters": "many"}, "train.train_iters is 'many'"),
         ({"train.train_iters": 0}, "train.train_iters is 0"),
         ({"train.train_iters": 1.5}, "train.train_iters is 1.5"),
@@ -194,7 +199,10 @@ def test_an_override_below_a_plain_value_is_refused(conf: Callable[..., str]) ->
             {"train.rampup_batch_size": {"start": 2}},
             "train.rampup_batch_size.increment is missing: give it a value",
         ),
-        ({"data.source": {"kind": "jsonl", "files": []}}, "data.source.files is []"),
+        (
+            {"data.source": {"kind": "jsonl", "files": []}},
+            "data.source.files is []: give at least 1 el",
+        ),
         ({"seed": -1}, "seed is -1"),
     ],
 )

@@ -70,7 +70,11 @@ def test_suitable_data_is_accepted(family: str) -> None:
             "data.append_eod is true but samples of family t5 have special tokens of their",
         ),
         ("bert", {"add_extra_token": False}, "data.add_extra_token is given but family is bert"),
-        ("t5", {"reset_attention_mask": True}, "data.reset_attention_mask is"),
+        *(
+            (family, data, f"data.{next(iter(data))} is given but family is {family}: it is for")
+            for family in ("bert", "t5")
+            for data in ({"packing": "best_fit"}, {"reset_attention_mask": True})
+        ),
         ("bert", {"fim": {}}, "data.fim is given but family is bert"),
         ("bert", {"index_style": "neox"}, "data.index_style is given but family is bert"),
         (

@@ -65,6 +65,14 @@ def test_schedules_that_cannot_run_are_refused(sections: dict[str, Any], sentenc
         _runs.config(**sections)
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "pack_until_overflow", "unpacked"])
+def test_packing_of_whole_documents_is_refused(packing: str) -> None:
+    sentence = f"schedule is given but data.packing is {packing}, .* set the latter to packed"
+    with pytest.raises(ValidationError, match=sentence):
+        _runs.config(data={"packing": packing} | schedule((0, 4)))
+    assert _runs.config(data=schedule((0, 4))).data.packing == "packed"
+
+
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_other_families_are_refused(family: str) -> None:
     with pytest.raises(ConfigError, match=f"schedule is given but family is {family}"):

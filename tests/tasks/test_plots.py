@@ -43,6 +43,17 @@ def test_curves_of_any_length_are_drawn(
             assert orange.sum() > 20
 
 
+def test_the_best_value_is_in_the_legend_where_it_covers_no_curve() -> None:
+    from matplotlib.figure import Figure
+
+    from tasks._plots import plot_validation
+
+    axes = Figure().add_subplot()
+    plot_validation(axes, Curve([10, 20, 30], [4.0, 2.5, 3.0]), "validation", "{:.2f}")
+    assert axes.get_legend_handles_labels()[1] == ["validation, best 2.50 at 20"]
+    assert not axes.texts
+
+
 def test_smoothing_preserves_ends_and_level() -> None:
     values = [5.0 - index / 1000 for index in range(1000)]
     curve = Curve(list(range(1000)), values)

@@ -269,6 +269,9 @@ def test_perplexity_by_position_is_drawn_for_a_few_checkpoints(log: EventLog) ->
     )
     named = re.findall(r"iteration (\d+)", chart.svg)
     assert (named[0], len(named)) == ("12", 5)
+    tops = {float(y) for y in re.findall(r' y="([\d.]+)"[^>]*>iteration', chart.svg)}
+    assert len(tops) == 1, "the legend is one row"
+    assert tops.pop() < 43, "the legend is above the axes, and covers no curve"
 
 
 def test_a_run_of_an_earlier_version_has_no_chart_by_position(log: EventLog) -> None:
@@ -358,8 +361,8 @@ def test_a_run_slower_than_predicted_names_the_slow_part(log: EventLog) -> None:
         }
         log.step(iteration, ms_per_iteration=total, phase_ms=phases)
     page = write_page(log, facts_of())
-    assert "40% slower than predicted for NVIDIA H100: 35.0 ms of 40.0 ms more in " in page.text
-    assert "more in data-parallel wait." in page.text
+    assert "40% slower than predicted for NVIDIA H100: 40.0 ms more, " in page.text
+    assert "and 35.0 ms more in data-parallel wait." in page.text
     assert "compute 90.0 95.0" in page.text
 
 

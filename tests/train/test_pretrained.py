@@ -215,5 +215,5 @@ def test_other_frequencies_for_the_same_length_are_another_model(
         model={"position_embedding_type": "rope", "rope_scaling": SCALINGS["linear"]},
         train=config(short_rope).train.model_dump(),
     )
-    with pytest.raises(CheckpointError, match=r"another model: model\.rope_scaling is None there"):
+    with pytest.raises(CheckpointError, match=r"another model: model\.rope_scaling is null there"):
         _runs.train(run, data, tmp_path)
