@@ -56,9 +56,14 @@ def check_documents(chunks: Sequence[Model], length: int, device: torch.device) 
                 masks = shared.windowed if windowed else shared
                 assert masks is not None
                 _check_layer(name, attention, masks, changed, like.dtype)
+    layers = (
+        "one kind of attention layer"
+        if len(kinds) == 1
+        else f"{len(kinds)} kinds of attention layers"
+    )
     return (
-        f"documents do not see each other: {len(kinds)} kind(s) of attention layer checked on "
-        f"{length} tokens, outputs and gradients to the bit"
+        f"documents do not see each other: {layers} checked on {length} tokens, outputs and "
+        "gradients to the bit"
     )
 
 
